@@ -1,0 +1,124 @@
+"""What every draft head has in common, and the words of this project.
+
+    target    the frozen language model that we accelerate
+    head      what we train: extra decoding heads, or an autoregressive layer
+    drafter   whatever proposes a tree while decoding: a head, a small draft model, an n-gram lookup
+    root      the newest token, chosen by the target, that the target has not read yet
+    depth     distance from the root; the root's children have depth 1
+    features  the target's hidden states that a head reads, (batch, length, layers * hidden)
+    tree      draft tokens with parent pointers; a chain is a tree with one branch
+    acceptance length   tokens gained per target forward, the target's own bonus token counted
+
+**The one alignment rule: the depth-d draft at position t names token t + 1 + d.** (Token t + 1 is the root; the
+target chose it from what it read at t.) Training lays all depths on one grid by what they name: *slot* p names token
+p + 2, so its depth-d draft began at position t = p + 1 - d. Then answers and supervision are the same for all depths:
+
+    slot                 0    1    2    3    4         `Lesson.answers` in train/trainer.py
+    names token          2    3    4    5    6
+    depth 1 began at     0    1    2    3    4
+    depth 2 began at     .    0    1    2    3         `later` rolls a draft right by d - 1
+    depth 3 began at     .    .    0    1    2         dots: nothing began there, `began` masks them out
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from heads.cache import KVCache
+from heads.target import Target
+
+
+class Text(NamedTuple):
+    """A packed training batch. Rows hold several documents, one behind the other."""
+
+    tokens: Tensor  # (batch, length) int64
+    supervised: Tensor  # (batch, length) bool: is this token the target's to write?
+    documents: Tensor  # (batch, length) int64: which document a token belongs to, -1 for padding
+    positions: Tensor  # (batch, length) int64, from 0 in every document
+
+    def mask(self) -> Tensor:
+        """(batch, length, length) bool: the token itself and what stands before it in its own document."""
+        length = self.tokens.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=self.tokens.device).tril()
+        return (self.documents[:, :, None] == self.documents[:, None, :]) & causal
+
+
+def later(x: Tensor, steps: int) -> Tensor:
+    """`x` (batch, length, ...) moved right: slot p holds what stood at p - steps. What wraps around is masked out."""
+    return x.roll(steps, dims=1) if steps else x
+
+
+def began(text: Text, depth: int) -> Tensor:
+    """(batch, length) bool: slots whose depth-d draft counts. The token it names is supervised, it exists, and the
+    draft began in the same document. The one place where supervision meets the alignment rule."""
+    length = text.tokens.shape[1]
+    slots = torch.arange(length, device=text.tokens.device)
+    named, start = text.documents.roll(-2, dims=1), later(text.documents, depth - 1)
+    inside = (slots + 2 < length) & (slots >= depth - 1)
+    return text.supervised.roll(-2, dims=1) & (named == start) & (named >= 0) & inside
+
+
+class DraftHead(nn.Module, ABC):
+    """A small network that guesses the target's next tokens from the target's hidden states."""
+
+    kind: ClassVar[str]
+    recurrent: ClassVar[bool]  # does a draft depend on the drafts before it (EAGLE), or only on the text (Medusa)?
+    cache_layers: ClassVar[int] = 0  # layers of keys and values that it keeps of the text
+    layers: list[int]  # which hidden states it reads, numbered as in heads/target.py
+    depth: int  # deepest draft that it was trained for
+    draft_ids: Tensor | None = None  # (draft vocab,) target ids of a pruned vocabulary, ascending; None is all of it
+
+    @classmethod
+    @abstractmethod
+    def for_target(cls, target: Target, *args: Any, **kwargs: Any) -> "DraftHead":
+        """A new head for this target; the arguments are what conf/head/<kind>.yaml may say."""
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: dict) -> "DraftHead":
+        """An empty head of the shape that a saved config.json describes."""
+
+    @abstractmethod
+    def to_config(self) -> dict:
+        """What config.json needs so that `from_config`, and the engines that read this format, rebuild the head."""
+
+    @abstractmethod
+    def forward(self, features: Tensor, embeddings: Tensor, text: Text) -> list[Tensor]:
+        """Training: per depth the hidden states (batch, length, hidden) of a draft at every slot.
+
+        embeddings: (batch, length, hidden), the target's, of text.tokens. `logits` turns a hidden state into a draft.
+        """
+
+    @abstractmethod
+    def read(self, features: Tensor, embeddings: Tensor, cache: KVCache | None) -> Tensor:
+        """Drafting: take in accepted text and return the hidden states (batch, new, hidden) of its depth-1 drafts.
+
+        features (batch, new, width) of the newly accepted positions; embeddings (batch, new, hidden) of the token
+        *behind* each of them, the root last.
+        """
+
+    def step(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+        """Drafting, recurrent heads only: hidden states (batch, nodes, hidden) one level below these nodes.
+
+        hidden: of the draft that named each node; embeddings: of the node; positions (batch, nodes) its slot; mask
+        (batch, nodes, keys) bool: its text and its ancestors.
+        """
+        raise NotImplementedError(f"a {self.kind} head drafts all depths at once")
+
+    @abstractmethod
+    def logits(self, hidden: Tensor, depth: int) -> Tensor:
+        """(..., draft vocab) for hidden states of drafts of this depth, counted from 1."""
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        """Target token ids of draft vocabulary ids."""
+        return ids if self.draft_ids is None else self.draft_ids[ids]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype

@@ -1,0 +1,231 @@
+"""EAGLE-3: one decoder layer that drafts on from its own output (arXiv:2503.01840), and 3.1's normed variant.
+
+At slot p it reads the target's features of position p, fused from three layers, beside the embedding of token p + 1,
+and drafts token p + 2. Deeper drafts read its own output in the place of features that the target has not made yet.
+
+Training repeats that ("training-time test", section 3.2): step i reads the output of step i - 1. Instead of shifting
+tokens, answers and masks left in every step, the hidden states move one slot right: embeddings, positions and answers
+stay where they are. At step i a slot sees the text up to where its draft began, and the drafts since, each of which
+lies one slot further back:
+
+    step 2, slot 4:   keys of step 0   1 1 1 . .     slots 0 to 4 - 2, the text
+                      keys of step 1   . . . 1 .     its draft's first step
+                      keys of step 2   . . . . 1     itself
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from heads import vocab
+from heads.base import DraftHead, Text, later
+from heads.cache import KVCache
+from heads.layers import MLP, Attention, RMSNorm, Rotary
+from heads.target import Target
+
+# What a head copies from its target's config. Rope and context length above all: a head that was trained with one
+# rope_theta and served with another drafts badly, and one with max_position_embeddings 2048 fails beyond it.
+COPIED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "vocab_size")
+COPIED_IF_THERE = ("head_dim", "rope_parameters", "max_position_embeddings", "bos_token_id", "eos_token_id")
+
+
+class MidLayer(nn.Module):
+    """The decoder layer: attention over (embedding, hidden) side by side, the residual is the hidden state alone."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = Attention(config, 2 * width)
+        self.mlp = MLP(config)
+        self.hidden_norm, self.input_layernorm = RMSNorm(width, eps), RMSNorm(width, eps)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+
+    def side_by_side(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        return torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3Head(DraftHead):
+    """Weights are named as SafeAILab, vLLM and SGLang name them: fc, midlayer.*, norm, lm_head, d2t, t2d."""
+
+    kind, recurrent, cache_layers = "eagle3", True, 1
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layers: list[int],
+        depth: int,
+        draft_vocab_size: int | None = None,
+        fc_norm: bool = False,
+        norm_output: bool = False,
+    ):
+        super().__init__()
+        self.config, self.layers, self.depth, self.norm_output = config, list(layers), depth, norm_output
+        width = config.hidden_size
+        self.fc = nn.Linear(len(layers) * width, width, bias=False)
+        norms = [RMSNorm(width, config.rms_norm_eps) for _ in layers] if fc_norm else []
+        self.fc_norm = nn.ModuleList(norms)
+        self.midlayer = MidLayer(config)
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, draft_vocab_size or config.vocab_size, bias=False)
+        self.rotary = Rotary(config)
+        self.pruned = draft_vocab_size is not None and draft_vocab_size < config.vocab_size
+        if self.pruned:
+            ids = torch.arange(self.lm_head.out_features)
+            for name, tensor in zip(("d2t", "t2d"), vocab.to_offsets(ids, config.vocab_size), strict=True):
+                self.register_buffer(name, tensor)
+
+    @classmethod
+    def for_target(
+        cls,
+        target: Target,
+        depth: int = 7,
+        layers: list[int] | None = None,
+        draft_vocab_size: int | None = None,
+        counts: Tensor | None = None,
+        fc_norm: bool = False,
+        norm_output: bool = False,
+    ) -> "Eagle3Head":
+        """A new head. layers: None takes the paper's three, the outputs of decoder layers 1, n // 2 - 1 and n - 4 counted
+        from 0. draft_vocab_size: with `counts` (vocab,), how often each token occurs in the training text.
+
+        It starts from the target where it can: its lm_head rows and final norm, and an fc whose columns undo the
+        different sizes of the three layers' features, which the published layer has no norm for.
+        """
+        facts = target.config.to_dict()
+        missing = [name for name in ("hidden_size", "num_attention_heads") if name not in facts]
+        if missing:
+            raise ValueError(f"the config of {target.name} has no {', '.join(missing)}: an EAGLE-3 layer is shaped by it")
+        n = target.num_layers
+        layers = list(layers) if layers is not None else [2, n // 2, n - 3]
+        if sorted(set(layers)) != layers or not all(0 <= k <= n for k in layers):
+            raise ValueError(f"head.layers={layers} must ascend within 0..{n}, this target's hidden states")
+        copied = {name: facts[name] for name in COPIED if facts.get(name) is not None}
+        copied |= {name: facts[name] for name in COPIED_IF_THERE if facts.get(name) is not None}
+        copied.setdefault("intermediate_size", 4 * facts["hidden_size"])
+        copied["vocab_size"] = target.vocab_size
+        config = LlamaConfig(num_hidden_layers=1, tie_word_embeddings=False, **copied)
+        head = cls(config, layers, depth, draft_vocab_size, fc_norm, norm_output)
+        with torch.no_grad():
+            probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
+            features = target.read(probe, layers=layers, keep_logits=1).features.float()
+            if not fc_norm:
+                sizes = features[0].view(-1, len(layers), config.hidden_size).pow(2).mean((0, 2)).sqrt()
+                head.fc.weight.div_(sizes.cpu().repeat_interleave(config.hidden_size))
+            nn.init.normal_(head.midlayer.self_attn.o_proj.weight, std=0.02)
+            nn.init.normal_(head.midlayer.mlp.down_proj.weight, std=0.02)
+            rows = target.model.get_output_embeddings().weight
+            if rows.is_floating_point() and rows.shape == (target.vocab_size, config.hidden_size):
+                if head.pruned:
+                    assert counts is not None and draft_vocab_size is not None, "pruning needs the tokens' counts"
+                    head.set_vocabulary(vocab.most_frequent(counts, draft_vocab_size))
+                    rows = rows[head.draft_ids.to(rows.device)]
+                head.lm_head.weight.copy_(rows)
+        return head.to(target.device)
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """Draft these target ids (ascending) only."""
+        d2t, t2d = vocab.to_offsets(ids, len(self.t2d))
+        self.d2t.copy_(d2t), self.t2d.copy_(t2d)
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        return vocab.from_offsets(self.d2t) if self.pruned else None
+
+    @classmethod
+    def from_config(cls, config: dict) -> "Eagle3Head":
+        eagle = config.get("eagle_config") or {}
+        return cls(
+            LlamaConfig.from_dict({k: v for k, v in config.items() if k not in ("eagle_config", "foretoken")}),
+            layers=eagle["eagle_aux_hidden_state_layer_ids"],
+            depth=config.get("foretoken", {}).get("depth", 7),
+            draft_vocab_size=config.get("draft_vocab_size"),
+            fc_norm=bool(config.get("fc_norm", False)),
+            norm_output=bool(config.get("norm_output", False)),
+        )
+
+    def to_config(self) -> dict:
+        facts = self.config.to_diff_dict() | {
+            name: getattr(self.config, name) for name in (*COPIED, "head_dim", "max_position_embeddings", "rope_parameters")
+        }
+        return facts | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "draft_vocab_size": self.lm_head.out_features,
+            "target_hidden_size": self.config.hidden_size,
+            "tie_word_embeddings": False,
+            "norm_before_residual": False,
+            "fc_norm": len(self.fc_norm) > 0,
+            "norm_output": self.norm_output,
+            # Numbered as `hidden_states`: 0 is the embedding. vLLM reads it so; SpecForge counts from the first layer.
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": self.layers, "use_aux_hidden_state": True},
+        }
+
+    def fuse(self, features: Tensor) -> Tensor:
+        if len(self.fc_norm):
+            chunks = features.chunk(len(self.layers), dim=-1)
+            features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return self.fc(features.to(self.fc.weight.dtype))
+
+    def feed_back(self, out: Tensor) -> Tensor:
+        return self.norm(out) if self.norm_output else out
+
+    def logits(self, hidden: Tensor, depth: int) -> Tensor:
+        return self.lm_head(self.norm(hidden))
+
+    def forward(self, features: Tensor, embeddings: Tensor, text: Text) -> list[Tensor]:
+        hidden, beside = self.fuse(features), embeddings.to(self.fc.weight.dtype).roll(-1, dims=1)
+        cos, sin = self.rotary(text.positions, text.tokens.shape[1], hidden.dtype)
+        mask, steps, outs = text.mask(), [], []
+        for i in range(self.depth):
+            q, k, v = self.midlayer.self_attn.project(self.midlayer.side_by_side(beside, hidden), cos, sin)
+            steps.append((k, v))
+            attended = self.midlayer.self_attn.merge(attend_steps(q, steps, later(mask, i)))
+            outs.append(self.midlayer.finish(hidden, attended))
+            hidden = later(self.feed_back(outs[-1]), 1)
+        return outs
+
+    def read(self, features: Tensor, embeddings: Tensor, cache: KVCache | None) -> Tensor:
+        assert cache is not None
+        new = embeddings.shape[1]
+        causal = torch.ones(1, new, new, dtype=torch.bool, device=embeddings.device).tril()
+        return self._draft(self.fuse(features), embeddings, cache.columns(new), cache.mask(causal), cache)
+
+    def step(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+        return self._draft(self.feed_back(hidden), embeddings, positions, mask, cache)
+
+    def _draft(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+        cos, sin = self.rotary(positions, cache.capacity, hidden.dtype)
+        x = self.midlayer.side_by_side(embeddings.to(hidden.dtype), hidden)
+        return self.midlayer.finish(hidden, self.midlayer.self_attn.cached(x, cos, sin, mask, cache, layer=0))
+
+
+def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
+    """Attention of step i = len(steps) - 1: over the text's keys (step 0) under `mask` (batch, length, length), and one
+    key of every later step, which lies as many slots back as steps have passed since. (batch, heads, length, dim)."""
+    (k0, v0), drafted = steps[0], steps[1:]
+    batch, heads, length, dim = q.shape
+    kv_heads = k0.shape[1]
+    if not drafted:
+        groups = heads // kv_heads
+        k0, v0 = k0.repeat_interleave(groups, 1), v0.repeat_interleave(groups, 1)
+        return F.scaled_dot_product_attention(q, k0, v0, attn_mask=mask[:, None])
+    q = q.view(batch, kv_heads, heads // kv_heads, length, dim) * dim**-0.5
+    back = [(k.roll(age, 2), v.roll(age, 2)) for age, (k, v) in zip(range(len(drafted) - 1, -1, -1), drafted, strict=True)]
+    text = (q.flatten(2, 3) @ k0.transpose(-1, -2)).view(*q.shape[:-1], length)
+    own = torch.stack([(q * k[:, :, None]).sum(-1) for k, _ in back], dim=-1)
+    text = text.masked_fill(~mask[:, None, None], torch.finfo(text.dtype).min)
+    weights = torch.cat([text, own.to(text.dtype)], dim=-1).softmax(-1, dtype=torch.float32).to(v0.dtype)
+    out = (weights[..., :length].flatten(2, 3) @ v0).view_as(q)
+    for number, (_, v) in enumerate(back):
+        out = out + weights[..., length + number, None] * v[:, :, None]
+    return out.view(batch, heads, length, dim)

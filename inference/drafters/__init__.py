@@ -1,0 +1,32 @@
+"""Everything that can propose a tree, and `load_drafter`, which finds it by a short word."""
+
+from typing import Any
+
+from heads.base import DraftHead
+from heads.checkpoint import find, load_head, read_config
+from heads.target import Target
+from inference.drafters.base import Drafter
+from inference.drafters.dynamic import DynamicTree
+from inference.drafters.ngram import NgramDrafter
+from inference.drafters.static import StaticTree
+
+
+def load_drafter(spec: str, target: Target, **options: Any) -> Drafter:
+    """The drafter that `spec` names: "ngram", or a head's directory or Hub id. `options` go to its constructor."""
+    if spec == "ngram":
+        return NgramDrafter(**options)
+    head = load_head(spec, target)
+    own = read_config(find(spec)).get("foretoken", {})
+    return drafter_for(head, target, accuracies=own.get("accuracies"), **options)
+
+
+def drafter_for(
+    head: DraftHead, target: Target, accuracies: list[list[float]] | None = None, **options: Any
+) -> Drafter:
+    """The tree that suits a head. accuracies: of its guesses per depth and rank, for a static tree."""
+    if head.recurrent:
+        return DynamicTree(head, target, **options)
+    return StaticTree(head, target, accuracies=accuracies, **options)
+
+
+__all__ = ["Drafter", "DynamicTree", "NgramDrafter", "StaticTree", "drafter_for", "load_drafter"]

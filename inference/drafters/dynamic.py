@@ -1,0 +1,94 @@
+"""Grow a tree with a recurrent head, the most probable branches first (EAGLE-2, arXiv:2406.16858, section 4).
+
+*Expand*: every level keeps the `width` best continuations of the `width` frontier nodes, by the product of the draft's
+probabilities along the path. *Rerank*: of all candidates the `nodes` best make the tree. A child never outscores its
+parent, so the best always hang together.
+"""
+
+import torch
+from torch import Tensor
+
+from heads.base import DraftHead
+from heads.cache import KVCache
+from heads.target import Target
+from inference.drafters.base import Accepted, Drafter, roots
+from inference.sampling import Sampling
+from inference.tree import TokenTree, from_parents
+
+# A level's loss of score, so that a child stays below its parent where the draft is certain (log 1 = 0) in float32.
+STEP = 1e-3
+
+
+class DynamicTree(Drafter):
+    def __init__(self, head: DraftHead, target: Target, nodes: int = 16, depth: int = 5, width: int = 4):
+        """nodes: of the tree, its root counted. depth: levels below the root. width: branches kept per level."""
+        if not head.recurrent:
+            raise ValueError(f"a {head.kind} head drafts all depths at once: give it a static tree, not a dynamic one")
+        if depth < 1 or width < 1 or nodes < 2:
+            raise ValueError(f"a dynamic tree needs depth={depth} and width={width} of at least 1, nodes={nodes} of 2")
+        self.head, self.target, self.depth, self.layers = head, target, depth, head.layers
+        vocab = target.vocab_size if head.draft_ids is None else len(head.draft_ids)
+        self.width = min(width, vocab)
+        self.nodes = min(nodes, 1 + self.width + (depth - 1) * self.width**2)
+        self.draft_ids = head.draft_ids
+        self.parents: list[Tensor] = []
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        self.sampling = sampling
+        room = capacity + self.depth * self.width
+        self.cache = KVCache(self.head.cache_layers, batch, room, self.target.device)
+        self.own = torch.eye(self.width, dtype=torch.bool, device=self.target.device).expand(batch, -1, -1)
+
+    def log_probs(self, hidden: Tensor, depth: int, gumbel: Tensor | None) -> Tensor:
+        """Log of the draft's law, seen through the noise: (batch, n, draft vocab) float32."""
+        logits = self.head.logits(hidden, depth).float()
+        if gumbel is not None:
+            noise = gumbel[:, depth - 1]
+            noise = noise if self.draft_ids is None else noise[:, self.draft_ids]
+            logits = self.sampling.warp(logits) + noise[:, None]
+        return logits.log_softmax(-1).clamp(max=-STEP)
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        head, cache, width = self.head, self.cache, self.width
+        hidden = head.read(accepted.features, self.target.embed(accepted.tokens), cache)
+        batch, new, _ = hidden.shape
+        if new > 1 or min(accepted.counts) < 1:
+            last = cache.starts.new_tensor([[[max(count, 1) - 1]] for count in accepted.counts])
+            hidden = hidden.gather(1, last.expand(-1, 1, hidden.shape[-1]))
+        cache.set_lengths([length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)])
+
+        best = self.log_probs(hidden, 1, gumbel).topk(width)
+        tokens, scores = head.to_target(best.indices[:, 0]), best.values[:, 0]  # (batch, width)
+        hidden = hidden.expand(-1, width, -1)
+        frontier = torch.arange(1, width + 1, device=tokens.device).expand(batch, -1)  # as candidates, the root is 0
+        candidates = [roots(accepted), tokens]
+        parents = [frontier.new_zeros(batch, width + 1)]
+        ranked, among, size = [scores], self.own, 1 + width
+        for depth in range(2, self.depth + 1):
+            positions = (cache.starts + depth - 2).expand(-1, width)
+            hidden = head.step(hidden, self.target.embed(tokens), positions, cache.mask(among), cache)
+            cache.pending += width
+            best = self.log_probs(hidden, depth, gumbel).topk(width)
+            scored = (best.values + scores[:, :, None]).flatten(1)  # (batch, width * width)
+            named = head.to_target(best.indices).flatten(1)
+            candidates.append(named), ranked.append(scored)
+            parents.append(frontier.repeat_interleave(width, dim=1))
+            if depth == self.depth:
+                break
+            scores, chosen = scored.topk(width)
+            parent = chosen // width
+            tokens, frontier = named.gather(1, chosen), chosen + size
+            hidden = hidden.gather(1, parent[:, :, None].expand(-1, -1, hidden.shape[-1]))
+            among = torch.cat([among.gather(1, parent[:, :, None].expand(-1, -1, among.shape[-1])), self.own], -1)
+            size += width * width
+        cache.pending = 0
+        return self.rerank(torch.cat(candidates, 1), torch.cat(parents, 1), torch.cat(ranked, 1))
+
+    def rerank(self, tokens: Tensor, parents: Tensor, scores: Tensor) -> TokenTree:
+        """The best `nodes` of all candidates (batch, n), in their order, which puts parents first."""
+        chosen = scores.topk(self.nodes - 1).indices.sort(1).values + 1
+        chosen = torch.cat([chosen.new_zeros(len(chosen), 1), chosen], 1)
+        place = torch.zeros_like(parents).scatter(
+            1, chosen, torch.arange(self.nodes, device=tokens.device).expand(len(chosen), -1)
+        )
+        return from_parents(tokens.gather(1, chosen), place.gather(1, parents.gather(1, chosen)), self.depth)

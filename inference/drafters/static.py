@@ -1,0 +1,73 @@
+"""One fixed tree for heads that draft all depths at once (Medusa, arXiv:2401.10774, section 2.3.3).
+
+The tree is a list of rank paths: (0,) is the first guess at depth 1, (0, 2) the third guess at depth 2 below it. It is
+grown greedily from measured accuracies: how often the guess of rank r at depth d is the target's token.
+"""
+
+import heapq
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.medusa import MedusaHead
+from heads.target import Target
+from inference.drafters.base import Accepted, Drafter, roots
+from inference.sampling import Sampling
+from inference.tree import TokenTree, from_parents
+
+# Until a head's own accuracies are measured: the shape that published heads have, roughly.
+TYPICAL = [[0.6 * 0.8**d * share for share in (1.0, 0.2, 0.1, 0.06, 0.04, 0.03)] for d in range(8)]
+
+
+def grow(accuracies: list[list[float]], nodes: int) -> list[tuple[int, ...]]:
+    """The `nodes` - 1 rank paths with the greatest chance of being accepted, parents first.
+
+    accuracies[d][r]: chance that the guess of rank r is right at depth d + 1. A path's chance is the product.
+    """
+    heap: list[tuple[float, tuple[int, ...]]] = [(-accuracies[0][0], (0,))]
+    paths: list[tuple[int, ...]] = []
+    while heap and len(paths) < nodes - 1:
+        chance, path = heapq.heappop(heap)
+        paths.append(path)
+        depth, rank = len(path), path[-1]
+        if rank + 1 < len(accuracies[depth - 1]) and accuracies[depth - 1][rank] > 0:
+            sibling = chance / accuracies[depth - 1][rank] * accuracies[depth - 1][rank + 1]
+            heapq.heappush(heap, (sibling, (*path[:-1], rank + 1)))
+        if depth < len(accuracies):
+            heapq.heappush(heap, (chance * accuracies[depth][0], (*path, 0)))
+    return sorted(paths, key=lambda path: (len(path), path))
+
+
+class StaticTree(Drafter):
+    def __init__(self, head: Any, target: Target, nodes: int = 16, accuracies: list[list[float]] | None = None):
+        """nodes: of the tree, its root counted. accuracies: of this head, measured (see inference/evaluate.py)."""
+        if not isinstance(head, MedusaHead):
+            raise ValueError(f"a static tree needs a head that drafts all depths at once, not {head.kind}")
+        self.head, self.target, self.layers = head, target, head.layers
+        accuracies = [row[: target.vocab_size] for row in (accuracies or TYPICAL)[: head.depth]]
+        paths = grow(accuracies, nodes)
+        self.depth = max(map(len, paths))
+        self.ranks = 1 + max(max(path) for path in paths)
+        index = {(): 0} | {path: number for number, path in enumerate(paths, start=1)}
+        parents = torch.tensor([[0] + [index[path[:-1]] for path in paths]])
+        self.shape = from_parents(torch.zeros_like(parents), parents, self.depth)
+        self.shape = TokenTree(*(tensor.to(target.device) for tensor in self.shape))
+        flat = [(len(path) - 1) * self.ranks + path[-1] for path in paths]
+        self.guesses = torch.tensor(flat, device=target.device)  # which of (depth, rank) each node is
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self.batched = TokenTree(*(tensor.expand(batch, *tensor.shape[1:]) for tensor in self.shape))
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        features = accepted.features[:, -1]
+        if len(set(accepted.counts)) > 1:
+            rows = torch.arange(len(accepted.counts), device=features.device)
+            features = accepted.features[rows, rows.new_tensor([max(count, 1) - 1 for count in accepted.counts])]
+        logits = self.head.drafts(features)[:, : self.depth].float()
+        if gumbel is not None:
+            logits = self.sampling.warp(logits) + gumbel[:, : self.depth]
+        guesses = logits.topk(self.ranks).indices.flatten(1)
+        tokens = torch.cat([roots(accepted), guesses[:, self.guesses]], dim=1)
+        return self.batched._replace(tokens=tokens)

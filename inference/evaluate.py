@@ -1,0 +1,122 @@
+"""What a drafter gains, measured with the decoder that users call, on prompts that nothing was trained on.
+
+Speed is measured one prompt at a time, plain and speculative in turn, so that both see the same machine. Identity is
+proven in float32, where one-token and many-token forwards agree to 1e-5: in half precision their rounding differs, and a
+tie between two tokens may fall either way (`identical_in_dtype` counts that).
+"""
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from heads.target import Target
+from inference.drafters.base import Drafter
+from inference.engine import Generation, generate
+
+REPETITIVE = 0.5  # a continuation with a smaller share of distinct 4-grams is a loop, and loops flatter acceptance
+
+
+def distinct(tokens: list[int], n: int = 4) -> float:
+    """Share of distinct n-grams among all of them; 1.0 for texts too short to repeat."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+class Speed(NamedTuple):
+    plain: list[Generation]
+    drafted: list[Generation]
+    plain_seconds: list[float]
+    drafted_seconds: list[float]
+
+
+def run(target: Target, drafter: Drafter | None, rows: list[list[int]], **settings: Any) -> list[Generation]:
+    """Generations of each prompt, several at a time where prompts have one length."""
+    generations = []
+    for start in range(0, len(rows), 8):
+        batch = rows[start : start + 8]
+        longest = max(map(len, batch))
+        ids = torch.tensor([[0] * (longest - len(row)) + row for row in batch], device=target.device)
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in batch], device=target.device)
+        generations.append(generate(target, drafter, ids, mask, seed=list(range(start, start + len(batch))), **settings))
+    return generations
+
+
+def texts(generations: list[Generation]) -> list[list[int]]:
+    return [row for generation in generations for row in generation.new_tokens]
+
+
+def identical(target: Target, drafter: Drafter, rows: list[list[int]], **settings: Any) -> float:
+    """Share of prompts whose speculative text equals the plain one, token by token."""
+    plain, drafted = texts(run(target, None, rows, **settings)), texts(run(target, drafter, rows, **settings))
+    return sum(a == b for a, b in zip(plain, drafted, strict=True)) / len(rows)
+
+
+def measure_speed(target: Target, drafter: Drafter, rows: list[list[int]], **settings: Any) -> Speed:
+    """Plain and speculative decoding of each prompt, in turn, after one warm-up of each."""
+    speed = Speed([], [], [], [])
+    sides = ((None, speed.plain, speed.plain_seconds), (drafter, speed.drafted, speed.drafted_seconds))
+    for number, row in enumerate([rows[0], *rows]):
+        ids = torch.tensor([row], device=target.device)
+        for who, generations, seconds in sides:
+            start = time.perf_counter()
+            generation = generate(target, who, ids, seed=number, **settings)
+            if number > 0:
+                seconds.append(time.perf_counter() - start)
+                generations.append(generation)
+    return speed
+
+
+def acceptance(generations: list[Generation]) -> float:
+    """Tokens per target forward over all of them (the prompts' forwards left out)."""
+    emitted = [count for g in generations for step in g.steps for count in step.emitted]
+    return sum(emitted) / max(1, len(emitted))
+
+
+def per_depth(generations: list[Generation], depth: int) -> list[float]:
+    """Share of steps that accepted at least d drafts, d = 1 .. depth."""
+    counts = [count for g in generations for step in g.steps for count in step.accepted]
+    return [sum(count >= d for count in counts) / max(1, len(counts)) for d in range(1, depth + 1)]
+
+
+def evaluate(target: Target, drafter: Drafter, rows: list[list[int]], max_new_tokens: int) -> dict[str, Any]:
+    """The measured part of metrics.json, greedy and sampled at temperature 1, each prompt decoded plainly and with the
+    drafter. The bars hold without the prompts whose greedy continuation repeats itself; those are counted apart."""
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": -1}
+    greedy = measure_speed(target, drafter, rows, **settings)
+    sampled = measure_speed(target, drafter, rows, temperature=1.0, **settings)
+    loops = [distinct(g.new_tokens[0]) < REPETITIVE for g in greedy.plain]
+    chosen = [i for i, loop in enumerate(loops) if not loop] or list(range(len(rows)))
+
+    def pick(values: list) -> list:
+        return [values[i] for i in chosen]
+
+    def rate(generations: list[Generation], seconds: list[float]) -> float:
+        return sum(len(g.new_tokens[0]) for g in generations) / sum(seconds)
+
+    def same(speed: Speed) -> float:
+        pairs = zip(speed.plain, speed.drafted, strict=True)
+        return sum(a.new_tokens == b.new_tokens for a, b in pairs) / len(rows)
+
+    fast, plain = rate(pick(greedy.drafted), pick(greedy.drafted_seconds)), rate(pick(greedy.plain), pick(greedy.plain_seconds))
+    fast_sampled = rate(sampled.drafted, sampled.drafted_seconds)
+    stages = generate(
+        target, drafter, torch.tensor([rows[chosen[0]]], device=target.device), timings=True, **settings
+    )
+    steps = max(1, len(stages.steps))
+    return {
+        "acceptance_length": round(acceptance(pick(greedy.drafted)), 4),
+        "acceptance_length_sampled": round(acceptance(sampled.drafted), 4),
+        "acceptance_length_all": round(acceptance(greedy.drafted), 4),
+        "accepted_per_depth": [round(share, 4) for share in per_depth(pick(greedy.drafted), drafter.depth)],
+        "tokens_per_second": round(fast, 2),
+        "plain_tokens_per_second": round(plain, 2),
+        "speedup": round(fast / plain, 4),
+        "speedup_sampled": round(fast_sampled / rate(sampled.plain, sampled.plain_seconds), 4),
+        "identical_in_dtype": round((same(greedy) + same(sampled)) / 2, 4),
+        "prompts": len(rows),
+        "new_tokens": max_new_tokens,
+        "repetitive_prompts": sum(loops),
+        "tree_nodes": max(step.nodes for g in greedy.drafted for step in g.steps),
+        "step_seconds": {stage: round(seconds / steps, 6) for stage, seconds in stages.seconds.items()},
+    }

@@ -1,0 +1,52 @@
+"""Trees of draft tokens, one per row of a batch, all of one number of nodes so that a step has fixed shapes.
+
+Node 0 is the root; a parent stands before its children. A row with fewer nodes is padded with token -1, which equals
+no token and is never accepted.
+
+    the -> cat -> sat        tokens   the cat dog sat ran     ancestors  1 . . . .
+        |      -> ran        parents   0   0   0   1   1                 1 1 . . .
+        -> dog               depths    0   1   1   2   2                 1 . 1 . .
+                                                                        1 1 . 1 .
+                                                                        1 1 . . 1
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class TokenTree(NamedTuple):
+    tokens: Tensor  # (batch, nodes) int64
+    parents: Tensor  # (batch, nodes) int64, the root's is itself
+    ancestors: Tensor  # (batch, nodes, nodes) bool: the column is the row's node or stands above it
+    depths: Tensor  # (batch, nodes) int64
+
+    @property
+    def deepest(self) -> int:
+        """Most levels below the root that this many nodes can have."""
+        return self.tokens.shape[1] - 1
+
+
+def from_parents(tokens: Tensor, parents: Tensor, depth: int) -> TokenTree:
+    """A tree from tokens and parents (batch, nodes); `depth` is at least its real depth.
+
+    Ancestry is the closure of "self or parent": squaring it doubles how many levels it reaches.
+    """
+    nodes = tokens.shape[1]
+    reach = torch.eye(nodes, device=tokens.device).repeat(tokens.shape[0], 1, 1)
+    reach.scatter_(2, parents[:, :, None], 1.0)
+    levels = 1
+    while levels < depth:
+        reach = (reach @ reach).clamp(max=1.0)
+        levels *= 2
+    return TokenTree(tokens, parents, reach.bool(), reach.sum(-1).long() - 1)
+
+
+def chain(tokens: Tensor) -> TokenTree:
+    """One branch: tokens (batch, nodes), the root first."""
+    batch, nodes = tokens.shape
+    order = torch.arange(nodes, device=tokens.device)
+    ancestors = order[:, None] >= order
+    expand = (order - 1).clamp(min=0).expand(batch, -1), ancestors.expand(batch, -1, -1), order.expand(batch, -1)
+    return TokenTree(tokens, *expand)

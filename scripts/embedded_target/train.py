@@ -1,0 +1,163 @@
+"""Train the embedded target: a small Llama of Python code, on Python's own standard library, from scratch.
+
+    python scripts/embedded_target/train.py --minutes 60
+
+It writes the tokenizer, the weights (bf16), log.jsonl and samples.md beside itself (or into --output). The target is
+kept in the repository, so nobody has to run this; it is here so that anybody can, and can see what it was
+trained on: the part `train` of train/stdlib.py, never a file of `validation` or `test`.
+
+Small, deep and narrow on purpose: a draft head is one layer, so a shallow target would hide every gain. The matrices
+are trained with Muon and the rest with AdamW, which at this size reaches a loss in about half of AdamW's steps.
+"""
+
+import argparse
+import copy
+import json
+import math
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from train import stdlib  # noqa: E402
+
+VOCAB, LENGTH, ROWS = 4096, 512, 16
+EOS = "<|endoftext|>"
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE. Indentation stays together with its newline's spaces, digits are split."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=EOS, eos_token=EOS, model_max_length=2048)
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
+    """All documents one after another, each closed by EOS, as one row of ids."""
+    rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return torch.tensor([token for row in rows for token in [*row, tokenizer.eos_token_id]])
+
+
+def held_out_loss(model: LlamaForCausalLM, tokens: Tensor) -> float:
+    """Mean negative log-likelihood, nats per token, over whole windows of `tokens`."""
+    windows = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)[::2]
+    losses = []
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        for rows in windows.split(ROWS):
+            losses.append(model(input_ids=rows, labels=rows).loss.float() * len(rows))
+    return (torch.stack(losses).sum() / len(windows)).item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=60, help="wall-clock budget of the training loop")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model: worth it from ten minutes on")
+    args = parser.parse_args()
+    random.seed(0)
+    torch.manual_seed(0)
+
+    library = [text for _, text in stdlib.documents("train", tests=False)]
+    tests = [text for path, text in stdlib.documents("train") if stdlib.is_test(path)]
+    validation = [text for _, text in stdlib.documents("validation", tests=False)]
+    args.output.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(library + tests)
+    tokenizer.save_pretrained(args.output)
+    random.shuffle(library), random.shuffle(tests)
+    data = [tokens_of(tokenizer, library), tokens_of(tokenizer, tests)]
+    held_out = tokens_of(tokenizer, validation)
+    print(f"tokens: library {len(data[0]):,}, its tests {len(data[1]):,}, held out {len(held_out):,}", flush=True)
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=args.layers,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        initializer_range=0.02,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    print(f"parameters: {sum(p.numel() for p in model.parameters()):,}", flush=True)
+    optimizers = [
+        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    step_loss = torch.compile(lambda rows: model(input_ids=rows, labels=rows).loss) if args.compile else (
+        lambda rows: model(input_ids=rows, labels=rows).loss
+    )
+
+    log = (args.output / "log.jsonl").open("w")
+    start, step, running = time.time(), 0, []
+    while (share := (time.time() - start) / (60 * args.minutes)) < 1:
+        # Warm up over 100 steps, hold, and fall linearly to zero in the last 40 % of the time.
+        scale = min(1.0, (step + 1) / 100, (1 - share) / 0.4)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = scale * peaks[optimizers.index(optimizer)]
+        # Two thirds of the text are tests; the library itself is closer to what users write, so it gets more.
+        corpora = [data[0] if random.random() < 0.6 else data[1] for _ in range(ROWS)]
+        starts = [random.randrange(len(corpus) - LENGTH) for corpus in corpora]
+        rows = torch.stack([corpus[at : at + LENGTH] for corpus, at in zip(corpora, starts, strict=True)])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = step_loss(rows)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        running.append(loss.item())
+        step += 1
+        if step % 100 == 0 or (step == 10):
+            entry = {"step": step, "tokens": step * ROWS * LENGTH, "seconds": round(time.time() - start, 1)}
+            entry["loss"] = round(sum(running) / len(running), 4)
+            if step % 500 == 0:
+                entry["held_out_loss"] = round(held_out_loss(model, held_out), 4)
+                save(model, args.output)
+            print(json.dumps(entry), file=log, flush=True)
+            print(entry, flush=True)
+            running = []
+    final = held_out_loss(model, held_out)
+    characters = sum(map(len, validation)) / len(held_out)
+    entry = {"step": step, "tokens": step * ROWS * LENGTH, "seconds": round(time.time() - start, 1)}
+    entry |= {"held_out_loss": round(final, 4), "bits_per_character": round(final / math.log(2) / characters, 4)}
+    print(json.dumps(entry), file=log, flush=True)
+    print(entry)
+    save(model, args.output)
+
+
+def save(model: LlamaForCausalLM, output: Path) -> None:
+    """A bf16 copy; training itself goes on in float32."""
+    copied = copy.deepcopy(model).to(torch.bfloat16)
+    copied.config.use_cache = True
+    copied.save_pretrained(output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+# Sourced by demo.sh and test.sh: changes to the repository and sets $python, a Python with foretoken[train,dev].
+#
+#   .venv in the repository is made once; a second run finds it ready and needs no network.
+#   FORETOKEN_ENV=active  uses the environment that is active instead, and leaves the versions it has where they fit.
+#   PYTHON=/path/python   names the Python to use (3.11 to 3.13).
+#
+# On Linux `pip install torch` brings the CUDA build, gigabytes of it. Without a GPU, name an index that has the CPU
+# build before the first run, by pip's own PIP_INDEX_URL or PIP_EXTRA_INDEX_URL; the pin in constraints.txt takes both.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+
+say() { echo "== $*"; }
+fail() { echo "error: $*" >&2; exit 1; }
+
+is_supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
+
+# Prints the Python to use: $PYTHON where it is set, else the first of the candidates that is 3.11 to 3.13.
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-$@}"; do
+        if is_supported "$candidate"; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    fail "no Python 3.11, 3.12 or 3.13 found as ${PYTHON:-$*}; install one, or name it: PYTHON=/path/to/python"
+}
+
+if [ "${FORETOKEN_ENV:-}" = active ]; then
+    python=$(find_python python python3)
+    constraints=()
+    say "using the active environment, $("$python" -c 'import sys; print(sys.prefix)')"
+else
+    [ -z "${FORETOKEN_ENV:-}" ] || fail "FORETOKEN_ENV=$FORETOKEN_ENV is not known; it is unset (make .venv) or active"
+    python=$root/.venv/bin/python
+    constraints=(-c constraints.txt)
+    if ! is_supported "$python"; then
+        base=$(find_python python3.11 python3.12 python3.13 python3 python)
+        say "making the environment .venv with $base"
+        "$base" -m venv --clear .venv || fail "$base cannot make environments (Debian, Ubuntu: apt install python3-venv)"
+    fi
+fi
+
+# The stamp says for which repository and which requirements the environment was installed.
+stamp=$("$python" -c 'import sys; print(sys.prefix)')/foretoken.stamp
+wanted=$({ echo "$root"; cat pyproject.toml constraints.txt; } | cksum)
+if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+    say "the environment is ready"
+else
+    if [ ${#constraints[@]} -gt 0 ]; then
+        say "installing torch, the large one"
+        "$python" -m pip install -q --disable-pip-version-check "${constraints[@]}" torch
+    fi
+    say "installing foretoken with what training and tests need"
+    "$python" -m pip install -q --disable-pip-version-check ${constraints[@]+"${constraints[@]}"} -e '.[train,dev]'
+    echo "$wanted" >"$stamp"
+fi

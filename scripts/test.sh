@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Everything that must hold: makes the environment (see env.sh), then lint, format, types and tests.
+# Arguments go to pytest, e.g. `bash scripts/test.sh -k entry`. Fails if any part fails; every part runs.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+failed=()
+check() {
+    say "$*"
+    "$python" -m "$@" || failed+=("$1 ${2:-}")
+}
+check ruff check .
+check ruff format --check .
+check mypy
+[ ${#failed[@]} -eq 0 ] || say "failed so far: ${failed[*]}"
+check pytest -q "$@" # last, so that its summary ends the output
+[ ${#failed[@]} -eq 0 ]

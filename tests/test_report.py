@@ -1,0 +1,387 @@
+"""What report, table and model card promise: only measured numbers, a page that stands alone, text left intact."""
+
+import ast
+import math
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from heads.card import duration, model_card, number, percent
+from inference.plots import DEPTHS, MOST_POINTS, Bar, Series, bar_chart, line_chart, spread, stacked_bar, ticks
+from inference.report import RunRecord, Sample, table, write_report
+
+METRICS: dict = {
+    "acceptance_length": 4.541,
+    "acceptance_length_sampled": 2.972,
+    "acceptance_length_all": 4.873,
+    "accepted_per_depth": [0.871, 0.742, 0.613],
+    "tokens_per_second": 312.4,
+    "plain_tokens_per_second": 138.2,
+    "speedup": 2.2605,
+    "identical_greedy": True,
+    "identical_sampled": 1.0,
+    "prompts": 57,
+    "repetitive_prompts": 9,
+    "step_seconds": {"draft": 0.0041, "read": 0.0078, "verify": 0.0004, "keep": 0.0003, "host": 0.0009},
+    "train_tokens_per_second": 6543.2,
+    "train_seconds": 214.3,
+    "peak_memory_bytes": 2.71e9,
+    "parameters": 3_412_000,
+    "device": "cpu, test machine",
+    "dtype": "float32",
+    "date": "2025-11-20",
+    "command": "python train/run.py seed=0",
+    "versions": {"torch": "2.13.0"},
+}
+# What a reader sees of each number; the page shows it if and only if the metrics have it.
+SHOWN = {
+    "acceptance_length": "4.54",
+    "acceptance_length_sampled": "2.97",
+    "acceptance_length_all": "4.87",
+    "accepted_per_depth": "74.2 %",
+    "tokens_per_second": "312",
+    "plain_tokens_per_second": "138",
+    "speedup": "2.26",
+    "prompts": "57",
+    "repetitive_prompts": "9",
+    "step_seconds": "7.8 ms",
+    "train_tokens_per_second": "6,543",
+    "train_seconds": "3 min 34 s",
+    "peak_memory_bytes": "2.71 GB",
+    "parameters": "3.41 M",
+    "device": "cpu, test machine",
+    "dtype": "float32",
+    "date": "2025-11-20",
+}
+FLOATS = {key for key, value in METRICS.items() if isinstance(value, float)}
+PAGE_ONLY = {"command": "python train/run.py seed=0", "versions": "2.13.0"}
+HISTORY = [{"step": s, "loss": 9 / s, "agree_1": 1 - 1 / s, "agree_2": 1 - 2 / s} for s in range(10, 310, 10)]
+EVALS = [{"step": s, "acceptance_length": 1 + s / 100} for s in (100, 200, 300)]
+PIECES = [
+    ("\n", 0),
+    ("    if", 1),
+    (" a<b", 2),
+    (" & ", 3),
+    ('"\t"', 0),
+    ("\r\n", 1),
+    ("\r", 12),
+    ("  ", 0),
+    ("\n\n", 1),
+]
+SAMPLE = Sample("\nx = '&lt;'\r\n", PIECES)
+RUN = RunRecord("eagle3 for a/target", METRICS, HISTORY + EVALS, [SAMPLE, SAMPLE], "head:\n  depth: 3\n")
+HEAD = {"kind": "eagle3", "target": "org/target", "parameters": 3_412_000, "depth": 3, "license": "apache-2.0"}
+
+
+class Page(HTMLParser):
+    """Reads a page, or fails where a tag is not closed in order."""
+
+    def __init__(self, source: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.words: list[str] = []
+        self.tokens: list[list[tuple[str, str, str]]] = []  # per <pre>: (class, title, text) of each <span>
+        self.feed(source)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+        self.text = "".join(self.words)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag == "meta":
+            return
+        self.open.append(tag)
+        if tag == "pre":
+            self.tokens.append([])
+        if tag == "span" and "pre" in self.open:
+            self.tokens[-1].append((dict(attrs).get("class", ""), dict(attrs).get("title", ""), ""))
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.words.append(data)
+        if "pre" in self.open and "span" in self.open:
+            kind, title, text = self.tokens[-1].pop()
+            self.tokens[-1].append((kind, title, text + data))
+
+
+def read(path: Path, run: RunRecord) -> Page:
+    write_report(path / "report.html", run)
+    return Page((path / "report.html").read_bytes().decode("utf-8"))
+
+
+def without(key: str) -> dict:
+    return {name: value for name, value in METRICS.items() if name != key}
+
+
+@pytest.mark.parametrize("run", [RUN, RunRecord("empty", {}, [], [], ""), RUN._replace(samples=[Sample("", [])])])
+def test_page_is_well_formed_and_needs_nothing_else(tmp_path, run):
+    page = read(tmp_path, run)
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert not [name for name, _ in page.attributes if name in ("src", "href", "srcset") or name.startswith("on")]
+    source = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r"https?:|url\(|@import", source)
+    assert "prefers-color-scheme:dark" in source and 'name="viewport"' in source
+    assert "default-src 'none'" in source
+
+
+def test_page_shows_every_measured_number_and_a_chart_of_each(tmp_path):
+    page = read(tmp_path, RUN)
+    for shown in [*SHOWN.values(), *PAGE_ONLY.values(), "yes", "head:\n  depth: 3\n"]:
+        assert shown in page.text, shown
+    assert page.tags.count("svg") == 5
+    assert "nan" not in page.text.lower() and "None" not in page.text
+
+
+ABSENT = [(key, gone) for key in {**SHOWN, **PAGE_ONLY} for gone in (None, math.nan) if gone is None or key in FLOATS]
+
+
+@pytest.mark.parametrize(("key", "gone"), [*((key, "left out") for key in {**SHOWN, **PAGE_ONLY}), *ABSENT])
+def test_what_was_not_measured_is_left_out(tmp_path, key, gone):
+    metrics = without(key) if gone == "left out" else {**METRICS, key: gone}
+    page = read(tmp_path, RunRecord("t", metrics, [], [], ""))
+    shown = {**SHOWN, **PAGE_ONLY}[key]
+    for text in (page.text, table(metrics), model_card(metrics, {"kind": "k", "target": "t"}, None)):
+        assert not re.search(rf"(?<![\w.]){re.escape(shown)}(?![\w.])", text), shown
+        assert "nan" not in text.lower() and "None" not in text
+
+
+def test_text_from_outside_stays_text(tmp_path):
+    evil = "<script>alert(1)</script>\"'&amp;</pre></style>"
+    metrics = {**METRICS, "device": evil, "command": evil, "versions": {evil: evil}, "step_seconds": {evil: 0.1}}
+    page = read(tmp_path, RunRecord(evil, metrics, HISTORY, [Sample(evil, [(evil, 1)])], evil))
+    assert "script" not in page.tags and page.tags.count("style") == 1
+    assert page.text.count(evil) >= 8
+    assert [text for _, _, text in page.tokens[0]] == [evil, evil]
+
+
+def test_sample_keeps_its_text_and_says_how_each_token_came(tmp_path):
+    page = read(tmp_path, RUN)
+    for (_, _, prompt), *tokens in page.tokens[:2]:
+        assert prompt == SAMPLE.prompt
+        assert [text for _, _, text in tokens] == [piece for piece, _ in PIECES]
+        for (kind, title, _), (_, depth) in zip(tokens, PIECES, strict=True):
+            assert title == ("the target's own" if depth == 0 else f"drafted, accepted at depth {depth}")
+            assert kind.split()[0] == ("own" if depth == 0 else "depth")
+    styled = (tmp_path / "report.html").read_text(encoding="utf-8").split("</style>")[0]
+    used = {name for kind, _, _ in page.tokens[0] for name in kind.split() if re.fullmatch(r"d\d+", name)}
+    assert used == {"d1", "d2", "d3", f"d{len(DEPTHS)}"}  # depth 12 has the last colour, not none
+    assert all(f".{name}{{" in styled for name in used)
+    drafted = sum(depth > 0 for _, depth in PIECES)
+    assert f"{drafted} of {len(PIECES)} tokens were drafted" in page.text
+
+
+def test_half_a_character_does_not_cost_the_page(tmp_path):
+    page = read(tmp_path, RUN._replace(samples=[Sample("\ud800", [("\udcff", 1), ("\u00e9", 0)])]))
+    assert page.tokens[0][-1][2] == "\u00e9"
+
+
+@pytest.mark.parametrize(
+    ("greedy", "sampled", "value", "kind"),
+    [
+        (True, True, "yes", "good"),
+        (True, False, "no", "bad"),
+        (1.0, 0.984, "98.4 %", "bad"),
+        (0.99999, True, "99.9 %", "bad"),
+        (False, None, "no", "bad"),
+    ],
+)
+def test_identity_is_never_overstated(tmp_path, greedy, sampled, value, kind):
+    metrics = {**METRICS, "identical_greedy": greedy, "identical_sampled": sampled}
+    write_report(tmp_path / "r.html", RUN._replace(metrics=metrics))
+    assert f'<b class="{kind}">{value}</b>' in (tmp_path / "r.html").read_text(encoding="utf-8")
+    card = model_card(metrics, HEAD, None)
+    assert card.count("on every prompt measured") == (greedy in (True, 1.0)) + (sampled in (True, 1.0))
+    assert card.count("was not measured") == (sampled is None)
+    assert card.count("**not**") == sum(share is not None and share < 1 for share in (greedy, sampled))
+
+
+def test_table_is_plain_and_complete():
+    text = table(METRICS)
+    assert text.isascii()
+    assert all(shown in text for shown in SHOWN.values())
+    column = text.splitlines()[0].index("4.54")
+    assert all(line[column - 2 : column] == "  " and line[column] != " " for line in text.splitlines())
+    assert table({}) == ""
+
+
+# Numbers
+
+
+def test_digits_and_units():
+    assert [number(x) for x in (0.01234, 4.213, 5, 79.64, 99.96, 187.2, 999.6, 12345)] == [
+        "0.0123", "4.21", "5", "79.6", "100", "187", "1,000", "12,345",
+    ]  # fmt: skip
+    assert [percent(x) for x in (0, 0.0001, 0.5, 0.9999, 1)] == ["0 %", "0.1 %", "50.0 %", "99.9 %", "100 %"]
+    assert [duration(x) for x in (0.0004, 0.0123, 2.5, 59.9, 60, 3599.7, 3725)] == [
+        "0.4 ms", "12.3 ms", "2.5 s", "59.9 s", "1 min 00 s", "1 h 00 min", "1 h 02 min",
+    ]  # fmt: skip
+
+
+# Charts
+
+
+def parse(chart: str) -> ET.Element:
+    """The chart as XML; every coordinate in it must be a finite number inside the picture."""
+    root = ET.fromstring(chart)
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    for node in root.iter():
+        for name in ("x", "cx", "width"):
+            assert -1 <= float(node.get(name, 0)) <= width + 1
+        for name in ("y", "cy", "height"):
+            assert -1 <= float(node.get(name, 0)) <= height + 1
+        for x, y in re.findall(r"[ML]([^,]+),([\d.enaif+-]+)", node.get("d", "")):
+            assert -1 <= float(x) <= width + 1 and -1 <= float(y) <= height + 1
+    return root
+
+
+def curves(root: ET.Element) -> list[str]:
+    return [node.attrib["d"] for node in root.iter("path") if node.get("class") == "curve"]
+
+
+@pytest.mark.parametrize(
+    "ys",
+    [
+        [1.0],
+        [0.0],
+        [2.0, 2.0, 2.0],
+        [-1.0, 1.0],
+        [1e-9, 2e-9],
+        [1e30, 1.0],
+        [math.nan, 3.0, math.inf],
+        [1.0, 1.0 + 1e-15],
+    ],
+)
+def test_line_chart_of_any_values(ys):
+    parse(line_chart("loss", [Series("", [(i, y) for i, y in enumerate(ys)], "red")]))
+
+
+def test_nothing_to_draw_is_no_chart():
+    assert line_chart("n", []) == line_chart("n", [Series("a", [], "red")]) == ""
+    assert line_chart("n", [Series("a", [(1, math.nan)], "red")]) == ""
+    assert bar_chart("n", [], " %", "depth") == bar_chart("n", [Bar("1", math.nan, "red")], " %", "depth") == ""
+    assert stacked_bar("n", [], duration) == stacked_bar("n", [Bar("read", 0.0, "red")], duration) == ""
+
+
+def test_line_breaks_where_the_loss_was_not_a_number():
+    points = [(i, math.nan if i in (2, 5) else 1.0 + i) for i in range(7)]
+    (path,) = curves(parse(line_chart("loss", [Series("", points, "red")])))
+    assert path.count("M") == 3 and path.count("L") == 2
+
+
+def test_line_follows_its_values():
+    (path,) = curves(parse(line_chart("loss", [Series("", [(0, 0.0), (5, 1.0), (10, 4.0)], "red")])))
+    (x0, y0), (x1, y1), (x2, y2) = [(float(x), float(y)) for x, y in re.findall(r"([\d.]+),([\d.]+)", path)]
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
+    assert y0 - y2 == pytest.approx(4 * (y0 - y1), abs=0.5) and y2 < y1  # up is more
+
+
+def test_a_long_run_makes_a_small_chart_and_says_so():
+    chart = line_chart("loss", [Series("", [(i, 1 / (i + 1)) for i in range(100_000)], "red")])
+    (path,) = curves(parse(chart))
+    assert 100 < len(re.findall("[ML]", path)) <= MOST_POINTS
+    assert "the mean of 334 log entries" in chart
+
+
+def test_many_depths_keep_their_labels_apart():
+    lines = [Series(f"depth {d}", [(0, 0.5), (9, 0.5 + d / 1e6)], "red") for d in range(1, 9)]
+    root = parse(line_chart("agreement", lines, " %", floor=0))
+    heights = sorted(float(node.attrib["y"]) for node in root.iter("text") if (node.text or "").startswith("depth"))
+    assert len(heights) == 8 and all(b - a > 13 for a, b in pairwise(heights))
+    assert spread([5.0, 5.0, 100.0], 10, 0, 102) == [5.0, 15.0, 100.0]
+
+
+@pytest.mark.parametrize("values", [[0.0], [0.0, 0.0], [100.0], [87.1, math.nan, 43.55], [1e-6], [50.0] * 40])
+def test_bars_are_as_high_as_their_values(values):
+    root = parse(bar_chart("accepted", [Bar(str(d), value, "red") for d, value in enumerate(values, 1)], " %", "depth"))
+    heights = [float(node.attrib["height"]) for node in root.iter("rect")]
+    shown = [value for value in values if math.isfinite(value)]
+    assert len(heights) == len(shown)
+    assert all(height / heights[0] == pytest.approx(value / shown[0], abs=0.01)
+               for height, value in zip(heights, shown, strict=True) if shown[0])  # fmt: skip
+
+
+def test_stacked_bar_shares_add_up():
+    chart = stacked_bar("step", [Bar("draft", 1.0, "a"), Bar("read", 3.0, "b"), Bar("x", math.nan, "c")], duration)
+    widths = [float(node.attrib["width"]) for node in parse(chart).iter("rect") if node.attrib["height"] != "12.0"]
+    assert len(widths) == 2 and widths[1] / widths[0] == pytest.approx(3, rel=0.02)
+    assert "25.0 %" in chart and "75.0 %" in chart and "3 s" in chart
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (0, 0), (5, 5), (0.13, 0.871), (1, 4.2), (-3, 7), (0, 800), (1e-7, 3e-7), (2.0, 9e12)]
+)
+def test_ticks_are_round_and_cover_the_values(low, high):
+    marks = ticks(low, high)
+    gaps = [b - a for a, b in pairwise(marks)]
+    assert marks[0] <= low and marks[-1] >= high and 2 <= len(marks) <= 8
+    assert gaps == pytest.approx([gaps[0]] * len(gaps))
+    digits = f"{gaps[0]:.6e}".split("e")[0].rstrip("0").rstrip(".")
+    assert digits in ("1", "2", "2.5", "5")
+
+
+# The model card
+
+
+def numbers(text: str) -> set[str]:
+    return {found.rstrip(".,") for found in re.findall(r"(?<![\w/.-])\d[\d.,]*", text)}
+
+
+def body(card: str) -> str:
+    """The card without its front matter and its code: what it says in words."""
+    return re.sub(r"```.*?```|^    .*?$", "", card.split("---\n", 2)[2], flags=re.DOTALL | re.MULTILINE)
+
+
+def test_card_is_one_that_the_hub_can_read():
+    data = ModelCard(model_card(METRICS, HEAD, None)).data.to_dict()
+    assert data == {
+        "base_model": "org/target",
+        "library_name": "foretoken",
+        "pipeline_tag": "text-generation",
+        "license": "apache-2.0",
+        "tags": ["speculative-decoding", "draft-head", "eagle3"],
+    }
+    unlicensed = {**HEAD, "license": None, "target": '/home/somebody/target: "x"'}
+    data = ModelCard(model_card(METRICS, unlicensed, None)).data.to_dict()
+    assert "license" not in data and "base_model" not in data  # the Hub refuses a base model that is no Hub id
+
+
+def test_card_has_the_measured_numbers_and_no_others():
+    shares = {"87.1", "74.2", "61.3"}
+    step = {"4.1", "7.8", "0.4", "0.3", "0.9"}
+    measured = {"4.54", "2.97", "4.87", "2.26", "312", "138", "57", "9", "3", "34", "6,543", "2.71", "3.41", "2025"}
+    card = model_card(METRICS, HEAD, {"source": "stdlib", "tokens": 812_345})
+    assert numbers(body(card).replace("2.26x", "2.26")) == shares | step | measured | {"812345"}
+    assert "python train/run.py seed=0" in card and "cpu, test machine" in card and "float32" in card
+
+
+def test_card_of_an_unmeasured_head_claims_nothing():
+    card = body(model_card({}, {"kind": "eagle3", "target": "org/target"}, None))
+    assert numbers(card) == set()
+    assert "on every prompt" not in card and card.count("was not measured") == 2
+    assert "not recorded" in card and "Nothing was measured" in card
+
+
+def test_card_survives_what_markdown_would_read_as_a_table(tmp_path):
+    card = model_card({**METRICS, "device": "a | b\nc"}, HEAD, {"x|y": "1\n2"})
+    assert "| device | a \\| b c |" in card and "| x\\|y | 1 2 |" in card
+
+
+def test_code_in_the_card_is_python():
+    (code,) = re.findall(r"```python\n(.*?)```", model_card({}, {**HEAD, "target": 'a"\\b'}, None), re.DOTALL)
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    assert [node.value for node in calls].count('a"\\b') == 2

@@ -1,0 +1,164 @@
+"""What a run ends with: the head's files, checked and measured as they were saved, and everything that tells of them."""
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heads.base import DraftHead
+from heads.card import model_card
+from heads.checkpoint import save_head
+from heads.target import Target
+from inference.drafters import load_drafter
+from inference.engine import generate
+from inference.evaluate import evaluate, identical
+from inference.report import RunRecord, Sample, table, write_report
+from train import parity
+from train.data import Corpus, Packed, corpus, prompts
+from train.trainer import Lesson
+
+FORMATS = {
+    "eagle3": "EAGLE-3 as SafeAILab, vLLM and SGLang read it (LlamaForCausalLMEagle3)",
+    "medusa": "Medusa-1 as FasterDecoding names its weights, in safetensors",
+}
+
+
+@torch.no_grad()
+def rank_accuracies(lesson: Lesson, texts: list[str], length: int, ranks: int = 8) -> list[list[float]]:
+    """[depth][rank]: how often the guess of this rank is the target's token, on held-out texts. A static tree grows by it."""
+    target, head = lesson.target, lesson.head
+    assert target.tokenizer is not None
+    held_out = corpus(target.tokenizer, texts, [], [], {"source": "validation"})
+    data = Packed(held_out.train, length, seed=0)
+    hits, counts = torch.zeros(head.depth, ranks), torch.zeros(head.depth)
+    for row in range(min(len(data), 24)):
+        batch = {name: value[None].to(target.device) for name, value in data[row].items()}
+        for depth, guesses, answers in lesson.guesses(**batch, ranks=ranks):
+            hits[depth - 1] += (guesses == answers[:, None]).sum(0).cpu()
+            counts[depth - 1] += len(answers)
+    return [[round(value, 5) for value in row] for row in (hits / counts[:, None].clamp(min=1)).tolist()]
+
+
+def save_final(lesson: Lesson, directory: Path, data: Corpus, length: int) -> float:
+    """Round the head to the target's dtype, pass the parity gate, write its files. Returns the gate's largest difference.
+
+    The rounding comes first, so that what is measured and checked is what is shipped.
+    """
+    head, target = lesson.head.eval(), lesson.target
+    shipped = torch.float32 if not target.dtype.is_floating_point else target.dtype
+    head.to(shipped)
+    facts: dict[str, Any] = {}
+    if not head.recurrent:
+        facts["accuracies"] = rank_accuracies(lesson, data.validation, length)
+    save_head(head, directory, target, **facts)
+    assert target.tokenizer is not None
+    prompt = prompts(target.tokenizer, data.validation, 1, 48)[0]
+    exact = float32(target)
+    difference = parity.check(head.to(torch.float32), exact, prompt, saved=directory)
+    print(f"parity gate: training forward, drafter and saved files agree to {difference:.1e}", flush=True)
+    return difference
+
+
+def float32(target: Target) -> Target:
+    """The same target in float32: itself, or loaded once more (a cast in place would not come back exactly)."""
+    if target.dtype == torch.float32:
+        return target
+    return Target.from_pretrained(target.name, dtype="float32", device=target.device)
+
+
+def measure(target: Target, directory: Path, data: Corpus, settings: Any) -> tuple[dict[str, Any], Sample]:
+    """Decode the held-out prompts with the saved files. settings: conf/evaluate."""
+    assert target.tokenizer is not None
+    rows = prompts(target.tokenizer, data.test, settings.prompts, settings.prompt_tokens)
+    drafter = load_drafter(str(directory), target)
+    metrics = evaluate(target, drafter, rows, settings.new_tokens)
+    metrics |= {"identical_greedy": None, "identical_sampled": None}
+    if settings.proof:
+        exact = float32(target)
+        prover = load_drafter(str(directory), exact)
+        limits: dict[str, Any] = {"max_new_tokens": settings.new_tokens, "eos_token_id": -1}
+        metrics["identical_greedy"] = identical(exact, prover, rows, **limits)
+        metrics["identical_sampled"] = identical(exact, prover, rows, temperature=1.0, **limits)
+    return metrics, sample(target, drafter, rows[len(rows) // 2], settings.new_tokens)
+
+
+def sample(target: Target, drafter: Any, row: list[int], new_tokens: int) -> Sample:
+    """One continuation whose tokens know how they came: 0 the target's own choice, d drafted at depth d."""
+    assert target.tokenizer is not None
+    out = generate(target, drafter, torch.tensor([row], device=target.device), max_new_tokens=new_tokens, eos_token_id=-1)
+    depths = [0]
+    for step in out.steps:
+        depths += [*range(1, step.accepted[0] + 1), 0][: step.emitted[0]]
+    # A token may hold part of a character, so a piece is what the text grows by with each token.
+    text, pieces = "", []
+    for number, depth in enumerate(depths, start=1):
+        longer = target.tokenizer.decode(out.new_tokens[0][:number]).rstrip("\ufffd")
+        pieces.append((longer[len(text) :], depth))
+        text = longer
+    return Sample(target.tokenizer.decode(row), pieces)
+
+
+def versions() -> dict[str, str]:
+    names = ("torch", "transformers", "accelerate", "safetensors")
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
+
+
+def device_name(target: Target) -> str:
+    if target.device.type == "cuda":
+        return torch.cuda.get_device_name(target.device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def peak_memory(target: Target) -> int:
+    """Bytes: of the device, or of this process where the device is the CPU."""
+    if target.device.type == "cuda":
+        return torch.cuda.max_memory_allocated(target.device)
+    kilo = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilo
+
+
+def facts_of_run(head: DraftHead, target: Target) -> dict[str, Any]:
+    return {
+        "head": head.kind,
+        "target": target.name,
+        "parameters": sum(parameter.numel() for parameter in head.parameters()),
+        "peak_memory_bytes": peak_memory(target),
+        "device": device_name(target),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "versions": versions(),
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def publish(
+    directory: Path, metrics: dict[str, Any], head: DraftHead, data: Corpus, history: list[dict], shown: Sample, config: str
+) -> None:
+    """metrics.json, the model card, report.html, and the table on the terminal."""
+    (directory / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    facts = {
+        "kind": head.kind,
+        "target": metrics["target"],
+        "parameters": metrics["parameters"],
+        "depth": head.depth,
+        "layers": head.layers,
+        "draft_vocab_size": None if head.draft_ids is None else len(head.draft_ids),
+        "license": None,
+        "format": FORMATS[head.kind],
+    }
+    (directory / "head" / "README.md").write_text(model_card(metrics, facts, data.card))
+    title = f"{head.kind} for {metrics['target']}"
+    write_report(directory / "report.html", RunRecord(title, metrics, history, [shown], config))
+    print(table(metrics), flush=True)
+    print(f"head: {directory / 'head'}   report: {directory / 'report.html'}", flush=True)

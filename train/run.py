@@ -1,0 +1,73 @@
+"""Train a draft head and prove what it gained:  python train/run.py head=eagle3 target=hf target.path=... data=..."""
+
+import time
+from typing import Any
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from transformers import PrinterCallback, set_seed
+
+from inference.drafters import drafter_for
+from inference.evaluate import acceptance
+from inference.evaluate import run as decode
+from train import data as text
+from train import prove
+from train.entry import entry
+from train.session import Measure, Progress, StopOnSignal, open_directory
+from train.trainer import HeadTrainer, Lesson
+
+
+@entry("train")
+def main(cfg: DictConfig) -> None:
+    set_seed(cfg.seed)
+    target = instantiate(cfg.target)
+    if target.tokenizer is None:
+        raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and training reads text: save one beside it")
+    data: text.Corpus = instantiate(cfg.data, tokenizer=target.tokenizer)
+    more: dict[str, Any] = {}
+    if "draft_vocab_size" in cfg.head:
+        more["counts"] = text.count_tokens(data.train, target.vocab_size)
+    head = instantiate(cfg.head, target=target, **more)
+    parameters = sum(parameter.numel() for parameter in head.parameters())
+    # Two checkpoints of weights and two AdamW moments in float32, and the head itself.
+    directory, checkpoint = open_directory(cfg, need_bytes=2 * 3 * 4 * parameters + 2 * parameters + 2**20)
+    print(f"{head.kind}: {parameters:,} parameters for {target.name}; {data.card}", flush=True)
+
+    def validate() -> float:
+        rows = text.prompts(target.tokenizer, data.validation, cfg.evaluate.eval_prompts, cfg.evaluate.prompt_tokens)
+        head.eval()
+        length = acceptance(decode(target, drafter_for(head, target), rows, max_new_tokens=64, eos_token_id=-1))
+        head.train()
+        return length
+
+    lesson = Lesson(head, target, instantiate(cfg.loss), cfg.depth_decay)
+    stop = StopOnSignal()
+    trainer = HeadTrainer(
+        model=lesson,
+        args=instantiate(
+            cfg.trainer, use_cpu=target.device.type == "cpu", remove_unused_columns=False, disable_tqdm=True
+        ),
+        train_dataset=text.Packed(data.train, cfg.length, cfg.seed),
+        callbacks=[stop, Progress(), Measure(cfg.evaluate.eval_steps, validate)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    start = time.perf_counter()
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if stop.stopped:
+        print(f"stopped at step {trainer.state.global_step}; the same command goes on from there", flush=True)
+        raise SystemExit(130)
+    seconds = time.perf_counter() - start
+
+    prove.save_final(lesson, directory / "head", data, cfg.length)
+    metrics, shown = prove.measure(target, directory / "head", data, cfg.evaluate)
+    trained = [entry["tokens_per_second"] for entry in trainer.state.log_history if "tokens_per_second" in entry]
+    metrics["train_tokens_per_second"] = round(sum(trained) / max(1, len(trained)), 1)
+    metrics["train_seconds"] = round(seconds, 1)
+    metrics |= prove.facts_of_run(head, target)
+    config = OmegaConf.to_yaml(cfg, resolve=True)
+    (directory / "head" / "config.yaml").write_text(config)
+    prove.publish(directory, metrics, head, data, trainer.state.log_history, shown, config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""transformers' Trainer with one change: the loss comes from the target, not from labels."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import Trainer
+
+from heads.base import DraftHead, Text, began
+from heads.target import Target
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+CHUNK = 1 << 22  # numbers in a chunk's logits: the loss never holds more of one depth at a time
+
+
+class Outcome(NamedTuple):
+    loss: Tensor  # scalar
+    hits: Tensor  # (depth,) drafts whose first guess is the target's
+    counts: Tensor  # (depth,) drafts that were compared
+
+
+class Lesson(nn.Module):
+    """A head with everything that turns a batch of text into a loss. What is wrapped by DDP or FSDP is this, so that all
+    uses of the head's weights lie inside one forward."""
+
+    def __init__(self, head: DraftHead, target: Target, loss: Loss, depth_decay: float = 0.8):
+        super().__init__()
+        self.head, self.loss, self.depth_decay = head, loss, depth_decay
+        self.__dict__["target"] = target  # frozen, and no part of this module's state
+        target.check_logits()
+
+    def forward(self, tokens: Tensor, supervised: Tensor, documents: Tensor, positions: Tensor) -> Outcome:
+        text = Text(tokens, supervised, documents, positions)
+        features, last = self.read(text)
+        outs = self.head(features, self.target.embed(tokens), text)
+        counted = torch.stack([began(text, depth).flatten() for depth in range(1, len(outs) + 1)])
+        rows = counted.any(0).nonzero()[:, 0]
+        counted = counted[:, rows]
+        states = [out.flatten(0, 1)[rows] for out in outs]
+        last = last.roll(-1, dims=1).flatten(0, 1)[rows]  # the answer for slot p is what the target says at p + 1
+        size = max(1, CHUNK // self.target.vocab_size)
+        sums = torch.zeros(3, len(outs), device=tokens.device)
+        for start in range(0, len(rows), size):
+            part = slice(start, start + size)
+            chunk = [state[part] for state in states]
+            sums = sums + checkpoint(self.compare, last[part], counted[:, part], *chunk, use_reentrant=False)
+        losses, hits, learnt = sums
+        weights = self.depth_decay ** torch.arange(len(outs), device=tokens.device)
+        loss = (weights * losses / learnt.clamp(min=1)).sum()
+        return Outcome(loss, hits.detach(), counted.sum(1))
+
+    def read(self, text: Text) -> tuple[Tensor, Tensor]:
+        """The features that the head reads (batch, length, width), and the last hidden state, which gives the answers."""
+        layers = [*self.head.layers, self.target.num_layers]
+        packed = bool((text.documents != text.documents[:, :1]).any())
+        reading = self.target.read(
+            text.tokens,
+            text.positions,
+            mask=text.mask() if packed or self.target.window else None,
+            layers=layers,
+            keep_logits=1,
+            key_positions=text.positions,
+        )
+        width = self.target.hidden_size
+        return reading.features[..., :-width], reading.features[..., -width:]
+
+    def compare(self, last: Tensor, counted: Tensor, *states: Tensor) -> Tensor:
+        """Per depth: sum of losses, number of hits, number of drafts learnt from, (3, depth)."""
+        with torch.no_grad():
+            answer = self.target.logits(last)
+            best, ids = answer.argmax(-1), self.head.draft_ids
+            if ids is not None:
+                # Where the target's own token cannot be drafted there is nothing right to learn (EAGLE-3's code).
+                able = torch.zeros(answer.shape[-1], dtype=torch.bool, device=ids.device).index_fill(0, ids, True)[best]
+                answer = answer[:, ids]
+            else:
+                able = torch.ones_like(best, dtype=torch.bool)
+        sums = []
+        for depth, (state, counts) in enumerate(zip(states, counted, strict=True), start=1):
+            draft = self.head.logits(state, depth)
+            learnt = counts & able
+            hits = (self.head.to_target(draft.argmax(-1)) == best) & counts
+            loss = torch.where(learnt, self.loss(draft, answer), 0.0).sum()
+            sums.append(torch.stack([loss, hits.sum().to(loss.dtype), learnt.sum().to(loss.dtype)]))
+        return torch.stack(sums, dim=1)
+
+
+    @torch.no_grad()
+    def guesses(
+        self, tokens: Tensor, supervised: Tensor, documents: Tensor, positions: Tensor, ranks: int
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Per depth: its best guesses (n, ranks) and the target's tokens (n,), as target ids."""
+        text = Text(tokens, supervised, documents, positions)
+        features, last = self.read(text)
+        best = self.target.logits(last).argmax(-1).roll(-1, dims=1)
+        for depth, out in enumerate(self.head(features, self.target.embed(tokens), text), start=1):
+            slots = began(text, depth)
+            logits = self.head.logits(out[slots], depth)
+            yield depth, self.head.to_target(logits.topk(ranks).indices), best[slots]
+
+
+class HeadTrainer(Trainer):
+    """Logs, besides the loss, the share of drafts the target agrees with per depth, and tokens per second."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.forget()
+
+    def forget(self) -> None:
+        self.hits: Tensor | float = 0.0
+        self.counts: Tensor | float = 0.0
+        self.tokens, self.since = 0, time.perf_counter()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+        outcome = model(**inputs)
+        self.hits, self.counts = self.hits + outcome.hits, self.counts + outcome.counts
+        self.tokens += int((inputs["documents"] >= 0).sum())
+        return (outcome.loss, outcome) if return_outputs else outcome.loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs and isinstance(self.hits, Tensor) and isinstance(self.counts, Tensor):
+            shares = (self.hits / self.counts.clamp(min=1)).tolist()
+            logs |= {f"agree_{depth}": round(share, 4) for depth, share in enumerate(shares, start=1)}
+            logs["tokens_per_second"] = round(self.tokens / (time.perf_counter() - self.since), 1)
+            self.forget()
+        super().log(logs, *args, **kwargs)
