@@ -1,4 +1,4 @@
-"""Heads on disk: a directory with model.safetensors and config.json. Strict: every key accounted for, every shape compared.
+"""Heads on disk: a directory with model.safetensors and config.json. Strict: every key and shape is accounted for.
 
 A head that is read with a key missing or left over drafts garbage and says nothing (acceptance 0.000 in a published
 engine), so both are errors here that name the key and the remedy.
@@ -44,7 +44,7 @@ def fingerprint(target: Target) -> dict:
 
 
 def save_head(head: DraftHead, directory: str | Path, target: Target, **facts: Any) -> None:
-    """Write model.safetensors and config.json. `facts` (JSON values) go under "foretoken", beside what is needed to load."""
+    """Write model.safetensors and config.json. `facts` (JSON values) go under "foretoken", beside what loading uses."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
@@ -79,7 +79,9 @@ def read_config(directory: Path) -> dict:
     try:
         return json.loads((directory / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{directory} holds no {CONFIG}: give the directory that training wrote (<output_dir>/head)") from None
+        raise ValueError(
+            f"{directory} holds no {CONFIG}: give the directory that training wrote (<output_dir>/head)"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{directory / CONFIG} is not JSON: {error}") from error
 
@@ -91,7 +93,11 @@ def load_head(path: str | Path, target: Target, dtype: torch.dtype | None = None
     """
     directory = find(path)
     config = read_config(directory)
-    head = head_class(config, str(directory / CONFIG)).from_config(config)
+    kind = head_class(config, str(directory / CONFIG))
+    try:
+        head = kind.from_config(config)
+    except KeyError as error:
+        raise ValueError(f"{directory / CONFIG} has no {error}, which a {kind.kind} head needs") from None
     try:
         weights = load_file(directory / WEIGHTS)
     except FileNotFoundError:

@@ -28,7 +28,14 @@ from heads.target import Target
 
 # What a head copies from its target's config. Rope and context length above all: a head that was trained with one
 # rope_theta and served with another drafts badly, and one with max_position_embeddings 2048 fails beyond it.
-COPIED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "vocab_size")
+COPIED = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "vocab_size",
+)
 COPIED_IF_THERE = ("head_dim", "rope_parameters", "max_position_embeddings", "bos_token_id", "eos_token_id")
 
 
@@ -103,9 +110,11 @@ class Eagle3Head(DraftHead):
         facts = target.config.to_dict()
         missing = [name for name in ("hidden_size", "num_attention_heads") if name not in facts]
         if missing:
-            raise ValueError(f"the config of {target.name} has no {', '.join(missing)}: an EAGLE-3 layer is shaped by it")
+            raise ValueError(
+                f"the config of {target.name} has no {', '.join(missing)}: an EAGLE-3 layer is shaped by it"
+            )
         n = target.num_layers
-        layers = list(layers) if layers is not None else [2, n // 2, n - 3]
+        layers = list(layers) if layers is not None else paper_layers(n)
         if sorted(set(layers)) != layers or not all(0 <= k <= n for k in layers):
             raise ValueError(f"head.layers={layers} must ascend within 0..{n}, this target's hidden states")
         copied = {name: facts[name] for name in COPIED if facts.get(name) is not None}
@@ -154,7 +163,8 @@ class Eagle3Head(DraftHead):
 
     def to_config(self) -> dict:
         facts = self.config.to_diff_dict() | {
-            name: getattr(self.config, name) for name in (*COPIED, "head_dim", "max_position_embeddings", "rope_parameters")
+            name: getattr(self.config, name)
+            for name in (*COPIED, "head_dim", "max_position_embeddings", "rope_parameters")
         }
         return facts | {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -209,6 +219,13 @@ class Eagle3Head(DraftHead):
         return self.midlayer.finish(hidden, self.midlayer.self_attn.cached(x, cos, sin, mask, cache, layer=0))
 
 
+def paper_layers(n: int) -> list[int]:
+    """The three hidden states that EAGLE-3 reads of a target of n layers, low, middle and high, as distinct ids. In targets
+    too shallow for the paper's rule they are spread evenly; id n is avoided, since engines differ on its norm."""
+    rule = [2, n // 2, n - 3]
+    return rule if 0 < rule[0] < rule[1] < rule[2] else sorted({max(1, n * quarter // 4) for quarter in (1, 2, 3)})
+
+
 def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
     """Attention of step i = len(steps) - 1: over the text's keys (step 0) under `mask` (batch, length, length), and one
     key of every later step, which lies as many slots back as steps have passed since. (batch, heads, length, dim)."""
@@ -220,7 +237,9 @@ def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], mask: Tensor) ->
         k0, v0 = k0.repeat_interleave(groups, 1), v0.repeat_interleave(groups, 1)
         return F.scaled_dot_product_attention(q, k0, v0, attn_mask=mask[:, None])
     q = q.view(batch, kv_heads, heads // kv_heads, length, dim) * dim**-0.5
-    back = [(k.roll(age, 2), v.roll(age, 2)) for age, (k, v) in zip(range(len(drafted) - 1, -1, -1), drafted, strict=True)]
+    back = [
+        (k.roll(age, 2), v.roll(age, 2)) for age, (k, v) in zip(range(len(drafted) - 1, -1, -1), drafted, strict=True)
+    ]
     text = (q.flatten(2, 3) @ k0.transpose(-1, -2)).view(*q.shape[:-1], length)
     own = torch.stack([(q * k[:, :, None]).sum(-1) for k, _ in back], dim=-1)
     text = text.masked_fill(~mask[:, None, None], torch.finfo(text.dtype).min)

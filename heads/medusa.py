@@ -4,7 +4,6 @@ Head i (from 0) reads the hidden state of position t and drafts token t + 2 + i.
 heads' drafts, so all depths cost one small product each, and the tree is static.
 """
 
-
 import torch
 from torch import Tensor, nn
 

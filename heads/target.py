@@ -12,9 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from heads import attention
 from heads.cache import KVCache
 
-# Layer types that keep a running state instead of keys and values: a token tree cannot branch inside it.
-STATEFUL = ("linear_attention", "mamba", "conv", "recurrent", "ssm", "hybrid")
-STATEFUL_MODELS = ("mamba", "rwkv", "recurrent_gemma", "jamba", "zamba", "bamba", "xlstm", "lfm2", "granitemoehybrid")
+# The layer types, as transformers names them, that remember keys and values alone and whose masks we know how to cut.
+BRANCHING = {"full_attention", "sliding_attention"}
 
 
 class Reading(NamedTuple):
@@ -35,17 +34,21 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.name = tokenizer, name
         self.config = model.config.get_text_config()
-        refuse_stateful(self.config)
+        refuse_unfit(model)
         if model.config._attn_implementation == "sdpa":
             model.set_attn_implementation(attention.NAME)
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
-        types = set(self.config.to_dict().get("layer_types") or [])
-        window = self.config.to_dict().get("sliding_window")
-        if self.config.to_dict().get("use_sliding_window") is False:
+        # Attributes, not `to_dict`: that leaves out what a config computes (Jamba's layer types), names things otherwise
+        # (GPT-2's n_positions) or rewrites them (Gemma-3's window).
+        types = getattr(self.config, "layer_types", None)
+        window = getattr(self.config, "sliding_window", None)
+        if getattr(self.config, "use_sliding_window", None) is False:
             window = None
+        if types is not None and "sliding_attention" not in types:
+            window = None  # a config may name a window that none of its layers uses
         self.window: int | None = window
-        self._mixed = window is not None and "sliding_attention" in types
+        self._mixed = window is not None and types is not None
         # A model whose mask may be a bool tensor; `eager` adds the mask to the scores and needs a float one.
         self._bool_masks = model.config._attn_implementation != "eager"
 
@@ -115,7 +118,7 @@ class Target:
     @property
     def context(self) -> int | None:
         """Most positions it can read, or None when its config does not say."""
-        return self.config.to_dict().get("max_position_embeddings")
+        return getattr(self.config, "max_position_embeddings", None)
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -240,15 +243,19 @@ def quantization_config(name: str) -> Any:
     raise ValueError(f"quantization={name} is not one of 4bit, 8bit")
 
 
-def refuse_stateful(config: Any) -> None:
-    """Raise ValueError for models whose memory is a running state: drafts could not be taken back."""
-    types = config.to_dict().get("layer_types") or []
-    stateful = next((t for t in types if any(word in t for word in STATEFUL)), None)
-    model = next((m for m in STATEFUL_MODELS if config.model_type.startswith(m)), None)
-    if stateful or model:
+def refuse_unfit(model: PreTrainedModel) -> None:
+    """Raise ValueError for models that no token tree can be read with."""
+    config = model.config.get_text_config()
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - BRANCHING)
+    if model._is_stateful or kinds:  # older recurrent models (RWKV, xLSTM) name no layer types
         raise ValueError(
-            f"model_type {config.model_type} keeps a running state ({stateful or 'state-space layers'}) instead of keys "
-            "and values, so a rejected draft could not be taken back; choose a target with attention layers only"
+            f"model_type {config.model_type} has {', '.join(kinds) or 'recurrent'} layers: drafts can branch, and be taken "
+            "back, only where each layer is full or sliding attention over keys and values; choose such a target"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"model_type {config.model_type} takes no position_ids: it places tokens by their column in the cache, which is "
+            "wrong for the branches of a tree; choose a target that takes them"
         )
 
 

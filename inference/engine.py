@@ -96,7 +96,9 @@ class Ending:
 class Chooser:
     """The target's own choice after each node: warped logits plus the keyed noise of its position, then argmax."""
 
-    def __init__(self, sampling: Sampling, noise: Noise | None, prompts: list[list[int]], vocab: int, device: torch.device):
+    def __init__(
+        self, sampling: Sampling, noise: Noise | None, prompts: list[list[int]], vocab: int, device: torch.device
+    ):
         self.sampling, self.noise = sampling, noise
         self.seen: Tensor | None = None
         if sampling.repetition_penalty is not None:
@@ -125,10 +127,11 @@ class Chooser:
         best = logits.max(-1)  # `max` carries a NaN on, so looking for one costs nothing more
         return best.indices, best.values.isnan().any()
 
-    def note(self, tokens: Tensor) -> None:
-        """Text that was added, (batch, new)."""
+    def note(self, tokens: Tensor, counts: Tensor) -> None:
+        """Text that was added: of each row of `tokens` (batch, new) the first `counts` (batch,)."""
         if self.seen is not None:
-            self.seen.scatter_(1, tokens, True)
+            real = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
+            self.seen.scatter_(1, torch.where(real, tokens, tokens[:, :1]), True)
 
 
 @torch.inference_mode()
@@ -166,7 +169,9 @@ def generate(
     budgets = [max_new_tokens] * batch
     if target.context is not None:
         if longest > target.context:
-            raise ValueError(f"the prompt has {longest} tokens, the target {target.name} reads {target.context} at most")
+            raise ValueError(
+                f"the prompt has {longest} tokens, the target {target.name} reads {target.context} at most"
+            )
         budgets = [min(max_new_tokens, target.context - len(prompt)) for prompt in prompts]
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -176,13 +181,18 @@ def generate(
     seeds = [seed + row for row in range(batch)] if isinstance(seed, int) else list(seed)
     if len(seeds) != batch:
         raise ValueError(f"{len(seeds)} seeds were given for {batch} rows")
-    eos = set(target.eos_token_ids if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
+    eos = set(
+        target.eos_token_ids
+        if eos_token_id is None
+        else [eos_token_id]
+        if isinstance(eos_token_id, int)
+        else eos_token_id
+    )
     stops = [stop_strings] if isinstance(stop_strings, str) else stop_strings or []
     ending = Ending(target, budgets, eos, stops)
     noise = Noise(seeds, target.vocab_size, target.device) if temperature > 0 else None
     chooser = Chooser(sampling, noise, prompts, target.vocab_size, target.device)
     capacity = longest + max_new_tokens + 2 * (drafter.depth + 2) + 64
-    clock = Clock(target.device) if timings else NoClock()
 
     drafter.begin(batch, capacity, sampling)
     cache, accepted = prefill(target, drafter, prompts, chooser, capacity)
@@ -190,7 +200,7 @@ def generate(
     done = [ending.cut(row, [], tokens)[1] for row, tokens in enumerate(written)]
     emit(streamer, written)
     steps: list[Step] = []
-    clock.lap("host")
+    clock = Clock(target.device) if timings else NoClock()  # of the steps; the prompt is read by now
     while not all(done):
         gumbel = chooser.gumbel(cache.starts + 1, drafter.depth + 1)
         tree = drafter.propose(accepted, gumbel)
@@ -203,11 +213,13 @@ def generate(
         counts, paths, tokens = to_host(verdict, broken, target.name)
         clock.lap("verify")
         counts = [0 if finished else count for finished, count in zip(done, counts, strict=True)]
-        cache.keep([path[:count] for path, count in zip(paths, counts, strict=True)])
+        paths = [path[:count] for path, count in zip(paths, counts, strict=True)]
+        cache.keep(paths)
+        drafter.learn(paths)
         width = max(counts)
         kept = verdict.path[:, :width, None].expand(-1, -1, reading.features.shape[-1])
         features = reading.features.gather(1, kept)
-        chooser.note(verdict.tokens[:, :width])
+        chooser.note(verdict.tokens[:, :width], verdict.counts)
         clock.lap("keep")
         emitted = []
         for row in range(batch):
@@ -249,10 +261,12 @@ def prefill(
     logits = reading.logits.gather(1, where[:, :, None].expand(-1, -1, reading.logits.shape[-1]))
     cache.set_lengths(lengths)
     root = tokens.gather(1, last)
-    tree = TokenTree(root, torch.zeros_like(root), torch.ones(batch, 1, 1, dtype=torch.bool, device=device), torch.zeros_like(root))
+    tree = TokenTree(
+        root, torch.zeros_like(root), torch.ones(batch, 1, 1, dtype=torch.bool, device=device), torch.zeros_like(root)
+    )
     choices, broken = chooser.choose(logits, tree, chooser.gumbel(cache.starts, 1))
     _, _, first = to_host(Verdict(torch.ones_like(root[:, 0]), torch.zeros_like(root), choices), broken, target.name)
-    chooser.note(choices)
+    chooser.note(choices, torch.ones_like(choices[:, 0]))
     shifted = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1).scatter(1, last, choices)
     text = [prompt + new for prompt, new in zip(prompts, first, strict=True)]
     return cache, Accepted(shifted, reading.features, lengths, text)

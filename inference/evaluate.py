@@ -38,7 +38,9 @@ def run(target: Target, drafter: Drafter | None, rows: list[list[int]], **settin
         longest = max(map(len, batch))
         ids = torch.tensor([[0] * (longest - len(row)) + row for row in batch], device=target.device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in batch], device=target.device)
-        generations.append(generate(target, drafter, ids, mask, seed=list(range(start, start + len(batch))), **settings))
+        generations.append(
+            generate(target, drafter, ids, mask, seed=list(range(start, start + len(batch))), **settings)
+        )
     return generations
 
 
@@ -98,11 +100,12 @@ def evaluate(target: Target, drafter: Drafter, rows: list[list[int]], max_new_to
         pairs = zip(speed.plain, speed.drafted, strict=True)
         return sum(a.new_tokens == b.new_tokens for a, b in pairs) / len(rows)
 
-    fast, plain = rate(pick(greedy.drafted), pick(greedy.drafted_seconds)), rate(pick(greedy.plain), pick(greedy.plain_seconds))
-    fast_sampled = rate(sampled.drafted, sampled.drafted_seconds)
-    stages = generate(
-        target, drafter, torch.tensor([rows[chosen[0]]], device=target.device), timings=True, **settings
+    fast, plain = (
+        rate(pick(greedy.drafted), pick(greedy.drafted_seconds)),
+        rate(pick(greedy.plain), pick(greedy.plain_seconds)),
     )
+    fast_sampled = rate(sampled.drafted, sampled.drafted_seconds)
+    stages = generate(target, drafter, torch.tensor([rows[chosen[0]]], device=target.device), timings=True, **settings)
     steps = max(1, len(stages.steps))
     return {
         "acceptance_length": round(acceptance(pick(greedy.drafted)), 4),

@@ -54,7 +54,7 @@ Scale = Callable[[float], float]
 
 class Series(NamedTuple):
     label: str  # written at the end of the line; empty: the last value is written there
-    points: list[Point]  # (x, y) in order of x; a y that is not finite breaks the line
+    points: Sequence[Point]  # (x, y) in order of x; a y that is not finite breaks the line
     color: str
 
 
@@ -89,7 +89,7 @@ def plain(value: float) -> str:
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e4 else f"{value:.3g}"
 
 
-def thin(points: list[Point]) -> tuple[list[Point], int]:
+def thin(points: Sequence[Point]) -> tuple[list[Point], int]:
     """At most MOST_POINTS points, each the mean of `every` neighbours; with a NaN among them NaN, so breaks stay."""
     every = math.ceil(len(points) / MOST_POINTS) or 1
     groups = [points[i : i + every] for i in range(0, len(points), every)]

@@ -15,6 +15,7 @@ output=outputs
 for argument in "$@"; do
     case $argument in output_dir=*) output=${argument#output_dir=} ;; esac
 done
-find "$output" -name report.html -newer "$started" 2>/dev/null | while read -r report; do
+[ -d "$output" ] || exit 0 # nothing ran: --help, --cfg job
+find "$output" -name report.html -newer "$started" | sort | while read -r report; do
     say "done: the report is $report, the head is in $(dirname "$report")/head"
 done

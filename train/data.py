@@ -28,14 +28,15 @@ class Corpus(NamedTuple):
 def standard_library(tokenizer: PreTrainedTokenizerBase, max_files: int | None = None) -> Corpus:
     """The running Python's own library (train/stdlib.py), without its tests."""
     texts = {part: [text for _, text in stdlib.documents(part, tests=False)] for part in stdlib.PARTS}
-    return corpus(tokenizer, texts["train"][:max_files], texts["validation"], texts["test"], {"source": "standard library"})
+    train, card = texts["train"][:max_files], {"source": "standard library"}
+    return corpus(tokenizer, train, texts["validation"], texts["test"], card)
 
 
 def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*", test_share: float = 0.1) -> Corpus:
     """Every file below `path` that matches `glob`, or the one file `path`, as raw text.
 
-    A share of the files, picked by name, is held out; a single file is cut, its last part held out. Raises ValueError that
-    names what is missing, empty or not UTF-8.
+    A share of the files, picked by name, is held out; a single file is cut, its last part held out. Raises ValueError
+    that names what is missing, empty or not UTF-8.
     """
     root = Path(path)
     if not root.exists():
@@ -63,7 +64,8 @@ def read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 (byte {error.start}): convert it, or leave it out with data.glob") from None
+        where = f"{file} is not UTF-8 (byte {error.start})"
+        raise ValueError(f"{where}: convert it, or leave it out with data.glob") from None
 
 
 def corpus(
@@ -90,8 +92,8 @@ def count_tokens(documents: list[Document], vocab: int) -> Tensor:
 
 
 class Packed(Dataset):
-    """Rows of exactly `length` tokens, documents one behind the other; one that does not fit goes on in the next row as a
-    document of its own. Nothing is padded but the end of the last row."""
+    """Rows of exactly `length` tokens, documents one behind the other; one that does not fit goes on in the next row
+    as a document of its own. Nothing is padded but the end of the last row."""
 
     def __init__(self, documents: list[Document], length: int, seed: int):
         if length < 8:
@@ -137,8 +139,12 @@ def prompts(tokenizer: PreTrainedTokenizerBase, texts: list[str], count: int, le
             start = text.rfind("\n", 0, place - offset) + 1
             yield text[min(start, max(0, len(text) - 12 * length)) :][: 12 * length]
 
-    rows = tokenizer(list(lines()), add_special_tokens=False, verbose=False)["input_ids"]
-    found = [row[:length] for row in rows if len(row) >= length // 2]
+    starts = list(lines()) if any(texts) else []
+    rows = tokenizer(starts, add_special_tokens=False, verbose=False)["input_ids"] if starts else []
+    found = [row[:length] for row in rows if len(row) >= max(1, length // 2)]
     if not found:
-        raise ValueError(f"the held-out text is too short for prompts of {length} tokens")
+        raise ValueError(
+            f"the held-out text is too short for prompts of {length} tokens: hold out more of it, or ask for shorter "
+            "prompts (evaluate.prompt_tokens)"
+        )
     return found

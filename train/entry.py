@@ -204,7 +204,7 @@ def check(config_name: str, overrides: list[str], number: int) -> str | None:
     for key in keys:
         if key not in known:
             raise HydraException(unknown_key(key, known))
-    final = compose(config_name, overrides, number)
+    final = compose(config_name, overrides, number) if values else base
     for key in keys:
         check_type(key, base, final)
     return OmegaConf.select(final, "output_dir")

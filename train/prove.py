@@ -1,4 +1,4 @@
-"""What a run ends with: the head's files, checked and measured as they were saved, and everything that tells of them."""
+"""What a run ends with: the head's files, checked and measured as they were saved, and all that tells of them."""
 
 import datetime
 import importlib.metadata
@@ -29,9 +29,25 @@ FORMATS = {
 }
 
 
+def check_settings(target: Target, data: Corpus, settings: Any) -> None:
+    """Raise ValueError, before anything is trained, for what would stop the measurements. settings: conf/evaluate."""
+    assert target.tokenizer is not None
+    for name in ("prompts", "prompt_tokens", "new_tokens"):
+        if settings[name] < 1:
+            raise ValueError(f"evaluate.{name}={settings[name]} must be at least 1")
+    length = settings.prompt_tokens
+    if target.context is not None and length >= target.context:
+        raise ValueError(
+            f"evaluate.prompt_tokens={length}: the target reads {target.context} tokens, its answer included"
+        )
+    prompts(target.tokenizer, data.test, settings.prompts, length)
+    if settings.eval_steps:
+        prompts(target.tokenizer, data.validation, settings.eval_prompts, length)
+
+
 @torch.no_grad()
 def rank_accuracies(lesson: Lesson, texts: list[str], length: int, ranks: int = 8) -> list[list[float]]:
-    """[depth][rank]: how often the guess of this rank is the target's token, on held-out texts. A static tree grows by it."""
+    """[depth][rank]: how often the guess of this rank is the target's token, on held-out text; it shapes the tree."""
     target, head = lesson.target, lesson.head
     assert target.tokenizer is not None
     held_out = corpus(target.tokenizer, texts, [], [], {"source": "validation"})
@@ -46,7 +62,7 @@ def rank_accuracies(lesson: Lesson, texts: list[str], length: int, ranks: int = 
 
 
 def save_final(lesson: Lesson, directory: Path, data: Corpus, length: int) -> float:
-    """Round the head to the target's dtype, pass the parity gate, write its files. Returns the gate's largest difference.
+    """Round the head to the target's dtype, write its files, pass the parity gate; its largest difference.
 
     The rounding comes first, so that what is measured and checked is what is shipped.
     """
@@ -57,8 +73,7 @@ def save_final(lesson: Lesson, directory: Path, data: Corpus, length: int) -> fl
     if not head.recurrent:
         facts["accuracies"] = rank_accuracies(lesson, data.validation, length)
     save_head(head, directory, target, **facts)
-    assert target.tokenizer is not None
-    prompt = prompts(target.tokenizer, data.validation, 1, 48)[0]
+    prompt = max((document.tokens for document in data.train), key=len)[:48]  # a gate, no measure: any text will do
     exact = float32(target)
     difference = parity.check(head.to(torch.float32), exact, prompt, saved=directory)
     print(f"parity gate: training forward, drafter and saved files agree to {difference:.1e}", flush=True)
@@ -91,7 +106,8 @@ def measure(target: Target, directory: Path, data: Corpus, settings: Any) -> tup
 def sample(target: Target, drafter: Any, row: list[int], new_tokens: int) -> Sample:
     """One continuation whose tokens know how they came: 0 the target's own choice, d drafted at depth d."""
     assert target.tokenizer is not None
-    out = generate(target, drafter, torch.tensor([row], device=target.device), max_new_tokens=new_tokens, eos_token_id=-1)
+    ids = torch.tensor([row], device=target.device)
+    out = generate(target, drafter, ids, max_new_tokens=new_tokens, eos_token_id=-1)
     depths = [0]
     for step in out.steps:
         depths += [*range(1, step.accepted[0] + 1), 0][: step.emitted[0]]
@@ -143,10 +159,15 @@ def facts_of_run(head: DraftHead, target: Target) -> dict[str, Any]:
 
 
 def publish(
-    directory: Path, metrics: dict[str, Any], head: DraftHead, data: Corpus, history: list[dict], shown: Sample, config: str
+    directory: Path,
+    metrics: dict[str, Any],
+    head: DraftHead,
+    data: Corpus,
+    history: list[dict],
+    shown: Sample,
+    config: str,
 ) -> None:
-    """metrics.json, the model card, report.html, and the table on the terminal."""
-    (directory / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    """The model card, report.html, metrics.json (last: it marks a run as finished), and the table on the terminal."""
     facts = {
         "kind": head.kind,
         "target": metrics["target"],
@@ -160,5 +181,6 @@ def publish(
     (directory / "head" / "README.md").write_text(model_card(metrics, facts, data.card))
     title = f"{head.kind} for {metrics['target']}"
     write_report(directory / "report.html", RunRecord(title, metrics, history, [shown], config))
+    (directory / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     print(table(metrics), flush=True)
     print(f"head: {directory / 'head'}   report: {directory / 'report.html'}", flush=True)

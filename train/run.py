@@ -1,10 +1,11 @@
 """Train a draft head and prove what it gained:  python train/run.py head=eagle3 target=hf target.path=... data=..."""
 
-import time
+from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load_file
 from transformers import PrinterCallback, set_seed
 
 from inference.drafters import drafter_for
@@ -13,7 +14,7 @@ from inference.evaluate import run as decode
 from train import data as text
 from train import prove
 from train.entry import entry
-from train.session import Measure, Progress, StopOnSignal, open_directory
+from train.session import Measure, Progress, StopOnSignal, end_of_training, open_directory, seconds_of
 from train.trainer import HeadTrainer, Lesson
 
 
@@ -24,6 +25,7 @@ def main(cfg: DictConfig) -> None:
     if target.tokenizer is None:
         raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and training reads text: save one beside it")
     data: text.Corpus = instantiate(cfg.data, tokenizer=target.tokenizer)
+    prove.check_settings(target, data, cfg.evaluate)
     more: dict[str, Any] = {}
     if "draft_vocab_size" in cfg.head:
         more["counts"] = text.count_tokens(data.train, target.vocab_size)
@@ -51,18 +53,23 @@ def main(cfg: DictConfig) -> None:
         callbacks=[stop, Progress(), Measure(cfg.evaluate.eval_steps, validate)],
     )
     trainer.remove_callback(PrinterCallback)
-    start = time.perf_counter()
-    trainer.train(resume_from_checkpoint=checkpoint)
+    if checkpoint is not None and (end := end_of_training(checkpoint)) is not None:
+        lesson.load_state_dict(load_file(Path(checkpoint) / "model.safetensors"))
+        trainer.state = end  # Trainer would go one step too far: it looks where it is only behind a step
+    else:
+        try:
+            trainer.train(resume_from_checkpoint=checkpoint)
+        finally:
+            stop.restore()
     if stop.stopped:
         print(f"stopped at step {trainer.state.global_step}; the same command goes on from there", flush=True)
         raise SystemExit(130)
-    seconds = time.perf_counter() - start
 
     prove.save_final(lesson, directory / "head", data, cfg.length)
     metrics, shown = prove.measure(target, directory / "head", data, cfg.evaluate)
     trained = [entry["tokens_per_second"] for entry in trainer.state.log_history if "tokens_per_second" in entry]
     metrics["train_tokens_per_second"] = round(sum(trained) / max(1, len(trained)), 1)
-    metrics["train_seconds"] = round(seconds, 1)
+    metrics["train_seconds"] = round(seconds_of(trainer.state), 1)
     metrics |= prove.facts_of_run(head, target)
     config = OmegaConf.to_yaml(cfg, resolve=True)
     (directory / "head" / "config.yaml").write_text(config)

@@ -87,7 +87,6 @@ class Lesson(nn.Module):
             sums.append(torch.stack([loss, hits.sum().to(loss.dtype), learnt.sum().to(loss.dtype)]))
         return torch.stack(sums, dim=1)
 
-
     @torch.no_grad()
     def guesses(
         self, tokens: Tensor, supervised: Tensor, documents: Tensor, positions: Tensor, ranks: int

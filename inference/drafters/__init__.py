@@ -5,6 +5,7 @@ from typing import Any
 from heads.base import DraftHead
 from heads.checkpoint import find, load_head, read_config
 from heads.target import Target
+from inference.drafters.auto import AutoTree
 from inference.drafters.base import Drafter
 from inference.drafters.dynamic import DynamicTree
 from inference.drafters.ngram import NgramDrafter
@@ -21,12 +22,21 @@ def load_drafter(spec: str, target: Target, **options: Any) -> Drafter:
 
 
 def drafter_for(
-    head: DraftHead, target: Target, accuracies: list[list[float]] | None = None, **options: Any
+    head: DraftHead, target: Target, accuracies: list[list[float]] | None = None, tree: str = "fixed", **options: Any
 ) -> Drafter:
-    """The tree that suits a head. accuracies: of its guesses per depth and rank, for a static tree."""
+    """The tree that suits a head. accuracies: of its guesses per depth and rank, for a static tree.
+
+    tree: "fixed" proposes the same size in every step; "auto" chooses it by measured cost and gain, `options` then give the
+    largest (inference/drafters/auto.py).
+    """
+    if tree not in ("fixed", "auto"):
+        raise ValueError(f"tree={tree} is not one of fixed, auto")
+    drafter: DynamicTree | StaticTree
     if head.recurrent:
-        return DynamicTree(head, target, **options)
-    return StaticTree(head, target, accuracies=accuracies, **options)
+        drafter = DynamicTree(head, target, **options)
+    else:
+        drafter = StaticTree(head, target, accuracies=accuracies, **options)
+    return AutoTree(drafter, target) if tree == "auto" else drafter
 
 
-__all__ = ["Drafter", "DynamicTree", "NgramDrafter", "StaticTree", "drafter_for", "load_drafter"]
+__all__ = ["AutoTree", "Drafter", "DynamicTree", "NgramDrafter", "StaticTree", "drafter_for", "load_drafter"]

@@ -32,6 +32,9 @@ class Drafter(ABC):
         of the tokens at depth d, None when greedy. Adding it to a draft's own logits makes it draft what the target's
         noisy choice tends to be (inference/sampling.py)."""
 
+    def learn(self, paths: list[list[int]]) -> None:  # noqa: B027  (most drafters have nothing to learn)
+        """What became of the last proposal: per row the nodes that were accepted, the root first; [] for finished rows."""
+
 
 class Nothing(Drafter):
     """Drafts nothing: plain decoding, through the same loop."""

@@ -26,12 +26,17 @@ class DynamicTree(Drafter):
             raise ValueError(f"a {head.kind} head drafts all depths at once: give it a static tree, not a dynamic one")
         if depth < 1 or width < 1 or nodes < 2:
             raise ValueError(f"a dynamic tree needs depth={depth} and width={width} of at least 1, nodes={nodes} of 2")
-        self.head, self.target, self.depth, self.layers = head, target, depth, head.layers
+        self.head, self.target, self.layers = head, target, head.layers
+        self.depth = self.levels = depth
         vocab = target.vocab_size if head.draft_ids is None else len(head.draft_ids)
         self.width = min(width, vocab)
         self.nodes = min(nodes, 1 + self.width + (depth - 1) * self.width**2)
         self.draft_ids = head.draft_ids
-        self.parents: list[Tensor] = []
+
+    def resize(self, nodes: int, levels: int) -> None:
+        """Propose trees of this many nodes and levels from now on; `depth` stays the most that may be asked for."""
+        assert nodes >= 2 and 1 <= levels <= self.depth
+        self.nodes, self.levels = nodes, levels
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -64,7 +69,7 @@ class DynamicTree(Drafter):
         candidates = [roots(accepted), tokens]
         parents = [frontier.new_zeros(batch, width + 1)]
         ranked, among, size = [scores], self.own, 1 + width
-        for depth in range(2, self.depth + 1):
+        for depth in range(2, self.levels + 1):
             positions = (cache.starts + depth - 2).expand(-1, width)
             hidden = head.step(hidden, self.target.embed(tokens), positions, cache.mask(among), cache)
             cache.pending += width
@@ -73,7 +78,7 @@ class DynamicTree(Drafter):
             named = head.to_target(best.indices).flatten(1)
             candidates.append(named), ranked.append(scored)
             parents.append(frontier.repeat_interleave(width, dim=1))
-            if depth == self.depth:
+            if depth == self.levels:
                 break
             scores, chosen = scored.topk(width)
             parent = chosen // width
@@ -86,9 +91,9 @@ class DynamicTree(Drafter):
 
     def rerank(self, tokens: Tensor, parents: Tensor, scores: Tensor) -> TokenTree:
         """The best `nodes` of all candidates (batch, n), in their order, which puts parents first."""
-        chosen = scores.topk(self.nodes - 1).indices.sort(1).values + 1
+        chosen, self.ranks = scores.topk(min(self.nodes, tokens.shape[1]) - 1).indices.sort(1)
+        chosen = chosen + 1
         chosen = torch.cat([chosen.new_zeros(len(chosen), 1), chosen], 1)
-        place = torch.zeros_like(parents).scatter(
-            1, chosen, torch.arange(self.nodes, device=tokens.device).expand(len(chosen), -1)
-        )
-        return from_parents(tokens.gather(1, chosen), place.gather(1, parents.gather(1, chosen)), self.depth)
+        order = torch.arange(chosen.shape[1], device=tokens.device).expand(len(chosen), -1)
+        place = torch.zeros_like(parents).scatter(1, chosen, order)
+        return from_parents(tokens.gather(1, chosen), place.gather(1, parents.gather(1, chosen)), self.levels)

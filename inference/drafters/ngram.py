@@ -25,7 +25,10 @@ class NgramDrafter(Drafter):
         longest = max(map(len, drafts))
         if longest == 0:
             return root_only(accepted)
-        rows = [[text[-1], *draft, *[-1] * (longest - len(draft))] for text, draft in zip(accepted.text, drafts, strict=True)]
+        rows = [
+            [text[-1], *draft, *[-1] * (longest - len(draft))]
+            for text, draft in zip(accepted.text, drafts, strict=True)
+        ]
         return chain(torch.tensor(rows, device=accepted.tokens.device))
 
     def look_up(self, row: int, text: list[int]) -> list[int]:

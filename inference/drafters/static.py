@@ -21,7 +21,7 @@ TYPICAL = [[0.6 * 0.8**d * share for share in (1.0, 0.2, 0.1, 0.06, 0.04, 0.03)]
 
 
 def grow(accuracies: list[list[float]], nodes: int) -> list[tuple[int, ...]]:
-    """The `nodes` - 1 rank paths with the greatest chance of being accepted, parents first.
+    """The `nodes` - 1 rank paths with the greatest chance of being accepted, the greatest first, so parents first.
 
     accuracies[d][r]: chance that the guess of rank r is right at depth d + 1. A path's chance is the product.
     """
@@ -36,7 +36,7 @@ def grow(accuracies: list[list[float]], nodes: int) -> list[tuple[int, ...]]:
             heapq.heappush(heap, (sibling, (*path[:-1], rank + 1)))
         if depth < len(accuracies):
             heapq.heappush(heap, (chance * accuracies[depth][0], (*path, 0)))
-    return sorted(paths, key=lambda path: (len(path), path))
+    return paths
 
 
 class StaticTree(Drafter):
@@ -46,19 +46,26 @@ class StaticTree(Drafter):
             raise ValueError(f"a static tree needs a head that drafts all depths at once, not {head.kind}")
         self.head, self.target, self.layers = head, target, head.layers
         accuracies = [row[: target.vocab_size] for row in (accuracies or TYPICAL)[: head.depth]]
-        paths = grow(accuracies, nodes)
-        self.depth = max(map(len, paths))
-        self.ranks = 1 + max(max(path) for path in paths)
+        self.paths = grow(accuracies, nodes)
+        self.depth = max(map(len, self.paths))
+        self.resize(nodes, self.depth)
+
+    def resize(self, nodes: int, levels: int) -> None:
+        """Propose the best `nodes` of the tree, `levels` deep at most, from now on."""
+        best = [path for path in self.paths if len(path) <= levels][: nodes - 1]
+        order = sorted(range(len(best)), key=lambda number: (len(best[number]), best[number]))
+        paths = [best[number] for number in order]
+        self.order = torch.tensor([order])
+        self.guessed = 1 + max(max(path) for path in paths)
         index = {(): 0} | {path: number for number, path in enumerate(paths, start=1)}
         parents = torch.tensor([[0] + [index[path[:-1]] for path in paths]])
-        self.shape = from_parents(torch.zeros_like(parents), parents, self.depth)
-        self.shape = TokenTree(*(tensor.to(target.device) for tensor in self.shape))
-        flat = [(len(path) - 1) * self.ranks + path[-1] for path in paths]
-        self.guesses = torch.tensor(flat, device=target.device)  # which of (depth, rank) each node is
+        shape = from_parents(torch.zeros_like(parents), parents, self.depth)
+        self.shape = TokenTree(*(tensor.to(self.target.device) for tensor in shape))
+        flat = [(len(path) - 1) * self.guessed + path[-1] for path in paths]
+        self.guesses = torch.tensor(flat, device=self.target.device)  # which of (depth, rank) each node is
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.sampling = sampling
-        self.batched = TokenTree(*(tensor.expand(batch, *tensor.shape[1:]) for tensor in self.shape))
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         features = accepted.features[:, -1]
@@ -68,6 +75,8 @@ class StaticTree(Drafter):
         logits = self.head.drafts(features)[:, : self.depth].float()
         if gumbel is not None:
             logits = self.sampling.warp(logits) + gumbel[:, : self.depth]
-        guesses = logits.topk(self.ranks).indices.flatten(1)
+        guesses = logits.topk(self.guessed).indices.flatten(1)
         tokens = torch.cat([roots(accepted), guesses[:, self.guesses]], dim=1)
-        return self.batched._replace(tokens=tokens)
+        batch = len(tokens)
+        self.ranks = self.order.expand(batch, -1)
+        return TokenTree(tokens, *(tensor.expand(batch, *tensor.shape[1:]) for tensor in self.shape[1:]))

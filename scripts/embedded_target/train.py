@@ -109,8 +109,10 @@ def main() -> None:
         torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
-    step_loss = torch.compile(lambda rows: model(input_ids=rows, labels=rows).loss) if args.compile else (
-        lambda rows: model(input_ids=rows, labels=rows).loss
+    step_loss = (
+        torch.compile(lambda rows: model(input_ids=rows, labels=rows).loss)
+        if args.compile
+        else (lambda rows: model(input_ids=rows, labels=rows).loss)
     )
 
     log = (args.output / "log.jsonl").open("w")

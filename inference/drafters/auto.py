@@ -1,0 +1,157 @@
+"""Choose the tree, or none, by what it costs and gains here and now: tokens per second, not acceptance length.
+
+    gain(N, D)   tokens per step of the best N nodes down to depth D, counted on the largest tree: a smaller tree is a part
+                 of it (its best nodes), so one full step tells what every smaller one would have gained
+    cost(N, D)   seconds: reading N rows and drafting D levels, measured at the first use for this batch size, plus what
+                 the rest of a step was seen to take
+
+The first steps, and later one in `EXPLORE`, use the largest tree and refresh the gains; all others use the best tree of
+gain / cost. Where plain decoding is best it decodes plainly, and looks again now and then.
+"""
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from heads.target import Target
+from inference.drafters.base import Accepted, Drafter, root_only
+from inference.drafters.dynamic import DynamicTree
+from inference.drafters.static import StaticTree
+from inference.sampling import Sampling
+from inference.tree import TokenTree, chain
+
+SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+FIRST, EXPLORE, REMEMBER = 6, 16, 64  # full steps at first; one full step in so many; full steps remembered
+TEXT = 256  # entries of text in the cache that costs are measured over
+
+
+class Plan(NamedTuple):
+    nodes: int  # 1 is plain decoding
+    levels: int
+
+
+class Costs(NamedTuple):
+    read: dict[int, float]  # seconds by number of nodes
+    draft: list[float]  # seconds by number of levels, 0 first
+
+
+class AutoTree(Drafter):
+    def __init__(self, inner: DynamicTree | StaticTree, target: Target):
+        """inner: with the largest tree that may be used."""
+        self.inner, self.target = inner, target
+        self.layers, self.depth = inner.layers, inner.depth
+        self.full = Plan(inner.nodes if isinstance(inner, DynamicTree) else len(inner.paths) + 1, inner.depth)
+        self.costs: dict[int, Costs] = {}
+        self.seen: deque[list[int]] = deque(maxlen=REMEMBER)  # ranks of the nodes along each accepted path
+        self.steps, self.other, self.plan = 0, 0.0, self.full
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        if batch not in self.costs:
+            self.costs[batch] = measure(self.inner, self.target, batch, self.full)
+        self.batch, self.waiting = batch, list[Accepted]()
+        self.inner.begin(batch, capacity, sampling)
+        self.started: float | None = None
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        self.note_time()
+        self.plan = self.choose()
+        self.waiting.append(accepted)
+        if self.plan.nodes == 1:
+            return root_only(accepted)
+        merged, self.waiting = merge(self.waiting), []
+        self.inner.resize(*self.plan)
+        return self.inner.propose(merged, gumbel)
+
+    def learn(self, paths: list[list[int]]) -> None:
+        if self.plan != self.full:
+            return
+        ranks = self.inner.ranks.tolist()
+        self.seen.extend([ranks[row][node - 1] for node in path[1:]] for row, path in enumerate(paths) if path)
+
+    def note_time(self) -> None:
+        """What the last step took beyond its read and draft: verifying, keeping, the host. A running mean."""
+        now = time.perf_counter()
+        if self.started is not None:
+            rest = now - self.started - self.predicted(self.plan)
+            self.other += 0.1 * (max(0.0, rest) - self.other)
+        self.started = now
+
+    def predicted(self, plan: Plan) -> float:
+        costs = self.costs[self.batch]
+        size = next((size for size in costs.read if size >= plan.nodes), max(costs.read))
+        return costs.read[size] + (costs.draft[plan.levels] if plan.nodes > 1 else 0.0)
+
+    def gain(self, plan: Plan) -> float:
+        """Tokens per step. Along a path ranks only rise, so the nodes within the plan are its first ones."""
+        kept = sum(sum(rank < plan.nodes - 1 for rank in ranks[: plan.levels]) for ranks in self.seen)
+        return 1 + kept / max(1, len(self.seen))
+
+    def choose(self) -> Plan:
+        self.steps += 1
+        if len(self.seen) < FIRST or self.steps % EXPLORE == 0:
+            return self.full
+        sizes = [size for size in SIZES if 1 < size < self.full.nodes] + [self.full.nodes]
+        plans = [Plan(size, levels) for size in sizes for levels in range(1, self.depth + 1) if levels < size]
+        return max([Plan(1, 0), *plans], key=lambda plan: self.gain(plan) / (self.predicted(plan) + self.other))
+
+
+def merge(pieces: list[Accepted]) -> Accepted:
+    """What several plain steps accepted, as one. Each gave one token to every row that still writes."""
+    if len(pieces) == 1:
+        return pieces[0]
+    first, *rest = pieces
+    counts = [sum(piece.counts[row] for piece in pieces) if rest[-1].counts[row] else 0 for row in range(len(first.counts))]
+    if len(set(first.counts)) == 1:
+        tokens, features = torch.cat([p.tokens for p in pieces], 1), torch.cat([p.features for p in pieces], 1)
+        return Accepted(tokens, features, counts, pieces[-1].text)
+    # The first piece is ragged: put what follows behind each row's own end.
+    room = max(first.counts) + len(rest)
+    tokens = first.tokens.new_zeros(len(counts), room)
+    features = first.features.new_zeros(len(counts), room, first.features.shape[-1])
+    for row, count in enumerate(first.counts):
+        tokens[row, :count], features[row, :count] = first.tokens[row, :count], first.features[row, :count]
+        for number, piece in enumerate(rest):
+            tokens[row, count + number], features[row, count + number] = piece.tokens[row, 0], piece.features[row, 0]
+    return Accepted(tokens, features, counts, pieces[-1].text)
+
+
+@torch.inference_mode()
+def measure(inner: DynamicTree | StaticTree, target: Target, batch: int, full: Plan, repeats: int = 5) -> Costs:
+    """Seconds of reading 1 .. N nodes and of drafting 0 .. D levels on this device, in this dtype and batch: the fastest of
+    some repeats, since only disturbances make one slower."""
+
+    def fastest(work) -> float:  # type: ignore[no-untyped-def]
+        times = []
+        for _ in range(repeats):
+            synchronise(target.device)
+            start = time.perf_counter()
+            work()
+            synchronise(target.device)
+            times.append(time.perf_counter() - start)
+        return min(times[1:])
+
+    text = min(TEXT, (target.context or TEXT + full.nodes) - full.nodes - 1)
+    read = {}
+    for size in sorted({1, full.nodes, *(size for size in SIZES if size < full.nodes)}):
+        cache = target.new_cache(batch, text + size)
+        cache.set_lengths([text] * batch)
+        tree = chain(torch.zeros(batch, size, dtype=torch.int64, device=target.device))
+        positions, mask = cache.starts + tree.depths, cache.mask(tree.ancestors)
+        read[size] = fastest(lambda t=tree, p=positions, m=mask, c=cache: target.read_tree(t.tokens, p, m, c, inner.layers))
+    tokens = torch.zeros(batch, 1, dtype=torch.int64, device=target.device)
+    features = torch.zeros(batch, 1, len(inner.layers) * target.hidden_size, dtype=target.dtype, device=target.device)
+    fake = Accepted(tokens, features, [1] * batch, [[0]] * batch)
+    draft = [0.0]
+    for levels in range(1, full.levels + 1):
+        inner.begin(batch, text + repeats * 2, Sampling())
+        inner.resize(full.nodes, levels)
+        draft.append(fastest(lambda: inner.propose(fake, None)))
+    return Costs(read, draft)
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

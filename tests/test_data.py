@@ -1,0 +1,116 @@
+"""Data: split by file, packed without a gap, and every loss against its definition."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads.eagle3 import Eagle3Head
+from inference.evaluate import distinct
+from train import data, losses, stdlib, trainer
+from train.data import Document, Packed
+
+from .conftest import TEXT
+
+
+def test_parts_of_the_standard_library_share_no_module():
+    groups = {part: {stdlib.group(path) for path, _ in stdlib.documents(part)} for part in stdlib.PARTS}
+    assert all(groups.values())
+    for one in stdlib.PARTS:
+        for other in stdlib.PARTS:
+            assert one == other or not groups[one] & groups[other]
+
+
+def test_a_module_stays_in_its_part_when_python_moves_its_files():
+    for old, new in [
+        ("json/decoder.py", "test/test_json/test_scan.py"),
+        ("datetime.py", "_pydatetime.py"),
+        ("unittest/test/test_case.py", "test/test_unittest/test_case.py"),
+        ("pathlib.py", "pathlib/_local.py"),
+    ]:
+        assert stdlib.part(Path(old)) == stdlib.part(Path(new))
+
+
+def test_held_out_files_hardly_repeat_what_was_trained_on():
+    seen = {line.strip() for _, text in stdlib.documents("train") for line in text.splitlines()}
+    for part in ("validation", "test"):
+        lines = [line.strip() for _, text in stdlib.documents(part, tests=False) for line in text.splitlines()]
+        lines = [line for line in lines if len(line) > 30]
+        assert sum(line in seen for line in lines) < 0.05 * len(lines)
+
+
+def test_packing_loses_nothing_and_restarts_positions():
+    documents = [
+        Document(list(range(10 * n, 10 * n + length)), [n != 1] * length) for n, length in enumerate((5, 9, 3, 8))
+    ]
+    packed = Packed(documents, length=8, seed=3)
+    rows = [packed[row] for row in range(len(packed))]
+    flat = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    real = flat["documents"] >= 0
+    assert sorted(flat["tokens"][real].tolist()) == sorted(token for document in documents for token in document.tokens)
+    assert real.sum() == 25 and len(packed) == 4 and not flat["supervised"][~real].any()
+    for row in rows:
+        for place in range(8):
+            fresh = place == 0 or row["documents"][place] != row["documents"][place - 1]
+            assert row["positions"][place] == (0 if fresh else row["positions"][place - 1] + 1)
+            assert row["documents"][place] < 0 or row["supervised"][place] == (row["tokens"][place] // 10 != 1)
+
+
+def test_text_files_are_split_by_file(target, tmp_path):
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text(f"file {number}\n" + TEXT)
+    corpus = data.text_files(target.tokenizer, str(tmp_path))
+    trained = {target.tokenizer.decode(document.tokens[:8]).split("\n")[0] for document in corpus.train}
+    held = {text.split("\n")[0] for text in corpus.validation + corpus.test}
+    assert len(held) == 4 and len(trained) == 16 and not trained & held
+
+
+def test_bad_text_is_named(target, tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        data.text_files(target.tokenizer, str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="holds no text"):
+        data.text_files(target.tokenizer, str(tmp_path))
+    (tmp_path / "latin.txt").write_bytes("caf\xe9 noir".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 \(byte 3\)"):
+        data.text_files(target.tokenizer, str(tmp_path))
+
+
+def test_prompts_start_at_lines_and_have_their_length(target):
+    rows = data.prompts(target.tokenizer, [TEXT, TEXT], 6, 20)
+    assert len(rows) == 6 and all(len(row) == 20 for row in rows)
+    starts = {line for line in TEXT.splitlines(keepends=True)}
+    assert all(any(target.tokenizer.decode(row).startswith(line) for line in starts) for row in rows)
+
+
+def test_losses_are_what_they_say():
+    draft, answer = torch.randn(5, 9), torch.randn(5, 9)
+    p, q = answer.softmax(-1), draft.softmax(-1)
+    entropy = -(p * p.log()).sum(-1)
+    divergence = torch.nn.functional.kl_div(q.log(), p, reduction="none").sum(-1)
+    torch.testing.assert_close(losses.soft(draft, answer), divergence + entropy)
+    torch.testing.assert_close(losses.hard(draft, answer), -q.log()[torch.arange(5), p.argmax(-1)])
+    torch.testing.assert_close(losses.total_variation(draft, answer), 1 - torch.minimum(p, q).sum(-1))
+
+
+def test_chunks_do_not_change_loss_or_gradient(target, monkeypatch):
+    head = Eagle3Head.for_target(target, depth=3, draft_vocab_size=100, counts=torch.arange(target.vocab_size))
+    documents = [Document(torch.randint(1, 300, (length,)).tolist(), [True] * length) for length in (30, 18, 21)]
+    packed = Packed(documents, 23, seed=0)
+    batch = {name: torch.stack([packed[row][name] for row in range(3)]) for name in packed[0]}
+    results = []
+    for chunk in (1 << 22, 7 * target.vocab_size):
+        monkeypatch.setattr(trainer, "CHUNK", chunk)
+        lesson = trainer.Lesson(head, target, losses.soft)
+        outcome = lesson(**batch)
+        head.zero_grad()
+        outcome.loss.backward()
+        results.append((outcome, {name: p.grad.clone() for name, p in head.named_parameters()}))
+    (one, grads), (other, more) = results
+    torch.testing.assert_close(one.loss, other.loss)
+    assert torch.equal(one.hits, other.hits) and torch.equal(one.counts, other.counts)
+    for name, gradient in grads.items():
+        torch.testing.assert_close(gradient, more[name], atol=1e-5, rtol=1e-4)
+
+
+def test_loops_are_told_from_text():
+    assert distinct([1, 2, 3] * 20) < 0.1 and distinct(list(range(60))) == 1.0 and distinct([1, 2]) == 1.0

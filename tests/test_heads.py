@@ -1,0 +1,315 @@
+"""What a head is in training, in drafting and on disk is one thing; every known way to part them is caught."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from heads import Target, load_head, save_head, vocab
+from heads.base import Text, began, later
+from heads.eagle3 import Eagle3Head, paper_layers
+from heads.layers import RMSNorm
+from heads.medusa import MedusaHead
+from train import parity
+from train.losses import soft
+from train.trainer import Lesson
+
+KINDS = ("eagle3", "eagle3 full vocabulary", "eagle3.1", "medusa")
+PROMPT = torch.randint(1, 300, (30,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def make(kind: str, target: Target):
+    counts = torch.arange(target.vocab_size)
+    if kind == "medusa":
+        head = MedusaHead.for_target(target, depth=3, blocks=2)
+    elif kind == "eagle3.1":
+        head = Eagle3Head.for_target(target, depth=4, fc_norm=True, norm_output=True)
+    else:
+        head = Eagle3Head.for_target(target, depth=4, draft_vocab_size=200 if kind == "eagle3" else None, counts=counts)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():  # away from ones and zeros, or a lost norm would not show
+            parameter.copy_(
+                parameter + 0.3 * torch.randn_like(parameter) * parameter.std().nan_to_num(1.0).clamp(min=0.1)
+            )
+    return head.eval()
+
+
+def batch(*lengths: int) -> Text:
+    """One row of documents of these lengths."""
+    documents = torch.tensor([[number for number, length in enumerate(lengths) for _ in range(length)]])
+    positions = torch.tensor([[place for length in lengths for place in range(length)]])
+    tokens = torch.randint(1, 300, documents.shape)
+    return Text(tokens, torch.ones_like(tokens).bool(), documents, positions)
+
+
+def states(head, target: Target, text: Text) -> list[torch.Tensor]:
+    features = target.read(text.tokens, text.positions, text.mask(), layers=head.layers, keep_logits=1).features
+    outs = head(features, target.embed(text.tokens), text)
+    return [head.logits(out, depth) for depth, out in enumerate(outs, start=1)]
+
+
+# -- the alignment rule -----------------------------------------------------------------------------------------------
+
+
+def test_supervision_follows_the_token_that_a_draft_names():
+    """Prompt of 4 tokens, answer of 4: tokens 4..7 are supervised. The draft at slot p names token p + 2."""
+    text = Text(
+        torch.arange(8)[None],
+        torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]]).bool(),
+        torch.zeros(1, 8).long(),
+        torch.arange(8)[None],
+    )
+    assert began(text, 1).tolist() == [[False, False, True, True, True, True, False, False]]
+    # Depth 3 at slot 2 began at position 0 and names token 4; at slot 1 it would have begun before the text.
+    assert began(text, 3).tolist() == [[False, False, True, True, True, True, False, False]]
+    # The mask left unshifted (supervised[p] for slot p) would lose slots 2 and 3, the first drafts behind the prompt.
+    assert not torch.equal(began(text, 1), text.supervised)
+
+
+def test_no_draft_crosses_documents():
+    text = batch(5, 4)
+    for depth in range(1, 5):
+        for slot in began(text, depth)[0].nonzero()[:, 0].tolist():
+            begin = slot + 1 - depth
+            assert begin >= 0 and text.documents[0, begin] == text.documents[0, slot + 2]
+    assert began(text, 1)[0].tolist() == [True] * 3 + [False] * 2 + [True] * 2 + [False] * 2
+
+
+def test_padding_is_not_learnt_from():
+    text = batch(5, 4)
+    padded = text._replace(documents=torch.where(text.documents == 1, -1, text.documents))
+    assert not began(padded, 1)[0, 3:].any()
+
+
+# -- training, drafting and files draft the same ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parity_gate_passes_for_what_is_right(target, kind, tmp_path):
+    head = make(kind, target)
+    save_head(head, tmp_path, target)
+    assert parity.check(head, target, PROMPT, saved=tmp_path) < 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_documents_draft_as_they_do_alone(target, kind):
+    head, text = make(kind, target), batch(12, 9, 15)
+    packed = states(head, target, text)
+    for number, (first, last) in enumerate([(0, 12), (12, 21), (21, 36)]):
+        alone = Text(*(tensor[:, first:last] for tensor in text))
+        alone = alone._replace(documents=torch.zeros_like(alone.documents))
+        for depth, (whole, single) in enumerate(zip(packed, states(head, target, alone), strict=True), start=1):
+            inside = began(alone, depth)
+            assert torch.equal(inside, began(text, depth)[:, first:last]), number
+            torch.testing.assert_close(whole[:, first:last][inside], single[inside], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_give_back_the_head_bit_for_bit(target, kind, tmp_path):
+    head = make(kind, target)
+    save_head(head, tmp_path, target)
+    again = load_head(tmp_path, target)
+    assert again.state_dict().keys() == head.state_dict().keys()
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    assert (again.layers, again.depth, again.kind) == (head.layers, head.depth, head.kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_learns(target, kind):
+    head, text = make(kind, target).train(), batch(20, 12)
+    Lesson(head, target, soft)(*text).loss.backward()
+    for name, parameter in head.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+def test_layers_are_not_tied_by_accident(target):
+    for kind in KINDS:
+        pointers = [parameter.data_ptr() for parameter in make(kind, target).parameters()]
+        assert len(pointers) == len(set(pointers))
+
+
+# -- pitfalls: each is broken on purpose and seen -----------------------------------------------------------------------
+
+
+def wrap_read(original):
+    """Training reads the layers asked for, drafting (one row behind a cache or keep_logits=1 of a short prompt) one lower."""
+    calls = {"count": 0}
+
+    def read(self, *args, **kwargs):
+        calls["count"] += 1
+        if calls["count"] % 2 and kwargs.get("layers"):
+            kwargs["layers"] = [layer - 1 for layer in kwargs["layers"]]
+        return original(self, *args, **kwargs)
+
+    return read
+
+
+def test_gate_sees_positions_one_off(target, monkeypatch):
+    head = make("eagle3", target)
+    original = type(head).step
+    monkeypatch.setattr(
+        type(head), "step", lambda self, h, e, positions, m, c: original(self, h, e, positions + 1, m, c)
+    )
+    with pytest.raises(ValueError, match="parity gate: at depth 2"):
+        parity.check(head, target, PROMPT)
+
+
+def test_gate_sees_fused_layers_off_by_one(target, monkeypatch):
+    head = make("eagle3", target)
+    monkeypatch.setattr(Target, "read", wrap_read(Target.read))
+    with pytest.raises(ValueError, match="parity gate: at depth 1"):
+        parity.check(head, target, PROMPT)
+
+
+def test_gate_sees_hidden_states_that_are_not_moved(target, monkeypatch):
+    head = make("eagle3", target)
+    monkeypatch.setattr("heads.eagle3.later", lambda x, steps: later(x, steps) if x.dtype == torch.bool else x)
+    with pytest.raises(ValueError, match="parity gate: at depth 2"):
+        parity.check(head, target, PROMPT)
+
+
+def test_gate_sees_training_steps_that_look_at_text_they_have_not_got(target, monkeypatch):
+    head = make("eagle3", target)
+    monkeypatch.setattr("heads.eagle3.later", lambda x, steps: x if x.dtype == torch.bool else later(x, steps))
+    with pytest.raises(ValueError, match="parity gate: at depth 2"):
+        parity.check(head, target, PROMPT)
+
+
+def test_gate_sees_features_before_the_final_norm(target, monkeypatch):
+    """Medusa reads the last hidden state after the final norm; one engine handed it over before."""
+    head = make("medusa", target)
+    original, calls = Target.read, {"count": 0}
+
+    def read(self, *args, **kwargs):
+        reading = original(self, *args, **kwargs)
+        calls["count"] += 1
+        return reading._replace(features=self.model.model.norm(reading.features)) if calls["count"] % 2 else reading
+
+    monkeypatch.setattr(Target, "read", read)
+    with pytest.raises(ValueError, match="parity gate"):
+        parity.check(head, target, PROMPT)
+
+
+def test_gate_sees_a_lost_rope_theta(target, tmp_path):
+    head = make("eagle3", target)
+    save_head(head, tmp_path, target)
+    edit(tmp_path, lambda config: config.pop("rope_parameters"))
+    with pytest.raises(ValueError, match="rope_parameters"):
+        parity.check(head, target, PROMPT, saved=tmp_path)
+
+
+def test_gate_sees_rope_that_the_files_do_not_tell(target, tmp_path):
+    """Trained with frequencies that config.json does not describe: the files read back draft otherwise."""
+    head = make("eagle3", target)
+    save_head(head, tmp_path, target)
+    head.rotary.rule.inv_freq.mul_(0.5)
+    with pytest.raises(ValueError, match="parity gate.*saved files"):
+        parity.check(head, target, PROMPT, saved=tmp_path)
+
+
+def test_context_length_is_the_targets(target):
+    assert make("eagle3", target).to_config()["max_position_embeddings"] == target.context == 256
+
+
+@torch.no_grad()
+def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
+    """A second proposal equals that of a drafter that never saw the rejected branch."""
+    from inference.drafters import DynamicTree
+    from inference.drafters.base import Accepted
+    from inference.sampling import Sampling
+
+    head = make("eagle3", target)
+    text = torch.tensor([PROMPT])
+    features = target.read(text, layers=head.layers).features
+
+    def drafts(pieces: list[tuple[int, int]]) -> list[torch.Tensor]:
+        drafter = DynamicTree(head, target, nodes=12, depth=4, width=3)
+        drafter.begin(1, 100, Sampling())
+        for first, last in pieces:
+            seen: list[torch.Tensor] = []
+            with monkeypatch.context() as patch:
+                patch.setattr(head, "logits", lambda h, d: (seen.append(type(head).logits(head, h, d)), seen[-1])[1])
+                new = text[:, first + 1 : last + 1]
+                drafter.propose(Accepted(new, features[:, first:last], [last - first], [PROMPT[: last + 1]]), None)
+        return seen
+
+    for once, again in zip(drafts([(0, 20)]), drafts([(0, 12), (12, 17), (17, 20)]), strict=True):
+        torch.testing.assert_close(once, again, atol=1e-4, rtol=1e-4)
+
+
+# -- files: strict ----------------------------------------------------------------------------------------------------
+
+
+def edit(directory, change) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    change(config)
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+MUTATIONS = {
+    "missing key": (lambda w: w.pop("norm.weight"), "norm.weight is missing"),
+    "left-over key": (lambda w: w.update({"midlayer.extra": torch.ones(1)}), "midlayer.extra belongs to no layer"),
+    "other shape": (lambda w: w.update({"fc.weight": torch.ones(32, 64)}), r"fc.weight is \(32, 64\)"),
+    "d2t absent": (lambda w: w.pop("d2t"), "d2t is missing"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_weights_that_do_not_fit_are_named(target, tmp_path, name):
+    save_head(make("eagle3", target), tmp_path, target)
+    weights = load_file(tmp_path / "model.safetensors")
+    change, message = MUTATIONS[name]
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_head(tmp_path, target)
+
+
+def test_a_head_of_another_target_is_refused(target, tmp_path):
+    save_head(make("eagle3", target), tmp_path, target)
+    edit(tmp_path, lambda config: config["foretoken"]["target"].update(embedding_digest="0" * 16))
+    with pytest.raises(ValueError, match="embedding_digest: the head was trained for 0000"):
+        load_head(tmp_path, target)
+
+
+def test_head_counts_come_from_the_weights_too(target, tmp_path):
+    """A published head says 2 heads and stores 5: drafting with 2 would be silent."""
+    save_head(make("medusa", target), tmp_path, target)
+    edit(tmp_path, lambda config: config.update(medusa_num_heads=2))
+    with pytest.raises(ValueError, match=r"2\.0\.linear\.bias belongs to no layer"):
+        load_head(tmp_path, target)
+
+
+def test_missing_files_are_named(target, tmp_path):
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        load_head(tmp_path, target)
+    with pytest.raises(ValueError, match="neither a directory nor a Hub id"):
+        load_head(tmp_path / "nothing" / "here", target)
+    save_head(make("medusa", target), tmp_path, target)
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="damaged"):
+        load_head(tmp_path, target)
+    shutil.rmtree(tmp_path)
+
+
+# -- the draft vocabulary -------------------------------------------------------------------------------------------------
+
+
+def test_offsets_and_ids_are_inverse():
+    counts = torch.tensor([5, 0, 9, 9, 1, 0, 7])
+    ids = vocab.most_frequent(counts, 4)
+    assert ids.tolist() == [0, 2, 3, 6]
+    d2t, t2d = vocab.to_offsets(ids, 7)
+    assert d2t.tolist() == [0, 1, 1, 3] and t2d.tolist() == [True, False, True, True, False, False, True]
+    assert torch.equal(vocab.from_offsets(d2t), ids)
+    assert vocab.coverage(counts, ids) == pytest.approx(30 / 31)
+    with pytest.raises(ValueError, match="draft_vocab_size=8"):
+        vocab.most_frequent(counts, 8)
+
+
+def test_layers_of_the_paper():
+    assert paper_layers(32) == [2, 16, 29] and paper_layers(80) == [2, 40, 77]
+    assert paper_layers(6) == [1, 3, 4] and paper_layers(2) == [1]

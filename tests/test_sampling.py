@@ -1,0 +1,70 @@
+"""The noise, the warpers and the verdict, each against its definition."""
+
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
+
+from inference.sampling import Noise, Sampling
+from inference.tree import chain, from_parents
+from inference.verify import verify
+
+
+def test_noise_is_standard_gumbel_and_independent():
+    noise = Noise([1, 2], 2000, "cpu").at(torch.arange(40).expand(2, -1)).double()
+    uniform = torch.exp(-torch.exp(-noise))  # the Gumbel law's distribution function: uniform in 0..1
+    assert abs(uniform.mean() - 0.5) < 0.003 and abs(uniform.var() - 1 / 12) < 0.001
+    counts = torch.histc(uniform, bins=50, min=0, max=1)
+    chi2 = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
+    assert chi2 < 95  # 49 degrees of freedom: 95 has a chance of 1e-4
+    for other in (noise.roll(1, 1), noise.roll(1, 2), noise.flip(0)):  # next position, next token, other seed
+        assert abs(torch.corrcoef(torch.stack([noise.flatten(), other.flatten()]))[0, 1]) < 0.01
+
+
+def test_noise_depends_on_seed_position_and_token_alone():
+    noise = Noise([5, 9], 100, "cpu")
+    both = noise.at(torch.tensor([[3, 4, 5], [70, 71, 72]]))
+    assert torch.equal(both[1, 1], Noise([9], 100, "cpu").at(torch.tensor([[71]]))[0, 0])
+    assert torch.equal(both[0, 2, :50], Noise([5], 50, "cpu").at(torch.tensor([[5]]))[0, 0])
+
+
+def test_argmax_of_logits_and_noise_has_the_softmax_law():
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5])
+    draws = (logits + Noise([11], 5, "cpu").at(torch.arange(200_000)[None])[0]).argmax(-1)
+    shares = torch.bincount(draws, minlength=5) / 200_000
+    torch.testing.assert_close(shares, logits.softmax(-1), atol=0.004, rtol=0)
+
+
+def test_warpers_are_transformers_own():
+    logits, ids = torch.randn(3, 50), torch.randint(0, 50, (3, 6))
+    seen = torch.zeros(3, 50, dtype=torch.bool).scatter(1, ids, True)
+    ours = Sampling(0.7, top_k=12, top_p=0.8, repetition_penalty=1.4).warp(logits, seen)
+    theirs = RepetitionPenaltyLogitsProcessor(1.4)(ids, logits) / 0.7
+    theirs = TopPLogitsWarper(0.8)(ids, TopKLogitsWarper(12)(ids, theirs))
+    torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1))
+
+
+def test_verdict_follows_the_choices_down_the_tree():
+    #   9 -> 1 -> 3        nodes 0..5
+    #     |    -> 4 -> 7
+    #     -> 2
+    tree = from_parents(torch.tensor([[9, 1, 2, 3, 4, 7]]), torch.tensor([[0, 0, 0, 1, 1, 4]]), 3)
+    assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 3]]
+    verdict = verify(tree, torch.tensor([[1, 4, 8, 8, 7, 6]]), 3)
+    assert verdict.counts.tolist() == [4]
+    assert verdict.path.tolist() == [[0, 1, 4, 5]] and verdict.tokens.tolist() == [[1, 4, 7, 6]]
+    # 4 matches nothing below a rejected 1, however well it matches there
+    verdict = verify(tree, torch.tensor([[5, 4, 8, 8, 7, 6]]), 3)
+    assert verdict.counts.tolist() == [1] and verdict.tokens[0, 0] == 5
+
+
+def test_padding_is_never_accepted():
+    verdict = verify(chain(torch.tensor([[3, -1, -1]])), torch.tensor([[-1, -1, -1]]).clamp(min=0), 2)
+    assert verdict.counts.tolist() == [1]
+
+
+def test_ancestors_reach_any_depth():
+    for nodes in range(2, 12):
+        tree, straight = (
+            from_parents(torch.arange(nodes)[None], torch.tensor([[0, *range(nodes - 1)]]), nodes - 1),
+            chain(torch.arange(nodes)[None]),
+        )
+        assert torch.equal(tree.ancestors, straight.ancestors) and torch.equal(tree.depths, straight.depths)
