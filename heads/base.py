@@ -68,7 +68,6 @@ class DraftHead(nn.Module, ABC):
     cache_layers: ClassVar[int] = 0  # layers of keys and values that it keeps of the text
     layers: list[int]  # which hidden states it reads, numbered as in heads/target.py
     depth: int  # deepest draft that it was trained for
-    draft_ids: Tensor | None = None  # (draft vocab,) target ids of a pruned vocabulary, ascending; None is all of it
 
     @classmethod
     @abstractmethod
@@ -111,9 +110,15 @@ class DraftHead(nn.Module, ABC):
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         """(..., draft vocab) for hidden states of drafts of this depth, counted from 1."""
 
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """(draft vocab,) target ids of a pruned vocabulary, ascending; None where the head drafts from all of it."""
+        return None
+
     def to_target(self, ids: Tensor) -> Tensor:
         """Target token ids of draft vocabulary ids."""
-        return ids if self.draft_ids is None else self.draft_ids[ids]
+        known = self.draft_ids
+        return ids if known is None else known[ids]
 
     @property
     def device(self) -> torch.device:

@@ -13,8 +13,6 @@ lies one slot further back:
                       keys of step 2   . . . . 1     itself
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -135,8 +133,9 @@ class Eagle3Head(DraftHead):
             if rows.is_floating_point() and rows.shape == (target.vocab_size, config.hidden_size):
                 if head.pruned:
                     assert counts is not None and draft_vocab_size is not None, "pruning needs the tokens' counts"
-                    head.set_vocabulary(vocab.most_frequent(counts, draft_vocab_size))
-                    rows = rows[head.draft_ids.to(rows.device)]
+                    ids = vocab.most_frequent(counts, draft_vocab_size)
+                    head.set_vocabulary(ids)
+                    rows = rows[ids.to(rows.device)]
                 head.lm_head.weight.copy_(rows)
         return head.to(target.device)
 

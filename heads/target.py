@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,8 +40,7 @@ class Target:
             model.set_attn_implementation(attention.NAME)
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
-        # Attributes, not `to_dict`: that leaves out what a config computes (Jamba's layer types), names things otherwise
-        # (GPT-2's n_positions) or rewrites them (Gemma-3's window).
+        # Attributes, not `to_dict`: that leaves out what a config computes and knows no second names (GPT-2's n_positions).
         types = getattr(self.config, "layer_types", None)
         window = getattr(self.config, "sliding_window", None)
         if getattr(self.config, "use_sliding_window", None) is False:
@@ -136,7 +136,7 @@ class Target:
         positions: Tensor | None = None,
         mask: Tensor | None = None,
         cache: KVCache | None = None,
-        layers: tuple[int, ...] | list[int] = (),
+        layers: Sequence[int] = (),
         keep_logits: int | Tensor = 0,
         key_positions: Tensor | None = None,
     ) -> Reading:
@@ -166,7 +166,7 @@ class Target:
         return Reading(logits, states[0] if len(states) == 1 else torch.cat([s.to(logits.device) for s in states], -1))
 
     def read_tree(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: KVCache, layers: list[int] | tuple[int, ...] = ()
+        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: KVCache, layers: Sequence[int] = ()
     ) -> Reading:
         """Read draft tokens (batch, nodes) behind the cached text; mask (batch, nodes, keys) bool.
 
@@ -244,18 +244,22 @@ def quantization_config(name: str) -> Any:
 
 
 def refuse_unfit(model: PreTrainedModel) -> None:
-    """Raise ValueError for models that no token tree can be read with."""
+    """Raise ValueError for models that no token tree can be read with; they would run, and give wrong logits."""
     config = model.config.get_text_config()
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - BRANCHING)
-    if model._is_stateful or kinds:  # older recurrent models (RWKV, xLSTM) name no layer types
+    # GPT-Neo calls them attention_layers, and cuts its local ones by column, not by position.
+    types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ()
+    kinds = sorted(set(types) - BRANCHING)
+    if kinds or model._is_stateful:  # some recurrent models (RWKV, xLSTM) name no layer types
         raise ValueError(
             f"model_type {config.model_type} has {', '.join(kinds) or 'recurrent'} layers: drafts can branch, and be taken "
-            "back, only where each layer is full or sliding attention over keys and values; choose such a target"
+            "back, only where every layer is full or sliding attention over keys and values; choose such a target"
         )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    parameters = inspect.signature(model.forward).parameters
+    missing = [name for name in ("position_ids", "past_key_values") if name not in parameters]
+    if missing:
         raise ValueError(
-            f"model_type {config.model_type} takes no position_ids: it places tokens by their column in the cache, which is "
-            "wrong for the branches of a tree; choose a target that takes them"
+            f"model_type {config.model_type} takes no {' and no '.join(missing)}, without which it cannot read the branches "
+            "of a tree behind a text; choose another target"
         )
 
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class Clock:
 
 
 class NoClock:
-    seconds: dict[str, float] = {}
+    seconds: ClassVar[dict[str, float]] = {}
 
     def lap(self, stage: str) -> None:
         pass
@@ -221,7 +221,7 @@ def generate(
         features = reading.features.gather(1, kept)
         chooser.note(verdict.tokens[:, :width], verdict.counts)
         clock.lap("keep")
-        emitted = []
+        emitted: list[list[int]] = []
         for row in range(batch):
             if done[row]:
                 emitted.append([])

@@ -197,7 +197,7 @@ def test_tree_wider_than_the_vocabulary(target):
 def test_bad_input_is_named(target):
     with pytest.raises(ValueError, match="row 1 is empty"):
         generate(target, None, torch.ones(2, 3).long(), torch.tensor([[1, 1, 1], [0, 0, 0]]))
-    with pytest.raises(ValueError, match="300 tokens.*256"):
+    with pytest.raises(ValueError, match=r"300 tokens.*256"):
         generate(target, None, prompt(300))
     with pytest.raises(ValueError, match="temperature=-1"):
         generate(target, None, prompt(3), temperature=-1)

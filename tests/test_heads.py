@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from heads import Target, load_head, save_head, vocab
 from heads.base import Text, began, later
 from heads.eagle3 import Eagle3Head, paper_layers
-from heads.layers import RMSNorm
 from heads.medusa import MedusaHead
 from train import parity
 from train.losses import soft
@@ -29,7 +28,7 @@ def make(kind: str, target: Target):
     else:
         head = Eagle3Head.for_target(target, depth=4, draft_vocab_size=200 if kind == "eagle3" else None, counts=counts)
     with torch.no_grad():
-        for name, parameter in head.named_parameters():  # away from ones and zeros, or a lost norm would not show
+        for parameter in head.parameters():  # away from ones and zeros, or a lost norm would not show
             parameter.copy_(
                 parameter + 0.3 * torch.randn_like(parameter) * parameter.std().nan_to_num(1.0).clamp(min=0.1)
             )
@@ -206,7 +205,7 @@ def test_gate_sees_rope_that_the_files_do_not_tell(target, tmp_path):
     head = make("eagle3", target)
     save_head(head, tmp_path, target)
     head.rotary.rule.inv_freq.mul_(0.5)
-    with pytest.raises(ValueError, match="parity gate.*saved files"):
+    with pytest.raises(ValueError, match=r"parity gate.*saved files"):
         parity.check(head, target, PROMPT, saved=tmp_path)
 
 
@@ -225,17 +224,22 @@ def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
     text = torch.tensor([PROMPT])
     features = target.read(text, layers=head.layers).features
 
+    seen: list[torch.Tensor] = []
+
+    def record(hidden: torch.Tensor, depth: int) -> torch.Tensor:
+        seen.append(type(head).logits(head, hidden, depth))
+        return seen[-1]
+
     def drafts(pieces: list[tuple[int, int]]) -> list[torch.Tensor]:
         drafter = DynamicTree(head, target, nodes=12, depth=4, width=3)
         drafter.begin(1, 100, Sampling())
         for first, last in pieces:
-            seen: list[torch.Tensor] = []
-            with monkeypatch.context() as patch:
-                patch.setattr(head, "logits", lambda h, d: (seen.append(type(head).logits(head, h, d)), seen[-1])[1])
-                new = text[:, first + 1 : last + 1]
-                drafter.propose(Accepted(new, features[:, first:last], [last - first], [PROMPT[: last + 1]]), None)
-        return seen
+            seen.clear()
+            new = text[:, first + 1 : last + 1]
+            drafter.propose(Accepted(new, features[:, first:last], [last - first], [PROMPT[: last + 1]]), None)
+        return list(seen)
 
+    monkeypatch.setattr(head, "logits", record)
     for once, again in zip(drafts([(0, 20)]), drafts([(0, 12), (12, 17), (17, 20)]), strict=True):
         torch.testing.assert_close(once, again, atol=1e-4, rtol=1e-4)
 

@@ -29,7 +29,7 @@ class Lesson(nn.Module):
     def __init__(self, head: DraftHead, target: Target, loss: Loss, depth_decay: float = 0.8):
         super().__init__()
         self.head, self.loss, self.depth_decay = head, loss, depth_decay
-        self.__dict__["target"] = target  # frozen, and no part of this module's state
+        self.target: Target = target  # frozen, and no module: not a part of this one's state
         target.check_logits()
 
     def forward(self, tokens: Tensor, supervised: Tensor, documents: Tensor, positions: Tensor) -> Outcome:
@@ -113,7 +113,7 @@ class HeadTrainer(Trainer):
         self.counts: Tensor | float = 0.0
         self.tokens, self.since = 0, time.perf_counter()
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outcome = model(**inputs)
         self.hits, self.counts = self.hits + outcome.hits, self.counts + outcome.counts
         self.tokens += int((inputs["documents"] >= 0).sum())

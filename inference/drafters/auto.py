@@ -11,7 +11,9 @@ gain / cost. Where plain decoding is best it decodes plainly, and looks again no
 
 import time
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,7 +105,9 @@ def merge(pieces: list[Accepted]) -> Accepted:
     if len(pieces) == 1:
         return pieces[0]
     first, *rest = pieces
-    counts = [sum(piece.counts[row] for piece in pieces) if rest[-1].counts[row] else 0 for row in range(len(first.counts))]
+    counts = [
+        sum(piece.counts[row] for piece in pieces) if rest[-1].counts[row] else 0 for row in range(len(first.counts))
+    ]
     if len(set(first.counts)) == 1:
         tokens, features = torch.cat([p.tokens for p in pieces], 1), torch.cat([p.features for p in pieces], 1)
         return Accepted(tokens, features, counts, pieces[-1].text)
@@ -123,7 +127,7 @@ def measure(inner: DynamicTree | StaticTree, target: Target, batch: int, full: P
     """Seconds of reading 1 .. N nodes and of drafting 0 .. D levels on this device, in this dtype and batch: the fastest of
     some repeats, since only disturbances make one slower."""
 
-    def fastest(work) -> float:  # type: ignore[no-untyped-def]
+    def fastest(work: Callable[[], Any]) -> float:
         times = []
         for _ in range(repeats):
             synchronise(target.device)
@@ -140,7 +144,7 @@ def measure(inner: DynamicTree | StaticTree, target: Target, batch: int, full: P
         cache.set_lengths([text] * batch)
         tree = chain(torch.zeros(batch, size, dtype=torch.int64, device=target.device))
         positions, mask = cache.starts + tree.depths, cache.mask(tree.ancestors)
-        read[size] = fastest(lambda t=tree, p=positions, m=mask, c=cache: target.read_tree(t.tokens, p, m, c, inner.layers))
+        read[size] = fastest(partial(target.read_tree, tree.tokens, positions, mask, cache, inner.layers))
     tokens = torch.zeros(batch, 1, dtype=torch.int64, device=target.device)
     features = torch.zeros(batch, 1, len(inner.layers) * target.hidden_size, dtype=target.dtype, device=target.device)
     fake = Accepted(tokens, features, [1] * batch, [[0]] * batch)

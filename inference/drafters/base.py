@@ -1,6 +1,7 @@
 """What every drafter does: it proposes a tree of tokens for the target to check. It never decides anything."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -19,7 +20,7 @@ class Accepted(NamedTuple):
 
 
 class Drafter(ABC):
-    layers: list[int] = []  # which hidden states of the target it wants, numbered as in heads/target.py
+    layers: Sequence[int] = ()  # which hidden states of the target it wants, numbered as in heads/target.py
     depth: int  # most levels of the trees it proposes
 
     @abstractmethod

@@ -76,7 +76,8 @@ class DynamicTree(Drafter):
             best = self.log_probs(hidden, depth, gumbel).topk(width)
             scored = (best.values + scores[:, :, None]).flatten(1)  # (batch, width * width)
             named = head.to_target(best.indices).flatten(1)
-            candidates.append(named), ranked.append(scored)
+            candidates.append(named)
+            ranked.append(scored)
             parents.append(frontier.repeat_interleave(width, dim=1))
             if depth == self.levels:
                 break

@@ -39,7 +39,7 @@ class NgramDrafter(Drafter):
                 ends[tuple(text[end - n : end])] = end
         self.entered[row] = len(text)
         for n in range(min(self.longest, len(text)), 0, -1):
-            end = ends.get(tuple(text[-n:]))
-            if end is not None:
-                return text[end : end + self.depth]
+            found = ends.get(tuple(text[-n:]))
+            if found is not None:
+                return text[found : found + self.depth]
         return []

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from train import stdlib  # noqa: E402
+from train import stdlib
 
 VOCAB, LENGTH, ROWS = 4096, 512, 16
 EOS = "<|endoftext|>"

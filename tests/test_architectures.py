@@ -1,0 +1,324 @@
+"""Promise: an unmodified transformers decoder reads a token tree as it would read each branch alone, whatever its family.
+
+Tiny random models in float32. What we compare with is always a second copy of the model that no code of ours touches.
+"""
+
+import copy
+import functools
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from heads import Target
+from heads.cache import KVCache
+from inference import generate
+from inference.drafters.base import Accepted, Drafter
+from inference.drafters.ngram import NgramDrafter
+from inference.sampling import Sampling
+from inference.tree import TokenTree, from_parents
+
+VOCAB = 48
+WINDOW = 8
+CONTEXT = 1024
+LENGTHS = (21, 13)  # ragged, and both longer than the window
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.3,  # at the usual 0.02 all keys look alike and a wrong mask would hardly show
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+UNGROUPED = SIZES | {"num_key_value_heads": 4}
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
+CAPPED = {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 8, "head_dim": 8}  # logits reach well beyond 2
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
+ROUTED = EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+
+
+def configs() -> dict[str, hf.PreTrainedConfig]:
+    return {
+        "llama": hf.LlamaConfig(**SIZES),
+        "qwen2": hf.Qwen2Config(**SIZES, sliding_window=WINDOW, use_sliding_window=True, max_window_layers=2),
+        # Its config names a window, yet no layer uses it.
+        "qwen3": hf.Qwen3Config(**SIZES, head_dim=8, sliding_window=WINDOW, use_sliding_window=True),
+        "mistral": hf.MistralConfig(**SIZES, sliding_window=WINDOW),
+        "gemma2": hf.Gemma2Config(**SIZES, **MIXED, **CAPPED, attn_logit_softcapping=3.0),
+        "gemma3_text": hf.Gemma3TextConfig(**SIZES, **MIXED, **CAPPED),
+        "phi3": hf.Phi3Config(**SIZES, sliding_window=WINDOW),
+        "gpt_neox": hf.GPTNeoXConfig(**UNGROUPED),
+        "gpt2": hf.GPT2Config(
+            vocab_size=VOCAB,
+            n_embd=32,
+            n_layer=4,
+            n_head=4,
+            n_positions=CONTEXT,
+            initializer_range=0.3,
+            eos_token_id=None,
+        ),
+        "opt": hf.OPTConfig(**UNGROUPED, ffn_dim=48, word_embed_proj_dim=32, init_std=0.3),
+        "mixtral": hf.MixtralConfig(**SIZES, **EXPERTS),
+        "qwen3_moe": hf.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8, sliding_window=WINDOW, use_sliding_window=True),
+        "gpt_oss": hf.GptOssConfig(**SIZES, **MIXED, **EXPERTS, head_dim=8),
+        # Keys and values of different widths (multi-head latent attention).
+        "deepseek_v3": hf.DeepseekV3Config(**UNGROUPED, **LATENT, **ROUTED, first_k_dense_replace=1),
+    }
+
+
+FAMILIES = configs()
+CASES = [
+    (family, attention)
+    for family, config in FAMILIES.items()
+    for attention in ("sdpa", "eager")
+    if attention == "eager" or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
+]
+every_family = pytest.mark.parametrize("family, attention", CASES)
+
+
+class Pair(NamedTuple):
+    plain: hf.PreTrainedModel
+    target: Target
+
+
+@functools.cache
+def pair(family: str, attention: str) -> Pair:
+    """A model as transformers makes it, and a target from a copy of it."""
+    torch.manual_seed(0)
+    plain = hf.AutoModelForCausalLM.from_config(
+        copy.deepcopy(FAMILIES[family]), attn_implementation=attention, dtype=torch.float32
+    ).eval()
+    for parameter in plain.parameters():
+        if parameter.ndim < 2:  # norms, biases, sinks: at their initial 0 or 1 one left out would not show
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    target = Target(copy.deepcopy(plain))
+    assert target.model.config._attn_implementation == ("eager" if attention == "eager" else "foretoken")
+    assert plain.config._attn_implementation == attention
+    return Pair(plain, target)
+
+
+def random_text(luck: random.Random, length: int) -> list[int]:
+    return [luck.randrange(3, VOCAB) for _ in range(length)]
+
+
+def random_tree(luck: random.Random, batch: int, nodes: int = 10) -> TokenTree:
+    """Branches of any shape, one of them at least 3 deep."""
+    parents = [[0, 0, 1, 2] + [luck.randrange(node) for node in range(4, nodes)] for _ in range(batch)]
+    tokens = [random_text(luck, nodes) for _ in range(batch)]
+    return from_parents(torch.tensor(tokens), torch.tensor(parents), depth=nodes)
+
+
+def branch(tree: TokenTree, row: int, node: int) -> list[int]:
+    """The nodes from the root down to `node`."""
+    return tree.ancestors[row, node].nonzero()[:, 0].tolist()
+
+
+def filled(target: Target, texts: list[list[int]], capacity: int) -> KVCache:
+    """A cache that holds the texts."""
+    longest = max(map(len, texts))
+    cache = target.new_cache(len(texts), capacity)
+    tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+    positions = torch.arange(longest).expand(len(texts), -1)
+    mask = cache.mask(torch.ones(1, longest, longest, dtype=torch.bool).tril())
+    target.read(tokens, positions, mask, cache, key_positions=positions)
+    cache.set_lengths([len(text) for text in texts])
+    return cache
+
+
+def read_tree(target: Target, tree: TokenTree, cache: KVCache) -> Tensor:
+    return target.read_tree(tree.tokens, cache.starts + tree.depths, cache.mask(tree.ancestors), cache).logits
+
+
+@torch.no_grad()
+def alone(plain: hf.PreTrainedModel, text: list[int]) -> Tensor:
+    """(length, vocab): logits of the raw model's plain forward."""
+    return plain(input_ids=torch.tensor([text]), use_cache=False).logits[0]
+
+
+def assert_same(ours: Tensor, theirs: Tensor, what: str) -> None:
+    difference = (ours - theirs).abs().max().item()
+    assert difference < 1e-4, f"{what}: logits differ by {difference:.3g}, of {theirs.abs().max().item():.3g}"
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS[:1], LENGTHS], ids=["one row", "ragged"])
+@every_family
+def test_a_tree_is_read_as_each_of_its_branches_alone(family: str, attention: str, lengths: tuple[int, ...]) -> None:
+    plain, target = pair(family, attention)
+    luck = random.Random(1)
+    texts = [random_text(luck, length) for length in lengths]
+    tree = random_tree(luck, len(texts))
+    assert tree.depths.max() >= 3
+    logits = read_tree(target, tree, filled(target, texts, capacity=48))
+    for row, text in enumerate(texts):
+        for node in range(tree.tokens.shape[1]):
+            nodes = branch(tree, row, node)
+            theirs = alone(plain, text + tree.tokens[row, nodes].tolist())
+            assert_same(logits[row, nodes], theirs[len(text) :], f"row {row}, branch {nodes}")
+
+
+# Every family takes enough steps to leave its window far behind; in the long runs a slow drift would show.
+LONG = {("llama", "sdpa"), ("gemma3_text", "sdpa"), ("gpt2", "eager")}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@every_family
+def test_nothing_drifts_over_many_accepted_paths(family: str, attention: str, rows: int) -> None:
+    plain, target = pair(family, attention)
+    luck = random.Random(2)
+    steps = 200 if (family, attention) in LONG else 50
+    texts = [random_text(luck, 10 + 2 * row) for row in range(rows)]
+    prompts = [len(text) for text in texts]
+    cache = filled(target, texts, capacity=CONTEXT)
+    kept: list[list[Tensor]] = [[] for _ in texts]
+    for _ in range(steps):
+        tree = random_tree(luck, rows, nodes=8)
+        logits = read_tree(target, tree, cache)
+        # A row that has finished keeps nothing while the others go on.
+        paths = [
+            [] if rows > 1 and luck.random() < 0.1 else branch(tree, row, luck.randrange(8)) for row in range(rows)
+        ]
+        cache.keep(paths)
+        for row, path in enumerate(paths):
+            texts[row] += tree.tokens[row, path].tolist()
+            kept[row].append(logits[row, path])
+    for row, text in enumerate(texts):
+        assert cache.lengths[row] == len(text) > prompts[row] + steps
+        assert_same(torch.cat(kept[row]), alone(plain, text)[prompts[row] :], f"row {row}")
+
+
+class Tipped(Drafter):
+    """Drafts trees in which one branch is what its row will write, to a random depth, and all else is chance."""
+
+    nodes = 8
+    depth = nodes - 1
+
+    def __init__(self, answers: list[list[int]]):
+        self.answers = answers
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        self.luck = random.Random(7)
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        tree = random_tree(self.luck, len(accepted.text), self.nodes)
+        for row, text in enumerate(accepted.text):
+            told = self.answers[row][len(text) - 1 :]
+            for node, token in zip(branch(tree, row, self.luck.randrange(self.nodes)), told):
+                tree.tokens[row, node] = token
+        return tree
+
+
+@every_family
+def test_a_row_of_a_ragged_batch_writes_what_it_writes_alone(family: str, attention: str) -> None:
+    plain, target = pair(family, attention)
+    luck = random.Random(3)
+    prompts = [random_text(luck, length) for length in (24, 5, 13)]
+    longest, new = max(map(len, prompts)), 40
+    padded = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    theirs = [
+        plain.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=new
+        )[0].tolist()
+        for prompt in prompts
+    ]
+    for drafter in (Tipped(theirs), NgramDrafter()):
+        ours = generate(target, drafter, padded, mask, max_new_tokens=new, eos_token_id=-1)
+        assert [prompt + text for prompt, text in zip(prompts, ours.new_tokens)] == theirs
+        if isinstance(drafter, Tipped):  # else little was accepted, and keeping it was not tested
+            assert ours.acceptance_length > 1.5
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_writing_stops_where_the_positions_end(family: str) -> None:
+    config = copy.deepcopy(FAMILIES[family])
+    config.max_position_embeddings = 24
+    target = Target(hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    assert target.context == 24
+    prompt = torch.tensor([[5, 6, 7] * 5])  # repeats, so that drafts reach beyond the last position
+    assert generate(target, NgramDrafter(), prompt, max_new_tokens=50, eos_token_id=-1).sequences.shape[1] == 24
+
+
+@every_family
+def test_features_are_the_hidden_states_of_the_model(family: str, attention: str) -> None:
+    plain, target = pair(family, attention)
+    tokens = torch.tensor([random_text(random.Random(4), 21), random_text(random.Random(5), 21)])
+    with torch.no_grad():
+        states = plain(input_ids=tokens, output_hidden_states=True, use_cache=False).hidden_states
+    last = target.num_layers
+    assert len(states) == last + 1
+    for layers in ([2], [last], [0, 2, last]):
+        ours = target.read(tokens, layers=layers).features
+        assert_same(ours, torch.cat([states[layer] for layer in layers], dim=-1), f"layers {layers}")
+
+
+@every_family
+def test_logits_are_rebuilt_from_the_last_hidden_state(family: str, attention: str) -> None:
+    _, target = pair(family, attention)
+    reading = target.read(torch.tensor([random_text(random.Random(6), 21)]), layers=[target.num_layers])
+    assert_same(target.logits(reading.features), reading.logits, "rebuilt")
+    target.check_logits()
+
+
+def test_a_cap_on_logits_is_felt_by_the_tests_above() -> None:
+    _, target = pair("gemma2", "eager")
+    uncapped = target.model.lm_head(target.read(torch.arange(9)[None], layers=[target.num_layers]).features)
+    assert uncapped.abs().max() > 2.5
+
+
+def test_a_model_that_changes_its_logits_behind_the_head_is_found_out() -> None:
+    target = Target(copy.deepcopy(pair("llama", "eager").plain), name="odd")
+
+    def shift(module: Any, args: Any, output: Any) -> Any:
+        output.logits = output.logits * 1.5
+        return output
+
+    target.model.register_forward_hook(shift)
+    with pytest.raises(ValueError, match="odd changes its logits"):
+        target.check_logits()
+
+
+HALF = {"num_hidden_layers": 2}
+LINEAR = HALF | {"layer_types": ["linear_attention", "full_attention"]}
+UNFIT: dict[str, tuple[hf.PreTrainedConfig, str]] = {
+    "mamba": (hf.MambaConfig(**HALF), "linear_attention"),
+    "mamba2": (hf.Mamba2Config(**HALF), "linear_attention"),
+    "falcon_mamba": (hf.FalconMambaConfig(**HALF), "linear_attention"),
+    "jamba": (hf.JambaConfig(num_hidden_layers=8), "linear_attention"),
+    "zamba2": (hf.Zamba2Config(**HALF, layers_block_type=["mamba", "hybrid"]), "hybrid, linear_attention"),
+    "bamba": (hf.BambaConfig(**HALF), "linear_attention"),
+    "falcon_h1": (hf.FalconH1Config(**HALF), "hybrid"),
+    "qwen3_next": (hf.Qwen3NextConfig(**LINEAR), "linear_attention"),
+    "minimax": (hf.MiniMaxConfig(**LINEAR), "linear_attention"),
+    "lfm2": (hf.Lfm2Config(**HALF, layer_types=["conv", "full_attention"]), "conv"),
+    "recurrent_gemma": (hf.RecurrentGemmaConfig(num_hidden_layers=3), "linear_attention"),
+    "rwkv": (hf.RwkvConfig(**HALF), "recurrent"),
+    "xlstm": (hf.xLSTMConfig(**HALF, num_blocks=2), "recurrent"),
+    # Not state-space models, and just as wrong under a tree: what else they remember, or how they place and mask keys.
+    "deepseek_v32": (hf.DeepseekV32Config(**HALF), "indexed_attention"),
+    "llama4_text": (
+        hf.Llama4TextConfig(**HALF, layer_types=["chunked_attention", "full_attention"]),
+        "chunked_attention",
+    ),
+    "gpt_neo": (hf.GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]]), "global, local"),
+    "bloom": (hf.BloomConfig(n_layer=2), "position_ids"),
+    "openai-gpt": (hf.OpenAIGPTConfig(n_layer=2), "past_key_values"),
+}
+
+
+@pytest.mark.parametrize("model_type", UNFIT)
+def test_a_model_that_cannot_branch_is_refused_by_name(model_type: str) -> None:
+    config, reason = UNFIT[model_type]
+    with torch.device("meta"):  # no weights are needed to refuse it
+        model = hf.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=rf"^model_type {model_type} (has|takes no) {reason}\b"):
+        Target(model)

@@ -1,0 +1,579 @@
+"""`python train/run.py` as users run it: what a run leaves behind, how a stopped one goes on, what bad input is told.
+
+Runs that several tests look at are processes of their own, each started once. The others call `main` in this process,
+which spares them ten seconds of imports.
+"""
+
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from heads import Target, load_head
+from inference import generate, load_drafter
+from train import session
+from train.run import main
+from train.session import newest_checkpoint
+
+from .conftest import TEXT, tiny_config
+
+ROOT = Path(__file__).resolve().parent.parent
+KINDS = ["medusa", "eagle3"]
+STEPS = 60
+PROMISED = {  # issue 2, item 7
+    "acceptance_length",
+    "accepted_per_depth",
+    "tokens_per_second",
+    "plain_tokens_per_second",
+    "speedup",
+    "identical_greedy",
+    "identical_sampled",
+    "train_tokens_per_second",
+    "train_seconds",
+    "peak_memory_bytes",
+    "device",
+    "dtype",
+    "versions",
+}
+SMALL = [
+    "data=text",
+    "target=hf",
+    "target.device=cpu",
+    "length=64",
+    "trainer.per_device_train_batch_size=4",
+    "trainer.logging_steps=1",
+    "trainer.warmup_steps=2",
+    "evaluate.prompts=4",
+    "evaluate.prompt_tokens=16",
+    "evaluate.new_tokens=16",
+    "evaluate.eval_prompts=2",
+]
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def program(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen:
+    """The real thing. One thread: sums of floats come out alike in every run."""
+    inherited = {name: value for name, value in os.environ.items() if name != "FORETOKEN_TRACE"}
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train" / "run.py"), *arguments],
+        cwd=cwd,
+        env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(process: subprocess.Popen) -> Ended:
+    try:
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    return Ended(process.returncode, out, err)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable]:
+    """here(*arguments): `main` in this process, with what `program` would give."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FORETOKEN_TRACE", raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def run(*arguments: str) -> Ended:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["train/run.py", *arguments, "hydra/job_logging=disabled"])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            assert isinstance(stop.code, int)
+            code = stop.code
+        return Ended(code, *capfd.readouterr())
+
+    yield run
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve small files; the tokenizer of `tiny_path` was trained on such text."""
+    path = tmp_path_factory.mktemp("texts")
+    for number in range(12):
+        lines = [
+            f"def add_{number}_{line}(self, other):\n    return {line * number} + other.value\n" for line in range(9)
+        ]
+        (path / f"{number}.txt").write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture(scope="session")
+def eagle(tiny_path: Path, folder: Path) -> list[str]:
+    """A run of several epochs, so that one may stop in the middle of a later one."""
+    given = [f"target.path={tiny_path}", f"data.path={folder}", f"trainer.max_steps={STEPS}", "evaluate.eval_steps=20"]
+    return [*SMALL, *given, "head=eagle3", "head.draft_vocab_size=128"]
+
+
+@pytest.fixture(scope="session")
+def wide_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose vocabulary is larger than the 2048 that conf/head/eagle3.yaml prunes to: a sweep over heads cannot
+    set what only one of them has."""
+    path = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(0)
+    LlamaForCausalLM(tiny_config(vocab_size=2304)).save_pretrained(path)
+    AutoTokenizer.from_pretrained(tiny_path).save_pretrained(path)
+    return path
+
+
+class Sweep(NamedTuple):
+    directory: Path
+    arguments: list[str]
+    ended: Ended
+
+
+@pytest.fixture(scope="session")
+def sweep(wide_path: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Sweep:
+    given = [f"target.path={wide_path}", f"data.path={folder}", "trainer.max_steps=4", "evaluate.eval_steps=2"]
+    cwd = tmp_path_factory.mktemp("sweep")
+    process = program("-m", f"head={','.join(KINDS)}", *SMALL, *given, cwd=cwd)
+    return Sweep(cwd / "outputs", [*SMALL, *given], end(process))
+
+
+@pytest.fixture(scope="session")
+def whole(eagle: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+    """The run that nobody stopped."""
+    cwd = tmp_path_factory.mktemp("whole")
+    return cwd / "out", end(program(*eagle, "output_dir=out", cwd=cwd))
+
+
+class Stopped(NamedTuple):
+    directory: Path
+    copy: Path  # as it was left; in `directory` the run may have gone on
+    ended: Ended
+
+
+@pytest.fixture(scope="session")
+def stopped(eagle: list[str], tmp_path_factory: pytest.TempPathFactory) -> Stopped:
+    """The same run, which gets a Ctrl-C in its second epoch."""
+    fcntl = pytest.importorskip("fcntl")
+    cwd = tmp_path_factory.mktemp("stopped")
+    process = program(*eagle, "output_dir=out", cwd=cwd)
+    watch = threading.Timer(300, process.kill)  # nothing to read would block for ever
+    watch.start()
+    assert process.stdout is not None
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        # With room for some 40 lines, unread, the run has to wait for us: it cannot reach its end before the signal.
+        fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+    unbuffered = io.FileIO(process.stdout.fileno(), closefd=False)
+    seen = ""
+    while line := unbuffered.readline().decode():
+        seen += line
+        if line.startswith("step 10/"):
+            process.send_signal(signal.SIGINT)
+            break
+    rest = end(process)
+    watch.cancel()
+    shutil.copytree(cwd / "out", cwd / "copy")
+    return Stopped(cwd / "out", cwd / "copy", Ended(rest.code, seen + rest.out, rest.err))
+
+
+@pytest.fixture(scope="session")
+def resumed(eagle: list[str], stopped: Stopped) -> tuple[Path, Ended]:
+    return stopped.directory, end(program(*eagle, "output_dir=out", cwd=stopped.directory.parent))
+
+
+def history(directory: Path) -> list[dict]:
+    """What the newest checkpoint remembers of training, in full precision, without what clocks said."""
+    newest = newest_checkpoint(directory / "checkpoints")
+    assert newest is not None
+    entries = json.loads((Path(newest) / "trainer_state.json").read_text())["log_history"]
+    return [{k: v for k, v in one.items() if k not in ("tokens_per_second", "train_seconds")} for one in entries]
+
+
+def printed(out: str) -> list[tuple[str, str, str]]:
+    """Step, loss and agreement of each line of progress."""
+    return re.findall(r"^step (\d+)/\d+  loss (\S+)  agreement by depth ([\d. ]+)", out, re.M)
+
+
+def metrics(directory: Path) -> dict:
+    return json.loads((directory / "metrics.json").read_text())
+
+
+def weights(directory: Path) -> bytes:
+    return (directory / "head" / "model.safetensors").read_bytes()
+
+
+# What a run leaves behind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_ends_with_a_proof(sweep: Sweep, kind: str):
+    assert sweep.ended.code == 0, sweep.ended.err
+    found = metrics(sweep.directory / kind)
+    assert found.keys() >= PROMISED
+    assert found["identical_greedy"] == found["identical_sampled"] == 1.0
+    assert found["acceptance_length"] >= 1 and found["prompts"] == 4 and found["dtype"] == "float32"
+    assert all(found[name] > 0 for name in PROMISED if name.endswith(("_second", "_seconds", "_bytes")))
+    assert "<svg" in (sweep.directory / kind / "report.html").read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_ends_with_a_head(sweep: Sweep, kind: str):
+    head = sweep.directory / kind / "head"
+    assert {file.name for file in head.iterdir()} == {"model.safetensors", "config.json", "README.md", "config.yaml"}
+    assert f"{metrics(head.parent)['acceptance_length']:.2f}" in (head / "README.md").read_text()
+    config = OmegaConf.load(head / "config.yaml")
+    assert f"heads.{kind}." in config.head._target_ and config.trainer.max_steps == 4
+    assert config.output_dir == f"outputs/{kind}"  # resolved, like all of it
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_saved_head_decodes_what_the_target_writes_alone(sweep, wide_path, kind, temperature):
+    target = Target.from_pretrained(wide_path, dtype="float32", device="cpu")
+    drafter = load_drafter(str(sweep.directory / kind / "head"), target)
+    assert target.tokenizer is not None
+    ids = torch.tensor([target.tokenizer(TEXT)["input_ids"][:20]])
+    settings = {"max_new_tokens": 40, "temperature": temperature, "seed": 3, "eos_token_id": -1}
+    drafted, plain = generate(target, drafter, ids, **settings), generate(target, None, ids, **settings)
+    assert drafted.new_tokens == plain.new_tokens
+    assert any(step.nodes > 1 for step in drafted.steps)
+
+
+def test_a_sweep_trains_every_head_in_a_directory_of_its_own(sweep: Sweep):
+    assert sorted(path.name for path in sweep.directory.iterdir()) == sorted(KINDS)
+    for number, kind in enumerate(KINDS, start=1):
+        assert f"job {number} of 2: head={kind}" in sweep.ended.out
+        assert metrics(sweep.directory / kind)["head"] == kind
+        assert [entry["step"] for entry in history(sweep.directory / kind) if "loss" in entry] == [1, 2, 3, 4]
+        assert [entry["step"] for entry in history(sweep.directory / kind) if "acceptance_length" in entry] == [2, 4]
+
+
+def test_a_finished_run_is_kept_under_a_number(sweep: Sweep, here, tmp_path: Path):
+    old, kept = tmp_path / "out", tmp_path / "out.2"
+    shutil.copytree(sweep.directory / "eagle3", old)
+    (tmp_path / "out.1").mkdir()  # an earlier one's
+    before = {path.name: path.read_bytes() for path in old.rglob("*") if path.is_file()}
+    ended = here("head=eagle3", *sweep.arguments, "output_dir=out")
+    assert ended.code == 0, ended.err
+    assert "kept as out.2" in ended.out and "going on" not in ended.out
+    assert {path.name: path.read_bytes() for path in kept.rglob("*") if path.is_file()} == before
+    assert not list((tmp_path / "out.1").iterdir())
+    # The second job of a sweep, in another process, is what a run alone is.
+    assert len(printed(ended.out)) == 4 and weights(old) == weights(kept)
+    assert metrics(old)["date"] and metrics(old)["acceptance_length"] == metrics(kept)["acceptance_length"]
+
+
+# A run that is stopped
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(stopped: Stopped):
+    assert stopped.ended.code == 130, stopped.ended.err
+    last = int(printed(stopped.ended.out)[-1][0])
+    assert 10 <= last < STEPS
+    assert f"stopped at step {last}; the same command goes on from there" in stopped.ended.out
+    assert newest_checkpoint(stopped.copy / "checkpoints") == str(stopped.copy / "checkpoints" / f"checkpoint-{last}")
+    assert not (stopped.copy / "metrics.json").exists() and "Traceback" not in stopped.ended.err
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped(stopped: Stopped, resumed, whole):
+    for _, ended in (resumed, whole):
+        assert ended.code == 0, ended.err
+    (directory, second), (reference, uninterrupted) = resumed, whole
+    assert "going on from out/checkpoints/checkpoint-" in second.out
+    assert [int(step) for step, _, _ in printed(uninterrupted.out)] == [*range(1, STEPS + 1)]
+    assert printed(stopped.ended.out) + printed(second.out) == printed(uninterrupted.out)
+    assert history(directory) == history(reference)
+    assert weights(directory) == weights(reference)
+
+
+def test_a_resumed_runs_time_counts_all_its_parts(stopped: Stopped, resumed):
+    newest = newest_checkpoint(stopped.copy / "checkpoints")
+    earlier = json.loads((Path(newest) / "trainer_state.json").read_text())["log_history"][-1]["train_seconds"]
+    assert earlier > 0.1
+    entries = [entry for entry in json.loads(last_state(resumed[0]).read_text())["log_history"] if "loss" in entry]
+    clock = [entry["train_seconds"] for entry in entries]
+    assert clock == sorted(clock) and clock[-1] > earlier
+    assert metrics(resumed[0])["train_seconds"] >= round(clock[-1], 1)
+
+
+def last_state(directory: Path) -> Path:
+    return Path(newest_checkpoint(directory / "checkpoints")) / "trainer_state.json"
+
+
+def test_a_run_that_was_stopped_while_measuring_only_measures(whole, eagle: list[str], here, tmp_path: Path):
+    reference = whole[0]
+    shutil.copytree(reference / "checkpoints", tmp_path / "out" / "checkpoints")
+    shutil.copy(reference / "config.yaml", tmp_path / "out")
+    ended = here(*eagle, "output_dir=out")
+    assert ended.code == 0, ended.err
+    assert f"checkpoint-{STEPS}" in ended.out and not printed(ended.out)
+    assert weights(tmp_path / "out") == weights(reference)
+    again, before = metrics(tmp_path / "out"), metrics(reference)
+    for name in ("acceptance_length", "accepted_per_depth", "train_tokens_per_second"):
+        assert again[name] == before[name]
+    assert again["train_seconds"] == pytest.approx(before["train_seconds"], rel=0.2) and again["train_seconds"] > 0
+
+
+def test_an_unfinished_run_is_not_gone_on_with_under_another_config(stopped: Stopped, eagle, here, tmp_path: Path):
+    shutil.copytree(stopped.copy, tmp_path / "out")
+    before = sorted(tmp_path.rglob("*"))
+    ended = here(*eagle, "output_dir=out", "trainer.learning_rate=0.01")
+    assert complaint(ended) == (
+        "output_dir=out holds an unfinished run with another config (trainer.learning_rate is 0.002 there, 0.01 here): "
+        "give another output_dir, the old settings to go on, or delete out/checkpoints"
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "out" / "config.yaml").read_bytes() == (stopped.copy / "config.yaml").read_bytes()
+
+
+def test_a_checkpoint_that_was_cut_off_is_not_gone_on_from(tmp_path: Path):
+    for step, whole in ((9, True), (20, True), (100, False)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if whole:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
+    assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
+
+
+def test_a_signal_may_come_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPatch):
+    """Python's streams cannot be entered twice; to print from a handler ends the run with a RuntimeError, now and then."""
+
+    class Terminal(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: memoryview) -> int:
+            os.kill(os.getpid(), signal.SIGINT)
+            return len(data)
+
+    stop = session.StopOnSignal()
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    stop.on_train_begin(None, None, None)
+    try:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(Terminal())))
+        print("a step", flush=True)
+    finally:
+        monkeypatch.undo()
+        stop.restore()
+    assert stop.stopped
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+# Bad input
+
+
+def complaint(ended: Ended) -> str:
+    """The one sentence on stderr, of a run that bad input ended before it did anything."""
+    assert ended.code == 2, ended
+    assert "Traceback" not in ended.err and not printed(ended.out)
+    lines = [line.removeprefix("error: ") for line in ended.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and ended.err.rstrip().endswith(lines[0]), ended.err
+    return lines[0]
+
+
+def file(path: Path, content: str | bytes = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def without_fit(tiny_path: Path, path: Path) -> Path:
+    """A target beside a tokenizer that knows nine tokens more than it."""
+    shutil.copytree(tiny_path, path)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    tokenizer.add_tokens([f"<{number}>" for number in range(9)])
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def without_tokenizer(tiny_path: Path, path: Path) -> Path:
+    shutil.copytree(tiny_path, path, ignore=shutil.ignore_patterns("tokenizer*"))
+    return path
+
+
+BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
+    "unknown head": (lambda tiny, tmp: ["head=eagel3"], r"^head=eagel3 is not known; did you mean head=eagle3\?"),
+    "missing path": (
+        lambda tiny, tmp: ["data.path=not/here"],
+        r"^data\.path=not/here does not exist: give a text file",
+    ),
+    "no path": (lambda tiny, tmp: ["data.path=???"], r"data\.path"),
+    "empty folder": (
+        lambda tiny, tmp: [f"data.path={file(tmp / 'd' / 'x').parent}", "data.glob=*.md"],
+        "0 files match",
+    ),
+    "blank files": (lambda tiny, tmp: [f"data.path={file(tmp / 'd' / 'x', ' ').parent}"], r"d holds no text: 1 files"),
+    "empty file": (lambda tiny, tmp: [f"data.path={file(tmp / 'empty.txt')}"], r"empty\.txt holds no text"),
+    "one letter": (lambda tiny, tmp: [f"data.path={file(tmp / 'a.txt', 'a')}"], r"a\.txt\) gives no tokens"),
+    "not UTF-8": (
+        lambda tiny, tmp: [f"data.path={file(tmp / 'd' / 'latin.txt', 'Grün'.encode('latin-1')).parent}"],
+        r"d/latin\.txt is not UTF-8 \(byte 2\): convert it",
+    ),
+    "nothing held out": (
+        lambda tiny, tmp: [f"data.path={file(tmp / 'one.txt', TEXT)}", "data.test_share=0"],
+        r"the held-out text is too short for prompts of 16 tokens: hold out more",
+    ),
+    "prompts longer than the held-out text": (
+        lambda tiny, tmp: [f"data.path={file(tmp / 'one.txt', TEXT[:300])}", "evaluate.prompt_tokens=200"],
+        r"the held-out text is too short for prompts of 200 tokens: .*evaluate\.prompt_tokens",
+    ),
+    "prompts longer than the context": (
+        lambda tiny, tmp: ["evaluate.prompt_tokens=256"],
+        r"^evaluate\.prompt_tokens=256: the target reads 256 tokens",
+    ),
+    "nothing to measure": (lambda tiny, tmp: ["evaluate.prompts=0"], r"^evaluate\.prompts=0 must be at least 1"),
+    "output_dir is a file": (
+        lambda tiny, tmp: [f"output_dir={file(tmp / 'taken')}"],
+        r"^output_dir=.*taken is a file: give a directory",
+    ),
+    "output_dir is below a file": (
+        lambda tiny, tmp: [f"output_dir={file(tmp / 'taken')}/out"],
+        r"taken.*not a directory",
+    ),
+    "no tokenizer": (
+        lambda tiny, tmp: [f"target.path={without_tokenizer(tiny, tmp / 'mute')}"],
+        r"target\.path=.*mute has no tokenizer",
+    ),
+    "another target's tokenizer": (
+        lambda tiny, tmp: [f"target.path={without_fit(tiny, tmp / 'odd')}"],
+        r"the tokenizer of .*odd knows 329 tokens, its model only 320",
+    ),
+    "a folder that holds no target": (lambda tiny, tmp: [f"target.path={tmp}"], r"holds no config\.json"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_told_in_one_sentence(name: str, here, tiny_path: Path, folder: Path, tmp_path: Path):
+    typed, told = BAD[name]
+    given = [f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "trainer.max_steps=2"]
+    ended = here(*SMALL, *given, *typed(tiny_path, tmp_path))
+    assert re.search(told, complaint(ended))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_path_without_a_target_is_not_looked_for_on_the_network(here, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def refuse(*args, **kwargs):
+        asked.append(args)
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    ended = here(*SMALL, f"data.path={folder}", "target.path=/no/such/target")
+    assert "/no/such/target" in complaint(ended)
+    assert not asked
+
+
+def test_a_target_that_is_not_in_the_cache_offline(folder: Path, tmp_path: Path):
+    arguments = [*SMALL, f"data.path={folder}", "target.path=nobody/no-such-target"]
+    ended = end(program(*arguments, cwd=tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)))
+    assert "nobody/no-such-target" in complaint(ended)
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def test_a_full_disk_is_told_before_anything_moves(sweep: Sweep, here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shutil.copytree(sweep.directory / "medusa", tmp_path / "out")
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**30, 2**30 - 2**20, 2**20))
+    ended = here("head=medusa", *sweep.arguments, "output_dir=out")
+    assert re.match(r"output_dir=out has 1 MiB free and this run writes up to \d+ MiB: free some", complaint(ended))
+    assert sorted(tmp_path.rglob("*")) == before
+    ended = here("head=medusa", *sweep.arguments, "output_dir=new/folder")
+    assert complaint(ended).startswith("output_dir=new/folder has 1 MiB free")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(path)]
+    if not sys.platform.startswith("linux") or shutil.which("mount") is None:
+        pytest.skip("a small file system needs Linux")
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("a small file system needs the right to mount one")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_disk_that_is_too_small(small_disk: Path, sweep: Sweep, here):
+    ended = here("head=medusa", *sweep.arguments, f"output_dir={small_disk}/out")
+    assert re.match(r"output_dir=.*disk/out has \d MiB free and this run writes up to \d+ MiB", complaint(ended))
+
+
+def test_a_disk_that_fills_up_while_training(small_disk: Path, eagle: list[str], here, monkeypatch: pytest.MonkeyPatch):
+    """Somebody else fills it, after it was found to be large enough."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 0, 2**40))
+    file(small_disk / "theirs", bytes(380 * 1024))
+    before = signal.getsignal(signal.SIGINT)
+    ended = here(*eagle, f"output_dir={small_disk}/out", "trainer.max_steps=2", "evaluate.eval_steps=0")
+    assert ended.code == 2 and len(printed(ended.out)) == 2
+    assert ended.err.rstrip().endswith(f"error: no space left in {small_disk}/out") and "Traceback" not in ended.err
+    assert newest_checkpoint(small_disk / "out" / "checkpoints") is None
+    assert signal.getsignal(signal.SIGINT) == before  # the next job of a sweep can be stopped
+
+
+# A head's directory
+
+
+@pytest.fixture
+def head_copy(sweep: Sweep, tmp_path: Path) -> Callable[[str], Path]:
+    def copy(kind: str) -> Path:
+        return Path(shutil.copytree(sweep.directory / kind / "head", tmp_path / kind))
+
+    return copy
+
+
+@pytest.mark.parametrize("kind, lost", [("medusa", "1.1.weight"), ("eagle3", "midlayer.mlp.down_proj.weight")])
+def test_a_head_without_one_of_its_weights_is_refused(head_copy, wide_path: Path, kind: str, lost: str):
+    directory = head_copy(kind)
+    tensors = load_file(directory / "model.safetensors")
+    del tensors[lost]
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{directory}/model.safetensors: {re.escape(lost)} is missing$"):
+        load_head(directory, Target.from_pretrained(wide_path, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    "kind, lost",
+    [
+        ("medusa", "medusa_num_heads"),
+        ("medusa", "medusa_num_layers"),
+        ("medusa", "foretoken"),
+        ("eagle3", "architectures"),
+        ("eagle3", "hidden_size"),
+        ("eagle3", "eagle_config"),
+    ],
+)
+def test_a_head_whose_config_lacks_a_key_is_refused(head_copy, wide_path: Path, kind: str, lost: str):
+    directory = head_copy(kind)
+    config = json.loads((directory / "config.json").read_text())
+    del config[lost]
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=re.escape(str(directory))):
+        load_head(directory, Target.from_pretrained(wide_path, device="cpu"))
