@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from heads import attention
 from heads.cache import KVCache
@@ -40,7 +40,7 @@ class Target:
             model.set_attn_implementation(attention.NAME)
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
-        # Attributes, not `to_dict`: that leaves out what a config computes and knows no second names (GPT-2's n_positions).
+        # Not from `to_dict`, which leaves out what a config computes and knows no second names (GPT-2's n_positions).
         types = getattr(self.config, "layer_types", None)
         window = getattr(self.config, "sliding_window", None)
         if getattr(self.config, "use_sliding_window", None) is False:
@@ -251,18 +251,13 @@ def refuse_unfit(model: PreTrainedModel) -> None:
     kinds = sorted(set(types) - BRANCHING)
     if kinds or model._is_stateful:  # some recurrent models (RWKV, xLSTM) name no layer types
         raise ValueError(
-            f"model_type {config.model_type} has {', '.join(kinds) or 'recurrent'} layers: drafts can branch, and be taken "
-            "back, only where every layer is full or sliding attention over keys and values; choose such a target"
+            f"model_type {config.model_type} has {', '.join(kinds) or 'recurrent'} layers: drafts can branch, and be "
+            "taken back, only where every layer is full or sliding attention over keys and values; choose such a target"
         )
     parameters = inspect.signature(model.forward).parameters
     missing = [name for name in ("position_ids", "past_key_values") if name not in parameters]
     if missing:
         raise ValueError(
-            f"model_type {config.model_type} takes no {' and no '.join(missing)}, without which it cannot read the branches "
-            "of a tree behind a text; choose another target"
+            f"model_type {config.model_type} takes no {' and no '.join(missing)}, without which it cannot read the "
+            "branches of a tree behind a text; choose another target"
         )
-
-
-def load_config(path: str | Path) -> Any:
-    """A target's config alone, without its weights."""
-    return AutoConfig.from_pretrained(str(path)).get_text_config()

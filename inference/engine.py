@@ -10,10 +10,11 @@ from torch import Tensor
 
 from heads.cache import KVCache
 from heads.target import Target
+from inference.choose import Chooser, ClassicalChooser
 from inference.drafters.base import Accepted, Drafter, Nothing
 from inference.sampling import Noise, Sampling
 from inference.tree import TokenTree
-from inference.verify import Verdict, verify
+from inference.verify import Verdict
 
 
 class Step(NamedTuple):
@@ -26,7 +27,7 @@ class Step(NamedTuple):
 
 @dataclass
 class Generation:
-    """sequences: (batch, length) int64, the prompt first, rows padded on the right behind their end."""
+    """sequences: (batch, length) int64: the input as it was given, then the new tokens, padded behind their end."""
 
     sequences: Tensor
     new_tokens: list[list[int]]
@@ -93,47 +94,6 @@ class Ending:
         return any(stop in tail for stop in self.stop_strings)
 
 
-class Chooser:
-    """The target's own choice after each node: warped logits plus the keyed noise of its position, then argmax."""
-
-    def __init__(
-        self, sampling: Sampling, noise: Noise | None, prompts: list[list[int]], vocab: int, device: torch.device
-    ):
-        self.sampling, self.noise = sampling, noise
-        self.seen: Tensor | None = None
-        if sampling.repetition_penalty is not None:
-            self.seen = torch.zeros(len(prompts), vocab, dtype=torch.bool, device=device)
-            for row, prompt in enumerate(prompts):
-                self.seen[row, torch.tensor(prompt, device=device)] = True
-
-    def gumbel(self, starts: Tensor, count: int) -> Tensor | None:
-        """(batch, count, vocab): noise of the tokens at positions starts + 0 .. count - 1; starts (batch, 1)."""
-        if self.noise is None:
-            return None
-        return self.noise.at(starts + torch.arange(count, device=starts.device))
-
-    def choose(self, logits: Tensor, tree: TokenTree, gumbel: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Tokens (batch, nodes), and whether any logit was not a number (a bool scalar, on the device)."""
-        if self.seen is not None:
-            # A node's text is the row's and its ancestors'; where it has fewer, its root stands in.
-            above = torch.where(tree.ancestors, tree.tokens[:, None, :], tree.tokens[:, :1, None]).clamp(min=0)
-            seen = self.seen[:, None].expand(-1, above.shape[1], -1).clone()
-            logits = self.sampling.warp(logits.float(), seen.scatter_(2, above, True))
-        else:
-            logits = self.sampling.warp(logits)
-        if gumbel is not None:
-            rows = torch.arange(len(gumbel), device=logits.device)[:, None]
-            logits = logits + gumbel[rows, tree.depths]
-        best = logits.max(-1)  # `max` carries a NaN on, so looking for one costs nothing more
-        return best.indices, best.values.isnan().any()
-
-    def note(self, tokens: Tensor, counts: Tensor) -> None:
-        """Text that was added: of each row of `tokens` (batch, new) the first `counts` (batch,)."""
-        if self.seen is not None:
-            real = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
-            self.seen.scatter_(1, torch.where(real, tokens, tokens[:, :1]), True)
-
-
 @torch.inference_mode()
 def generate(
     target: Target,
@@ -150,6 +110,8 @@ def generate(
     stop_strings: str | list[str] | None = None,
     eos_token_id: int | list[int] | None = None,
     streamer: Any = None,
+    rule: str = "coupled",
+    lossless: bool = True,
     timings: bool = False,
 ) -> Generation:
     """Continue each row of `input_ids` (batch, length) exactly as the target alone would.
@@ -157,8 +119,10 @@ def generate(
     drafter: None is plain decoding through the same loop. attention_mask: (batch, length), 0 where a row is padded, on
     either side. temperature: 0 is greedy. seed: row r uses seed + r, or give one per row; a row's text depends on its
     own prompt and seed alone. eos_token_id: None is the target's, -1 switches it off. streamer: transformers' kind.
-    timings: also measure where the time goes. Raises ValueError for an empty or too long prompt and for logits that
-    are not numbers.
+    rule: "coupled", or a published one to compare with (inference/rules.py); "typical" needs lossless=False, because it
+    changes the text. timings: also measure where the time goes.
+
+    Raises ValueError for an empty or too long prompt and for logits that are not numbers.
     """
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
     drafter = drafter or Nothing()
@@ -176,7 +140,7 @@ def generate(
     if streamer is not None:
         streamer.put(input_ids.cpu())
     if max(budgets) == 0:
-        return Generation(finish(prompts, [[] for _ in prompts], 0, input_ids), [[] for _ in prompts], [])
+        return Generation(input_ids, [[] for _ in prompts], [])
 
     seeds = [seed + row for row in range(batch)] if isinstance(seed, int) else list(seed)
     if len(seeds) != batch:
@@ -190,8 +154,9 @@ def generate(
     )
     stops = [stop_strings] if isinstance(stop_strings, str) else stop_strings or []
     ending = Ending(target, budgets, eos, stops)
-    noise = Noise(seeds, target.vocab_size, target.device) if temperature > 0 else None
-    chooser = Chooser(sampling, noise, prompts, target.vocab_size, target.device)
+    noise = Noise(seeds, target.vocab_size, target.device) if temperature > 0 and rule == "coupled" else None
+    facts = sampling, noise, prompts, target.vocab_size, target.device
+    chooser = Chooser(*facts) if rule == "coupled" else ClassicalChooser(rule, seeds, lossless, *facts)
     capacity = longest + max_new_tokens + 2 * (drafter.depth + 2) + 64
 
     drafter.begin(batch, capacity, sampling)
@@ -208,8 +173,7 @@ def generate(
         positions = cache.starts + tree.depths
         reading = target.read_tree(tree.tokens, positions, cache.mask(tree.ancestors), cache, drafter.layers)
         clock.lap("read")
-        choices, broken = chooser.choose(reading.logits, tree, gumbel)
-        verdict = verify(tree, choices, drafter.depth)
+        verdict, broken = chooser.verdict(reading.logits, tree, gumbel, drafter.depth)
         counts, paths, tokens = to_host(verdict, broken, target.name)
         clock.lap("verify")
         counts = [0 if finished else count for finished, count in zip(done, counts, strict=True)]
@@ -237,7 +201,7 @@ def generate(
     if streamer is not None:
         streamer.end()
     pad = min(eos, default=0) if eos and min(eos) >= 0 else 0
-    return Generation(finish(prompts, written, pad, input_ids), written, steps, clock.seconds)
+    return Generation(finish(input_ids, written, pad), written, steps, clock.seconds)
 
 
 def prefill(
@@ -264,10 +228,10 @@ def prefill(
     tree = TokenTree(
         root, torch.zeros_like(root), torch.ones(batch, 1, 1, dtype=torch.bool, device=device), torch.zeros_like(root)
     )
-    choices, broken = chooser.choose(logits, tree, chooser.gumbel(cache.starts, 1))
-    _, _, first = to_host(Verdict(torch.ones_like(root[:, 0]), torch.zeros_like(root), choices), broken, target.name)
-    chooser.note(choices, torch.ones_like(choices[:, 0]))
-    shifted = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1).scatter(1, last, choices)
+    verdict, broken = chooser.verdict(logits, tree, chooser.gumbel(cache.starts, 1), 0)
+    _, _, first = to_host(verdict, broken, target.name)
+    chooser.note(verdict.tokens, verdict.counts)
+    shifted = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1).scatter(1, last, verdict.tokens)
     text = [prompt + new for prompt, new in zip(prompts, first, strict=True)]
     return cache, Accepted(shifted, reading.features, lengths, text)
 
@@ -304,7 +268,7 @@ def emit(streamer: Any, new: list[list[int]]) -> None:
         streamer.put(torch.tensor(new[0]))
 
 
-def finish(prompts: list[list[int]], written: list[list[int]], pad: int, like: Tensor) -> Tensor:
-    rows = [prompt + new for prompt, new in zip(prompts, written, strict=True)]
-    longest = max(map(len, rows))
-    return torch.tensor([row + [pad] * (longest - len(row)) for row in rows], dtype=like.dtype, device=like.device)
+def finish(input_ids: Tensor, written: list[list[int]], pad: int) -> Tensor:
+    longest = max(map(len, written))
+    rows = [new + [pad] * (longest - len(new)) for new in written]
+    return torch.cat([input_ids, input_ids.new_tensor(rows)], dim=1)

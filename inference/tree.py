@@ -22,11 +22,6 @@ class TokenTree(NamedTuple):
     ancestors: Tensor  # (batch, nodes, nodes) bool: the column is the row's node or stands above it
     depths: Tensor  # (batch, nodes) int64
 
-    @property
-    def deepest(self) -> int:
-        """Most levels below the root that this many nodes can have."""
-        return self.tokens.shape[1] - 1
-
 
 def from_parents(tokens: Tensor, parents: Tensor, depth: int) -> TokenTree:
     """A tree from tokens and parents (batch, nodes); `depth` is at least its real depth.

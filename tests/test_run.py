@@ -30,11 +30,11 @@ from train import session
 from train.run import main
 from train.session import newest_checkpoint
 
-from .conftest import TEXT, tiny_config
+from .conftest import TEXT, VOCAB, tiny_config
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ["medusa", "eagle3"]
-STEPS = 60
+STEPS = 52
 PROMISED = {  # issue 2, item 7
     "acceptance_length",
     "accepted_per_depth",
@@ -212,7 +212,7 @@ def history(directory: Path) -> list[dict]:
 
 def printed(out: str) -> list[tuple[str, str, str]]:
     """Step, loss and agreement of each line of progress."""
-    return re.findall(r"^step (\d+)/\d+  loss (\S+)  agreement by depth ([\d. ]+)", out, re.M)
+    return re.findall(r"^step (\d+)/\d+  loss (\S+)  agreement by depth ([\d. ]+)  ", out, re.M)
 
 
 def metrics(directory: Path) -> dict:
@@ -261,7 +261,7 @@ def test_the_saved_head_decodes_what_the_target_writes_alone(sweep, wide_path, k
 
 
 def test_a_sweep_trains_every_head_in_a_directory_of_its_own(sweep: Sweep):
-    assert sorted(path.name for path in sweep.directory.iterdir()) == sorted(KINDS)
+    assert sorted(path.name for path in sweep.directory.iterdir() if path.is_dir()) == sorted(KINDS)
     for number, kind in enumerate(KINDS, start=1):
         assert f"job {number} of 2: head={kind}" in sweep.ended.out
         assert metrics(sweep.directory / kind)["head"] == kind
@@ -398,10 +398,10 @@ def file(path: Path, content: str | bytes = "") -> Path:
 
 
 def without_fit(tiny_path: Path, path: Path) -> Path:
-    """A target beside a tokenizer that knows nine tokens more than it."""
+    """A target beside a tokenizer that knows more tokens than it."""
     shutil.copytree(tiny_path, path)
     tokenizer = AutoTokenizer.from_pretrained(tiny_path)
-    tokenizer.add_tokens([f"<{number}>" for number in range(9)])
+    tokenizer.add_tokens([f"<{number}>" for number in range(VOCAB)])
     tokenizer.save_pretrained(path)
     return path
 
@@ -456,7 +456,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     ),
     "another target's tokenizer": (
         lambda tiny, tmp: [f"target.path={without_fit(tiny, tmp / 'odd')}"],
-        r"the tokenizer of .*odd knows 329 tokens, its model only 320",
+        r"the tokenizer of .*odd knows \d+ tokens, its model only 320",
     ),
     "a folder that holds no target": (lambda tiny, tmp: [f"target.path={tmp}"], r"holds no config\.json"),
 }
@@ -466,7 +466,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
 def test_bad_input_is_told_in_one_sentence(name: str, here, tiny_path: Path, folder: Path, tmp_path: Path):
     typed, told = BAD[name]
     given = [f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "trainer.max_steps=2"]
-    ended = here(*SMALL, *given, *typed(tiny_path, tmp_path))
+    ended = here("head=medusa", *SMALL, *given, *typed(tiny_path, tmp_path))
     assert re.search(told, complaint(ended))
     assert not (tmp_path / "out").exists()
 

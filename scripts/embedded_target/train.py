@@ -152,6 +152,33 @@ def main() -> None:
     print(json.dumps(entry), file=log, flush=True)
     print(entry)
     save(model, args.output)
+    write_samples(args.output)
+
+
+def write_samples(directory: Path) -> None:
+    """samples.md: greedy continuations of held-out text, and how much all of them repeat themselves."""
+    target = Target.from_pretrained(directory, dtype="float32", device="cpu")
+    assert target.tokenizer is not None
+    texts = [text for _, text in stdlib.documents("test", tests=False)]
+    rows = prompts(target.tokenizer, texts, 64, 96)
+    found = evaluate.texts(evaluate.run(target, None, rows, max_new_tokens=128, eos_token_id=-1))
+    shares = [evaluate.distinct(row) for row in found]
+    loops = sum(share < evaluate.REPETITIVE for share in shares)
+    lines = [
+        "# Greedy continuations of held-out files",
+        "",
+        f"Of {len(rows)} prompts of 96 tokens, continued by 128 tokens, {loops} run into a loop (fewer than half of their "
+        f"4-grams distinct); the mean share of distinct 4-grams is {sum(shares) / len(shares):.2f}.",
+    ]
+    for number in (3, 17, 30, 41, 55):
+        lines += ["", f"## Prompt {number} (distinct 4-grams {shares[number]:.2f})", "", "```python"]
+        lines += [
+            target.tokenizer.decode(rows[number][-48:]),
+            "# ---- the target goes on:",
+            target.tokenizer.decode(found[number]),
+        ]
+        lines += ["```"]
+    (directory / "samples.md").write_text("\n".join(lines) + "\n")
 
 
 def save(model: LlamaForCausalLM, output: Path) -> None:
