@@ -15,7 +15,6 @@ import copy
 import json
 import math
 import random
-import sys
 import time
 from pathlib import Path
 
@@ -24,8 +23,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+from heads import Target
+from inference import evaluate
 from train import stdlib
+from train.data import prompts
 
 VOCAB, LENGTH, ROWS = 4096, 512, 16
 EOS = "<|endoftext|>"
