@@ -100,7 +100,8 @@ class Eagle3Head(DraftHead):
         norm_output: bool = False,
     ) -> "Eagle3Head":
         """A new head. layers: None takes the paper's three, the outputs of decoder layers 1, n // 2 - 1 and n - 4 counted
-        from 0. draft_vocab_size: with `counts` (vocab,), how often each token occurs in the training text.
+        from 0. draft_vocab_size: with `counts` (vocab,), how often each token occurs in the training text; None, or a
+        size that is not below the target's, drafts from all of it.
 
         It starts from the target where it can: its lm_head rows and final norm, and an fc whose columns undo the
         different sizes of the three layers' features, which the published layer has no norm for.
@@ -120,6 +121,8 @@ class Eagle3Head(DraftHead):
         copied.setdefault("intermediate_size", 4 * facts["hidden_size"])
         copied["vocab_size"] = target.vocab_size
         config = LlamaConfig(num_hidden_layers=1, tie_word_embeddings=False, **copied)
+        if draft_vocab_size is not None and draft_vocab_size >= target.vocab_size:
+            draft_vocab_size = None
         head = cls(config, layers, depth, draft_vocab_size, fc_norm, norm_output)
         with torch.no_grad():
             probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]

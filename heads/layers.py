@@ -16,7 +16,9 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        if x.dtype != self.weight.dtype:  # mixed precision: norms keep float32
+            return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class ResidualBlock(nn.Module):
@@ -74,10 +76,9 @@ class Attention(nn.Module):
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (batch, heads, length, dim), keys and values (batch, kv_heads, length, dim), positions applied."""
         batch, length, _ = x.shape
-        q = self.q_proj(x).view(batch, length, self.heads, self.dim).transpose(1, 2)
-        k = self.k_proj(x).view(batch, length, self.kv_heads, self.dim).transpose(1, 2)
-        v = self.v_proj(x).view(batch, length, self.kv_heads, self.dim).transpose(1, 2)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        both = torch.cat([self.q_proj(x), self.k_proj(x)], dim=-1).view(batch, length, -1, self.dim).transpose(1, 2)
+        q, k = rotate(both, cos, sin).split([self.heads, self.kv_heads], dim=1)
+        return q, k, self.v_proj(x).view(batch, length, self.kv_heads, self.dim).transpose(1, 2)
 
     def cached(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: KVCache, layer: int) -> Tensor:
         """Attend over the cache and x (batch, length, width); mask (batch, length, keys) bool."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -67,7 +68,9 @@ class Target:
         Raises ValueError that names the path when there is no model, or its tokenizer does not fit its vocabulary.
         """
         path = str(path)
-        if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        if not Path(path).is_dir():
+            look_up(path)
+        elif not (Path(path) / "config.json").is_file():
             raise ValueError(f"target {path} holds no config.json: give a directory saved by transformers, or a Hub id")
         if isinstance(dtype, str) and dtype != "auto":
             dtype = resolve_dtype(dtype)
@@ -166,7 +169,13 @@ class Target:
         return Reading(logits, states[0] if len(states) == 1 else torch.cat([s.to(logits.device) for s in states], -1))
 
     def read_tree(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: KVCache, layers: Sequence[int] = ()
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        cache: KVCache,
+        layers: Sequence[int] = (),
+        keep_logits: int = 0,
     ) -> Reading:
         """Read draft tokens (batch, nodes) behind the cached text; mask (batch, nodes, keys) bool.
 
@@ -178,7 +187,7 @@ class Target:
         if self.window is not None:
             columns = torch.arange(mask.shape[-1], device=tokens.device).repeat(len(tokens), 1)
             key_positions = columns.scatter(1, cache.columns(tokens.shape[1]), positions)
-        return self.read(tokens.clamp(min=0), positions, mask, cache, layers, key_positions=key_positions)
+        return self.read(tokens.clamp(min=0), positions, mask, cache, layers, keep_logits, key_positions)
 
     def _shape_mask(self, mask: Tensor, positions: Tensor | None, key_positions: Tensor | None) -> Any:
         """The form in which this model takes a (batch, length, keys) mask: 4D, cut to its windows, bool or float."""
@@ -224,6 +233,20 @@ class Target:
                 f"{self.name or type(self.model).__name__} changes its logits after the lm_head (by up to "
                 f"{difference:.3g}) in a way that its config does not name: its heads would learn from wrong answers"
             )
+
+
+def look_up(name: str) -> None:
+    """Raise ValueError unless `name` is a model that the Hub or its local cache has. transformers would retry a Hub that
+    cannot be reached for a minute first."""
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise ValueError(f"target {name} is no directory: give one that transformers saved, or a Hub id like org/name")
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"target {name} is no directory here, and the Hub does not give it: {reason}") from error
 
 
 def resolve_dtype(name: str) -> torch.dtype:

@@ -5,14 +5,18 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
+from heads import Target
 from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
 from inference import generate
-from inference.drafters import AutoTree, DynamicTree, NgramDrafter, StaticTree
+from inference.drafters import AutoTree, DraftModel, DynamicTree, NgramDrafter, StaticTree
 from inference.drafters.base import Accepted, Drafter, root_only
 from inference.sampling import Sampling
 from inference.tree import chain, from_parents
+
+from .conftest import tiny_config
 
 SETTINGS = {
     "greedy": {},
@@ -60,6 +64,12 @@ def eager_head(target) -> Eagle3Head:
     return head.eval()
 
 
+def smaller(target) -> Target:
+    """A model of the same vocabulary with other weights."""
+    torch.manual_seed(5)
+    return Target(LlamaForCausalLM(tiny_config(num_hidden_layers=2)), target.tokenizer, "smaller")
+
+
 def drafters(target) -> dict[str, Drafter]:
     head, medusa = eager_head(target), MedusaHead.for_target(target, depth=3)
     for stack in medusa.stacks:
@@ -71,6 +81,7 @@ def drafters(target) -> dict[str, Drafter]:
         "eagle3": DynamicTree(head, target, nodes=10, depth=4, width=3),
         "eagle3 auto": AutoTree(DynamicTree(head, target, nodes=12, depth=4, width=3), target),
         "medusa auto": AutoTree(StaticTree(medusa.eval(), target, nodes=9), target),
+        "draft model": DraftModel(smaller(target), target),
         "eagle3 chain": DynamicTree(head, target, nodes=5, depth=4, width=1),
     }
 
@@ -192,6 +203,19 @@ def test_tree_wider_than_the_vocabulary(target):
     drafter = DynamicTree(head.eval(), target, nodes=64, depth=3, width=10)
     plain = generate(target, None, prompt(9), max_new_tokens=20, eos_token_id=-1)
     assert generate(target, drafter, prompt(9), max_new_tokens=20, eos_token_id=-1).new_tokens == plain.new_tokens
+
+
+def test_the_target_as_its_own_draft_model_is_accepted_whole(target):
+    for settings in ({}, {"temperature": 1.0}):
+        drafter = DraftModel(target, target, nodes=5, depth=4, width=1)
+        out = generate(target, drafter, prompt(9), max_new_tokens=41, eos_token_id=-1, **settings)
+        assert [step.emitted for step in out.steps] == [[5]] * 8
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(target):
+    other = Target(LlamaForCausalLM(tiny_config(vocab_size=300)), None, "other")
+    with pytest.raises(ValueError, match="other knows 300 tokens"):
+        DraftModel(other, target)
 
 
 def test_bad_input_is_named(target):

@@ -7,15 +7,22 @@ from heads.checkpoint import find, load_head, read_config
 from heads.target import Target
 from inference.drafters.auto import AutoTree
 from inference.drafters.base import Drafter
+from inference.drafters.draft_model import DraftModel
 from inference.drafters.dynamic import DynamicTree
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.static import StaticTree
 
 
 def load_drafter(spec: str, target: Target, **options: Any) -> Drafter:
-    """The drafter that `spec` names: "ngram", or a head's directory or Hub id. `options` go to its constructor."""
+    """The drafter that `spec` names: "ngram", "draft:<path or id of a smaller model>", or a head's directory or Hub id.
+
+    `options` go to its constructor.
+    """
     if spec == "ngram":
         return NgramDrafter(**options)
+    if spec.startswith("draft:"):
+        small = Target.from_pretrained(spec.removeprefix("draft:"), dtype=target.dtype, device=target.device)
+        return DraftModel(small, target, **options)
     head = load_head(spec, target)
     own = read_config(find(spec)).get("foretoken", {})
     return drafter_for(head, target, accuracies=own.get("accuracies"), **options)
@@ -39,4 +46,13 @@ def drafter_for(
     return AutoTree(drafter, target) if tree == "auto" else drafter
 
 
-__all__ = ["AutoTree", "Drafter", "DynamicTree", "NgramDrafter", "StaticTree", "drafter_for", "load_drafter"]
+__all__ = [
+    "AutoTree",
+    "DraftModel",
+    "Drafter",
+    "DynamicTree",
+    "NgramDrafter",
+    "StaticTree",
+    "drafter_for",
+    "load_drafter",
+]

@@ -38,6 +38,14 @@ class DynamicTree(Drafter):
         assert nodes >= 2 and 1 <= levels <= self.depth
         self.nodes, self.levels = nodes, levels
 
+    def to_target(self, ids: Tensor) -> Tensor:
+        """Target ids of draft ids."""
+        return ids if self.draft_ids is None else self.draft_ids[ids]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Drafted or accepted tokens in the form that the head reads."""
+        return self.target.embed(tokens)
+
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.sampling = sampling
         room = capacity + self.depth * self.width
@@ -55,7 +63,7 @@ class DynamicTree(Drafter):
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         head, cache, width = self.head, self.cache, self.width
-        hidden = head.read(accepted.features, self.target.embed(accepted.tokens), cache)
+        hidden = head.read(accepted.features, self.embed(accepted.tokens), cache)
         batch, new, _ = hidden.shape
         if new > 1 or min(accepted.counts) < 1:
             last = cache.starts.new_tensor([[[max(count, 1) - 1]] for count in accepted.counts])
@@ -63,7 +71,7 @@ class DynamicTree(Drafter):
         cache.set_lengths([length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)])
 
         best = self.log_probs(hidden, 1, gumbel).topk(width)
-        tokens, scores = head.to_target(best.indices[:, 0]), best.values[:, 0]  # (batch, width)
+        tokens, scores = self.to_target(best.indices[:, 0]), best.values[:, 0]  # (batch, width)
         hidden = hidden.expand(-1, width, -1)
         frontier = torch.arange(1, width + 1, device=tokens.device).expand(batch, -1)  # as candidates, the root is 0
         candidates = [roots(accepted), tokens]
@@ -71,11 +79,11 @@ class DynamicTree(Drafter):
         ranked, among, size = [scores], self.own, 1 + width
         for depth in range(2, self.levels + 1):
             positions = (cache.starts + depth - 2).expand(-1, width)
-            hidden = head.step(hidden, self.target.embed(tokens), positions, cache.mask(among), cache)
+            hidden = head.step(hidden, self.embed(tokens), positions, cache.mask(among), cache)
             cache.pending += width
             best = self.log_probs(hidden, depth, gumbel).topk(width)
             scored = (best.values + scores[:, :, None]).flatten(1)  # (batch, width * width)
-            named = head.to_target(best.indices).flatten(1)
+            named = self.to_target(best.indices).flatten(1)
             candidates.append(named)
             ranked.append(scored)
             parents.append(frontier.repeat_interleave(width, dim=1))

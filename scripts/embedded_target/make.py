@@ -1,8 +1,9 @@
 """Train the embedded target: a small Llama of Python code, on Python's own standard library, from scratch.
 
-    python scripts/embedded_target/train.py --minutes 60
+    python scripts/embedded_target/make.py --minutes 60
 
-It writes the tokenizer, the weights (bf16), log.jsonl and samples.md beside itself (or into --output). The target is
+Two stages: plain language modelling, then a shorter one against greedy loops (`unlearn_loops`). It writes the tokenizer,
+the weights (bf16), log.jsonl and samples.md beside itself (or into --output). The target is
 kept in the repository, so nobody has to run this; it is here so that anybody can, and can see what it was
 trained on: the part `train` of train/stdlib.py, never a file of `validation` or `test`.
 
@@ -17,6 +18,7 @@ import math
 import random
 import time
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -24,7 +26,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from heads import Target
-from inference import evaluate
+from inference import evaluate, generate
 from train import stdlib
 from train.data import prompts
 
@@ -68,6 +70,7 @@ def held_out_loss(model: LlamaForCausalLM, tokens: Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=60, help="wall-clock budget of the training loop")
+    parser.add_argument("--unlearn-minutes", type=float, default=15, help="budget of the second stage, against loops")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--compile", action="store_true", help="torch.compile the model: worth it from ten minutes on")
@@ -153,7 +156,59 @@ def main() -> None:
     print(json.dumps(entry), file=log, flush=True)
     print(entry)
     save(model, args.output)
+    unlearn_loops(model, tokenizer, data[0], args.unlearn_minutes, log)
+    entry = {"after_unlearning": True, "held_out_loss": round(held_out_loss(model, held_out), 4)}
+    print(json.dumps(entry), file=log, flush=True)
+    save(model, args.output)
     write_samples(args.output)
+
+
+def repeats(rows: Tensor, n: int = 4) -> Tensor:
+    """(batch, length) bool: is the n-gram that ends at this token in the row before?"""
+    grams = rows.unfold(1, n, 1)
+    equal = (grams[:, :, None] == grams[:, None, :]).all(-1)
+    again = equal.tril(-1).any(-1)
+    return torch.cat([torch.zeros_like(rows[:, : n - 1], dtype=torch.bool), again], dim=1)
+
+
+def unlearn_loops(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tokens: Tensor, minutes: float, log: TextIO
+) -> None:
+    """A model this small falls into loops when it decodes greedily, and loops flatter every drafter.
+
+    Sequence-level unlikelihood (Welleck et al., arXiv:1908.04319, section 5.2): it continues text of the training part
+    greedily, and every token that completes a 4-gram it has written before is made less likely, while half of each step goes
+    on with plain text so that it forgets nothing.
+    """
+    target = Target(model, tokenizer, "the embedded target")
+    model.requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.0)
+    start, step, prompt, new = time.time(), 0, 64, 96
+    while (share := (time.time() - start) / (60 * minutes)) < 1:
+        optimizer.param_groups[0]["lr"] = 6e-4 * min(1.0, (step + 1) / 20, 2 * (1 - share))
+        starts = [random.randrange(len(tokens) - LENGTH) for _ in range(32)]
+        text = torch.stack([tokens[at : at + LENGTH] for at in starts[:8]])
+        begun = torch.stack([tokens[at : at + prompt] for at in starts])
+        model.eval()
+        # No autocast here: it would cast every weight anew for each of the many short forwards.
+        written = generate(target, None, begun, max_new_tokens=new, eos_token_id=-1).sequences.clone()
+        model.train()
+        again = repeats(written[:, prompt:])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            likely = model(input_ids=text, labels=text).loss
+            logits = model(input_ids=written, use_cache=False).logits[:, prompt - 1 : -1].float()
+        chance = logits.softmax(-1).gather(-1, written[:, prompt:, None])[..., 0]
+        unlikely = -(torch.log1p(-chance.clamp(max=1 - 1e-5)) * again).sum() / again.sum().clamp(min=1)
+        (likely + unlikely).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+        if step % 10 == 0:
+            entry = {"unlearning_step": step, "seconds": round(time.time() - start), "loss": round(likely.item(), 4)}
+            entry |= {"repeated_4grams": round(again.float().mean().item(), 4)}
+            print(json.dumps(entry), file=log, flush=True)
+            print(entry, flush=True)
 
 
 def write_samples(directory: Path) -> None:
