@@ -103,8 +103,8 @@ class Eagle3Head(DraftHead):
         from 0. draft_vocab_size: with `counts` (vocab,), how often each token occurs in the training text; None, or a
         size that is not below the target's, drafts from all of it.
 
-        It starts from the target where it can: its lm_head rows and final norm, and an fc whose columns undo the
-        different sizes of the three layers' features, which the published layer has no norm for.
+        It starts from the target where it can: its lm_head rows, a last norm that gives their usual input sizes, and an fc
+        whose columns undo the different sizes of the three layers' features, which the published layer has no norm for.
         """
         facts = target.config.to_dict()
         missing = [name for name in ("hidden_size", "num_attention_heads") if name not in facts]
@@ -130,6 +130,8 @@ class Eagle3Head(DraftHead):
             if not fc_norm:
                 sizes = features[0].view(-1, len(layers), config.hidden_size).pow(2).mean((0, 2)).sqrt()
                 head.fc.weight.div_(sizes.cpu().repeat_interleave(config.hidden_size))
+            last = target.read(probe, layers=[n], keep_logits=1).features.float()[0]
+            head.norm.weight.copy_(last.pow(2).mean(0).sqrt())  # sizes that the target's lm_head is used to
             nn.init.normal_(head.midlayer.self_attn.o_proj.weight, std=0.02)
             nn.init.normal_(head.midlayer.mlp.down_proj.weight, std=0.02)
             rows = target.model.get_output_embeddings().weight

@@ -14,6 +14,7 @@ from heads.target import Target
 from inference.drafters.base import Drafter
 from inference.engine import Generation, generate
 
+BATCH = 16  # prompts decoded together where speed is not what is measured
 REPETITIVE = 0.5  # a continuation with a smaller share of distinct 4-grams is a loop, and loops flatter acceptance
 
 
@@ -31,10 +32,10 @@ class Speed(NamedTuple):
 
 
 def run(target: Target, drafter: Drafter | None, rows: list[list[int]], **settings: Any) -> list[Generation]:
-    """Generations of each prompt, several at a time where prompts have one length."""
+    """Generations of the prompts, `BATCH` at a time; prompt i has seed i."""
     generations = []
-    for start in range(0, len(rows), 8):
-        batch = rows[start : start + 8]
+    for start in range(0, len(rows), BATCH):
+        batch = rows[start : start + BATCH]
         longest = max(map(len, batch))
         ids = torch.tensor([[0] * (longest - len(row)) + row for row in batch], device=target.device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in batch], device=target.device)
@@ -81,45 +82,44 @@ def per_depth(generations: list[Generation], depth: int) -> list[float]:
     return [sum(count >= d for count in counts) / max(1, len(counts)) for d in range(1, depth + 1)]
 
 
-def evaluate(target: Target, drafter: Drafter, rows: list[list[int]], max_new_tokens: int) -> dict[str, Any]:
-    """The measured part of metrics.json, greedy and sampled at temperature 1, each prompt decoded plainly and with the
-    drafter. The bars hold without the prompts whose greedy continuation repeats itself; those are counted apart."""
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": -1}
-    greedy = measure_speed(target, drafter, rows, **settings)
-    sampled = measure_speed(target, drafter, rows, temperature=1.0, **settings)
-    loops = [distinct(g.new_tokens[0]) < REPETITIVE for g in greedy.plain]
-    chosen = [i for i, loop in enumerate(loops) if not loop] or list(range(len(rows)))
+def evaluate(
+    target: Target, drafter: Drafter, rows: list[list[int]], max_new_tokens: int, timed: int
+) -> dict[str, Any]:
+    """The measured part of metrics.json, greedy and sampled at temperature 1, in the target's dtype.
 
-    def pick(values: list) -> list:
-        return [values[i] for i in chosen]
+    Acceptance over all prompts; speed over `timed` of them, one at a time. Prompts whose greedy continuation repeats itself
+    are counted apart and left out of all figures but `acceptance_length_all`.
+    """
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": -1}
+    greedy = run(target, drafter, rows, **settings)
+    loops = [distinct(text) < REPETITIVE for text in texts(greedy)]
+    chosen = [row for row, loop in zip(rows, loops, strict=True) if not loop] or rows
+    kept = greedy if not any(loops) or all(loops) else run(target, drafter, chosen, **settings)
+    sampled = run(target, drafter, chosen, temperature=1.0, **settings)
+    some = chosen[:: max(1, len(chosen) // timed)][:timed]
+    speeds = [measure_speed(target, drafter, some, temperature=temperature, **settings) for temperature in (0.0, 1.0)]
 
     def rate(generations: list[Generation], seconds: list[float]) -> float:
         return sum(len(g.new_tokens[0]) for g in generations) / sum(seconds)
 
-    def same(speed: Speed) -> float:
-        pairs = zip(speed.plain, speed.drafted, strict=True)
-        return sum(a.new_tokens == b.new_tokens for a, b in pairs) / len(rows)
-
-    fast, plain = (
-        rate(pick(greedy.drafted), pick(greedy.drafted_seconds)),
-        rate(pick(greedy.plain), pick(greedy.plain_seconds)),
-    )
-    fast_sampled = rate(sampled.drafted, sampled.drafted_seconds)
-    stages = generate(target, drafter, torch.tensor([rows[chosen[0]]], device=target.device), timings=True, **settings)
+    rates = [(rate(s.drafted, s.drafted_seconds), rate(s.plain, s.plain_seconds)) for s in speeds]
+    pairs = [(a, b) for s in speeds for a, b in zip(s.plain, s.drafted, strict=True)]
+    stages = generate(target, drafter, torch.tensor([some[0]], device=target.device), timings=True, **settings)
     steps = max(1, len(stages.steps))
     return {
-        "acceptance_length": round(acceptance(pick(greedy.drafted)), 4),
-        "acceptance_length_sampled": round(acceptance(sampled.drafted), 4),
-        "acceptance_length_all": round(acceptance(greedy.drafted), 4),
-        "accepted_per_depth": [round(share, 4) for share in per_depth(pick(greedy.drafted), drafter.depth)],
-        "tokens_per_second": round(fast, 2),
-        "plain_tokens_per_second": round(plain, 2),
-        "speedup": round(fast / plain, 4),
-        "speedup_sampled": round(fast_sampled / rate(sampled.plain, sampled.plain_seconds), 4),
-        "identical_in_dtype": round((same(greedy) + same(sampled)) / 2, 4),
+        "acceptance_length": round(acceptance(kept), 4),
+        "acceptance_length_sampled": round(acceptance(sampled), 4),
+        "acceptance_length_all": round(acceptance(greedy), 4),
+        "accepted_per_depth": [round(share, 4) for share in per_depth(kept, drafter.depth)],
+        "tokens_per_second": round(rates[0][0], 2),
+        "plain_tokens_per_second": round(rates[0][1], 2),
+        "speedup": round(rates[0][0] / rates[0][1], 4),
+        "speedup_sampled": round(rates[1][0] / rates[1][1], 4),
+        "identical_in_dtype": round(sum(a.new_tokens == b.new_tokens for a, b in pairs) / len(pairs), 4),
         "prompts": len(rows),
+        "timed_prompts": len(some),
         "new_tokens": max_new_tokens,
         "repetitive_prompts": sum(loops),
-        "tree_nodes": max(step.nodes for g in greedy.drafted for step in g.steps),
+        "tree_nodes": max(step.nodes for g in greedy for step in g.steps),
         "step_seconds": {stage: round(seconds / steps, 6) for stage, seconds in stages.seconds.items()},
     }

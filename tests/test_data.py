@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from heads.eagle3 import Eagle3Head
+from inference import generate
 from inference.evaluate import distinct
 from train import data, losses, stdlib, trainer
 from train.data import Document, Packed
@@ -80,6 +81,24 @@ def test_prompts_start_at_lines_and_have_their_length(target):
     assert len(rows) == 6 and all(len(row) == 20 for row in rows)
     starts = {line for line in TEXT.splitlines(keepends=True)}
     assert all(any(target.tokenizer.decode(row).startswith(line) for line in starts) for row in rows)
+
+
+def test_the_target_writes_its_own_training_text(target, tmp_path):
+    text = Document(torch.randint(1, 300, (400,)).tolist(), [True] * 400)
+    corpus = data.Corpus([text], [], [], {})
+    file = tmp_path / "written.json"
+    written = data.written_by(target, corpus, 100, 1, file, begin=16, new=20)
+    assert len(written.train) == 5 and written.card["written_by_target"] >= 5
+    greedy = 0
+    for document in written.train:
+        begin = document.tokens[:16]
+        assert any(text.tokens[at : at + 16] == begin for at in range(400)) and not any(document.supervised[:16])
+        plain = generate(target, None, torch.tensor([begin]), max_new_tokens=20).new_tokens[0]
+        greedy += document.tokens[16:] == plain
+        assert all(document.supervised[16:])
+    assert greedy == 3  # every other row, the first one among them
+    again = data.written_by(target, corpus, 100, 2, file, begin=16, new=20)
+    assert again.train == written.train and again.card == written.card
 
 
 def test_losses_are_what_they_say():

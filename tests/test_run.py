@@ -55,6 +55,7 @@ SMALL = [
     "target=hf",
     "target.device=cpu",
     "length=64",
+    "written=0",
     "trainer.per_device_train_batch_size=4",
     "trainer.logging_steps=1",
     "trainer.warmup_steps=2",

@@ -1,6 +1,7 @@
 """From files to packed rows of tokens. Split by file: what measures was never trained on."""
 
 import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from heads.target import Target
+from inference.engine import generate
 from train import stdlib
+
+WRITERS = 256  # rows that the target writes at once, half of them greedily
 
 
 class Document(NamedTuple):
@@ -80,6 +85,48 @@ def corpus(
         raise ValueError(f"the data ({card['source']}) gives no tokens to train on")
     digest = hashlib.sha256("\0".join(train).encode()).hexdigest()[:16]
     return Corpus(documents, validation, test, card | {"documents": len(documents), "tokens": tokens, "hash": digest})
+
+
+def written_by(
+    target: Target, data: Corpus, tokens: int, seed: int, file: Path, begin: int = 32, new: int = 224
+) -> Corpus:
+    """The same corpus with training text that the target wrote itself: at least `tokens` of it, in rows of `new` behind
+    beginnings of `begin` tokens from the documents. Only what it wrote is supervised.
+
+    A head drafts what its target writes, not what people wrote; on text of the latter kind it learns to draft neither. Every
+    other row is greedy, the rest is sampled at temperature 1, so that both uses are covered. file: where the rows are
+    kept, so that a run that goes on need not write them again.
+    """
+    if file.exists():
+        documents = [
+            Document(row, [False] * begin + [True] * (len(row) - begin)) for row in json.loads(file.read_text())
+        ]
+        return data._replace(train=documents, card=data.card | {"written_by_target": count_written(documents)})
+    places = [(number, at) for number, d in enumerate(data.train) for at in range(0, len(d.tokens) - begin + 1, begin)]
+    if not places:
+        raise ValueError(
+            f"no training document has {begin} tokens for the target to go on from; written=0 trains on them as is"
+        )
+    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).tolist()
+    wanted = max(1, -(-tokens // new))
+    documents = []
+    for first in range(0, wanted, WRITERS):
+        chosen = [places[order[i % len(order)]] for i in range(first, min(first + WRITERS, wanted))]
+        rows = torch.tensor([data.train[number].tokens[at : at + begin] for number, at in chosen], device=target.device)
+        for temperature, part in ((0.0, rows[::2]), (1.0, rows[1::2])):
+            if len(part):
+                out = generate(target, None, part, max_new_tokens=new, temperature=temperature, seed=seed + first)
+                for row, text in zip(part.tolist(), out.new_tokens, strict=True):
+                    documents.append(Document(row + text, [False] * begin + [True] * len(text)))
+        print(f"the target has written {len(documents)} of {wanted} rows", flush=True)
+    half = file.with_suffix(".part")
+    half.write_text(json.dumps([document.tokens for document in documents]))
+    half.rename(file)  # whole or not at all
+    return data._replace(train=documents, card=data.card | {"written_by_target": count_written(documents)})
+
+
+def count_written(documents: list[Document]) -> int:
+    return sum(sum(document.supervised) for document in documents)
 
 
 def count_tokens(documents: list[Document], vocab: int) -> Tensor:

@@ -32,7 +32,7 @@ FORMATS = {
 def check_settings(target: Target, data: Corpus, settings: Any) -> None:
     """Raise ValueError, before anything is trained, for what would stop the measurements. settings: conf/evaluate."""
     assert target.tokenizer is not None
-    for name in ("prompts", "prompt_tokens", "new_tokens"):
+    for name in ("prompts", "timed_prompts", "prompt_tokens", "new_tokens"):
         if settings[name] < 1:
             raise ValueError(f"evaluate.{name}={settings[name]} must be at least 1")
     length = settings.prompt_tokens
@@ -92,7 +92,7 @@ def measure(target: Target, directory: Path, data: Corpus, settings: Any) -> tup
     assert target.tokenizer is not None
     rows = prompts(target.tokenizer, data.test, settings.prompts, settings.prompt_tokens)
     drafter = load_drafter(str(directory), target)
-    metrics = evaluate(target, drafter, rows, settings.new_tokens)
+    metrics = evaluate(target, drafter, rows, settings.new_tokens, settings.timed_prompts)
     metrics |= {"identical_greedy": None, "identical_sampled": None}
     if settings.proof:
         exact = float32(target)

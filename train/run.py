@@ -26,13 +26,14 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and training reads text: save one beside it")
     data: text.Corpus = instantiate(cfg.data, tokenizer=target.tokenizer)
     prove.check_settings(target, data, cfg.evaluate)
-    more: dict[str, Any] = {}
-    if "draft_vocab_size" in cfg.head:
-        more["counts"] = text.count_tokens(data.train, target.vocab_size)
+    counts = text.count_tokens(data.train, target.vocab_size)
+    more: dict[str, Any] = {"counts": counts} if "draft_vocab_size" in cfg.head else {}
     head = instantiate(cfg.head, target=target, **more)
     parameters = sum(parameter.numel() for parameter in head.parameters())
     # Two checkpoints of weights and two AdamW moments in float32, and the head itself.
     directory, checkpoint = open_directory(cfg, need_bytes=2 * 3 * 4 * parameters + 2 * parameters + 2**20)
+    if cfg.written:
+        data = text.written_by(target, data, cfg.written, cfg.seed, directory / "written.json")
     print(f"{head.kind}: {parameters:,} parameters for {target.name}; {data.card}", flush=True)
 
     def validate() -> float:
@@ -50,6 +51,7 @@ def main(cfg: DictConfig) -> None:
             cfg.trainer, use_cpu=target.device.type == "cpu", remove_unused_columns=False, disable_tqdm=True
         ),
         train_dataset=text.Packed(data.train, cfg.length, cfg.seed),
+        build_optimizer=instantiate(cfg.optimizer),
         callbacks=[stop, Progress(), Measure(cfg.evaluate.eval_steps, validate)],
     )
     trainer.remove_callback(PrinterCallback)

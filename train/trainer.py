@@ -42,11 +42,16 @@ class Lesson(nn.Module):
         states = [out.flatten(0, 1)[rows] for out in outs]
         last = last.roll(-1, dims=1).flatten(0, 1)[rows]  # the answer for slot p is what the target says at p + 1
         size = max(1, CHUNK // self.target.vocab_size)
+        # Where all depths' logits are small there is nothing to save by computing them twice.
+        small = len(rows) * len(outs) * self.target.vocab_size <= 16 * CHUNK
         sums = torch.zeros(3, len(outs), device=tokens.device)
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             chunk = [state[part] for state in states]
-            sums = sums + checkpoint(self.compare, last[part], counted[:, part], *chunk, use_reentrant=False)
+            if small:
+                sums = sums + self.compare(last[part], counted[:, part], *chunk)
+            else:
+                sums = sums + checkpoint(self.compare, last[part], counted[:, part], *chunk, use_reentrant=False)
         losses, hits, learnt = sums
         weights = self.depth_decay ** torch.arange(len(outs), device=tokens.device)
         loss = (weights * losses / learnt.clamp(min=1)).sum()
@@ -104,9 +109,22 @@ class Lesson(nn.Module):
 class HeadTrainer(Trainer):
     """Logs, besides the loss, the share of drafts the target agrees with per depth, and tokens per second."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    optimizer: Any
+
+    def __init__(self, *args: Any, build_optimizer: Callable[..., torch.optim.Optimizer], **kwargs: Any):
+        """build_optimizer: one of train/optimizer.py; the schedule stays with the trainer's arguments."""
         super().__init__(*args, **kwargs)
+        self.build_optimizer = build_optimizer
         self.forget()
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            lesson: Any = model or self.model
+            ids = lesson.head.draft_ids
+            vocabularies = {lesson.target.vocab_size} | (set() if ids is None else {len(ids)})
+            betas = (self.args.adam_beta1, self.args.adam_beta2)
+            self.optimizer = self.build_optimizer(lesson, vocabularies, self.args.learning_rate, betas)
+        return self.optimizer
 
     def forget(self) -> None:
         self.hits: Tensor | float = 0.0
