@@ -110,7 +110,7 @@ def headline(metrics: dict) -> str:
         value = percent(worst) if 0 < worst < 1 else identical(worst)
         notes = (f"{how}: {identical(share)}" for how, share in same.items())
         kind = "good" if worst == 1 else "bad"
-        tiles.append(tile("Identical output", value, "compared with plain decoding", *notes, kind=kind))
+        tiles.append(tile("Identical output", value, "as plain decoding in float32", *notes, kind=kind))
     return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
 
 

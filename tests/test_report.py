@@ -33,7 +33,7 @@ METRICS: dict = {
     "peak_memory_bytes": 2.71e9,
     "parameters": 3_412_000,
     "device": "cpu, test machine",
-    "dtype": "float32",
+    "dtype": "bfloat16",
     "date": "2025-11-20",
     "command": "python train/run.py seed=0",
     "versions": {"torch": "2.13.0"},
@@ -55,7 +55,7 @@ SHOWN = {
     "peak_memory_bytes": "2.71 GB",
     "parameters": "3.41 M",
     "device": "cpu, test machine",
-    "dtype": "float32",
+    "dtype": "bfloat16",
     "date": "2025-11-20",
 }
 FLOATS = {key for key, value in METRICS.items() if isinstance(value, float)}
@@ -367,7 +367,7 @@ def test_card_has_the_measured_numbers_and_no_others():
     measured = {"4.54", "2.97", "4.87", "2.26", "312", "138", "57", "9", "3", "34", "6,543", "2.71", "3.41", "2025"}
     card = model_card(METRICS, HEAD, {"source": "stdlib", "tokens": 812_345})
     assert numbers(body(card).replace("2.26x", "2.26")) == shares | step | measured | {"812345"}
-    assert "python train/run.py seed=0" in card and "cpu, test machine" in card and "float32" in card
+    assert "python train/run.py seed=0" in card and "cpu, test machine" in card and "bfloat16" in card
 
 
 def test_card_of_an_unmeasured_head_claims_nothing():
