@@ -341,9 +341,9 @@ def test_a_run_that_was_stopped_while_measuring_only_measures(whole, eagle: list
 def test_an_unfinished_run_is_not_gone_on_with_under_another_config(stopped: Stopped, eagle, here, tmp_path: Path):
     shutil.copytree(stopped.copy, tmp_path / "out")
     before = sorted(tmp_path.rglob("*"))
-    ended = here(*eagle, "output_dir=out", "trainer.learning_rate=0.01")
+    ended = here(*eagle, "output_dir=out", "trainer.learning_rate=0.02")
     assert complaint(ended) == (
-        "output_dir=out holds an unfinished run with another config (trainer.learning_rate is 0.002 there, 0.01 here): "
+        "output_dir=out holds an unfinished run with another config (trainer.learning_rate is 0.01 there, 0.02 here): "
         "give another output_dir, the old settings to go on, or delete out/checkpoints"
     )
     assert sorted(tmp_path.rglob("*")) == before
