@@ -1,4 +1,4 @@
-"""Decoding speed against transformers, in one run on one target:  python scripts/bench_decode.py head=outputs/eagle3/head
+"""Decoding speed against transformers, in one run on one target:  python scripts/bench_decode.py heads=[outputs/eagle3/head]
 
 Every contender decodes the same prompts, one prompt at a time, all of them in turn on each prompt, so that a change of the
 machine's speed meets all alike. Then where a step's time goes, and what `keep` costs at a short and a long context.
@@ -35,7 +35,7 @@ def main(cfg: DictConfig) -> None:
         "plain": {},
         "ngram": {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3},
     }
-    for path in cfg.head or []:
+    for path in cfg.heads or []:
         ours[path] = load_drafter(path, target)
         ours[f"{path}, auto"] = load_drafter(path, target, tree="auto")
     if cfg.draft_model:
