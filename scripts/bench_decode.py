@@ -18,7 +18,7 @@ from heads import Target
 from inference import generate, load_drafter
 from inference.drafters import DraftModel, NgramDrafter
 from inference.drafters.base import Drafter
-from inference.evaluate import REPETITIVE, acceptance, distinct
+from inference.evaluate import REPETITIVE, acceptance, distinct, run
 from train.data import prompts
 from train.entry import entry
 
@@ -101,12 +101,29 @@ def main(cfg: DictConfig) -> None:
         whole = sum(out.seconds.values())
         shares = "  ".join(f"{stage} {value / whole:.0%}" for stage, value in out.seconds.items())
         print(f"{name:40} {1e3 * whole / len(out.steps):6.2f} ms a step: {shares}")
+    for path in cfg.heads or []:
+        results[f"{path}, rules"] = compare_rules(target, ours[path], [rows[i] for i in kept], cfg.new_tokens)
     for context in (100, 1900):
         taken = keep_seconds(target, context)
         results[f"keep at {context}"] = taken
         print(f"keep at {context:5} tokens of context: {1e6 * taken:.0f} us")
     if cfg.output:
         Path(cfg.output).write_text(json.dumps(results, indent=2) + "\n")
+
+
+def compare_rules(target: Target, drafter: Drafter | None, rows: list[list[int]], new_tokens: int) -> dict[str, float]:
+    """Acceptance length at temperature 1 by the coupled rule and by EAGLE-2's, beside greedy."""
+    settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1}
+    ways = {
+        "greedy": {},
+        "coupled": {"temperature": 1.0},
+        "eagle-2": {"temperature": 1.0, "rule": "tree_deterministic"},
+    }
+    found = {name: round(acceptance(run(target, drafter, rows, **settings, **way)), 3) for name, way in ways.items()}
+    print(
+        f"acceptance length: T=0 {found['greedy']:.2f}, T=1 coupled {found['coupled']:.2f}, by EAGLE-2's rule {found['eagle-2']:.2f}"
+    )
+    return found
 
 
 @torch.inference_mode()
