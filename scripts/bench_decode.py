@@ -114,15 +114,14 @@ def main(cfg: DictConfig) -> None:
 def compare_rules(target: Target, drafter: Drafter | None, rows: list[list[int]], new_tokens: int) -> dict[str, float]:
     """Acceptance length at temperature 1 by the coupled rule and by EAGLE-2's, beside greedy."""
     settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1}
-    ways = {
+    ways: dict[str, dict[str, Any]] = {
         "greedy": {},
         "coupled": {"temperature": 1.0},
         "eagle-2": {"temperature": 1.0, "rule": "tree_deterministic"},
     }
     found = {name: round(acceptance(run(target, drafter, rows, **settings, **way)), 3) for name, way in ways.items()}
-    print(
-        f"acceptance length: T=0 {found['greedy']:.2f}, T=1 coupled {found['coupled']:.2f}, by EAGLE-2's rule {found['eagle-2']:.2f}"
-    )
+    greedy, coupled, classical = found.values()
+    print(f"acceptance length: T=0 {greedy:.2f}, T=1 coupled {coupled:.2f}, by EAGLE-2's rule {classical:.2f}")
     return found
 
 
