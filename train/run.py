@@ -14,6 +14,7 @@ from inference.evaluate import run as decode
 from train import data as text
 from train import prove
 from train.entry import entry
+from train.memory import keep_freed
 from train.session import Measure, Progress, StopOnSignal, end_of_training, open_directory, seconds_of
 from train.trainer import HeadTrainer, Lesson
 
@@ -21,6 +22,7 @@ from train.trainer import HeadTrainer, Lesson
 @entry("train")
 def main(cfg: DictConfig) -> None:
     set_seed(cfg.seed)
+    keep_freed()
     target = instantiate(cfg.target)
     if target.tokenizer is None:
         raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and training reads text: save one beside it")
