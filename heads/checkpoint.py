@@ -16,15 +16,17 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from heads import adapter
 from heads.base import DraftHead
 from heads.eagle import EagleHead
 from heads.eagle3 import Eagle3Head
+from heads.hydra import HydraHead
 from heads.medusa import MedusaHead
 from heads.target import Target
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 SMALL = 1 << 22  # parameters; 16 MB in float32
-PUBLISHED: tuple[type[DraftHead], ...] = (Eagle3Head, EagleHead, MedusaHead)
+PUBLISHED: tuple[type[DraftHead], ...] = (Eagle3Head, EagleHead, MedusaHead, HydraHead)
 
 
 def head_class(config: dict, where: str) -> type[DraftHead]:
@@ -77,6 +79,8 @@ def save_head(head: DraftHead, directory: str | Path, target: Target, **facts: A
     try:
         save_file(weights, directory / WEIGHTS, metadata={"format": "pt"})
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        if len(adapter.layers(target)):
+            adapter.save(target, directory)
     except SafetensorError as error:  # safetensors reports a full disk in words only
         if "No space left" in str(error) or "os error 28" in str(error):
             raise OSError(errno.ENOSPC, "no space left on device", str(directory)) from error
@@ -109,7 +113,8 @@ def read_config(directory: Path) -> dict:
 
 
 def load_head(path: str | Path, target: Target, dtype: torch.dtype | None = None) -> DraftHead:
-    """The head in a directory or on the Hub, checked against `target`, on the target's device, for inference.
+    """The head in a directory or on the Hub, checked against `target`, on the target's device, for inference. An adapter
+    beside it (Medusa-2) is put on the target, whose text it changes.
 
     dtype: None takes the one that it drafts fastest in (`drafting_dtype`). Raises ValueError that names what is missing, left over or of another shape.
     """
@@ -138,6 +143,12 @@ def load_head(path: str | Path, target: Target, dtype: torch.dtype | None = None
     if problems:
         raise ValueError(f"{directory / WEIGHTS}: " + "; ".join(problems[:5]) + (" ..." if len(problems) > 5 else ""))
     head.load_state_dict({names[name]: tensor for name, tensor in weights.items()})
+    if (directory / adapter.CONFIG).is_file():
+        adapter.load(target, directory)
+    elif len(adapter.layers(target)):
+        raise ValueError(
+            f"{target.name} has an adapter on it, which the head in {directory} does not know: load it anew"
+        )
     head.bind(target)
     check_fit(config, head, target, directory)
     return head.to(target.device, dtype or drafting_dtype(head, target)).eval().requires_grad_(False)
