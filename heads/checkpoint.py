@@ -116,7 +116,8 @@ def load_head(path: str | Path, target: Target, dtype: torch.dtype | None = None
     """The head in a directory or on the Hub, checked against `target`, on the target's device, for inference. An adapter
     beside it (Medusa-2) is put on the target, whose text it changes.
 
-    dtype: None takes the one that it drafts fastest in (`drafting_dtype`). Raises ValueError that names what is missing, left over or of another shape.
+    dtype: None takes the one that it drafts fastest in (`drafting_dtype`). Raises ValueError that names what is missing, left
+    over or of another shape.
     """
     directory = find(path)
     config = read_config(directory)
