@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from heads import adapter
 from heads.base import DraftHead
 from heads.card import model_card
 from heads.checkpoint import save_head
@@ -22,11 +23,6 @@ from inference.report import RunRecord, Sample, table, write_report
 from train import parity
 from train.data import Corpus, Packed, corpus, prompts
 from train.trainer import Lesson
-
-FORMATS = {
-    "eagle3": "EAGLE-3 as SafeAILab, vLLM and SGLang read it (LlamaForCausalLMEagle3)",
-    "medusa": "Medusa-1 as FasterDecoding names its weights, in safetensors",
-}
 
 
 def check_settings(target: Target, data: Corpus, settings: Any) -> None:
@@ -67,6 +63,7 @@ def save_final(lesson: Lesson, directory: Path, data: Corpus, length: int) -> fl
     The rounding comes first, so that what is measured and checked is what is shipped.
     """
     head, target = lesson.head.eval(), lesson.target
+    head.finish()
     shipped = torch.float32 if not target.dtype.is_floating_point else target.dtype
     head.to(shipped)
     facts: dict[str, Any] = {}
@@ -176,7 +173,8 @@ def publish(
         "layers": head.layers,
         "draft_vocab_size": None if head.draft_ids is None else len(head.draft_ids),
         "license": None,
-        "format": FORMATS[head.kind],
+        "format": head.format,
+        "adapter": (directory / "head" / adapter.CONFIG).is_file(),
     }
     (directory / "head" / "README.md").write_text(model_card(metrics, facts, data.card))
     title = f"{head.kind} for {metrics['target']}"

@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from transformers import PrinterCallback, set_seed
 
+from heads.vocab import coverage
 from inference.drafters import drafter_for
 from inference.evaluate import acceptance
 from inference.evaluate import run as decode
@@ -16,7 +17,7 @@ from train import prove
 from train.entry import entry
 from train.memory import keep_freed
 from train.session import Measure, Progress, StopOnSignal, end_of_training, open_directory, seconds_of
-from train.trainer import HeadTrainer, Lesson
+from train.trainer import HeadTrainer
 
 
 @entry("train")
@@ -36,6 +37,11 @@ def main(cfg: DictConfig) -> None:
     directory, checkpoint = open_directory(cfg, need_bytes=2 * 3 * 4 * parameters + 2 * parameters + 2**20)
     if cfg.written:
         data = text.written_by(target, data, cfg.written, cfg.seed, directory / "written.json")
+    if head.pruned:  # by what the target writes, which is what the head will draft
+        counts = text.count_tokens(data.train, target.vocab_size)
+        head.start_projections(target, counts)
+        named = f"{len(head.draft_ids):,} of {target.vocab_size:,} tokens"
+        print(f"draft vocabulary: {named}, {coverage(counts, head.draft_ids):.2%} of the training text", flush=True)
     print(f"{head.kind}: {parameters:,} parameters for {target.name}; {data.card}", flush=True)
 
     def validate() -> float:
@@ -45,7 +51,7 @@ def main(cfg: DictConfig) -> None:
         head.train()
         return length
 
-    lesson = Lesson(head, target, instantiate(cfg.loss), cfg.depth_decay)
+    lesson = instantiate(cfg.lesson, head=head, target=target, loss=instantiate(cfg.loss))
     stop = StopOnSignal()
     trainer = HeadTrainer(
         model=lesson,
