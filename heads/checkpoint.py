@@ -1,8 +1,4 @@
-"""Heads on disk: a directory with model.safetensors and config.json. Strict: every key and shape is accounted for.
-
-A head that is read with a key missing or left over drafts garbage and says nothing (acceptance 0.000 in a published
-engine), so both are errors here that name the key and the remedy.
-"""
+"""Save a head, and load one: ours or a published one, from a directory or the Hub, checked against its target."""
 
 import errno
 import hashlib
@@ -11,28 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from heads import formats
 from heads.base import DraftHead
 from heads.eagle3 import Eagle3Head
+from heads.formats.files import CONFIG, SAFE, read_config
+from heads.hub import find
 from heads.medusa import MedusaHead
 from heads.target import Target
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
-
-
-def head_class(config: dict, where: str) -> type[DraftHead]:
-    """Which head a config.json describes."""
-    if "LlamaForCausalLMEagle3" in config.get("architectures", []):
-        return Eagle3Head
-    if "medusa_num_heads" in config:
-        return MedusaHead
-    raise ValueError(
-        f"{where} describes no head that is known here (architectures {config.get('architectures')}): "
-        "an EAGLE-3 config names LlamaForCausalLMEagle3, a Medusa config has medusa_num_heads"
-    )
+WEIGHTS = SAFE[0]
 
 
 def fingerprint(target: Target) -> dict:
@@ -45,15 +31,25 @@ def fingerprint(target: Target) -> dict:
 
 def save_head(head: DraftHead, directory: str | Path, target: Target, **facts: Any) -> None:
     """Write model.safetensors and config.json. `facts` (JSON values) go under "foretoken", beside what loading uses."""
+    write_head(head, directory, target, formats.own(head), (WEIGHTS,), **facts)
+
+
+def write_head(
+    head: DraftHead, directory: str | Path, target: Target, form: formats.Format, files: tuple[str, ...], **facts: Any
+) -> None:
+    """Write a head in layout `form`, its weights under each name of `files`. Raises OSError where the disk is full."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
-    config = head.to_config()
+    weights, config = form.weights_of(head, target), form.config_of(head, target)
     config["dtype"] = str(head.dtype).removeprefix("torch.")
     own = {"kind": head.kind, "depth": head.depth, "target": fingerprint(target)}
     config["foretoken"] = own | config.get("foretoken", {}) | facts
     try:
-        save_file(weights, directory / WEIGHTS, metadata={"format": "pt"})
+        for name in files:
+            if name.endswith(".safetensors"):
+                save_file(weights, directory / name, metadata={"format": "pt"})
+            else:
+                torch.save(weights, directory / name)
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     except SafetensorError as error:  # safetensors reports a full disk in words only
         if "No space left" in str(error) or "os error 28" in str(error):
@@ -61,79 +57,55 @@ def save_head(head: DraftHead, directory: str | Path, target: Target, **facts: A
         raise
 
 
-def find(path_or_id: str | Path) -> Path:
-    """The directory of a head: itself, or the Hub's copy of `org/name`."""
-    path = Path(path_or_id)
-    if path.is_dir():
-        return path
-    name = str(path_or_id)
-    if name.count("/") != 1 or name.startswith((".", "/")):
-        raise ValueError(f"head {name} is neither a directory nor a Hub id like org/name")
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.md"]))
-    except Exception as error:
-        raise ValueError(f"head {name} is no directory here, and the Hub does not give it: {error}") from error
+def read_head(path: str | Path, target: Target) -> DraftHead:
+    """The head in a directory or on the Hub, on the CPU, in the dtype it was stored in.
 
-
-def read_config(directory: Path) -> dict:
-    try:
-        return json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(
-            f"{directory} holds no {CONFIG}: give the directory that training wrote (<output_dir>/head)"
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{directory / CONFIG} is not JSON: {error}") from error
+    Raises ValueError that names what is missing, left over, of another shape, or at odds with `target`.
+    """
+    found = formats.read(find(path))
+    head = formats.build(formats.recognise(found), found, target)
+    check_fit(found, head, target)
+    return head
 
 
 def load_head(path: str | Path, target: Target, dtype: torch.dtype | None = None) -> DraftHead:
-    """The head in a directory or on the Hub, checked against `target`, on the target's device, for inference.
-
-    dtype: None takes the target's. Raises ValueError that names what is missing, left over or of another shape.
-    """
-    directory = find(path)
-    config = read_config(directory)
-    kind = head_class(config, str(directory / CONFIG))
-    try:
-        head = kind.from_config(config)
-    except KeyError as error:
-        raise ValueError(f"{directory / CONFIG} has no {error}, which a {kind.kind} head needs") from None
-    try:
-        weights = load_file(directory / WEIGHTS)
-    except FileNotFoundError:
-        raise ValueError(f"{directory} holds no {WEIGHTS}") from None
-    except SafetensorError as error:
-        raise ValueError(f"{directory / WEIGHTS} is damaged or no safetensors file: {error}") from error
-    wanted = head.state_dict()
-    problems = [f"{name} is missing" for name in sorted(wanted.keys() - weights.keys())]
-    problems += [f"{name} belongs to no layer of this head" for name in sorted(weights.keys() - wanted.keys())]
-    problems += [
-        f"{name} is {tuple(weights[name].shape)} where {CONFIG} asks for {tuple(wanted[name].shape)}"
-        for name in sorted(wanted.keys() & weights.keys())
-        if wanted[name].shape != weights[name].shape
-    ]
-    if problems:
-        raise ValueError(f"{directory / WEIGHTS}: " + "; ".join(problems[:5]) + (" ..." if len(problems) > 5 else ""))
-    head.load_state_dict(weights)
-    check_fit(config, head, target, directory)
-    return head.to(target.device, dtype or target.dtype).eval().requires_grad_(False)
+    """The head of `read_head` on the target's device, for inference. dtype: None takes the target's."""
+    return read_head(path, target).to(target.device, dtype or target.dtype).eval().requires_grad_(False)
 
 
-def check_fit(config: dict, head: DraftHead, target: Target, directory: Path) -> None:
+def check_fit(found: formats.Found, head: DraftHead, target: Target) -> None:
     """Raise ValueError where the head and this target disagree, saying which side says what."""
-    saved, now = config.get("foretoken", {}).get("target", {}), fingerprint(target)
+    saved, now = found.config.get("foretoken", {}).get("target", {}), fingerprint(target)
     problems = [
         f"{name}: the head was trained for {saved[name]}, the target has {now[name]}"
         for name in ("vocab_size", "hidden_size", "num_layers", "embedding_digest")
         if name in saved and saved[name] != now[name]
     ]
     if isinstance(head, Eagle3Head):
-        facts = target.config.to_dict()
-        for name in ("hidden_size", "vocab_size", "rope_parameters"):
-            ours, theirs = getattr(head.config, name), facts.get(name)
-            if theirs is not None and ours != theirs:
-                problems.append(f"{name}: the head says {ours}, the target {theirs}")
-        if max(head.layers) > target.num_layers:
-            problems.append(f"the head reads hidden state {max(head.layers)}, the target has 0..{target.num_layers}")
+        problems += [f"{name}: the head says {ours}, the target {theirs}" for name, ours, theirs in disagreements(head, target)]
+    if isinstance(head, MedusaHead) and head.layers != [target.num_layers]:
+        problems.append(f"the head reads hidden states {head.layers}, a Medusa head the last, {target.num_layers}")
     if problems:
-        raise ValueError(f"the head in {directory} does not fit {target.name}: " + "; ".join(dict.fromkeys(problems)))
+        raise ValueError(f"the head in {found.where} does not fit {target.name}: " + "; ".join(dict.fromkeys(problems)))
+
+
+def disagreements(head: Eagle3Head, target: Target) -> list[tuple[str, Any, Any]]:
+    """(name, the head's, the target's) of each shared setting that differs. A context of 2,048 left in a head's config, or
+    another rope, costs acceptance and shows nowhere else."""
+    facts, ours = target.config.to_dict(), head.config.to_dict()
+    found = []
+    for name in ("hidden_size", "vocab_size", "max_position_embeddings", "rope_parameters"):
+        mine, theirs = ours[name], facts.get(name)
+        if name == "rope_parameters" and theirs is not None:
+            mine, theirs = tidy(mine), tidy(theirs)
+        if theirs is not None and mine != theirs:
+            found.append((name, mine, theirs))
+    return found
+
+
+def tidy(rope: dict[str, Any]) -> dict[str, Any]:
+    """Without the old spelling of rope_type, and without what is not set."""
+    return {name: value for name, value in rope.items() if name != "type" and value is not None}
+
+
+__all__ = ["check_fit", "find", "fingerprint", "load_head", "read_config", "read_head", "save_head", "write_head"]
