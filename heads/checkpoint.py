@@ -7,6 +7,7 @@ engine), so both are errors here that name the key and the remedy.
 import errno
 import hashlib
 import json
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,36 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from heads.base import DraftHead
+from heads.eagle import EagleHead
 from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
 from heads.target import Target
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+PUBLISHED: tuple[type[DraftHead], ...] = (Eagle3Head, EagleHead, MedusaHead)
 
 
 def head_class(config: dict, where: str) -> type[DraftHead]:
-    """Which head a config.json describes."""
-    if "LlamaForCausalLMEagle3" in config.get("architectures", []):
-        return Eagle3Head
-    if "medusa_num_heads" in config:
-        return MedusaHead
-    raise ValueError(
-        f"{where} describes no head that is known here (architectures {config.get('architectures')}): "
-        "an EAGLE-3 config names LlamaForCausalLMEagle3, a Medusa config has medusa_num_heads"
-    )
+    """The class that a config.json of foretoken's names, or whose published format it is in.
+
+    Only what is installed here can be named: no code ever comes with the files.
+    """
+    name = config.get("foretoken", {}).get("class")
+    if name is None:
+        for kind in PUBLISHED:
+            if kind.describes(config):
+                return kind
+        raise ValueError(
+            f"{where} describes no head that is known here (architectures {config.get('architectures')}): "
+            "an EAGLE-3 config names LlamaForCausalLMEagle3, a Medusa config has medusa_num_heads"
+        )
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{where} asks for the head class {name}, which is not installed here: {error}") from None
+    if not (isinstance(found, type) and issubclass(found, DraftHead)):
+        raise ValueError(f"{where} asks for the head class {name}, which is no DraftHead")
+    return found
 
 
 def fingerprint(target: Target) -> dict:
@@ -47,10 +61,17 @@ def save_head(head: DraftHead, directory: str | Path, target: Target, **facts: A
     """Write model.safetensors and config.json. `facts` (JSON values) go under "foretoken", beside what loading uses."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in head.state_dict().items()}
+    state = head.state_dict()
+    weights = {name: state[ours].detach().cpu().contiguous() for name, ours in head.disk_names().items()}
     config = head.to_config()
     config["dtype"] = str(head.dtype).removeprefix("torch.")
-    own = {"kind": head.kind, "depth": head.depth, "target": fingerprint(target)}
+    kind = type(head)
+    own = {
+        "kind": kind.kind,
+        "class": f"{kind.__module__}:{kind.__qualname__}",
+        "depth": head.depth,
+        "target": fingerprint(target),
+    }
     config["foretoken"] = own | config.get("foretoken", {}) | facts
     try:
         save_file(weights, directory / WEIGHTS, metadata={"format": "pt"})
@@ -104,7 +125,8 @@ def load_head(path: str | Path, target: Target, dtype: torch.dtype | None = None
         raise ValueError(f"{directory} holds no {WEIGHTS}") from None
     except SafetensorError as error:
         raise ValueError(f"{directory / WEIGHTS} is damaged or no safetensors file: {error}") from error
-    wanted = head.state_dict()
+    names, state = head.disk_names(), head.state_dict()
+    wanted = {name: state[ours] for name, ours in names.items()}
     problems = [f"{name} is missing" for name in sorted(wanted.keys() - weights.keys())]
     problems += [f"{name} belongs to no layer of this head" for name in sorted(weights.keys() - wanted.keys())]
     problems += [
@@ -114,7 +136,8 @@ def load_head(path: str | Path, target: Target, dtype: torch.dtype | None = None
     ]
     if problems:
         raise ValueError(f"{directory / WEIGHTS}: " + "; ".join(problems[:5]) + (" ..." if len(problems) > 5 else ""))
-    head.load_state_dict(weights)
+    head.load_state_dict({names[name]: tensor for name, tensor in weights.items()})
+    head.bind(target)
     check_fit(config, head, target, directory)
     return head.to(target.device, dtype or target.dtype).eval().requires_grad_(False)
 
@@ -127,13 +150,6 @@ def check_fit(config: dict, head: DraftHead, target: Target, directory: Path) ->
         for name in ("vocab_size", "hidden_size", "num_layers", "embedding_digest")
         if name in saved and saved[name] != now[name]
     ]
-    if isinstance(head, Eagle3Head):
-        facts = target.config.to_dict()
-        for name in ("hidden_size", "vocab_size", "rope_parameters"):
-            ours, theirs = getattr(head.config, name), facts.get(name)
-            if theirs is not None and ours != theirs:
-                problems.append(f"{name}: the head says {ours}, the target {theirs}")
-        if max(head.layers) > target.num_layers:
-            problems.append(f"the head reads hidden state {max(head.layers)}, the target has 0..{target.num_layers}")
+    problems += head.misfits(target)
     if problems:
         raise ValueError(f"the head in {directory} does not fit {target.name}: " + "; ".join(dict.fromkeys(problems)))
