@@ -66,6 +66,8 @@ class DraftHead(nn.Module, ABC):
     kind: ClassVar[str]
     recurrent: ClassVar[bool]  # does a draft depend on the drafts before it (EAGLE), or only on the text (Medusa)?
     cache_layers: ClassVar[int] = 0  # layers of keys and values that it keeps of the text
+    format: ClassVar[str] = "foretoken's own"  # of its files, for people
+    renamed: ClassVar[dict[str, str]] = {}  # beginnings of weights' names, here and on disk, where these differ
     layers: list[int]  # which hidden states it reads, numbered as in heads/target.py
     depth: int  # deepest draft that it was trained for
 
@@ -82,6 +84,26 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def to_config(self) -> dict:
         """What config.json needs so that `from_config`, and the engines that read this format, rebuild the head."""
+
+    @classmethod
+    def describes(cls, config: dict) -> bool:
+        """Is this the config.json of such a head in its published format, whoever wrote it?"""
+        return False
+
+    def bind(self, target: Target) -> None:
+        """Take hold of what the head borrows of the target and does not save. Comes before any use of the head."""
+
+    def misfits(self, target: Target) -> list[str]:
+        """Where the head and this target disagree, in words; a shape that differs is found without its help."""
+        return []
+
+    def disk_names(self) -> dict[str, str]:
+        """{name on disk: name here} of every weight."""
+        names = {}
+        for name in self.state_dict():
+            found = next((pair for pair in self.renamed.items() if name.startswith(pair[0])), ("", ""))
+            names[found[1] + name.removeprefix(found[0])] = name
+        return names
 
     @abstractmethod
     def forward(self, features: Tensor, embeddings: Tensor, text: Text) -> list[Tensor]:
@@ -105,6 +127,11 @@ class DraftHead(nn.Module, ABC):
         (batch, nodes, keys) bool: its text and its ancestors.
         """
         raise NotImplementedError(f"a {self.kind} head drafts all depths at once")
+
+    def drafts(self, features: Tensor) -> Tensor:
+        """Drafting, other heads only: logits of all depths (batch, depth, draft vocab), from the features (batch, width) of
+        the newest position."""
+        raise NotImplementedError(f"a {self.kind} head drafts depth by depth")
 
     @abstractmethod
     def logits(self, hidden: Tensor, depth: int) -> Tensor:

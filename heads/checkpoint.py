@@ -12,10 +12,8 @@ from safetensors.torch import save_file
 
 from heads import formats
 from heads.base import DraftHead
-from heads.eagle3 import Eagle3Head
 from heads.formats.files import CONFIG, SAFE, read_config
 from heads.hub import find
-from heads.medusa import MedusaHead
 from heads.target import Target
 
 WEIGHTS = SAFE[0]
@@ -42,7 +40,12 @@ def write_head(
     directory.mkdir(parents=True, exist_ok=True)
     weights, config = form.weights_of(head, target), form.config_of(head, target)
     config["dtype"] = str(head.dtype).removeprefix("torch.")
-    own = {"kind": head.kind, "depth": head.depth, "target": fingerprint(target)}
+    own = {
+        "kind": head.kind,
+        "class": formats.class_name(type(head)),
+        "depth": head.depth,
+        "target": fingerprint(target),
+    }
     config["foretoken"] = own | config.get("foretoken", {}) | facts
     try:
         for name in files:
@@ -64,6 +67,7 @@ def read_head(path: str | Path, target: Target) -> DraftHead:
     """
     found = formats.read(find(path))
     head = formats.build(formats.recognise(found), found, target)
+    head.bind(target)
     check_fit(found, head, target)
     return head
 
@@ -81,31 +85,9 @@ def check_fit(found: formats.Found, head: DraftHead, target: Target) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "embedding_digest")
         if name in saved and saved[name] != now[name]
     ]
-    if isinstance(head, Eagle3Head):
-        problems += [f"{name}: the head says {ours}, the target {theirs}" for name, ours, theirs in disagreements(head, target)]
-    if isinstance(head, MedusaHead) and head.layers != [target.num_layers]:
-        problems.append(f"the head reads hidden states {head.layers}, a Medusa head the last, {target.num_layers}")
+    problems += head.misfits(target)
     if problems:
         raise ValueError(f"the head in {found.where} does not fit {target.name}: " + "; ".join(dict.fromkeys(problems)))
-
-
-def disagreements(head: Eagle3Head, target: Target) -> list[tuple[str, Any, Any]]:
-    """(name, the head's, the target's) of each shared setting that differs. A context of 2,048 left in a head's config, or
-    another rope, costs acceptance and shows nowhere else."""
-    facts, ours = target.config.to_dict(), head.config.to_dict()
-    found = []
-    for name in ("hidden_size", "vocab_size", "max_position_embeddings", "rope_parameters"):
-        mine, theirs = ours[name], facts.get(name)
-        if name == "rope_parameters" and theirs is not None:
-            mine, theirs = tidy(mine), tidy(theirs)
-        if theirs is not None and mine != theirs:
-            found.append((name, mine, theirs))
-    return found
-
-
-def tidy(rope: dict[str, Any]) -> dict[str, Any]:
-    """Without the old spelling of rope_type, and without what is not set."""
-    return {name: value for name, value in rope.items() if name != "type" and value is not None}
 
 
 __all__ = ["check_fit", "find", "fingerprint", "load_head", "read_config", "read_head", "save_head", "write_head"]

@@ -18,23 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from heads import vocab
+from heads import llama, vocab
 from heads.base import DraftHead, Text, later
 from heads.cache import KVCache
 from heads.layers import MLP, Attention, RMSNorm, Rotary
 from heads.target import Target
-
-# What a head copies from its target's config. Rope and context length above all: a head that was trained with one
-# rope_theta and served with another drafts badly, and one with max_position_embeddings 2048 fails beyond it.
-COPIED = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "vocab_size",
-)
-COPIED_IF_THERE = ("head_dim", "rope_parameters", "max_position_embeddings", "bos_token_id", "eos_token_id")
 
 
 class MidLayer(nn.Module):
@@ -60,6 +48,7 @@ class Eagle3Head(DraftHead):
     """Weights are named as SafeAILab, vLLM and SGLang name them: fc, midlayer.*, norm, lm_head, d2t, t2d."""
 
     kind, recurrent, cache_layers = "eagle3", True, 1
+    format = "EAGLE-3 as SafeAILab, vLLM and SGLang read it (LlamaForCausalLMEagle3)"
     d2t: Tensor
     t2d: Tensor
 
@@ -111,21 +100,11 @@ class Eagle3Head(DraftHead):
         It starts from the target where it can: its lm_head rows, a last norm that gives their usual input sizes, and an fc
         whose columns undo the different sizes of the three layers' features, which the published layer has no norm for.
         """
-        facts = target.config.to_dict()
-        missing = [name for name in ("hidden_size", "num_attention_heads") if name not in facts]
-        if missing:
-            raise ValueError(
-                f"the config of {target.name} has no {', '.join(missing)}: an EAGLE-3 layer is shaped by it"
-            )
         n = target.num_layers
         layers = list(layers) if layers is not None else paper_layers(n)
         if sorted(set(layers)) != layers or not all(0 <= k <= n for k in layers):
             raise ValueError(f"head.layers={layers} must ascend within 0..{n}, this target's hidden states")
-        copied = {name: facts[name] for name in COPIED if facts.get(name) is not None}
-        copied |= {name: facts[name] for name in COPIED_IF_THERE if facts.get(name) is not None}
-        copied.setdefault("intermediate_size", 4 * facts["hidden_size"])
-        copied["vocab_size"] = target.vocab_size
-        config = LlamaConfig(num_hidden_layers=1, tie_word_embeddings=False, **copied)
+        config = llama.config_like(target, "EAGLE-3")
         if draft_vocab_size is not None and draft_vocab_size >= target.vocab_size:
             draft_vocab_size = None
         head = cls(config, layers, depth, draft_vocab_size, fc_norm, norm_output)
@@ -137,8 +116,7 @@ class Eagle3Head(DraftHead):
                 head.fc.weight.div_(sizes.cpu().repeat_interleave(config.hidden_size))
             last = target.read(probe, layers=[n], keep_logits=1).features.float()[0]
             head.norm.weight.copy_(last.pow(2).mean(0).sqrt())  # sizes that the target's lm_head is used to
-            nn.init.normal_(head.midlayer.self_attn.o_proj.weight, std=0.02)
-            nn.init.normal_(head.midlayer.mlp.down_proj.weight, std=0.02)
+            llama.start_quietly(head.midlayer.self_attn.o_proj, head.midlayer.mlp.down_proj)
             rows = target.model.get_output_embeddings().weight
             if rows.is_floating_point() and rows.shape == (target.vocab_size, config.hidden_size):
                 if head.pruned:
@@ -159,6 +137,10 @@ class Eagle3Head(DraftHead):
         return vocab.from_offsets(self.d2t) if self.pruned else None
 
     @classmethod
+    def describes(cls, config: dict) -> bool:
+        return "LlamaForCausalLMEagle3" in config.get("architectures", [])
+
+    @classmethod
     def from_config(cls, config: dict) -> "Eagle3Head":
         return cls(
             LlamaConfig.from_dict({k: v for k, v in config.items() if k not in ("eagle_config", "foretoken")}),
@@ -172,21 +154,10 @@ class Eagle3Head(DraftHead):
         )
 
     def to_config(self) -> dict:
-        facts = self.config.to_diff_dict() | {
-            name: getattr(self.config, name)
-            for name in (*COPIED, "head_dim", "max_position_embeddings", "rope_parameters")
-        }
-        rope = dict(self.config.rope_parameters)
-        facts["rope_theta"] = rope.pop("rope_theta")  # and so for engines on transformers 4, which know no rope_parameters
-        if rope.get("rope_type", "default") != "default":
-            facts["rope_scaling"] = rope
-        return facts | {
+        return llama.saved(self.config) | {
             "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "num_hidden_layers": 1,
             "draft_vocab_size": self.lm_head.out_features,
             "target_hidden_size": self.config.hidden_size,
-            "tie_word_embeddings": False,
             "norm_before_residual": self.norm_before_residual,
             "norm_before_fc": self.input_norm is not None,
             "fc_norm": len(self.fc_norm) > 0,
@@ -199,6 +170,11 @@ class Eagle3Head(DraftHead):
                 "use_aux_hidden_state": True,
             },
         }
+
+    def misfits(self, target: Target) -> list[str]:
+        beyond = [k for k in self.layers if k > target.num_layers]
+        words = [f"the head reads hidden state {k}, the target has 0..{target.num_layers}" for k in beyond[-1:]]
+        return llama.misfits(self.config, target) + words
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.input_norm is not None:

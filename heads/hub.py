@@ -84,18 +84,20 @@ def look(api: HfApi, repo: str) -> tuple[bool, dict[str, str]] | None:
     return bool(info.private), {f.path: f.lfs.sha256 if f.lfs else f.blob_id for f in found}
 
 
-def refuse_other(
-    there: tuple[bool, dict[str, str]], folder: Path, repo: str, private: bool, replace: bool
-) -> None:
+def refuse_other(there: tuple[bool, dict[str, str]], folder: Path, repo: str, private: bool, replace: bool) -> None:
     hidden, digests = there
     if hidden != private:
         said, asked = ("private", "public") if hidden else ("public", "private")
-        raise ValueError(f"{repo} is {said} and {asked} was asked for: set private={str(hidden).lower()}, or change it there")
+        raise ValueError(
+            f"{repo} is {said} and {asked} was asked for: set private={str(hidden).lower()}, or change it there"
+        )
     for name, digest in digests.items():
         path = folder / name
         same = path.is_file() and digest in (file_sha256(path), git_blob(path))
         if not same and not replace:
-            raise ValueError(f"{repo} holds a different head ({name}): replace=true overwrites it, or give another name")
+            raise ValueError(
+                f"{repo} holds a different head ({name}): replace=true overwrites it, or give another name"
+            )
 
 
 def sha256(folder: Path) -> str:

@@ -17,6 +17,7 @@ class MedusaHead(DraftHead):
     """Weights are named as FasterDecoding, TGI and vLLM (to 0.32) name them: {i}.{j}.linear.*, {i}.{blocks}.weight."""
 
     kind, recurrent = "medusa", False
+    format = "Medusa-1 as FasterDecoding names its weights, in safetensors"
 
     def __init__(self, hidden: int, vocab: int, last_layer: int, depth: int = 4, blocks: int = 1, target: str = ""):
         super().__init__()
@@ -41,6 +42,10 @@ class MedusaHead(DraftHead):
     @property
     def stacks(self) -> list[nn.Sequential]:
         return [self.get_submodule(str(i)) for i in range(self.depth)]  # type: ignore[misc]
+
+    @classmethod
+    def describes(cls, config: dict) -> bool:
+        return "medusa_num_heads" in config
 
     @classmethod
     def from_config(cls, config: dict) -> "MedusaHead":
@@ -70,7 +75,6 @@ class MedusaHead(DraftHead):
         return features.to(self.dtype)
 
     def drafts(self, features: Tensor) -> Tensor:
-        """Draft logits of all depths, (batch, depth, vocab), from the features (batch, hidden) of the last position."""
         features = features.to(self.dtype)
         return torch.stack([self.logits(stack[:-1](features), i) for i, stack in enumerate(self.stacks, 1)], dim=1)
 

@@ -1,4 +1,4 @@
-"""Write a head in an engine's layout:  python scripts/export.py head=outputs/eagle3/head format=vllm output_dir=exports/eagle3
+"""Write a head in an engine's layout:  python scripts/export.py head=outputs/eagle3/head format=vllm output_dir=exported
 
 `head` may be in any layout that `load_drafter` reads, so this also converts published heads.
 """

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-H, I, V, VD, HEADS, KV, HD = 32, 64, 320, 200, 4, 2, 8  # hidden, MLP, vocabulary, draft vocabulary, heads, kv heads, head dim
+H, MLP, V, VD, HEADS, KV, HD = (
+    32,
+    64,
+    320,
+    200,
+    4,
+    2,
+    8,
+)  # hidden, MLP, vocabulary, draft vocabulary, heads, kv heads, head dim
 N = 8  # layers of the target
 Golden = tuple[dict[str, Any], dict[str, Tensor], str]
 ROPE = 5000.0
@@ -28,7 +36,7 @@ def llama(**more: Any) -> dict[str, Any]:
         "model_type": "llama",
         "hidden_act": "silu",
         "hidden_size": H,
-        "intermediate_size": I,
+        "intermediate_size": MLP,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV,
         "num_hidden_layers": 1,
@@ -48,9 +56,9 @@ def layer(prefix: str, width: int) -> dict[str, Tensor]:
         f"{prefix}.self_attn.k_proj.weight": random(KV * HD, width),
         f"{prefix}.self_attn.v_proj.weight": random(KV * HD, width),
         f"{prefix}.self_attn.o_proj.weight": random(H, HEADS * HD),
-        f"{prefix}.mlp.gate_proj.weight": random(I, H),
-        f"{prefix}.mlp.up_proj.weight": random(I, H),
-        f"{prefix}.mlp.down_proj.weight": random(H, I),
+        f"{prefix}.mlp.gate_proj.weight": random(MLP, H),
+        f"{prefix}.mlp.up_proj.weight": random(MLP, H),
+        f"{prefix}.mlp.down_proj.weight": random(H, MLP),
         f"{prefix}.post_attention_layernorm.weight": norm(),
     }
 
@@ -120,6 +128,17 @@ def speculators(embeddings: Tensor) -> Golden:
     return config, eagle3("layers.0") | vocabulary() | more, "model.safetensors"
 
 
+def safeailab_eagle(embeddings: Tensor) -> Golden:
+    """`bias` is absent, which means true; no first norm, no last one, no lm_head; the target's embeddings; a pickle."""
+    weights = {"embed_tokens.weight": embeddings.to(torch.float16), "fc.weight": random(H, 2 * H), "fc.bias": random(H)}
+    return llama(architectures=["LlamaForCausalLM"]), weights | layer("layers.0", H), "pytorch_model.bin"
+
+
+def vllm_eagle() -> Golden:
+    config = llama(architectures=["EagleLlamaForCausalLM"], bias=False)
+    return config, {"fc.weight": random(H, 2 * H)} | layer("layers.0", H), "model.safetensors"
+
+
 def medusa_weights(heads: int, blocks: int, projections: bool) -> dict[str, Tensor]:
     weights = {}
     for i in range(heads):
@@ -165,7 +184,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
 
 
-def llama_layer(weights: dict[str, Tensor], prefix: str, x: Tensor, residual: Tensor, normed: bool = True) -> Tensor:
+def llama_layer(weights: dict[str, Tensor], prefix: str, x: Tensor, residual: Tensor) -> Tensor:
     """One decoder layer, causally, of x (length, width) with positions from 0."""
     w = {name.removeprefix(f"{prefix}."): tensor for name, tensor in weights.items() if name.startswith(f"{prefix}.")}
     length = len(x)
@@ -188,7 +207,9 @@ def llama_layer(weights: dict[str, Tensor], prefix: str, x: Tensor, residual: Te
     return hidden + gated @ w["mlp.down_proj.weight"].T
 
 
-def eagle3_draft(config: dict, weights: dict[str, Tensor], states: list[Tensor], embedded: Tensor, prefix: str) -> Tensor:
+def eagle3_draft(
+    config: dict, weights: dict[str, Tensor], states: list[Tensor], embedded: Tensor, prefix: str
+) -> Tensor:
     """Depth-1 logits (length, draft vocabulary). states: the three fused hidden states (length, H); embedded: (length, H),
     of the token behind each position."""
     w = {name: tensor.float() for name, tensor in weights.items()}
@@ -202,3 +223,10 @@ def eagle3_draft(config: dict, weights: dict[str, Tensor], states: list[Tensor],
     x = torch.cat([rms(embedded, w[f"{prefix}.input_layernorm.weight"]), normed], -1)
     out = llama_layer(w, prefix, x, normed if config.get("norm_before_residual") else fused)
     return rms(out, w["norm.weight"]) @ w["lm_head.weight"].T
+
+
+def eagle_draft(weights: dict[str, Tensor], last: Tensor, embedded: Tensor) -> Tensor:
+    """The depth-1 hidden states (length, H) of EAGLE-1. last: the target's last hidden state, behind its final norm."""
+    w = {name: tensor.float() for name, tensor in weights.items()}
+    fused = torch.cat([embedded, last], -1) @ w["fc.weight"].T + w.get("fc.bias", torch.zeros(H))
+    return llama_layer(w, "layers.0", fused, fused)

@@ -101,16 +101,6 @@ def test_the_target_writes_its_own_training_text(target, tmp_path):
     assert again.train == written.train and again.card == written.card
 
 
-def test_losses_are_what_they_say():
-    draft, answer = torch.randn(5, 9), torch.randn(5, 9)
-    p, q = answer.softmax(-1), draft.softmax(-1)
-    entropy = -(p * p.log()).sum(-1)
-    divergence = torch.nn.functional.kl_div(q.log(), p, reduction="none").sum(-1)
-    torch.testing.assert_close(losses.soft(draft, answer), divergence + entropy)
-    torch.testing.assert_close(losses.hard(draft, answer), -q.log()[torch.arange(5), p.argmax(-1)])
-    torch.testing.assert_close(losses.total_variation(draft, answer), 1 - torch.minimum(p, q).sum(-1))
-
-
 def test_chunks_do_not_change_loss_or_gradient(target, monkeypatch):
     head = Eagle3Head.for_target(target, depth=3, draft_vocab_size=100, counts=torch.arange(target.vocab_size))
     documents = [Document(torch.randint(1, 300, (length,)).tolist(), [True] * length) for length in (30, 18, 21)]

@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM
 
 from heads import Target, load_head, save_head
 from heads.checkpoint import read_head, write_head
+from heads.eagle import EagleHead
 from heads.eagle3 import Eagle3Head
 from heads.formats import engines
 from heads.medusa import MedusaHead
@@ -45,8 +46,8 @@ def deep(tmp_path_factory) -> Target:
 
 def make(name: str, target: Target) -> golden.Golden:
     torch.manual_seed(1)
-    if name == "speculators":
-        return golden.speculators(target.model.get_input_embeddings().weight.detach())
+    if name in ("speculators", "safeailab_eagle"):  # these store the target's embeddings along
+        return getattr(golden, name)(target.model.get_input_embeddings().weight.detach())
     return getattr(golden, name)()
 
 
@@ -73,7 +74,8 @@ def drafted(directory: Path, target: Target, root: int) -> list[Tensor]:
 
 EAGLE3 = {"safeailab_eagle3": "midlayer", "specforge": "midlayer", "modelopt": "layers.0", "speculators": "layers.0"}
 MEDUSA = {"medusa_v1": 5, "medusa_v2": 3, "vllm_medusa": 3}
-GOLDEN = (*EAGLE3, *MEDUSA)
+EAGLE = ("safeailab_eagle", "vllm_eagle")
+GOLDEN = (*EAGLE3, *EAGLE, *MEDUSA)
 
 
 # -- import ---------------------------------------------------------------------------------------------------------------
@@ -88,6 +90,16 @@ def test_eagle3_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
         embedded = deep.embed(torch.tensor([*PROMPT[1:], root]))
         layers = [2, golden.N // 2, golden.N - 3]
         theirs = golden.eagle3_draft(config, weights, states(deep, layers), embedded, EAGLE3[name])
+    torch.testing.assert_close(ours, theirs[-1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", EAGLE)
+def test_eagle1_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
+    config, weights, file = make(name, deep)
+    root = 7
+    ours = drafted(write(tmp_path, config, weights, file), deep, root)[0]
+    embedded = deep.embed(torch.tensor([*PROMPT[1:], root]))
+    theirs = deep.logits(golden.eagle_draft(weights, states(deep, [golden.N])[0], embedded))
     torch.testing.assert_close(ours, theirs[-1], atol=1e-4, rtol=1e-4)
 
 
@@ -209,6 +221,28 @@ def eagle3_mutations(layer: str, inside: str | None, pruned: bool = True) -> lis
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 T2D = store("t2d", lambda t2d: ~t2d, "t2d .* does not mark the tokens that d2t names")
+EAGLE1 = [
+    lose("fc.weight"),
+    lose("layers.0.self_attn.o_proj.weight"),
+    lose("layers.0.mlp.down_proj.weight"),
+    lose("layers.0.post_attention_layernorm.weight"),
+    reshape("fc.weight"),
+    reshape("layers.0.self_attn.k_proj.weight"),
+    reshape("layers.0.post_attention_layernorm.weight"),
+    whole_numbers("layers.0.mlp.gate_proj.weight"),
+    extra("layers.0.input_layernorm.weight"),
+    extra("norm.weight"),
+    extra("layers.1.mlp.up_proj.weight"),
+    extra("another.weight"),
+    say("hidden_size", 64, "fc.weight"),
+    say("vocab_size", 640, "vocab_size: the head says 640, the target 320"),
+    say("rope_theta", 10000.0, "rope_parameters: the head says .*10000.*the target .*5000"),
+    say("max_position_embeddings", 2048, "max_position_embeddings: the head says 2048, the target 256"),
+    say("num_hidden_layers", 2, "num_hidden_layers=2"),
+    say("hidden_act", "gelu", "hidden_act=gelu"),
+    say("num_key_value_heads", 4, "self_attn.k_proj.weight"),
+    say("auto_map", {"AutoModel": "evil.Model"}, "names code of its own"),
+]
 MUTATIONS: dict[str, list[Mutation]] = {
     "safeailab_eagle3": [
         *eagle3_mutations("midlayer", None),
@@ -247,6 +281,15 @@ MUTATIONS: dict[str, list[Mutation]] = {
         reshape("embed_tokens.weight"),
         lose("input_norm.weight"),
     ],
+    "safeailab_eagle": [
+        *EAGLE1,
+        lose("fc.bias"),
+        reshape("fc.bias"),
+        say("bias", False, "fc.bias belongs to no layer"),
+        store("embed_tokens.weight", lambda rows: rows + 1, "embed_tokens.weight differs from the embeddings of"),
+        reshape("embed_tokens.weight"),
+    ],
+    "vllm_eagle": [*EAGLE1, extra("fc.bias"), say("bias", None, "fc.bias is missing")],
     "medusa_v1": [
         *(lose(f"{i}.{name}") for i in (0, 3) for name in ("0.linear.weight", "0.linear.bias", "1.weight")),
         *(reshape(f"{i}.{name}") for i in (1, 4) for name in ("0.linear.weight", "0.linear.bias", "1.weight")),
@@ -384,7 +427,7 @@ def test_an_index_cannot_point_out_of_its_directory(deep, tmp_path, name):
     write(tmp_path / "head", config, {}, "other.safetensors")
     save_file(weights, tmp_path / "outside.safetensors")
     (tmp_path / "head" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": name}}))
-    with pytest.raises(ValueError, match="must be a .safetensors file in the same directory"):
+    with pytest.raises(ValueError, match=r"must be a \.safetensors file in the same directory"):
         load_head(tmp_path / "head", deep)
 
 
@@ -415,6 +458,8 @@ def test_configs_that_are_none_are_refused(deep, tmp_path):
 def ours(kind: str, target: Target):
     if kind == "medusa":
         head = MedusaHead.for_target(target, depth=3, blocks=2)
+    elif kind.startswith("eagle1"):
+        head = EagleHead.for_target(target, depth=3, bias=kind.endswith("bias"))
     else:
         more = {"fc_norm": True, "norm_output": True} if kind == "eagle3.1" else {}
         size = None if kind == "eagle3 full vocabulary" else golden.VD
@@ -427,12 +472,17 @@ def ours(kind: str, target: Target):
 
 def choices(name: str) -> list[str]:
     """The formats of `scripts/export.py` that take a head of this kind."""
-    if name == "medusa":
-        return ["vllm", "medusa"]
+    known = {"medusa": ["vllm", "medusa"], "eagle1": ["vllm", "eagle"], "eagle1 with bias": ["sglang", "eagle"]}
+    if name in known:
+        return known[name]
     return ["vllm", "speculators"] if name == "eagle3.1" else ["vllm", "speculators", "sglang", "eagle"]
 
 
-ROUND = [(k, f) for k in ("eagle3", "eagle3 full vocabulary", "eagle3.1", "medusa") for f in choices(k)]
+ROUND = [
+    (k, f)
+    for k in ("eagle3", "eagle3 full vocabulary", "eagle3.1", "eagle1", "eagle1 with bias", "medusa")
+    for f in choices(k)
+]
 
 
 @pytest.mark.parametrize(("kind", "name"), ROUND)
@@ -474,6 +524,8 @@ REFUSED = [
     ("medusa", "hydra", "reads no medusa"),
     ("eagle3", "medusa", "reads no eagle3"),
     ("eagle3", "hydra", "reads no eagle3"),
+    ("eagle1 with bias", "vllm", "vLLM's EAGLE-1 has no fc.bias"),
+    ("eagle1", "speculators", "reads no eagle heads"),
     ("eagle3.1", "sglang", "SGLang knows no fc_norm, norm_output"),
     ("eagle3.1", "eagle", "knows no fc_norm, norm_output"),
 ]
@@ -495,6 +547,17 @@ def test_layers_that_an_engine_does_not_read_are_said(deep):
         engines.sglang(Eagle3Head.for_target(deep, 3, [0, 3, 5]), deep)
 
 
+def test_sglang_gets_the_bias_it_insists_on(deep, tmp_path):
+    """Of zeros where the head has none: it drafts the same."""
+    head = ours("eagle1", deep)
+    export = engines.sglang(head, deep)
+    write_head(head, tmp_path, deep, export.form, export.form.files)
+    assert json.loads((tmp_path / "config.json").read_text())["bias"] is True
+    state = read_head(tmp_path, deep).state_dict()
+    assert not state.pop("fc.bias").any() and state.keys() == head.state_dict().keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in head.state_dict().items())
+
+
 def test_what_an_engine_dropped_is_said(deep):
     assert "0.33 removed them" in engines.vllm(ours("medusa", deep), deep).note
 
@@ -502,7 +565,7 @@ def test_what_an_engine_dropped_is_said(deep):
 # -- the gate ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "medusa"])
 def test_the_gate_passes_an_export_and_stops_another_head(deep, tmp_path, kind):
     head = ours(kind, deep)
     save_head(head, tmp_path / "head", deep)
@@ -512,7 +575,7 @@ def test_the_gate_passes_an_export_and_stops_another_head(deep, tmp_path, kind):
     assert passed.difference < 1e-4 and passed.acceptance >= 1
     file = tmp_path / "export" / "model.safetensors"
     weights = load_file(file)
-    name = next(name for name in weights if "lm_head" in name)
+    name = next(name for name in weights if "lm_head" in name or "fc" in name)
     save_file(weights | {name: weights[name].flip(0).contiguous()}, file)
     with pytest.raises(ValueError, match="parity gate"):
         ship.gate(tmp_path / "head", deep, tmp_path / "export")
@@ -522,5 +585,5 @@ def test_the_gate_stops_files_that_gain_less(deep, tmp_path, monkeypatch):
     save_head(ours("eagle3", deep), tmp_path / "head", deep)
     lengths = iter([2.0, 1.9])
     monkeypatch.setattr(ship, "acceptance", lambda generations: next(lengths))
-    with pytest.raises(ValueError, match="gains 2.0000 tokens per forward and the files .* 1.9000"):
+    with pytest.raises(ValueError, match=r"gains 2\.0000 tokens per forward and the files .* 1\.9000"):
         ship.gate(tmp_path / "head", deep, tmp_path / "head")

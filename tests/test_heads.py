@@ -9,13 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from heads import Target, load_head, save_head, vocab
 from heads.base import Text, began, later
+from heads.eagle import EagleHead
 from heads.eagle3 import Eagle3Head, paper_layers
 from heads.medusa import MedusaHead
 from train import parity
 from train.losses import soft
 from train.trainer import Lesson
 
-KINDS = ("eagle3", "eagle3 full vocabulary", "eagle3.1", "medusa")
+KINDS = ("eagle3", "eagle3 full vocabulary", "eagle3.1", "medusa", "eagle", "hass")
 PROMPT = torch.randint(1, 300, (30,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
@@ -23,6 +24,10 @@ def make(kind: str, target: Target):
     counts = torch.arange(target.vocab_size)
     if kind == "medusa":
         head = MedusaHead.for_target(target, depth=3, blocks=2)
+    elif kind == "eagle":
+        head = EagleHead.for_target(target, depth=1, bias=True)
+    elif kind == "hass":
+        head = EagleHead.for_target(target, depth=3)
     elif kind == "eagle3.1":
         head = Eagle3Head.for_target(target, depth=4, fc_norm=True, norm_output=True)
     else:

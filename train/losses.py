@@ -2,25 +2,72 @@
 
     loss(draft, answer) -> (n,) float32, one number per draft
 
-draft: (n, draft vocab) logits of the head. answer: (n, draft vocab) logits of the target for the same token, cut to the
-draft vocabulary (its softmax is then the target's law given that the token can be drafted). Reduction, weights per depth and
-masks are the trainer's business.
+Both are `Said`, of the head and of the target for the same token. Reduction, weights per depth and masks are the
+trainer's business. p is the target's law and q the draft's; where the draft vocabulary is pruned, p is the target's law given
+that the token can be drafted.
 """
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 
-def hard(draft: Tensor, answer: Tensor) -> Tensor:
+class Said(NamedTuple):
+    logits: Tensor  # (n, draft vocab)
+    features: Tensor  # (n, width): the hidden states that the logits were made of; the target's are (n, hidden)
+
+
+def exact(logits: Tensor) -> Tensor:
+    """In float32 at least: a softmax over a vocabulary is not for half precision."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def hard(draft: Said, answer: Said) -> Tensor:
     """Cross-entropy with the target's most probable token (Medusa, arXiv:2401.10774)."""
-    return F.cross_entropy(draft.float(), answer.argmax(-1), reduction="none")
+    return F.cross_entropy(exact(draft.logits), answer.logits.argmax(-1), reduction="none")
 
 
-def soft(draft: Tensor, answer: Tensor) -> Tensor:
-    """Cross-entropy with the target's distribution (EAGLE-3, arXiv:2503.01840); its gradient is that of the forward KL."""
-    return -(answer.float().softmax(-1) * draft.float().log_softmax(-1)).sum(-1)
+def soft(draft: Said, answer: Said) -> Tensor:
+    """Cross-entropy with the target's law (EAGLE-3, arXiv:2503.01840); its gradient is that of the forward KL(p, q)."""
+    return -(exact(answer.logits).softmax(-1) * exact(draft.logits).log_softmax(-1)).sum(-1)
 
 
-def total_variation(draft: Tensor, answer: Tensor) -> Tensor:
+def reverse_kl(draft: Said, answer: Said) -> Tensor:
+    """KL(q, p): a draft that cannot follow all of the target's law keeps to its peaks (DistillSpec, arXiv:2310.08461)."""
+    q, p = exact(draft.logits).log_softmax(-1), exact(answer.logits).log_softmax(-1)
+    return (q.exp() * (q - p)).sum(-1)
+
+
+def total_variation(draft: Said, answer: Said) -> Tensor:
     """1 - sum min(p, q): the chance that a draft is rejected by the token-wise rule (DistillSpec, arXiv:2310.08461)."""
-    return 0.5 * (answer.float().softmax(-1) - draft.float().softmax(-1)).abs().sum(-1)
+    return 0.5 * (exact(answer.logits).softmax(-1) - exact(draft.logits).softmax(-1)).abs().sum(-1)
+
+
+def lk(draft: Said, answer: Said) -> Tensor:
+    """-log sum min(p, q): expected acceptance (arXiv:2602.23881). Its gradient is total variation's over the acceptance, so
+    that it learns from a bad start too, where total variation hardly says anything."""
+    q, p = exact(draft.logits).log_softmax(-1), exact(answer.logits).log_softmax(-1)
+    return -torch.minimum(q, p).logsumexp(-1)
+
+
+def top_k(draft: Said, answer: Said, k: int = 10) -> Tensor:
+    """Cross-entropy over the target's k most probable tokens only, p not renormalised (HASS, arXiv:2408.15766)."""
+    p = exact(answer.logits).softmax(-1)
+    best = p.topk(min(k, p.shape[-1]))
+    return -(best.values * exact(draft.logits).log_softmax(-1).gather(-1, best.indices)).sum(-1)
+
+
+def regression(draft: Said, answer: Said, soft_weight: float = 0.1, top_k_weight: float = 0.0, k: int = 10) -> Tensor:
+    """Smooth L1 between hidden states, mean over their width, plus cross-entropies (EAGLE-1, arXiv:2401.15077, section 4.2;
+    HASS with top_k_weight 1). Raises ValueError for a head whose drafts are no hidden states of the target."""
+    if draft.features.shape != answer.features.shape:
+        raise ValueError(
+            f"loss=regression compares hidden states of width {answer.features.shape[-1]}, this head's have "
+            f"{draft.features.shape[-1]}: choose loss=soft, or head=eagle"
+        )
+    loss = F.smooth_l1_loss(exact(draft.features), exact(answer.features), reduction="none").mean(-1)
+    if soft_weight:
+        loss = loss + soft_weight * soft(draft, answer)
+    return loss + top_k_weight * top_k(draft, answer, k) if top_k_weight else loss

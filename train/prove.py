@@ -23,11 +23,6 @@ from train import parity
 from train.data import Corpus, Packed, corpus, prompts
 from train.trainer import Lesson
 
-FORMATS = {
-    "eagle3": "EAGLE-3 as SafeAILab, vLLM and SGLang read it (LlamaForCausalLMEagle3)",
-    "medusa": "Medusa-1 as FasterDecoding names its weights, in safetensors",
-}
-
 
 def check_settings(target: Target, data: Corpus, settings: Any) -> None:
     """Raise ValueError, before anything is trained, for what would stop the measurements. settings: conf/evaluate."""
@@ -176,12 +171,14 @@ def publish(
         "layers": head.layers,
         "draft_vocab_size": None if head.draft_ids is None else len(head.draft_ids),
         "license": None,
-        "format": FORMATS[head.kind],
+        "format": head.format,
     }
     head_directory = directory / "head"
     (head_directory / "README.md").write_text(model_card(metrics, facts, data.card))
     # Beside the weights too, where `scripts/push.py` makes the Hub's card of it.
-    (head_directory / "metrics.json").write_text(json.dumps(metrics | {"about": facts, "data": data.card}, indent=2) + "\n")
+    (head_directory / "metrics.json").write_text(
+        json.dumps(metrics | {"about": facts, "data": data.card}, indent=2) + "\n"
+    )
     title = f"{head.kind} for {metrics['target']}"
     write_report(directory / "report.html", RunRecord(title, metrics, history, [shown], config))
     (directory / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")

@@ -61,7 +61,9 @@ def gate(trained: Path, target: Target, files: Path) -> Passed:
     lengths = [
         acceptance(
             [
-                generate(exact, load_drafter(str(path), exact), torch.tensor([text[:16]], device=exact.device), **GREEDY)
+                generate(
+                    exact, load_drafter(str(path), exact), torch.tensor([text[:16]], device=exact.device), **GREEDY
+                )
                 for text in texts
             ]
         )

@@ -11,8 +11,9 @@ from transformers import Trainer
 
 from heads.base import DraftHead, Text, began
 from heads.target import Target
+from train.losses import Said
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Said, Said], Tensor]
 CHUNK = 1 << 22  # numbers in a chunk's logits: the loss never holds more of one depth at a time
 
 
@@ -88,7 +89,7 @@ class Lesson(nn.Module):
             draft = self.head.logits(state, depth)
             learnt = counts & able
             hits = (self.head.to_target(draft.argmax(-1)) == best) & counts
-            loss = torch.where(learnt, self.loss(draft, answer), 0.0).sum()
+            loss = torch.where(learnt, self.loss(Said(draft, state), Said(answer, last)), 0.0).sum()
             sums.append(torch.stack([loss, hits.sum().to(loss.dtype), learnt.sum().to(loss.dtype)]))
         return torch.stack(sums, dim=1)
 

@@ -2,13 +2,22 @@
 
 from heads.base import DraftHead
 from heads.formats.base import Format, Found, build
+from heads.formats.eagle import EagleFormat
 from heads.formats.eagle3 import Eagle3Format
 from heads.formats.files import read
 from heads.formats.medusa import MedusaFormat, VllmMedusaFormat
+from heads.formats.own import OwnFormat, class_name
 from heads.formats.speculators import SpeculatorsFormat
 
 # The first that matches is taken: the more particular ones come first.
-FORMATS: tuple[type[Format], ...] = (SpeculatorsFormat, Eagle3Format, VllmMedusaFormat, MedusaFormat)
+FORMATS: tuple[type[Format], ...] = (
+    SpeculatorsFormat,
+    Eagle3Format,
+    EagleFormat,
+    VllmMedusaFormat,
+    MedusaFormat,
+    OwnFormat,
+)
 
 
 def recognise(found: Found) -> Format:
@@ -25,8 +34,9 @@ def recognise(found: Found) -> Format:
 
 
 def own(head: DraftHead) -> Format:
-    """The layout that a head is saved in by training."""
-    return next(layout for layout in FORMATS if layout.kind is type(head) and layout.own)()
+    """The layout that training saves this head in."""
+    found = next((layout for layout in FORMATS if layout.own and layout.kind is type(head)), None)
+    return OwnFormat(type(head)) if found is None else found()
 
 
-__all__ = ["FORMATS", "Format", "Found", "build", "own", "read", "recognise"]
+__all__ = ["FORMATS", "Format", "Found", "build", "class_name", "own", "read", "recognise"]

@@ -29,10 +29,12 @@ class Found(NamedTuple):
 class Format(ABC):
     """One layout. An instance also knows which of a layout's spellings the files at hand use."""
 
-    title: ClassVar[str]  # for the model card
-    kind: ClassVar[type[DraftHead]]
+    title: ClassVar[str]  # for people
+    kind: type[DraftHead]
     own: ClassVar[bool] = False  # do we save heads of this kind in it ourselves?
-    files: ClassVar[tuple[str, ...]] = ("model.safetensors",)  # of the weights; a .pt only where an engine insists on it
+    files: ClassVar[tuple[str, ...]] = (
+        "model.safetensors",
+    )  # of the weights; a .pt only where an engine insists on it
 
     @classmethod
     @abstractmethod
@@ -45,16 +47,17 @@ class Format(ABC):
 
     def key(self, own: str) -> str:
         """The name in these files of what the head calls `own`."""
-        return own
+        here, there = next((pair for pair in self.kind.renamed.items() if own.startswith(pair[0])), ("", ""))
+        return there + own.removeprefix(here)
 
     def supply(self, found: Found, head: DraftHead, target: Target) -> dict[str, Tensor]:
         """The file's tensors, with those added that follow from others or from the target, and without those that only
         repeat them. Raises ValueError where such a repetition says something else."""
         return found.weights
 
-    @abstractmethod
     def config_of(self, head: DraftHead, target: Target) -> dict[str, Any]:
         """The config.json to write. Raises ValueError for a head that this layout cannot express."""
+        return head.to_config()
 
     def weights_of(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
         """The tensors to write, on the CPU, none sharing memory with another."""
@@ -104,7 +107,9 @@ def same_as_target(found: Found, name: str, target: Target) -> None:
     """Raise ValueError unless tensor `name` is the target's embedding: a frozen copy is let go, another one is not."""
     stored, ours = found.weights[name], target.model.get_input_embeddings().weight
     if stored.shape != ours.shape:
-        raise found.wrong(f"{name} is {tuple(stored.shape)} in the file, {tuple(ours.shape)} in the target {target.name}")
+        raise found.wrong(
+            f"{name} is {tuple(stored.shape)} in the file, {tuple(ours.shape)} in the target {target.name}"
+        )
     # Whichever side is coarser decides: the other was rounded to it.
     coarse = min((stored.dtype, ours.dtype), key=lambda dtype: dtype.itemsize)
     if not torch.equal(stored.to(coarse), ours.detach().cpu().to(coarse)):

@@ -18,7 +18,6 @@ from heads.formats.base import Format, Found, expect, same_as_target
 from heads.target import Target
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-NAMES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"}
 # What our decoder layer does, and no other.
 LAYER = {"num_hidden_layers": 1, "hidden_act": "silu", "bias": False, "mlp_bias": False, "quantization_config": None}
 # ModelOpt writes its options into eagle_config.
@@ -40,8 +39,10 @@ class Eagle3Format(Format):
 
     @classmethod
     def match(cls, found: Found) -> Self | None:
-        named = NAMES & set(found.config.get("architectures") or [])
-        spelt = next((name for name in ("midlayer", "layers.0") if any(k.startswith(f"{name}.") for k in found.weights)), "")
+        named = Eagle3Head.describes(found.config) or "Eagle3LlamaForCausalLM" in found.config.get("architectures", [])
+        spelt = next(
+            (name for name in ("midlayer", "layers.0") if any(k.startswith(f"{name}.") for k in found.weights)), ""
+        )
         # SafeAILab's own files say LlamaForCausalLM; the pruned vocabulary is what tells them from EAGLE-1.
         if named or spelt == "midlayer" or (spelt and "draft_vocab_size" in found.config):
             return cls(spelt or "midlayer")
@@ -66,9 +67,6 @@ class Eagle3Format(Format):
         assert isinstance(head, Eagle3Head)
         return settle_vocabulary(found, given, head, target.vocab_size)
 
-    def config_of(self, head: DraftHead, target: Target) -> dict[str, Any]:
-        return head.to_config()
-
 
 def layer_ids(found: Found, target: Target) -> list[int]:
     """The fused layers, as ids of `hidden_states`; ValueError where they are not said, or said twice and differently."""
@@ -80,7 +78,9 @@ def layer_ids(found: Found, target: Target) -> list[int]:
     if ours is None and theirs is None:
         rule = [2, n // 2, n - 3]
         if sorted(set(rule)) != rule:
-            raise found.wrong(f"config.json names no {IDS}, and a target of {n} layers is too shallow for the paper's three")
+            raise found.wrong(
+                f"config.json names no {IDS}, and a target of {n} layers is too shallow for the paper's three"
+            )
         return rule
     if ours is None and config.get("foretoken"):
         raise found.wrong(f"it is of an earlier foretoken, which wrote no {IDS} beside eagle_config: train it again")
@@ -91,7 +91,9 @@ def layer_ids(found: Found, target: Target) -> list[int]:
             f"name the same layers: the second should be {[k - 1 for k in ids]}"
         )
     if sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] <= n:
-        raise found.wrong(f"it reads hidden states {ids} (0 is the embedding); they must ascend within the target's 0..{n}")
+        raise found.wrong(
+            f"it reads hidden states {ids} (0 is the embedding); they must ascend within the target's 0..{n}"
+        )
     return ids
 
 

@@ -7,8 +7,10 @@ head, or would draft with it wrongly.
 from typing import NamedTuple
 
 from heads.base import DraftHead
+from heads.eagle import EagleHead
 from heads.eagle3 import Eagle3Head
 from heads.formats.base import Format
+from heads.formats.eagle import EagleFormat
 from heads.formats.eagle3 import Eagle3Format
 from heads.formats.medusa import MedusaFormat, VllmMedusaFormat
 from heads.formats.speculators import SpeculatorsFormat
@@ -20,6 +22,8 @@ VLLM = """vllm serve {target} --speculative-config '{{"method": "{method}", "mod
 SGLANG = """python -m sglang.launch_server --model-path {target} --speculative-algorithm {method} \
 --speculative-draft-model-path {head} --speculative-num-steps {depth} --speculative-eagle-topk 4 \
 --speculative-num-draft-tokens 16"""
+
+EA_MODEL = "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{head}')"
 
 
 class Export(NamedTuple):
@@ -34,16 +38,26 @@ def vllm(head: DraftHead, target: Target) -> Export:
     if isinstance(head, MedusaHead):
         note = "vLLM read Medusa heads up to 0.32, as a chain; 0.33 removed them."
         return Export(VllmMedusaFormat(), VLLM, note)
+    if isinstance(head, EagleHead):
+        if head.fc.bias is not None:
+            raise ValueError("vLLM's EAGLE-1 has no fc.bias, and this head does: train it with head.bias=false")
+        return Export(EagleFormat("EagleLlamaForCausalLM"), VLLM, "vLLM drafts a chain, no tree.")
     raise refusal("vLLM", head)
 
 
 def sglang(head: DraftHead, target: Target) -> Export:
+    if isinstance(head, EagleHead):
+        return Export(
+            EagleFormat(bias=True), SGLANG, "SGLang's fc has a bias; one of zeros is written where there is none."
+        )
     if not isinstance(head, Eagle3Head):
         raise refusal("SGLang", head)
     if len(head.layers) != 3:
         raise ValueError(f"SGLang fuses three layers, and this head reads hidden states {head.layers}")
     if head.layers[0] == 0:
-        raise ValueError("SGLang hands out outputs of decoder layers, and this head reads the embedding (hidden state 0)")
+        raise ValueError(
+            "SGLang hands out outputs of decoder layers, and this head reads the embedding (hidden state 0)"
+        )
     plain_layer("SGLang", head)
     return Export(Eagle3Format(), SGLANG)
 
@@ -55,6 +69,8 @@ def speculators(head: DraftHead, target: Target) -> Export:
 
 
 def eagle(head: DraftHead, target: Target) -> Export:
+    if isinstance(head, EagleHead):
+        return Export(EagleFormat("LlamaForCausalLM", embeddings=True), EA_MODEL)
     if not isinstance(head, Eagle3Head):
         raise refusal("SafeAILab's code", head)
     n = target.num_layers
@@ -64,7 +80,7 @@ def eagle(head: DraftHead, target: Target) -> Export:
             f"says, and this head reads {head.layers}"
         )
     plain_layer("SafeAILab's code", head)
-    return Export(Eagle3Format(), "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{head}')")
+    return Export(Eagle3Format(), EA_MODEL)
 
 
 def medusa(head: DraftHead, target: Target) -> Export:

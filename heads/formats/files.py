@@ -119,7 +119,9 @@ def check_zip(path: Path) -> None:
         if place.is_absolute() or ".." in place.parts or "\\" in member.filename:
             raise ValueError(f"{path} has a member that points out of it, {member.filename!r}: it was not opened")
         if member.compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"{path} has a compressed member, {member.filename!r}: torch writes none; it was not opened")
+            raise ValueError(
+                f"{path} has a compressed member, {member.filename!r}: torch writes none; it was not opened"
+            )
     total = sum(member.file_size for member in members)
     if total > path.stat().st_size:
         raise ValueError(f"{path} would unpack {total:,} bytes out of {path.stat().st_size:,}: it was not opened")

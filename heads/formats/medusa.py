@@ -38,7 +38,7 @@ class MedusaFormat(Format):
 
     @classmethod
     def match(cls, found: Found) -> Self | None:
-        return cls() if "medusa_num_heads" in found.config else None
+        return cls() if MedusaHead.describes(found.config) else None
 
     def own_config(self, found: Found, target: Target) -> dict[str, Any]:
         said, there = found.config["medusa_num_heads"], stored(found.weights, r"(\d+)\.")
@@ -55,7 +55,9 @@ class MedusaFormat(Format):
         names = [f"{i}.{head.blocks}.weight" for i in range(head.depth)]
         own = [name for name in names if name in found.weights]
         if own:
-            raise found.wrong(f"config.json says version 2, whose heads share the target's lm_head, but {own[0]} is stored")
+            raise found.wrong(
+                f"config.json says version 2, whose heads share the target's lm_head, but {own[0]} is stored"
+            )
         rows = target.model.get_output_embeddings().weight
         if not rows.is_floating_point():
             raise found.wrong(f"version 2 shares the lm_head of {target.name}, which is quantized: load it unquantized")

@@ -5,12 +5,11 @@ grown greedily from measured accuracies: how often the guess of rank r at depth 
 """
 
 import heapq
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from heads.medusa import MedusaHead
+from heads.base import DraftHead
 from heads.target import Target
 from inference.drafters.base import Accepted, Drafter, roots
 from inference.sampling import Sampling
@@ -40,9 +39,9 @@ def grow(accuracies: list[list[float]], nodes: int) -> list[tuple[int, ...]]:
 
 
 class StaticTree(Drafter):
-    def __init__(self, head: Any, target: Target, nodes: int = 16, accuracies: list[list[float]] | None = None):
+    def __init__(self, head: DraftHead, target: Target, nodes: int = 16, accuracies: list[list[float]] | None = None):
         """nodes: of the tree, its root counted. accuracies: of this head, measured (see inference/evaluate.py)."""
-        if not isinstance(head, MedusaHead):
+        if head.recurrent:
             raise ValueError(f"a static tree needs a head that drafts all depths at once, not {head.kind}")
         self.head, self.target, self.layers = head, target, head.layers
         accuracies = [row[: target.vocab_size] for row in (accuracies or TYPICAL)[: head.depth]]

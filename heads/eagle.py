@@ -1,0 +1,123 @@
+"""EAGLE-1: one decoder layer that guesses the target's next last hidden state (arXiv:2401.15077, section 4).
+
+At slot p it reads the target's last hidden state of position p, behind the final norm, beside the embedding of token
+p + 1; its output stands for the hidden state of position p + 1, and the target's own lm_head makes token p + 2 of it.
+Deeper drafts read its own output in the place of features that the target has not made yet. EAGLE-2 is the dynamic
+tree (inference/drafters/dynamic.py) over these very weights.
+
+Training at depth 1 is the paper's: noise on the features stands for the errors of later steps. More depths repeat the
+step on its own output, as HASS does (arXiv:2408.15766, section 3.2); keys and masks are those of EAGLE-3.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from heads import llama
+from heads.base import DraftHead, Text, later
+from heads.cache import KVCache
+from heads.eagle3 import attend_steps
+from heads.layers import MLP, Attention, RMSNorm, Rotary
+from heads.target import Target
+
+
+class Layer(nn.Module):
+    """A Llama layer without its first norm."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.self_attn, self.mlp = Attention(config, config.hidden_size), MLP(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class EagleHead(DraftHead):
+    """On disk its weights are named as SafeAILab, vLLM and SGLang name them: fc, layers.0.*. The embedding and the lm_head
+    are the target's and not saved."""
+
+    kind, recurrent, cache_layers = "eagle", True, 1
+    format = "EAGLE-1 as SafeAILab and SGLang read it (LlamaForCausalLMEagle)"
+    renamed: ClassVar[dict[str, str]] = {"layer.": "layers.0."}
+    target: Target
+
+    def __init__(self, config: LlamaConfig, depth: int = 1, bias: bool = False, noise: float = 0.2):
+        super().__init__()
+        self.config, self.depth, self.noise = config, depth, noise
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
+        self.layer = Layer(config)
+        self.rotary = Rotary(config)
+
+    @classmethod
+    def for_target(cls, target: Target, depth: int = 1, bias: bool = False, noise: float = 0.2) -> "EagleHead":
+        """A new head that at first hands the hidden state on as it is, so that it starts from the target's own guess.
+
+        depth: steps of training, 1 is EAGLE-1's, 3 are HASS's. noise: width of the uniform noise on features in training,
+        at the paper's 512 tokens a row. bias: of fc, which vLLM reads without one.
+        """
+        head = cls(llama.config_like(target, "EAGLE"), depth, bias, noise)
+        width = head.config.hidden_size
+        with torch.no_grad():
+            llama.start_quietly(head.layer.self_attn.o_proj, head.layer.mlp.down_proj)
+            head.fc.weight[:, width:].copy_(torch.eye(width))
+            if head.fc.bias is not None:
+                head.fc.bias.zero_()
+        head.bind(target)
+        return head.to(target.device)
+
+    def bind(self, target: Target) -> None:
+        self.target, self.layers = target, [target.num_layers]
+
+    @classmethod
+    def describes(cls, config: dict) -> bool:
+        return "LlamaForCausalLMEagle" in config.get("architectures", [])
+
+    @classmethod
+    def from_config(cls, config: dict) -> "EagleHead":
+        own = config.get("foretoken", {})
+        shape = LlamaConfig.from_dict({key: value for key, value in config.items() if key not in ("foretoken", "bias")})
+        return cls(shape, own.get("depth", 1), config.get("bias", True))  # absent means true in the authors' code
+
+    def to_config(self) -> dict:
+        facts = {"architectures": ["LlamaForCausalLMEagle"], "bias": self.fc.bias is not None}
+        return llama.saved(self.config) | facts
+
+    def misfits(self, target: Target) -> list[str]:
+        return llama.misfits(self.config, target)
+
+    def logits(self, hidden: Tensor, depth: int) -> Tensor:
+        return self.target.logits(hidden)
+
+    def fuse(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
+        return self.fc(torch.cat([embeddings.to(self.dtype), hidden.to(self.dtype)], dim=-1))
+
+    def forward(self, features: Tensor, embeddings: Tensor, text: Text) -> list[Tensor]:
+        length, attention = text.tokens.shape[1], self.layer.self_attn
+        hidden, beside = features, embeddings.roll(-1, dims=1)
+        if self.training and self.noise:
+            hidden = hidden + (torch.rand_like(hidden) - 0.5) * self.noise * 512 / length
+        cos, sin = self.rotary(text.positions, length, self.dtype)
+        mask, steps, outs = text.mask(), [], []
+        for i in range(self.depth):
+            fused = self.fuse(hidden, beside)
+            q, k, v = attention.project(fused, cos, sin)
+            steps.append((k, v))
+            attended = attention.merge(attend_steps(q, steps, later(mask, i)))
+            outs.append(self.layer.finish(fused, attended))
+            hidden = later(outs[-1], 1)
+        return outs
+
+    def read(self, features: Tensor, embeddings: Tensor, cache: KVCache | None) -> Tensor:
+        assert cache is not None
+        new = embeddings.shape[1]
+        causal = torch.ones(1, new, new, dtype=torch.bool, device=embeddings.device).tril()
+        return self.step(features, embeddings, cache.columns(new), cache.mask(causal), cache)
+
+    def step(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+        fused = self.fuse(hidden, embeddings)
+        cos, sin = self.rotary(positions, cache.capacity, fused.dtype)
+        return self.layer.finish(fused, self.layer.self_attn.cached(fused, cos, sin, mask, cache, layer=0))

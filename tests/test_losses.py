@@ -1,0 +1,92 @@
+"""Each loss against its formula, and its gradient against differences."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from train import losses
+from train.losses import Said
+
+LOSSES = {
+    "hard": losses.hard,
+    "soft": losses.soft,
+    "reverse_kl": losses.reverse_kl,
+    "total_variation": losses.total_variation,
+    "lk": losses.lk,
+    "top_k": partial(losses.top_k, k=3),
+    "regression": losses.regression,
+    "hass": partial(losses.regression, top_k_weight=1.0, k=3),
+}
+
+
+def pair() -> tuple[Said, Said]:
+    return tuple(Said(2 * torch.randn(5, 9), 2 * torch.randn(5, 4)) for _ in range(2))  # type: ignore[return-value]
+
+
+def formulas(draft: Said, answer: Said) -> dict[str, torch.Tensor]:
+    """Every loss written out token by token, with no function of torch that the losses use but exp, log and abs."""
+    rows: dict[str, list[torch.Tensor]] = {name: [] for name in LOSSES}
+    for row in range(len(draft.logits)):
+        q = torch.exp(draft.logits[row]) / torch.exp(draft.logits[row]).sum()
+        p = torch.exp(answer.logits[row]) / torch.exp(answer.logits[row]).sum()
+        order = sorted(range(len(p)), key=lambda token: -p[token])
+        rows["hard"].append(-q[order[0]].log())
+        rows["soft"].append(sum(-p[token] * q[token].log() for token in order))
+        rows["reverse_kl"].append(sum(q[token] * (q[token] / p[token]).log() for token in order))
+        overlap = sum(min(p[token], q[token]) for token in order)
+        rows["total_variation"].append(1 - overlap)
+        rows["lk"].append(-overlap.log())
+        rows["top_k"].append(sum(-p[token] * q[token].log() for token in order[:3]))
+        gaps = (draft.features[row] - answer.features[row]).abs()
+        smooth = sum(gap - 0.5 if gap > 1 else 0.5 * gap * gap for gap in gaps) / len(gaps)
+        rows["regression"].append(smooth + 0.1 * rows["soft"][-1])
+        rows["hass"].append(rows["regression"][-1] + rows["top_k"][-1])
+    return {name: torch.stack(values) for name, values in rows.items()}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_its_formula(name):
+    draft, answer = pair()
+    torch.testing.assert_close(LOSSES[name](draft, answer), formulas(draft, answer)[name])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_gradient_is_the_losss(name):
+    draft, answer = (Said(*(tensor.double() for tensor in said)) for said in pair())
+    inputs = tuple(tensor.requires_grad_() for tensor in draft)
+    assert torch.autograd.gradcheck(lambda logits, features: LOSSES[name](Said(logits, features), answer), inputs)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_half_precision_is_computed_in_float32(name):
+    draft, answer = (Said(*(tensor.bfloat16() for tensor in said)) for said in pair())
+    wide = [Said(*(tensor.float() for tensor in said)) for said in (draft, answer)]
+    loss = LOSSES[name](draft, answer)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, LOSSES[name](*wide))
+
+
+def test_lk_learns_where_total_variation_hardly_does():
+    """A draft that is sure of the wrong token: its acceptance is 1e-8, and so is the gradient of total variation."""
+    logits = torch.tensor([[20.0, 0.0]], requires_grad=True)
+    answer = Said(torch.tensor([[0.0, 20.0]]), torch.zeros(1, 1))
+    sizes = []
+    for loss in (losses.total_variation, losses.lk):
+        (gradient,) = torch.autograd.grad(loss(Said(logits, torch.zeros(1, 1)), answer).sum(), logits)
+        sizes.append(gradient.abs().max().item())
+    assert sizes[0] < 1e-6 and sizes[1] > 0.1
+
+
+def test_regression_refuses_heads_that_draft_no_features():
+    draft, answer = pair()
+    with pytest.raises(ValueError, match=r"loss=regression compares hidden states of width 4, this head's have 8"):
+        losses.regression(draft._replace(features=torch.zeros(5, 8)), answer)
+
+
+def test_soft_is_the_forward_divergence_and_a_constant():
+    draft, answer = pair()
+    p, q = answer.logits.softmax(-1), draft.logits.softmax(-1)
+    divergence = F.kl_div(q.log(), p, reduction="none").sum(-1)
+    torch.testing.assert_close(losses.soft(draft, answer), divergence - (p * p.log()).sum(-1))
