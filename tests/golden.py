@@ -8,15 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-H, MLP, V, VD, HEADS, KV, HD = (
-    32,
-    64,
-    320,
-    200,
-    4,
-    2,
-    8,
-)  # hidden, MLP, vocabulary, draft vocabulary, heads, kv heads, head dim
+H, MLP, V, VD = 32, 64, 320, 200  # hidden, MLP width, vocabulary, draft vocabulary
+HEADS, KV, HD = 4, 2, 8  # query heads, key and value heads, head dim
 N = 8  # layers of the target
 Golden = tuple[dict[str, Any], dict[str, Tensor], str]
 ROPE = 5000.0
