@@ -16,9 +16,13 @@ WEIGHTS = (*SAFE, *PICKLED)
 TEXTS = ["*.json", "*.md"]
 REASONS = {
     401: "it does not know the token (401): log in with `hf auth login`, or set HF_TOKEN",
-    403: "the token may not do this (403): it needs the right to write to that repository",
+    403: "the token has no right to this (403): use one that may read, or write, that repository",
     429: "too many requests (429): wait some minutes and run the same command again",
 }
+
+
+class Refused(ValueError):
+    """Ours, and said in full."""
 
 
 def find(path_or_id: str | Path) -> Path:
@@ -88,7 +92,7 @@ def refuse_other(there: tuple[bool, dict[str, str]], folder: Path, repo: str, pr
     hidden, digests = there
     if hidden != private:
         said, asked = ("private", "public") if hidden else ("public", "private")
-        raise ValueError(
+        raise Refused(
             f"{repo} is {said} and {asked} was asked for: set private={str(hidden).lower()}, or change it there"
         )
     for name, digest in digests.items():
@@ -132,9 +136,7 @@ def plain_errors(what: str) -> Iterator[None]:
     """Turn what the client raises into a ValueError of one sentence, in which no token stands."""
     try:
         yield
-    except ValueError as error:
-        if isinstance(error, HFValidationError):
-            raise ValueError(f"{what}: {without_token(str(error))}") from None
+    except Refused:
         raise
     except Exception as error:
         cause: BaseException | None = error

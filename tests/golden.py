@@ -170,6 +170,45 @@ def vllm_medusa() -> Golden:
     return config, weights, "model.safetensors"
 
 
+def wide_block(name: str, inputs: int) -> dict[str, Tensor]:
+    """The first block of a Hydra MLP: it reads hidden states and embeddings side by side."""
+    parts = {f"{name}.{part}": (random(H, inputs * H), random(H)) for part in ("linear", "res_connection")}
+    return {f"{part}.{sort}": tensors[sort == "bias"] for part, tensors in parts.items() for sort in ("weight", "bias")}
+
+
+def hydra() -> Golden:
+    config = {
+        "base_model_name_or_path": "org/target",
+        "hydra_num_heads": 3,
+        "hydra_num_layers": 2,
+        "hydra_head_arch": "mlp",
+        "grounded_heads": True,
+        "hidden_state_offset": 0,
+    }
+    weights = {}
+    for i in range(3):
+        weights |= wide_block(f"hydra_mlp.{i}.0", i + 2)
+        weights |= {f"hydra_mlp.{i}.1.linear.weight": random(H, H), f"hydra_mlp.{i}.1.linear.bias": random(H)}
+        weights |= {f"hydra_lm_head.{i}.weight": random(V, H), f"hydra_lm_head.{i}.bias": random(V)}
+    return config, weights, "hydra_lm_head.pt"
+
+
+def hydra_pp() -> Golden:
+    """Dropouts take the even places; layers 3, 5 and 7 are one; a whole LlamaModel is saved, spelt `prefix_embeding_layer`."""
+    config = hydra()[0] | {"hydra_head_arch": "prefix-mlp", "hydra_num_layers": 4}
+    weights = {}
+    for i in range(3):
+        weights |= wide_block(f"hydra_mlp.{i}.1", i + 2)
+        tied = random(H, H), random(H)
+        for j in (3, 5, 7):
+            weights |= {f"hydra_mlp.{i}.{j}.linear.weight": tied[0], f"hydra_mlp.{i}.{j}.linear.bias": tied[1]}
+        weights |= {f"hydra_lm_head.{i}.1.weight": random(V, H), f"hydra_lm_head.{i}.1.bias": random(V)}
+    prefix = layer("layers.0", H) | {"layers.0.input_layernorm.weight": norm(), "norm.weight": norm()}
+    prefix |= {"embed_tokens.weight": random(V, H)}
+    prefix["layers.0.self_attn.rotary_emb.inv_freq"] = ROPE ** (-torch.arange(0, HD, 2).float() / HD)
+    return config, weights | {f"prefix_embeding_layer.{name}": t for name, t in prefix.items()}, "hydra_lm_head.pt"
+
+
 # -- what these heads draft, computed without our head classes ------------------------------------------------------------
 
 
@@ -223,3 +262,24 @@ def eagle_draft(weights: dict[str, Tensor], last: Tensor, embedded: Tensor) -> T
     w = {name: tensor.float() for name, tensor in weights.items()}
     fused = torch.cat([embedded, last], -1) @ w["fc.weight"].T + w.get("fc.bias", torch.zeros(H))
     return llama_layer(w, "layers.0", fused, fused)
+
+
+def hydra_draft(config: dict, weights: dict[str, Tensor], last: Tensor, behind: list[Tensor]) -> Tensor:
+    """Logits of depth len(behind). last: the target's last hidden states (length, H); behind: the embeddings (H,) of the root
+    and of the tokens drafted so far."""
+    w = {name: tensor.float() for name, tensor in weights.items()}
+    i = len(behind) - 1
+    if config["hydra_head_arch"] == "prefix-mlp":
+        inner = {name.removeprefix("prefix_embeding_layer."): t for name, t in w.items() if name.startswith("prefix")}
+        last = llama_layer(inner, "layers.0", rms(last, inner["layers.0.input_layernorm.weight"]), last)
+        last, places, projection = rms(last, inner["norm.weight"]), (1, 3, 5, 7), f"hydra_lm_head.{i}.1"
+    else:
+        places, projection = (0, 1), f"hydra_lm_head.{i}"
+    x = torch.cat([last[-1], *behind])
+    for j in places:
+        block = f"hydra_mlp.{i}.{j}"
+        kept = x
+        if j == places[0]:
+            kept = w[f"{block}.res_connection.weight"] @ x + w[f"{block}.res_connection.bias"]
+        x = kept + torch.nn.functional.silu(w[f"{block}.linear.weight"] @ x + w[f"{block}.linear.bias"])
+    return w[f"{projection}.weight"] @ x + w[f"{projection}.bias"]

@@ -75,7 +75,8 @@ def drafted(directory: Path, target: Target, root: int) -> list[Tensor]:
 EAGLE3 = {"safeailab_eagle3": "midlayer", "specforge": "midlayer", "modelopt": "layers.0", "speculators": "layers.0"}
 MEDUSA = {"medusa_v1": 5, "medusa_v2": 3, "vllm_medusa": 3}
 EAGLE = ("safeailab_eagle", "vllm_eagle")
-GOLDEN = (*EAGLE3, *EAGLE, *MEDUSA)
+HYDRA = ("hydra", "hydra_pp")
+GOLDEN = (*EAGLE3, *EAGLE, *MEDUSA, *HYDRA)
 
 
 # -- import ---------------------------------------------------------------------------------------------------------------
@@ -120,6 +121,18 @@ def test_medusa_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
         rows = w.get(f"{i}.{config.get('medusa_num_layers')}.weight", w.get(f"lm_heads.{i}.weight"))
         rows = deep.model.get_output_embeddings().weight if rows is None else rows
         torch.testing.assert_close(logits, rows @ x, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", HYDRA)
+def test_hydra_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
+    config, weights, file = make(name, deep)
+    head, root = load_head(write(tmp_path, config, weights, file), deep, dtype=torch.float32), 7
+    chain, ours = parity.drafted_logits(head, deep, PROMPT, root)
+    last = states(deep, [golden.N])[0]
+    for depth, logits in enumerate(ours, start=1):
+        behind = list(deep.embed(torch.tensor([root, *chain[: depth - 1]])))
+        torch.testing.assert_close(logits, golden.hydra_draft(config, weights, last, behind), atol=1e-4, rtol=1e-4)
+    assert len(ours) == 3
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -243,6 +256,18 @@ EAGLE1 = [
     say("num_key_value_heads", 4, "self_attn.k_proj.weight"),
     say("auto_map", {"AutoModel": "evil.Model"}, "names code of its own"),
 ]
+HYDRAS = [
+    extra("another.weight"),
+    extra("hydra_mlp.3.0.linear.weight"),
+    say("hydra_num_heads", 4, "hydra_mlp.3.*is missing"),
+    say("hydra_num_heads", 2, "hydra_lm_head.2.*belongs to no layer"),
+    say("hydra_num_layers", None, "has no 'hydra_num_layers'"),
+    say("hydra_head_arch", "eagle-attn", "hydra_head_arch=eagle-attn"),
+    say("hydra_head_arch", None, "has no 'hydra_head_arch'"),
+    say("grounded_heads", False, "grounded_heads=False"),
+    say("hidden_state_offset", 1, "hidden_state_offset=1"),
+    say("auto_map", {"AutoModel": "evil.Model"}, "names code of its own"),
+]
 MUTATIONS: dict[str, list[Mutation]] = {
     "safeailab_eagle3": [
         *eagle3_mutations("midlayer", None),
@@ -336,6 +361,28 @@ MUTATIONS: dict[str, list[Mutation]] = {
         say("num_heads", None, "has no 'num_heads'"),
     ],
 }
+MUTATIONS["hydra"] = [
+    *HYDRAS,
+    *(lose(f"hydra_mlp.{i}.0.res_connection.{part}") for i in (0, 2) for part in ("weight", "bias")),
+    lose("hydra_mlp.1.1.linear.bias"),
+    lose("hydra_lm_head.2.weight"),
+    reshape("hydra_mlp.0.0.linear.weight"),
+    reshape("hydra_lm_head.1.bias"),
+    extra("hydra_mlp.0.2.linear.weight"),
+    say("hydra_num_layers", 3, "hydra_mlp.0.2.linear.bias is missing"),
+]
+MUTATIONS["hydra_pp"] = [
+    *HYDRAS,
+    *(lose(f"prefix_embeding_layer.{name}.weight") for name in ("norm", "layers.0.input_layernorm")),
+    lose("prefix_embeding_layer.layers.0.self_attn.q_proj.weight"),
+    lose("hydra_mlp.1.5.linear.bias"),
+    lose("hydra_lm_head.2.1.weight"),
+    reshape("prefix_embeding_layer.layers.0.mlp.up_proj.weight"),
+    reshape("hydra_mlp.0.1.linear.weight"),
+    extra("prefix_embedding_layer.norm.weight"),
+    say("hydra_num_layers", 5, "hydra_mlp.0.9.linear.bias is missing"),
+    store("prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq", lambda f: f / 2, "is of another rope than"),
+]
 CASES = [(name, *mutation) for name in GOLDEN for mutation in MUTATIONS[name]]
 
 

@@ -156,7 +156,7 @@ def test_a_download_that_was_cut_goes_on_where_it_was(server, folder, target):
     assert len(gets) == 2
 
 
-REFUSALS = {401: "log in with `hf auth login`", 403: "needs the right to write", 429: "wait some minutes"}
+REFUSALS = {401: "log in with `hf auth login`", 403: "has no right to this", 429: "wait some minutes"}
 
 
 @pytest.mark.parametrize("status", REFUSALS)

@@ -103,6 +103,13 @@ def expect(found: Found, settings: dict[str, Any], allowed: dict[str, Any]) -> N
             raise found.wrong(f"config.json says {name}={settings[name]}; only {value} can be drafted with here")
 
 
+def one_rope(found: Found, settings: dict[str, Any]) -> None:
+    """Raise ValueError where rope is said in the spellings of transformers 4 and 5, and differently: engines read either."""
+    new = settings.get("rope_parameters") or {}
+    if "rope_theta" in settings and new.get("rope_theta", settings["rope_theta"]) != settings["rope_theta"]:
+        raise found.wrong(f"config.json says rope_theta={settings['rope_theta']} and rope_parameters={new}")
+
+
 def same_as_target(found: Found, name: str, target: Target) -> None:
     """Raise ValueError unless tensor `name` is the target's embedding: a frozen copy is let go, another one is not."""
     stored, ours = found.weights[name], target.model.get_input_embeddings().weight

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from heads.base import DraftHead
 from heads.eagle import EagleHead
-from heads.formats.base import Format, Found, expect, same_as_target
+from heads.formats.base import Format, Found, expect, one_rope, same_as_target
 from heads.target import Target
 
 NAMES = {"LlamaForCausalLMEagle", "EagleLlamaForCausalLM"}
@@ -31,10 +31,12 @@ class EagleFormat(Format):
     def match(cls, found: Found) -> Self | None:
         named = NAMES & set(found.config.get("architectures") or [])
         # SafeAILab's own files say LlamaForCausalLM; no Llama has an fc, and no EAGLE-1 an lm_head.
-        shaped = "fc.weight" in found.weights and "lm_head.weight" not in found.weights
+        shaped = any(name.startswith(("fc.", "layers.0.")) for name in found.weights)
+        shaped = shaped and "lm_head.weight" not in found.weights
         return cls() if named or (shaped and found.config.get("model_type") == "llama") else None
 
     def own_config(self, found: Found, target: Target) -> dict[str, Any]:
+        one_rope(found, found.config)
         expect(found, found.config, LAYER | {"draft_vocab_size": target.vocab_size})
         return found.config
 

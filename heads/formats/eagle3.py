@@ -14,7 +14,7 @@ from torch import Tensor
 from heads import vocab
 from heads.base import DraftHead
 from heads.eagle3 import Eagle3Head
-from heads.formats.base import Format, Found, expect, same_as_target
+from heads.formats.base import Format, Found, expect, one_rope, same_as_target
 from heads.target import Target
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -55,6 +55,7 @@ class Eagle3Format(Format):
         config, eagle = found.config, found.config.get("eagle_config") or {}
         if not isinstance(eagle, dict):
             raise found.wrong(f"config.json says eagle_config={eagle!r}, which holds no settings")
+        one_rope(found, config)
         expect(found, config, LAYER | {"target_hidden_size": config["hidden_size"]})
         expect(found, eagle, OPTIONS)
         return config | {IDS: layer_ids(found, target), "foretoken": config.get("foretoken", {})}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heads.base import DraftHead
 from heads.eagle3 import Eagle3Head
-from heads.formats.base import Found, expect
+from heads.formats.base import Found, expect, one_rope
 from heads.formats.eagle3 import IDS, LAYER, Eagle3Format, layer_ids
 from heads.target import Target
 
@@ -40,6 +40,7 @@ class SpeculatorsFormat(Eagle3Format):
             raise found.wrong(
                 "config.json does not say norm_before_residual, which vLLM takes as true and speculators as false: add it"
             )
+        one_rope(found, layer)
         expect(found, layer, LAYER | {"attention_bias": False, "model_type": "llama"})
         expect(found, config, {"target_hidden_size": layer["hidden_size"]})
         methods = config["speculators_config"]["proposal_methods"]
