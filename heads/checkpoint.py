@@ -17,6 +17,7 @@ from heads.hub import find
 from heads.target import Target
 
 WEIGHTS = SAFE[0]
+SMALL = 1 << 22  # parameters; 16 MB in float32
 
 
 def fingerprint(target: Target) -> dict:
@@ -73,8 +74,16 @@ def read_head(path: str | Path, target: Target) -> DraftHead:
 
 
 def load_head(path: str | Path, target: Target, dtype: torch.dtype | None = None) -> DraftHead:
-    """The head of `read_head` on the target's device, for inference. dtype: None takes the target's."""
-    return read_head(path, target).to(target.device, dtype or target.dtype).eval().requires_grad_(False)
+    """The head of `read_head` on the target's device, for inference. dtype: None takes the one that it drafts fastest in."""
+    head = read_head(path, target)
+    return head.to(target.device, dtype or drafting_dtype(head, target)).eval().requires_grad_(False)
+
+
+def drafting_dtype(head: DraftHead, target: Target) -> torch.dtype:
+    """The target's, but float32 for a small head on a CPU: what it computes there is less than what a half-precision
+    kernel costs to call, and its weights stay in the processor's cache at either width."""
+    small = sum(parameter.numel() for parameter in head.parameters()) < SMALL
+    return torch.float32 if small and target.device.type == "cpu" else target.dtype
 
 
 def check_fit(found: formats.Found, head: DraftHead, target: Target) -> None:

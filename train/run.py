@@ -15,6 +15,7 @@ from inference.evaluate import run as decode
 from train import data as text
 from train import prove, ship
 from train.entry import entry
+from train.memory import keep_freed
 from train.session import Measure, Progress, StopOnSignal, end_of_training, open_directory, seconds_of
 from train.trainer import HeadTrainer, Lesson
 
@@ -22,6 +23,7 @@ from train.trainer import HeadTrainer, Lesson
 @entry("train")
 def main(cfg: DictConfig) -> None:
     set_seed(cfg.seed)
+    keep_freed()
     if cfg.push_to_hub is not None:
         hub.check_name(cfg.push_to_hub)  # not after hours of training
     target = instantiate(cfg.target)

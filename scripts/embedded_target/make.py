@@ -2,7 +2,7 @@
 
     python scripts/embedded_target/make.py --minutes 60
 
-Two stages: plain language modelling, then a shorter one against greedy loops (`unlearn_loops`). It writes the tokenizer,
+Two stages: plain language modelling, then a shorter one on its own text (`settle`). It writes the tokenizer,
 the weights (bf16), log.jsonl and samples.md beside itself (or into --output). The target is
 kept in the repository, so nobody has to run this; it is here so that anybody can, and can see what it was
 trained on: the part `train` of train/stdlib.py, never a file of `validation` or `test`.
@@ -32,6 +32,7 @@ from train.data import prompts
 
 VOCAB, LENGTH, ROWS = 1024, 512, 16
 EOS = "<|endoftext|>"
+COOL = 0.7  # temperature of the continuations that the second stage learns from
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -75,7 +76,7 @@ def held_out_loss(model: LlamaForCausalLM, tokens: Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=60, help="wall-clock budget of the training loop")
-    parser.add_argument("--unlearn-minutes", type=float, default=15, help="budget of the second stage, against loops")
+    parser.add_argument("--settle-minutes", type=float, default=15, help="budget of the second stage")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--compile", action="store_true", help="torch.compile the model: worth it from ten minutes on")
@@ -108,6 +109,7 @@ def main() -> None:
         eos_token_id=0,
         initializer_range=0.02,
         use_cache=False,
+        attn_implementation="eager",  # at these sizes faster than the fused kernel, whose backward is slow on a CPU
     )
     model = LlamaForCausalLM(config)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
@@ -162,8 +164,8 @@ def main() -> None:
     print(json.dumps(entry), file=log, flush=True)
     print(entry)
     save(model, args.output)
-    unlearn_loops(model, tokenizer, data[0], args.unlearn_minutes, log)
-    entry = {"after_unlearning": True, "held_out_loss": round(held_out_loss(model, held_out), 4)}
+    settle(model, tokenizer, data[0], args.settle_minutes, log)
+    entry = {"settled": True, "held_out_loss": round(held_out_loss(model, held_out), 4)}
     print(json.dumps(entry), file=log, flush=True)
     save(model, args.output)
     write_samples(args.output)
@@ -177,41 +179,52 @@ def repeats(rows: Tensor, n: int = 4) -> Tensor:
     return torch.cat([torch.zeros_like(rows[:, : n - 1], dtype=torch.bool), again], dim=1)
 
 
-def unlearn_loops(
+def settle(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tokens: Tensor, minutes: float, log: TextIO
 ) -> None:
-    """A model this small falls into loops when it decodes greedily, and loops flatter every drafter.
+    """The second stage, on the model's own continuations of training text; half of each step goes on with plain text so
+    that it forgets little.
 
-    Sequence-level unlikelihood (Welleck et al., arXiv:1908.04319, section 5.2): it continues text of the training part
-    greedily, and every token that completes a 4-gram it has written before is made less likely, while half of each step goes
-    on with plain text so that it forgets nothing.
+    A model this small, trained on text alone, is unlike the targets that people decode with in two ways. Decoded greedily it
+    falls into loops, which flatter every drafter: every token of a greedy continuation that completes a 4-gram written before
+    is made less likely (sequence-level unlikelihood, Welleck et al., arXiv:1908.04319, section 5.2). And it is unsure of every
+    next word, where targets that were tuned on chosen answers are not: of its continuations at temperature `COOL`, those
+    that do not repeat themselves are learnt as if they were text (rejection sampling, as in arXiv:2307.09288, section 3.2.3).
     """
     target = Target(model, tokenizer, "the embedded target")
     model.requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.0)
-    start, step, prompt, new = time.time(), 0, 64, 96
+    start, step, begun, new, rows = time.time(), 0, 64, 128, 32
     while (share := (time.time() - start) / (60 * minutes)) < 1:
         optimizer.param_groups[0]["lr"] = 6e-4 * min(1.0, (step + 1) / 20, 2 * (1 - share))
-        starts = [random.randrange(len(tokens) - LENGTH) for _ in range(32)]
+        starts = [random.randrange(len(tokens) - LENGTH) for _ in range(2 * rows)]
         text = torch.stack([tokens[at : at + LENGTH] for at in starts[:8]])
-        begun = torch.stack([tokens[at : at + prompt] for at in starts])
+        beginnings = torch.stack([tokens[at : at + begun] for at in starts])
         model.eval()
         # No autocast here: it would cast every weight anew for each of the many short forwards.
-        written = generate(target, None, begun, max_new_tokens=new, eos_token_id=-1).sequences.clone()
+        greedy, cool = (
+            generate(target, None, part, max_new_tokens=new, temperature=heat, seed=step * rows, eos_token_id=-1).sequences
+            for heat, part in zip((0.0, COOL), beginnings.split(rows), strict=True)
+        )
         model.train()
-        again = repeats(written[:, prompt:])
+        again = repeats(greedy[:, begun:])
+        cool = cool.clone()
+        chosen = repeats(cool[:, begun:]).float().mean(1) < 0.2
         with torch.autocast("cpu", dtype=torch.bfloat16):
             likely = model(input_ids=text, labels=text).loss
-            logits = model(input_ids=written, use_cache=False).logits[:, prompt - 1 : -1].float()
-        chance = logits.softmax(-1).gather(-1, written[:, prompt:, None])[..., 0]
+            written = torch.cat([greedy, cool[chosen]]).clone()
+            logits = model(input_ids=written, use_cache=False).logits[:, begun - 1 : -1].float()
+        chance = logits[:rows].softmax(-1).gather(-1, written[:rows, begun:, None])[..., 0]
         unlikely = -(torch.log1p(-chance.clamp(max=1 - 1e-5)) * again).sum() / again.sum().clamp(min=1)
-        (likely + unlikely).backward()
+        own = torch.nn.functional.cross_entropy(logits[rows:].flatten(0, 1), written[rows:, begun:].flatten(), reduction="sum")
+        (likely + unlikely + own / (rows * new)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
         if step % 10 == 0:
-            entry = {"unlearning_step": step, "seconds": round(time.time() - start), "loss": round(likely.item(), 4)}
+            entry = {"settling_step": step, "seconds": round(time.time() - start), "loss": round(likely.item(), 4)}
+            entry |= {"loss_of_own": round(own.item() / (chosen.sum().item() * new), 4), "chosen": chosen.sum().item()}
             entry |= {"repeated_4grams": round(again.float().mean().item(), 4)}
             print(json.dumps(entry), file=log, flush=True)
             print(entry, flush=True)

@@ -1,0 +1,19 @@
+"""Keep what the C library frees, on a CPU with glibc.
+
+By default every large tensor is a mapping of its own, given back to the kernel when it is freed and paged in again,
+zeroed, for the next one: a third of a training step's time went there (measured: 1.78 s and 1.19 s a step of 8,192 tokens,
+6M parameters, two cores). A GPU's memory is kept by torch's own allocator.
+"""
+
+import ctypes
+import sys
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # mallopt's names, from malloc.h
+
+
+def keep_freed() -> None:
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+        if mallopt is not None:
+            mallopt(M_MMAP_MAX, 0)
+            mallopt(M_TRIM_THRESHOLD, -1)
