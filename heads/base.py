@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from heads import vocab
 from heads.cache import KVCache
 from heads.target import Target
 
@@ -63,13 +64,17 @@ def began(text: Text, depth: int) -> Tensor:
 class DraftHead(nn.Module, ABC):
     """A small network that guesses the target's next tokens from the target's hidden states."""
 
-    kind: ClassVar[str]
+    kind: str
     recurrent: ClassVar[bool]  # does a draft depend on the drafts before it (EAGLE), or only on the text (Medusa)?
-    cache_layers: ClassVar[int] = 0  # layers of keys and values that it keeps of the text
+    cache_layers: int = 0  # layers of keys and values that it keeps of the text
     format: ClassVar[str] = "foretoken's own"  # of its files, for people
     renamed: ClassVar[dict[str, str]] = {}  # beginnings of weights' names, here and on disk, where these differ
     layers: list[int]  # which hidden states it reads, numbered as in heads/target.py
     depth: int  # deepest draft that it was trained for
+    limit: int | None = None  # deepest draft that it can make; None for no limit
+    pruned: bool = False  # does it draft from a part of the vocabulary?
+    d2t: Tensor
+    t2d: Tensor
 
     @classmethod
     @abstractmethod
@@ -92,6 +97,9 @@ class DraftHead(nn.Module, ABC):
 
     def bind(self, target: Target) -> None:
         """Take hold of what the head borrows of the target and does not save. Comes before any use of the head."""
+
+    def finish(self) -> None:
+        """Training is over: become what is shipped."""
 
     def misfits(self, target: Target) -> list[str]:
         """Where the head and this target disagree, in words; a shape that differs is found without its help."""
@@ -137,10 +145,38 @@ class DraftHead(nn.Module, ABC):
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         """(..., draft vocab) for hidden states of drafts of this depth, counted from 1."""
 
+    def prune(self, size: int | None, vocab_size: int) -> int:
+        """Make room for a draft vocabulary of `size` tokens, if that is not all of them; how many it drafts from."""
+        if size is None or size >= vocab_size:
+            return vocab_size
+        self.pruned = True
+        for name, tensor in zip(("d2t", "t2d"), vocab.to_offsets(torch.arange(size), vocab_size), strict=True):
+            self.register_buffer(name, tensor)
+        return size
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """Draft these target ids (ascending) only."""
+        d2t, t2d = vocab.to_offsets(ids, len(self.t2d))
+        self.d2t.copy_(d2t), self.t2d.copy_(t2d)
+
+    @torch.no_grad()
+    def copy_rows(self, target: Target, projections: list[nn.Linear], counts: Tensor | None) -> None:
+        """Start projections as the target's lm_head, a pruned one as its rows of the most frequent tokens by `counts`
+        (vocab,). A quantised lm_head gives no rows."""
+        rows = target.model.get_output_embeddings().weight
+        if self.pruned:
+            assert counts is not None, "pruning needs the tokens' counts"
+            ids = vocab.most_frequent(counts, len(self.d2t))
+            self.set_vocabulary(ids)
+            rows = rows[ids.to(rows.device)]
+        for projection in projections:
+            if rows.is_floating_point() and rows.shape == projection.weight.shape:
+                projection.weight.copy_(rows)
+
     @property
     def draft_ids(self) -> Tensor | None:
         """(draft vocab,) target ids of a pruned vocabulary, ascending; None where the head drafts from all of it."""
-        return None
+        return vocab.from_offsets(self.d2t) if self.pruned else None
 
     def to_target(self, ids: Tensor) -> Tensor:
         """Target token ids of draft vocabulary ids."""

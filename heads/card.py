@@ -179,9 +179,16 @@ def model_card(metrics: dict, head: dict, data: dict | None) -> str:
     """The README.md of a saved head.
 
     metrics: as in metrics.json. head: kind, target, and where known parameters, depth, layers, draft_vocab_size,
-    license, format, revision (of the target), sha256 (of the weights), repo (its name on the Hub). data: what the head was
-    trained on, as names and values.
+    license, format, revision (of the target), sha256 (of the weights), repo (its name on the Hub), adapter (is there one for
+    the target?). data: what the head was trained on, as names and values.
     """
+    unchanged = "The target itself is unchanged and not part of these files."
+    if head.get("adapter"):
+        unchanged = (
+            "**The target's text changes.** These files hold an adapter for the target too (LoRA, as peft reads it), which "
+            "`load_drafter` puts on it: the adapted target writes other text than the target as it was published, with "
+            "these heads and without. What is said below of identity is against the adapted target."
+        )
     numbers = measured({**metrics, "parameters": None})  # the first table has them
     about = {
         "kind": head["kind"],
@@ -205,7 +212,7 @@ def model_card(metrics: dict, head: dict, data: dict | None) -> str:
 # {head["kind"]} draft head for {head["target"]}
 
 A draft head for speculative decoding with foretoken: it proposes the next tokens, the target reads them in one forward
-and keeps those that it agrees with. The target itself is unchanged and not part of these files.
+and keeps those that it agrees with. {unchanged}
 
 {markdown_table(("", "this head"), [(key, str(value)) for key, value in about.items() if value is not None])}
 

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from heads import formats
+from heads import adapter, formats
 from heads.base import DraftHead
 from heads.formats.files import CONFIG, SAFE, read_config
 from heads.hub import find
@@ -41,12 +42,7 @@ def write_head(
     directory.mkdir(parents=True, exist_ok=True)
     weights, config = form.weights_of(head, target), form.config_of(head, target)
     config["dtype"] = str(head.dtype).removeprefix("torch.")
-    own = {
-        "kind": head.kind,
-        "class": formats.class_name(type(head)),
-        "depth": head.depth,
-        "target": fingerprint(target),
-    }
+    own = {"kind": head.kind, "depth": head.depth, "target": fingerprint(target)}
     config["foretoken"] = own | config.get("foretoken", {}) | facts
     try:
         for name in files:
@@ -55,6 +51,8 @@ def write_head(
             else:
                 torch.save(weights, directory / name)
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        if len(adapter.layers(target)):
+            adapter.save(target, directory)
     except SafetensorError as error:  # safetensors reports a full disk in words only
         if "No space left" in str(error) or "os error 28" in str(error):
             raise OSError(errno.ENOSPC, "no space left on device", str(directory)) from error
@@ -62,12 +60,17 @@ def write_head(
 
 
 def read_head(path: str | Path, target: Target) -> DraftHead:
-    """The head in a directory or on the Hub, on the CPU, in the dtype it was stored in.
+    """The head in a directory or on the Hub, on the CPU, in the dtype it was stored in. An adapter beside it (Medusa-2) is
+    put on the target, whose text it changes.
 
     Raises ValueError that names what is missing, left over, of another shape, or at odds with `target`.
     """
     found = formats.read(find(path))
     head = formats.build(formats.recognise(found), found, target)
+    if (found.where / adapter.CONFIG).is_file():
+        adapter.load(target, found.where)
+    elif len(adapter.layers(target)):
+        raise found.wrong(f"{target.name} has an adapter on it, which this head does not know: load the target anew")
     head.bind(target)
     check_fit(found, head, target)
     return head

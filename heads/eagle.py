@@ -19,21 +19,8 @@ from heads import llama
 from heads.base import DraftHead, Text, later
 from heads.cache import KVCache
 from heads.eagle3 import attend_steps
-from heads.layers import MLP, Attention, RMSNorm, Rotary
+from heads.layers import DecoderLayer, Rotary
 from heads.target import Target
-
-
-class Layer(nn.Module):
-    """A Llama layer without its first norm."""
-
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        self.self_attn, self.mlp = Attention(config, config.hidden_size), MLP(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        hidden = hidden + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class EagleHead(DraftHead):
@@ -49,7 +36,7 @@ class EagleHead(DraftHead):
         super().__init__()
         self.config, self.depth, self.noise = config, depth, noise
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
-        self.layer = Layer(config)
+        self.layer = DecoderLayer(config, first_norm=False)
         self.rotary = Rotary(config)
 
     @classmethod

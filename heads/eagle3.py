@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from heads import llama, vocab
+from heads import llama
 from heads.base import DraftHead, Text, later
 from heads.cache import KVCache
 from heads.layers import MLP, Attention, RMSNorm, Rotary
@@ -49,8 +49,6 @@ class Eagle3Head(DraftHead):
 
     kind, recurrent, cache_layers = "eagle3", True, 1
     format = "EAGLE-3 as SafeAILab, vLLM and SGLang read it (LlamaForCausalLMEagle3)"
-    d2t: Tensor
-    t2d: Tensor
 
     def __init__(
         self,
@@ -74,13 +72,8 @@ class Eagle3Head(DraftHead):
         self.fc_norm = nn.ModuleList(norms)
         self.midlayer = MidLayer(config)
         self.norm = RMSNorm(width, config.rms_norm_eps)
-        self.lm_head = nn.Linear(width, draft_vocab_size or config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(width, self.prune(draft_vocab_size, config.vocab_size), bias=False)
         self.rotary = Rotary(config)
-        self.pruned = draft_vocab_size is not None and draft_vocab_size < config.vocab_size
-        if self.pruned:
-            ids = torch.arange(self.lm_head.out_features)
-            for name, tensor in zip(("d2t", "t2d"), vocab.to_offsets(ids, config.vocab_size), strict=True):
-                self.register_buffer(name, tensor)
 
     @classmethod
     def for_target(
@@ -105,8 +98,6 @@ class Eagle3Head(DraftHead):
         if sorted(set(layers)) != layers or not all(0 <= k <= n for k in layers):
             raise ValueError(f"head.layers={layers} must ascend within 0..{n}, this target's hidden states")
         config = llama.config_like(target, "EAGLE-3")
-        if draft_vocab_size is not None and draft_vocab_size >= target.vocab_size:
-            draft_vocab_size = None
         head = cls(config, layers, depth, draft_vocab_size, fc_norm, norm_output)
         with torch.no_grad():
             probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
@@ -117,24 +108,8 @@ class Eagle3Head(DraftHead):
             last = target.read(probe, layers=[n], keep_logits=1).features.float()[0]
             head.norm.weight.copy_(last.pow(2).mean(0).sqrt())  # sizes that the target's lm_head is used to
             llama.start_quietly(head.midlayer.self_attn.o_proj, head.midlayer.mlp.down_proj)
-            rows = target.model.get_output_embeddings().weight
-            if rows.is_floating_point() and rows.shape == (target.vocab_size, config.hidden_size):
-                if head.pruned:
-                    assert counts is not None and draft_vocab_size is not None, "pruning needs the tokens' counts"
-                    ids = vocab.most_frequent(counts, draft_vocab_size)
-                    head.set_vocabulary(ids)
-                    rows = rows[ids.to(rows.device)]
-                head.lm_head.weight.copy_(rows)
+        head.copy_rows(target, [head.lm_head], counts)
         return head.to(target.device)
-
-    def set_vocabulary(self, ids: Tensor) -> None:
-        """Draft these target ids (ascending) only."""
-        d2t, t2d = vocab.to_offsets(ids, len(self.t2d))
-        self.d2t.copy_(d2t), self.t2d.copy_(t2d)
-
-    @property
-    def draft_ids(self) -> Tensor | None:
-        return vocab.from_offsets(self.d2t) if self.pruned else None
 
     @classmethod
     def describes(cls, config: dict) -> bool:

@@ -102,3 +102,18 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """A Llama layer. first_norm: EAGLE-1's has none."""
+
+    def __init__(self, config: LlamaConfig, first_norm: bool = True):
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm: nn.Module = RMSNorm(width, eps) if first_norm else nn.Identity()
+        self.self_attn, self.mlp = Attention(config, width), MLP(config)
+        self.post_attention_layernorm = RMSNorm(width, eps)
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -19,24 +19,38 @@ class MedusaHead(DraftHead):
     kind, recurrent = "medusa", False
     format = "Medusa-1 as FasterDecoding names its weights, in safetensors"
 
-    def __init__(self, hidden: int, vocab: int, last_layer: int, depth: int = 4, blocks: int = 1, target: str = ""):
+    def __init__(
+        self,
+        hidden: int,
+        vocab: int,
+        last_layer: int,
+        depth: int = 4,
+        blocks: int = 1,
+        target: str = "",
+        draft_vocab_size: int | None = None,
+    ):
         super().__init__()
         self.hidden, self.vocab, self.depth, self.blocks, self.target_name = hidden, vocab, depth, blocks, target
+        drafts_from = self.prune(draft_vocab_size, vocab)
         self.layers = [last_layer]
         for i in range(depth):
             residual = [ResidualBlock(hidden) for _ in range(blocks)]
-            self.add_module(str(i), nn.Sequential(*residual, nn.Linear(hidden, vocab, bias=False)))
+            self.add_module(str(i), nn.Sequential(*residual, nn.Linear(hidden, drafts_from, bias=False)))
 
     @classmethod
-    def for_target(cls, target: Target, depth: int = 4, blocks: int = 1) -> "MedusaHead":
-        """A new head whose projections start as the target's lm_head, so that it starts from the target's own guess."""
-        head = cls(target.hidden_size, target.vocab_size, target.num_layers, depth, blocks, target.name)
-        rows = target.model.get_output_embeddings().weight
-        if rows.is_floating_point() and rows.shape == (target.vocab_size, target.hidden_size):
-            for block in head.stacks:
-                projection = block[-1]
-                assert isinstance(projection, nn.Linear)
-                projection.weight.data.copy_(rows)
+    def for_target(
+        cls,
+        target: Target,
+        depth: int = 4,
+        blocks: int = 1,
+        draft_vocab_size: int | None = None,
+        counts: Tensor | None = None,
+    ) -> "MedusaHead":
+        """A new head whose projections start as the target's lm_head, so that it starts from the target's own guess.
+        draft_vocab_size, counts: as in EAGLE-3."""
+        facts = target.hidden_size, target.vocab_size, target.num_layers
+        head = cls(*facts, depth, blocks, target.name, draft_vocab_size)
+        head.copy_rows(target, [stack[-1] for stack in head.stacks], counts)  # type: ignore[misc]
         return head.to(target.device)
 
     @property
@@ -57,14 +71,16 @@ class MedusaHead(DraftHead):
             depth=config["medusa_num_heads"],
             blocks=config["medusa_num_layers"],
             target=config["base_model_name_or_path"],
+            draft_vocab_size=own.get("draft_vocab_size"),
         )
 
     def to_config(self) -> dict:
+        pruned = {} if self.draft_ids is None else {"draft_vocab_size": len(self.draft_ids)}
         return {
             "base_model_name_or_path": self.target_name,
             "medusa_num_heads": self.depth,
             "medusa_num_layers": self.blocks,
-            "foretoken": {"hidden_size": self.hidden, "vocab_size": self.vocab, "layers": self.layers},
+            "foretoken": {"hidden_size": self.hidden, "vocab_size": self.vocab, "layers": self.layers} | pruned,
         }
 
     def forward(self, features: Tensor, embeddings: Tensor, text: Text) -> list[Tensor]:

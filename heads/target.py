@@ -42,7 +42,8 @@ class Target:
         parameters = inspect.signature(model.forward).parameters
         self._keeps_logits = "logits_to_keep" in parameters
         # Not from `to_dict`, which leaves out what a config computes and knows no second names (GPT-2's n_positions).
-        types = getattr(self.config, "layer_types", None)
+        self.layer_types: list[str] | None = getattr(self.config, "layer_types", None)
+        types = self.layer_types
         window = getattr(self.config, "sliding_window", None)
         if getattr(self.config, "use_sliding_window", None) is False:
             window = None
@@ -132,7 +133,6 @@ class Target:
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         return KVCache(self.num_layers, batch, capacity, self.device)
 
-    @torch.no_grad()
     def read(
         self,
         tokens: Tensor,
@@ -143,7 +143,7 @@ class Target:
         keep_logits: int | Tensor = 0,
         key_positions: Tensor | None = None,
     ) -> Reading:
-        """One forward.
+        """One forward. Gradients reach nothing but an adapter (heads/adapter.py): all else is frozen.
 
         tokens, positions: (batch, length) int64. mask: (batch, length, keys) bool, True where a token may look; None is
         causal. key_positions: (batch, keys) int64, the position of each key, needed with a mask where the target has

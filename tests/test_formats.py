@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from heads.checkpoint import read_head, write_head
 from heads.eagle import EagleHead
 from heads.eagle3 import Eagle3Head
 from heads.formats import engines
+from heads.hydra import HydraHead
 from heads.medusa import MedusaHead
 from inference import generate, load_drafter
 from tests import golden
@@ -356,7 +358,7 @@ MUTATIONS: dict[str, list[Mutation]] = {
         say("medusa_fc_bias", True, "blocks.0.layers.0.bias is missing"),
         say("vocab_size", 319, "vocab_size: the head says 319, the target .* has 320"),
         say("hidden_size", 16, "hidden_size: the head says 16, the target .* has 32"),
-        say("truncated_vocab_size", 100, "truncated_vocab_size=100"),
+        say("truncated_vocab_size", 100, "token_map is missing"),
         say("original_lm_head", True, "original_lm_head=True"),
         say("num_heads", None, "has no 'num_heads'"),
     ],
@@ -478,6 +480,16 @@ def test_an_index_cannot_point_out_of_its_directory(deep, tmp_path, name):
         load_head(tmp_path / "head", deep)
 
 
+def test_a_config_cannot_make_python_import_a_module(deep, tmp_path):
+    write(tmp_path, {"foretoken": {"class": "antigravity:geohash"}}, {"x": torch.ones(2)}, "model.safetensors")
+    with pytest.raises(ValueError, match="antigravity:geohash, which is not imported"):
+        load_head(tmp_path, deep)
+    assert "antigravity" not in sys.modules
+    write(tmp_path, {"foretoken": {"class": "os:system"}}, {"x": torch.ones(2)}, "model.safetensors")
+    with pytest.raises(ValueError, match="os:system, which is no DraftHead"):
+        load_head(tmp_path, deep)
+
+
 def test_code_beside_a_head_is_not_executed(deep, tmp_path):
     config, weights, file = make("specforge", deep)
     mark = tmp_path / "executed"
@@ -505,6 +517,10 @@ def test_configs_that_are_none_are_refused(deep, tmp_path):
 def ours(kind: str, target: Target):
     if kind == "medusa":
         head = MedusaHead.for_target(target, depth=3, blocks=2)
+    elif kind == "medusa pruned":
+        head = MedusaHead.for_target(target, 3, 1, golden.VD, torch.arange(target.vocab_size))
+    elif kind.startswith("hydra"):
+        head = HydraHead.for_target(target, depth=3, mlp_layers=2, prefix=kind == "hydra_pp", dropout=0.1)
     elif kind.startswith("eagle1"):
         head = EagleHead.for_target(target, depth=3, bias=kind.endswith("bias"))
     else:
@@ -519,7 +535,14 @@ def ours(kind: str, target: Target):
 
 def choices(name: str) -> list[str]:
     """The formats of `scripts/export.py` that take a head of this kind."""
-    known = {"medusa": ["vllm", "medusa"], "eagle1": ["vllm", "eagle"], "eagle1 with bias": ["sglang", "eagle"]}
+    known = {
+        "medusa": ["vllm", "medusa"],
+        "medusa pruned": ["vllm"],
+        "hydra": ["hydra"],
+        "hydra_pp": ["hydra"],
+        "eagle1": ["vllm", "eagle"],
+        "eagle1 with bias": ["sglang", "eagle"],
+    }
     if name in known:
         return known[name]
     return ["vllm", "speculators"] if name == "eagle3.1" else ["vllm", "speculators", "sglang", "eagle"]
@@ -527,7 +550,17 @@ def choices(name: str) -> list[str]:
 
 ROUND = [
     (k, f)
-    for k in ("eagle3", "eagle3 full vocabulary", "eagle3.1", "eagle1", "eagle1 with bias", "medusa")
+    for k in (
+        "eagle3",
+        "eagle3 full vocabulary",
+        "eagle3.1",
+        "eagle1",
+        "eagle1 with bias",
+        "medusa",
+        "medusa pruned",
+        "hydra",
+        "hydra_pp",
+    )
     for f in choices(k)
 ]
 
@@ -571,6 +604,9 @@ REFUSED = [
     ("medusa", "hydra", "reads no medusa"),
     ("eagle3", "medusa", "reads no eagle3"),
     ("eagle3", "hydra", "reads no eagle3"),
+    ("hydra", "vllm", "vLLM reads no hydra"),
+    ("hydra_pp", "sglang", "SGLang reads no hydra_pp"),
+    ("medusa pruned", "medusa", "knows no pruned vocabulary"),
     ("eagle1 with bias", "vllm", "vLLM's EAGLE-1 has no fc.bias"),
     ("eagle1", "speculators", "reads no eagle heads"),
     ("eagle3.1", "sglang", "SGLang knows no fc_norm, norm_output"),
@@ -594,6 +630,15 @@ def test_layers_that_an_engine_does_not_read_are_said(deep):
         engines.sglang(Eagle3Head.for_target(deep, 3, [0, 3, 5]), deep)
 
 
+def test_layers_that_zankners_code_would_tie_are_not_written(deep):
+    head = HydraHead.for_target(deep, depth=2, mlp_layers=4, prefix=True)
+    engines.hydra(head, deep)  # still alike, all of them
+    with torch.no_grad():
+        head.hydra_mlp[1][5].linear.bias.add_(1)
+    with pytest.raises(ValueError, match=r"one block in the place of layers 3, 5, 7 of hydra_mlp\.1"):
+        engines.hydra(head, deep)
+
+
 def test_sglang_gets_the_bias_it_insists_on(deep, tmp_path):
     """Of zeros where the head has none: it drafts the same."""
     head = ours("eagle1", deep)
@@ -612,7 +657,7 @@ def test_what_an_engine_dropped_is_said(deep):
 # -- the gate ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_the_gate_passes_an_export_and_stops_another_head(deep, tmp_path, kind):
     head = ours(kind, deep)
     save_head(head, tmp_path / "head", deep)

@@ -9,21 +9,30 @@ from safetensors.torch import load_file, save_file
 
 from heads import Target, load_head, save_head, vocab
 from heads.base import Text, began, later
+from heads.draft_model import DraftModelHead
 from heads.eagle import EagleHead
 from heads.eagle3 import Eagle3Head, paper_layers
+from heads.hydra import HydraHead
 from heads.medusa import MedusaHead
 from train import parity
 from train.losses import soft
 from train.trainer import Lesson
 
-KINDS = ("eagle3", "eagle3 full vocabulary", "eagle3.1", "medusa", "eagle", "hass")
+KINDS = ("eagle3", "eagle3 full vocabulary", "eagle3.1", "medusa", "eagle", "hass", "hydra", "hydra_pp", "draft_model")
 PROMPT = torch.randint(1, 300, (30,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 def make(kind: str, target: Target):
     counts = torch.arange(target.vocab_size)
     if kind == "medusa":
-        head = MedusaHead.for_target(target, depth=3, blocks=2)
+        head = MedusaHead.for_target(target, depth=3, blocks=2, draft_vocab_size=250, counts=counts)
+    elif kind.startswith("hydra"):
+        plus = kind == "hydra_pp"
+        head = HydraHead.for_target(
+            target, depth=3, mlp_layers=3 if plus else 1, prefix=plus, dropout=0.1, draft_vocab_size=150, counts=counts
+        )
+    elif kind == "draft_model":
+        head = DraftModelHead.for_target(target)
     elif kind == "eagle":
         head = EagleHead.for_target(target, depth=1, bias=True)
     elif kind == "hass":

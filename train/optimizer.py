@@ -34,22 +34,47 @@ class MuonAdamW(torch.optim.Optimizer):
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
 
+def split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """What learns: the head's parameters, and those of the target's adapter (train/joint.py)."""
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    parts = [parameter for name, parameter in named if not name.startswith("adapter.")]
+    return parts, [parameter for name, parameter in named if name.startswith("adapter.")]
+
+
 def muon(
-    module: nn.Module, vocabularies: set[int], learning_rate: float, betas: tuple[float, float], matrix_lr: float = 0.05
+    module: nn.Module,
+    vocabularies: set[int],
+    learning_rate: float,
+    betas: tuple[float, float],
+    matrix_lr: float = 0.05,
+    head_multiplier: float = 4.0,
 ) -> torch.optim.Optimizer:
-    """learning_rate: of AdamW's share. vocabularies: sizes by which projections to a vocabulary are known."""
-    named = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    """learning_rate: of AdamW's share. vocabularies: sizes by which projections to a vocabulary are known. head_multiplier:
+    the target's adapter, if it has one, learns at learning_rate / head_multiplier."""
+    named, adapter = split(module)
     matrices = [p for p in named if p.ndim == 2 and p.shape[0] not in vocabularies]
     others = [p for p in named if p.ndim != 2 or p.shape[0] in vocabularies]
     return MuonAdamW(
         torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.0),
-        torch.optim.AdamW(others, lr=learning_rate, betas=betas, weight_decay=0.0),
+        torch.optim.AdamW(
+            groups(others, adapter, learning_rate / head_multiplier), learning_rate, betas, weight_decay=0.0
+        ),
     )
 
 
 def adamw(
-    module: nn.Module, vocabularies: set[int], learning_rate: float, betas: tuple[float, float]
+    module: nn.Module,
+    vocabularies: set[int],
+    learning_rate: float,
+    betas: tuple[float, float],
+    head_multiplier: float = 4.0,
 ) -> torch.optim.Optimizer:
-    """AdamW for all of it, as the papers train."""
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(parameters, lr=learning_rate, betas=betas, weight_decay=0.0)
+    """AdamW for all of it, as the papers train; head_multiplier as in `muon`."""
+    named, adapter = split(module)
+    return torch.optim.AdamW(
+        groups(named, adapter, learning_rate / head_multiplier), learning_rate, betas, weight_decay=0.0
+    )
+
+
+def groups(parameters: list[nn.Parameter], adapter: list[nn.Parameter], adapter_lr: float) -> list[dict[str, Any]]:
+    return [{"params": parameters}, *([{"params": adapter, "lr": adapter_lr}] if adapter else [])]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from heads import adapter
 from heads.base import DraftHead
 from heads.card import model_card
 from heads.checkpoint import save_head
@@ -62,6 +63,7 @@ def save_final(lesson: Lesson, directory: Path, data: Corpus, length: int) -> fl
     The rounding comes first, so that what is measured and checked is what is shipped.
     """
     head, target = lesson.head.eval(), lesson.target
+    head.finish()
     shipped = torch.float32 if not target.dtype.is_floating_point else target.dtype
     head.to(shipped)
     facts: dict[str, Any] = {}
@@ -172,6 +174,7 @@ def publish(
         "draft_vocab_size": None if head.draft_ids is None else len(head.draft_ids),
         "license": None,
         "format": head.format,
+        "adapter": (directory / "head" / adapter.CONFIG).is_file(),
     }
     head_directory = directory / "head"
     (head_directory / "README.md").write_text(model_card(metrics, facts, data.card))

@@ -17,7 +17,7 @@ from train import prove, ship
 from train.entry import entry
 from train.memory import keep_freed
 from train.session import Measure, Progress, StopOnSignal, end_of_training, open_directory, seconds_of
-from train.trainer import HeadTrainer, Lesson
+from train.trainer import HeadTrainer
 
 
 @entry("train")
@@ -48,7 +48,7 @@ def main(cfg: DictConfig) -> None:
         head.train()
         return length
 
-    lesson = Lesson(head, target, instantiate(cfg.loss), cfg.depth_decay)
+    lesson = instantiate(cfg.lesson, head=head, target=target, loss=instantiate(cfg.loss))
     stop = StopOnSignal()
     trainer = HeadTrainer(
         model=lesson,

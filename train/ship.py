@@ -10,7 +10,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from heads import hub
+from heads import adapter, hub
 from heads.card import model_card
 from heads.checkpoint import load_head, read_config
 from heads.target import Target
@@ -21,6 +21,7 @@ from train import parity
 from train.prove import float32
 
 TEXTS, LENGTH = 4, 48  # texts that the gate decodes, and their tokens
+ADAPTER = (adapter.CONFIG, "adapter_model.safetensors")  # of a Medusa-2 head
 CARD, METRICS, REPORT = "README.md", "metrics.json", "report.html"
 
 
@@ -83,7 +84,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": LENGTH, "eos_token_id": -1}
 def stage(head: Path, folder: Path, repo: str, target: Target, license: str | None) -> None:
     """Lay out in `folder` what the Hub shall get of the head in `head`: its files, card, metrics, config and report."""
     for path in sorted(head.iterdir()):
-        if path.is_file() and path.name in (*hub.WEIGHTS, "config.json", "config.yaml", METRICS):
+        if path.is_file() and path.name in (*hub.WEIGHTS, *ADAPTER, "config.json", "config.yaml", METRICS):
             shutil.copy(path, folder)
     if (head.parent / REPORT).is_file() and (head.parent / METRICS).is_file():
         shutil.copy(head.parent / REPORT, folder)

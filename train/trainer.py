@@ -27,25 +27,32 @@ class Lesson(nn.Module):
     """A head with everything that turns a batch of text into a loss. What is wrapped by DDP or FSDP is this, so that all
     uses of the head's weights lie inside one forward."""
 
-    def __init__(self, head: DraftHead, target: Target, loss: Loss, depth_decay: float = 0.8):
+    def __init__(self, head: DraftHead, target: Target, loss: Loss, depth_decay: float = 0.8, chunk: int = CHUNK):
+        """depth_decay: depth d counts by depth_decay^(d - 1). chunk: most numbers in a piece of logits."""
         super().__init__()
-        self.head, self.loss, self.depth_decay = head, loss, depth_decay
+        self.head, self.loss, self.depth_decay, self.chunk = head, loss, depth_decay, chunk
         self.target: Target = target  # frozen, and no module: not a part of this one's state
+        self.progress = 0.0  # share of the training that is done; HeadTrainer keeps it
+        head.bind(target)
         target.check_logits()
 
     def forward(self, tokens: Tensor, supervised: Tensor, documents: Tensor, positions: Tensor) -> Outcome:
         text = Text(tokens, supervised, documents, positions)
         features, last = self.read(text)
-        outs = self.head(features, self.target.embed(tokens), text)
+        return self.grade(text, features, last)
+
+    def grade(self, text: Text, features: Tensor, last: Tensor) -> Outcome:
+        """The head's loss on what `read` gave."""
+        outs = self.head(features, self.target.embed(text.tokens), text)
         counted = torch.stack([began(text, depth).flatten() for depth in range(1, len(outs) + 1)])
         rows = counted.any(0).nonzero()[:, 0]
         counted = counted[:, rows]
         states = [out.flatten(0, 1)[rows] for out in outs]
         last = last.roll(-1, dims=1).flatten(0, 1)[rows]  # the answer for slot p is what the target says at p + 1
-        size = max(1, CHUNK // self.target.vocab_size)
+        size = max(1, self.chunk // self.target.vocab_size)
         # Where all depths' logits are small there is nothing to save by computing them twice.
-        small = len(rows) * len(outs) * self.target.vocab_size <= 16 * CHUNK
-        sums = torch.zeros(3, len(outs), device=tokens.device)
+        small = len(rows) * len(outs) * self.target.vocab_size <= 16 * self.chunk
+        sums = torch.zeros(3, len(outs), device=features.device)
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
             chunk = [state[part] for state in states]
@@ -54,7 +61,7 @@ class Lesson(nn.Module):
             else:
                 sums = sums + checkpoint(self.compare, last[part], counted[:, part], *chunk, use_reentrant=False)
         losses, hits, learnt = sums
-        weights = self.depth_decay ** torch.arange(len(outs), device=tokens.device)
+        weights = self.depth_decay ** torch.arange(len(outs), device=features.device)
         loss = (weights * losses / learnt.clamp(min=1)).sum()
         return Outcome(loss, hits.detach(), counted.sum(1))
 
@@ -75,6 +82,7 @@ class Lesson(nn.Module):
 
     def compare(self, last: Tensor, counted: Tensor, *states: Tensor) -> Tensor:
         """Per depth: sum of losses, number of hits, number of drafts learnt from, (3, depth)."""
+        last = last.detach()  # answers are no way into the target (train/joint.py)
         with torch.no_grad():
             answer = self.target.logits(last)
             best, ids = answer.argmax(-1), self.head.draft_ids
@@ -133,6 +141,7 @@ class HeadTrainer(Trainer):
         self.tokens, self.since = 0, time.perf_counter()
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self.model.progress = self.state.global_step / max(1, self.state.max_steps)
         outcome = model(**inputs)
         self.hits, self.counts = self.hits + outcome.hits, self.counts + outcome.counts
         self.tokens += int((inputs["documents"] >= 0).sum())

@@ -5,18 +5,20 @@ from heads.formats.base import Format, Found, build
 from heads.formats.eagle import EagleFormat
 from heads.formats.eagle3 import Eagle3Format
 from heads.formats.files import read
+from heads.formats.hydra import HydraFormat
 from heads.formats.medusa import MedusaFormat, VllmMedusaFormat
-from heads.formats.own import OwnFormat, class_name
+from heads.formats.own import OwnFormat
 from heads.formats.speculators import SpeculatorsFormat
 
 # The first that matches is taken: the more particular ones come first.
 FORMATS: tuple[type[Format], ...] = (
+    OwnFormat,
     SpeculatorsFormat,
     Eagle3Format,
     EagleFormat,
     VllmMedusaFormat,
     MedusaFormat,
-    OwnFormat,
+    HydraFormat,
 )
 
 
@@ -39,4 +41,4 @@ def own(head: DraftHead) -> Format:
     return OwnFormat(type(head)) if found is None else found()
 
 
-__all__ = ["FORMATS", "Format", "Found", "build", "class_name", "own", "read", "recognise"]
+__all__ = ["FORMATS", "Format", "Found", "build", "own", "read", "recognise"]

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from heads import vocab
 from heads.base import DraftHead
 from heads.target import Target
 
@@ -71,9 +72,9 @@ def build(form: Format, found: Found, target: Target) -> DraftHead:
     try:
         head = form.kind.from_config(form.own_config(found, target))
     except KeyError as error:
-        raise found.wrong(f"config.json has no {error}, which a {form.kind.kind} head needs") from None
+        raise found.wrong(f"config.json has no {error}, which a {form.kind.__name__} needs") from None
     wanted = {form.key(own): tensor for own, tensor in head.state_dict().items()}
-    given = form.supply(found, head, target)
+    given = settle_vocabulary(found, form.supply(found, head, target), head, target.vocab_size)
     problems = [f"{name} is missing" for name in sorted(wanted.keys() - given.keys())]
     problems += [f"{name} belongs to no layer of this head" for name in sorted(given.keys() - wanted.keys())]
     for name in sorted(wanted.keys() & given.keys()):
@@ -121,3 +122,25 @@ def same_as_target(found: Found, name: str, target: Target) -> None:
     coarse = min((stored.dtype, ours.dtype), key=lambda dtype: dtype.itemsize)
     if not torch.equal(stored.to(coarse), ours.detach().cpu().to(coarse)):
         raise found.wrong(f"{name} differs from the embeddings of {target.name}: it was trained for another target")
+
+
+def settle_vocabulary(found: Found, given: dict[str, Tensor], head: DraftHead, vocab_size: int) -> dict[str, Tensor]:
+    """`given` with t2d added where a layout leaves it out; ValueError where d2t and t2d make no sense."""
+    d2t, t2d = given.get("d2t"), given.get("t2d")
+    if d2t is None:
+        return given  # strictness will name it, where it is needed
+    if d2t.dtype != torch.int64 or d2t.dim() != 1:
+        raise found.wrong(f"d2t is {d2t.dtype} of shape {tuple(d2t.shape)}; it should be int64 of one dimension")
+    ids = vocab.from_offsets(d2t)
+    if len(ids) and not (ids[0] >= 0 and ids[-1] < vocab_size and bool((ids.diff() > 0).all())):
+        raise found.wrong(
+            f"d2t names target ids from {ids.min()} to {ids.max()}; d2t holds offsets (id = i + d2t[i]), which must ascend "
+            f"within the target's {vocab_size}"
+        )
+    if t2d is not None and (t2d.shape != (vocab_size,) or not torch.equal(t2d, vocab.to_offsets(ids, vocab_size)[1])):
+        raise found.wrong(f"t2d ({t2d.dtype}, {tuple(t2d.shape)}) does not mark the tokens that d2t names")
+    if not head.pruned:
+        if len(ids) != vocab_size:
+            raise found.wrong(f"d2t has {len(ids)} entries, config.json says a draft vocabulary of {vocab_size}")
+        return {name: tensor for name, tensor in given.items() if name not in ("d2t", "t2d")}
+    return given | {"t2d": vocab.to_offsets(ids, vocab_size)[1]}

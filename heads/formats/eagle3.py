@@ -8,10 +8,8 @@ Two numberings of the fused layers are about, and config.json has a place for ea
 
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
-from heads import vocab
 from heads.base import DraftHead
 from heads.eagle3 import Eagle3Head
 from heads.formats.base import Format, Found, expect, one_rope, same_as_target
@@ -65,8 +63,7 @@ class Eagle3Format(Format):
         if "embed_tokens.weight" in given:
             same_as_target(found, "embed_tokens.weight", target)
             del given["embed_tokens.weight"]
-        assert isinstance(head, Eagle3Head)
-        return settle_vocabulary(found, given, head, target.vocab_size)
+        return given
 
 
 def layer_ids(found: Found, target: Target) -> list[int]:
@@ -96,25 +93,3 @@ def layer_ids(found: Found, target: Target) -> list[int]:
             f"it reads hidden states {ids} (0 is the embedding); they must ascend within the target's 0..{n}"
         )
     return ids
-
-
-def settle_vocabulary(found: Found, given: dict[str, Tensor], head: Eagle3Head, vocab_size: int) -> dict[str, Tensor]:
-    """`given` with t2d added where a layout leaves it out; ValueError where d2t and t2d make no sense."""
-    d2t, t2d = given.get("d2t"), given.get("t2d")
-    if d2t is None:
-        return given  # strictness will name it, where it is needed
-    if d2t.dtype != torch.int64 or d2t.dim() != 1:
-        raise found.wrong(f"d2t is {d2t.dtype} of shape {tuple(d2t.shape)}; it should be int64 of one dimension")
-    ids = vocab.from_offsets(d2t)
-    if len(ids) and not (ids[0] >= 0 and ids[-1] < vocab_size and bool((ids.diff() > 0).all())):
-        raise found.wrong(
-            f"d2t names target ids from {ids.min()} to {ids.max()}; d2t holds offsets (id = i + d2t[i]), which must ascend "
-            f"within the target's {vocab_size}"
-        )
-    if t2d is not None and (t2d.shape != (vocab_size,) or not torch.equal(t2d, vocab.to_offsets(ids, vocab_size)[1])):
-        raise found.wrong(f"t2d ({t2d.dtype}, {tuple(t2d.shape)}) does not mark the tokens that d2t names")
-    if not head.pruned:
-        if len(ids) != vocab_size:
-            raise found.wrong(f"d2t has {len(ids)} entries, config.json says a draft vocabulary of {vocab_size}")
-        return {name: tensor for name, tensor in given.items() if name not in ("d2t", "t2d")}
-    return given | {"t2d": vocab.to_offsets(ids, vocab_size)[1]}

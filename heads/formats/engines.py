@@ -12,8 +12,10 @@ from heads.eagle3 import Eagle3Head
 from heads.formats.base import Format
 from heads.formats.eagle import EagleFormat
 from heads.formats.eagle3 import Eagle3Format
+from heads.formats.hydra import HydraFormat, check_tied
 from heads.formats.medusa import MedusaFormat, VllmMedusaFormat
 from heads.formats.speculators import SpeculatorsFormat
+from heads.hydra import HydraHead
 from heads.medusa import MedusaHead
 from heads.target import Target
 
@@ -35,7 +37,7 @@ class Export(NamedTuple):
 def vllm(head: DraftHead, target: Target) -> Export:
     if isinstance(head, Eagle3Head):
         return Export(Eagle3Format(), VLLM, "vLLM drafts a chain, no tree.")
-    if isinstance(head, MedusaHead):
+    if type(head) is MedusaHead:  # a Medusa-2 head drafts for an adapted target, which these engines do not load
         note = "vLLM read Medusa heads up to 0.32, as a chain; 0.33 removed them."
         return Export(VllmMedusaFormat(), VLLM, note)
     if isinstance(head, EagleHead):
@@ -84,18 +86,30 @@ def eagle(head: DraftHead, target: Target) -> Export:
 
 
 def medusa(head: DraftHead, target: Target) -> Export:
-    if not isinstance(head, MedusaHead):
+    if type(head) is not MedusaHead:
         raise refusal("FasterDecoding's code", head)
+    whole_vocabulary("FasterDecoding's code", head)
     note = "medusa_lm_head.pt is for FasterDecoding's code, which opens nothing else; TGI takes the safetensors."
     return Export(MedusaFormat(), "text-generation-launcher --model-id {head}", note)
 
 
 def hydra(head: DraftHead, target: Target) -> Export:
-    raise refusal("zankner's code", head)
+    if not isinstance(head, HydraHead):
+        raise refusal("zankner's code", head)
+    whole_vocabulary("zankner's code", head)
+    check_tied(head)
+    return Export(
+        HydraFormat(), "HydraModel.from_pretrained('{head}')", "hydra_lm_head.pt is what zankner's code opens."
+    )
 
 
 def refusal(engine: str, head: DraftHead) -> ValueError:
     return ValueError(f"{engine} reads no {head.kind} heads")
+
+
+def whole_vocabulary(engine: str, head: DraftHead) -> None:
+    if head.pruned:
+        raise ValueError(f"{engine} knows no pruned vocabulary: train this head with head.draft_vocab_size=null")
 
 
 def plain_layer(engine: str, head: Eagle3Head) -> None:

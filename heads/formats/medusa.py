@@ -12,14 +12,19 @@ from heads.medusa import MedusaHead
 from heads.target import Target
 
 
-def own_settings(found: Found, target: Target, depth: int, blocks: int) -> dict[str, Any]:
+def own_settings(found: Found, target: Target, depth: int, blocks: int, pruned: int | None = None) -> dict[str, Any]:
     """A Medusa config of ours. Sizes are the target's: the published configs name none."""
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "layers": [target.num_layers]}
+    own = sizes | found.config.get("foretoken", {})
+    if own["layers"] != sizes["layers"]:
+        raise found.wrong(
+            f"it reads hidden states {own['layers']}, a Medusa head the target's last, {target.num_layers}"
+        )
     return {
         "base_model_name_or_path": found.config.get("base_model_name_or_path", target.name),
         "medusa_num_heads": depth,
         "medusa_num_layers": blocks,
-        "foretoken": sizes | found.config.get("foretoken", {}),
+        "foretoken": own | ({} if pruned is None else {"draft_vocab_size": pruned}),
     }
 
 
@@ -68,7 +73,7 @@ class MedusaFormat(Format):
 
 
 class VllmMedusaFormat(Format):
-    """`blocks.{i}.layers.{j}.{weight,bias}` and `lm_heads.{i}.weight`."""
+    """`blocks.{i}.layers.{j}.{weight,bias}` and `lm_heads.{i}.weight`; a pruned vocabulary is `token_map`, of target ids."""
 
     title = "Medusa-1 as vLLM read it up to 0.32"
     kind = MedusaHead
@@ -78,6 +83,8 @@ class VllmMedusaFormat(Format):
         return cls() if found.config.get("model_type") == "medusa" else None
 
     def key(self, own: str) -> str:
+        if own in ("d2t", "t2d"):
+            return own
         block = re.fullmatch(r"(\d+)\.(\d+)\.linear\.(\w+)", own)
         if block:
             return f"blocks.{block[1]}.layers.{block[2]}.{block[3]}"
@@ -90,18 +97,25 @@ class VllmMedusaFormat(Format):
         for name, ours in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
             if config[name] != ours:
                 raise found.wrong(f"{name}: the head says {config[name]}, the target {target.name} has {ours}")
-        expect(found, config, {"truncated_vocab_size": target.vocab_size, "original_lm_head": False})
-        return own_settings(found, target, there, config["num_hidden_layers"])
+        expect(found, config, {"original_lm_head": False})
+        rows = config.get("truncated_vocab_size") or target.vocab_size
+        return own_settings(found, target, there, config["num_hidden_layers"], pruned=rows)
 
     def supply(self, found: Found, head: DraftHead, target: Target) -> dict[str, Tensor]:
+        given = dict(found.weights)
+        if head.pruned:
+            if "token_map" not in given:
+                raise found.wrong("token_map is missing, which a truncated_vocab_size needs")
+            ids = given.pop("token_map").long()
+            given["d2t"] = ids - torch.arange(len(ids))
         if found.config.get("medusa_fc_bias"):
-            return found.weights
+            return given
         names = [self.key(own) for own in head.state_dict() if own.endswith(".linear.bias")]
         said = next((name for name in names if name in found.weights), None)
         if said is not None:
             raise found.wrong(f"config.json says no medusa_fc_bias, and {said} is stored")
         dtype = next(iter(found.weights.values())).dtype
-        return found.weights | {name: torch.zeros(target.hidden_size, dtype=dtype) for name in names}
+        return given | {name: torch.zeros(target.hidden_size, dtype=dtype) for name in names}
 
     def config_of(self, head: DraftHead, target: Target) -> dict[str, Any]:
         assert isinstance(head, MedusaHead)
@@ -112,6 +126,13 @@ class VllmMedusaFormat(Format):
             "num_heads": head.depth,
             "num_hidden_layers": head.blocks,
             "vocab_size": head.vocab,
-            "truncated_vocab_size": head.vocab,
+            "truncated_vocab_size": head.vocab if head.draft_ids is None else len(head.draft_ids),
             "medusa_fc_bias": True,
         }
+
+    def weights_of(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
+        weights = super().weights_of(head, target)
+        ids = head.draft_ids
+        if ids is None:
+            return weights
+        return {name: t for name, t in weights.items() if name not in ("d2t", "t2d")} | {"token_map": ids.cpu()}

@@ -1,5 +1,6 @@
 """The layout of a kind of head that nobody else publishes: weights under the head's names, its class in config.json."""
 
+import pkgutil
 import sys
 from typing import Any, Self
 
@@ -17,18 +18,27 @@ class OwnFormat(Format):
     @classmethod
     def match(cls, found: Found) -> Self | None:
         name = found.config.get("foretoken", {}).get("class")
-        if name is None:
-            return None
-        module, _, path = str(name).partition(":")
-        # Only what is imported already: a config.json from elsewhere shall not make Python run a module.
-        kind = getattr(sys.modules.get(module), path, None)
-        if not (isinstance(kind, type) and issubclass(kind, DraftHead)):
-            raise found.wrong(f"config.json names the head class {name}, which is not imported: import {module} first")
-        return cls(kind)
+        return None if name is None else cls(named(found, str(name)))
 
     def own_config(self, found: Found, target: Target) -> dict[str, Any]:
         return found.config
 
+    def config_of(self, head: DraftHead, target: Target) -> dict[str, Any]:
+        config = head.to_config()
+        name = f"{self.kind.__module__}:{self.kind.__qualname__}"
+        return config | {"foretoken": config.get("foretoken", {}) | {"class": name}}
 
-def class_name(kind: type[DraftHead]) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
+
+def named(found: Found, name: str) -> type[DraftHead]:
+    """The head class that a config.json names as module:Class. A file from elsewhere shall not make Python run a module, so
+    it must be one of ours, or imported already."""
+    module = name.partition(":")[0]
+    if module not in sys.modules and not module.startswith("heads."):
+        raise found.wrong(f"config.json names the head class {name}, which is not imported: import {module} first")
+    try:
+        kind = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise found.wrong(f"config.json names the head class {name}, which is not installed here: {error}") from None
+    if not (isinstance(kind, type) and issubclass(kind, DraftHead)):
+        raise found.wrong(f"config.json names the head class {name}, which is no DraftHead")
+    return kind

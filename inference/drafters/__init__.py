@@ -4,6 +4,7 @@ from typing import Any
 
 from heads.base import DraftHead
 from heads.checkpoint import find, load_head, read_config
+from heads.draft_model import DraftModelHead
 from heads.target import Target
 from inference.drafters.auto import AutoTree
 from inference.drafters.base import Drafter
@@ -39,7 +40,9 @@ def drafter_for(
     if tree not in ("fixed", "auto"):
         raise ValueError(f"tree={tree} is not one of fixed, auto")
     drafter: DynamicTree | StaticTree
-    if head.recurrent:
+    if isinstance(head, DraftModelHead):
+        drafter = DraftModel(head, target, **options)
+    elif head.recurrent:
         drafter = DynamicTree(head, target, **options)
     else:
         drafter = StaticTree(head, target, accuracies=accuracies, **options)

@@ -30,6 +30,7 @@ class DynamicTree(Drafter):
         if depth < 1 or width < 1 or nodes < 2:
             raise ValueError(f"a dynamic tree needs depth={depth} and width={width} of at least 1, nodes={nodes} of 2")
         self.head, self.target, self.layers = head, target, head.layers
+        depth = depth if head.limit is None else min(depth, head.limit)
         self.depth = self.levels = depth
         vocab = target.vocab_size if head.draft_ids is None else len(head.draft_ids)
         self.width = min(width, vocab)

@@ -1,0 +1,53 @@
+"""A LoRA adapter on the target (peft): the one thing that changes what a target says, and only Medusa-2 asks for it.
+
+The adapter lies in the target's own layers, so plain decoding, drafts and features are all those of the adapted target.
+Files: `adapter_config.json` and `adapter_model.safetensors` beside the head's, as peft reads them.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from heads.target import Target
+
+CONFIG = "adapter_config.json"
+
+
+def add(target: Target, rank: int, alpha: int) -> None:
+    """Put a new adapter, at first without effect, on every linear layer but the lm_head. Its weights are float32."""
+    from peft import LoraConfig
+
+    target.model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for layer in layers(target):
+        layer.float()
+
+
+def layers(target: Target) -> nn.ModuleList:
+    """The adapter's own linear layers, none where the target has no adapter."""
+    found = [
+        module for name, module in target.model.named_modules() if name.endswith((".lora_A.default", ".lora_B.default"))
+    ]
+    return nn.ModuleList(found)
+
+
+@contextmanager
+def without(target: Target) -> Iterator[None]:
+    """The target as it was."""
+    target.model.disable_adapters()
+    try:
+        yield
+    finally:
+        target.model.enable_adapters()  # and its weights may learn again
+
+
+def save(target: Target, directory: Path) -> None:
+    target.model.save_pretrained(directory)  # with an adapter in it, transformers saves that alone
+
+
+def load(target: Target, directory: Path) -> None:
+    """Put the adapter of these files on the target, in the place of the one it may have."""
+    with torch.no_grad():
+        target.model.load_adapter(str(directory))

@@ -1,0 +1,146 @@
+"""A smaller causal language model of the target's vocabulary, seen as a recurrent head (arXiv:2211.17192).
+
+It reads tokens where other heads read embeddings, and nothing of the target's but its text. Tuned on what the target writes
+(DistillSpec, arXiv:2310.08461) it is saved as any model is, so that every engine can draft with it.
+"""
+
+import copy
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from heads.base import DraftHead, Text
+from heads.cache import KVCache
+from heads.target import Target
+
+
+class DraftModelHead(DraftHead):
+    kind, recurrent, depth = "draft_model", True, 1
+    format = "a causal language model as transformers saves it"
+    renamed: ClassVar[dict[str, str]] = {"model.": ""}
+
+    def __init__(self, reader: Target, vocab_size: int):
+        """reader: the small model. vocab_size: the target's; some models pad theirs."""
+        super().__init__()
+        self.reader, self.vocab_size = reader, vocab_size
+        self.model = reader.model
+        self.tuner: Any = None  # peft's, while an adapter is tuned; no module, because its layers lie in the model
+        self.layers, self.cache_layers = [], reader.num_layers
+
+    @classmethod
+    def for_target(
+        cls, target: Target, path: str | None = None, num_layers: int = 2, lora_rank: int | None = None
+    ) -> "DraftModelHead":
+        """A model to tune: the one at `path`, or one of the target's own first `num_layers` layers.
+
+        lora_rank: tune an adapter of this rank, which is merged in the end; None tunes all of it. Raises ValueError where the
+        vocabularies differ.
+        """
+        if path is None:
+            reader = Target(first_layers(target, num_layers), target.tokenizer, f"{num_layers} layers of {target.name}")
+        else:
+            reader = Target.from_pretrained(path, dtype="float32", device=target.device)
+            check_vocabulary(reader, target)
+        reader.check_logits()
+        untie(reader.model)
+        head = cls(reader, target.vocab_size)
+        if lora_rank is None:
+            head.model.requires_grad_(True)
+        else:
+            from peft import LoraConfig, LoraModel
+
+            tuned = LoraConfig(
+                r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
+            )
+            head.tuner = LoraModel(head.model, tuned, "default")  # puts its layers into the model itself
+        return head.to(target.device)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "DraftModelHead":
+        """A cast is for weights: buffers (rotary frequencies, above all) keep what they are, or drafts would differ."""
+        before = [(part, name, buffer) for part in self.modules() for name, buffer in part.named_buffers(recurse=False)]
+        super()._apply(fn, recurse)
+        for part, name, buffer in before:
+            setattr(part, name, buffer.to(getattr(part, name).device))
+        return self
+
+    def finish(self) -> None:
+        if self.tuner is not None:
+            self.tuner.merge_and_unload()
+            self.tuner = None
+
+    @classmethod
+    def from_config(cls, config: dict) -> "DraftModelHead":
+        own = config["foretoken"]
+        facts = {name: value for name, value in config.items() if name not in ("foretoken", "model_type")}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **facts))
+        return cls(Target(model), own["target"]["vocab_size"])
+
+    def to_config(self) -> dict:
+        return self.model.config.to_dict() | {"architectures": [type(self.model).__name__]}
+
+    def forward(self, features: Tensor, embeddings: Tensor, text: Text) -> list[Tensor]:
+        facts: dict[str, Any] = {"mask": text.mask(), "key_positions": text.positions}
+        reading = self.reader.read(text.tokens, text.positions, layers=[self.reader.num_layers], keep_logits=1, **facts)
+        return [reading.features.roll(-1, dims=1)]  # what it makes of token p + 1 names token p + 2
+
+    def read(self, features: Tensor, tokens: Tensor, cache: KVCache | None) -> Tensor:
+        assert cache is not None
+        new = tokens.shape[1]
+        causal = torch.ones(1, new, new, dtype=torch.bool, device=tokens.device).tril()
+        return self.step(features, tokens, cache.columns(new), cache.mask(causal), cache)
+
+    def step(self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+        last = [self.reader.num_layers]
+        return self.reader.read_tree(tokens, positions, mask, cache, last, keep_logits=1).features
+
+    def logits(self, hidden: Tensor, depth: int) -> Tensor:
+        return self.reader.logits(hidden)[..., : self.vocab_size]
+
+
+def first_layers(target: Target, count: int) -> PreTrainedModel:
+    """A model of the target's kind in float32, made of its embedding, its first `count` layers and what follows the last.
+    What a quantised target keeps packed starts at random."""
+    if not 0 < count < target.num_layers:
+        raise ValueError(f"head.num_layers={count} must lie between 1 and {target.num_layers - 1}, below the target's")
+    config = copy.deepcopy(target.model.config)
+    vars(config).pop("quantization_config", None)
+    shape = config.get_text_config()
+    shape.num_hidden_layers = count
+    if target.layer_types is not None:
+        shape.layer_types = target.layer_types[:count]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    wanted, known = model.state_dict(), target.model.state_dict()
+    same = {
+        name: known[name].float()
+        for name, tensor in wanted.items()
+        if name in known and known[name].is_floating_point() and known[name].shape == tensor.shape
+    }
+    model.load_state_dict(same, strict=False)
+    return model.to(target.device)
+
+
+def untie(model: PreTrainedModel) -> None:
+    """Give the lm_head rows of its own, where they are the embedding's: then every name on disk is one tensor."""
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    if config.tie_word_embeddings:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+        config.tie_word_embeddings = model.config.tie_word_embeddings = False
+
+
+def check_vocabulary(model: Target, target: Target) -> None:
+    """Raise ValueError unless token ids mean the same to both."""
+    if model.tokenizer is not None and target.tokenizer is not None:
+        ours, theirs = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
+        different = next((token for token in theirs if ours.get(token) != theirs[token]), None)
+        if different is not None:
+            raise ValueError(
+                f"the draft model {model.name} has another vocabulary than {target.name}: {different!r} is "
+                f"{ours.get(different)} there and {theirs[different]} here; choose one of the same tokenizer"
+            )
+    elif model.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the draft model {model.name} knows {model.vocab_size} tokens, {target.name} {target.vocab_size}: "
+            "choose one of the same tokenizer"
+        )

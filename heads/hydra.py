@@ -1,0 +1,204 @@
+"""Hydra: head i reads the hidden state and the tokens drafted so far (arXiv:2402.05109, section 4); Hydra++ adds a layer.
+
+A draft of depth d that began at position t is made of
+
+    cat(h[t], embedding of t + 1, ..., embedding of t + d)          (d + 1) * hidden wide
+
+by a small MLP and a projection that depth d has to itself. What is handed down a path of the tree is this row of vectors:
+a deeper node appends its own embedding. Hydra++ (section 5) lets one decoder layer read the text's hidden states first.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+
+from heads import llama
+from heads.base import DraftHead, Text, later
+from heads.cache import KVCache
+from heads.eagle3 import attend_steps
+from heads.layers import DecoderLayer, ResidualBlock, RMSNorm, Rotary
+from heads.target import Target
+
+
+class WideBlock(nn.Module):
+    """ResidualBlock from a wider input: res_connection(x) + SiLU(linear(x)). At first it hands on the hidden state, which
+    stands first in x."""
+
+    def __init__(self, wide: int, width: int):
+        super().__init__()
+        self.linear, self.res_connection = nn.Linear(wide, width), nn.Linear(wide, width)
+        for layer in (self.linear, self.res_connection):
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+        nn.init.eye_(self.res_connection.weight[:, :width])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.res_connection(x) + F.silu(self.linear(x))
+
+
+class PrefixLayer(nn.Module):
+    """A Llama model of one layer that reads hidden states; named as one."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.config, self.layers = config, nn.ModuleList([DecoderLayer(config)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = Rotary(config)
+
+    @property
+    def layer(self) -> DecoderLayer:
+        return self.layers[0]  # type: ignore[return-value]
+
+    def forward(self, hidden: Tensor, text: Text) -> Tensor:
+        cos, sin = self.rotary(text.positions, text.tokens.shape[1], hidden.dtype)
+        q, k, v = self.layer.self_attn.project(self.layer.input_layernorm(hidden), cos, sin)
+        return self.finish(hidden, self.layer.self_attn.merge(attend_steps(q, [(k, v)], text.mask())))
+
+    def read(self, hidden: Tensor, cache: KVCache) -> Tensor:
+        new = hidden.shape[1]
+        causal = torch.ones(1, new, new, dtype=torch.bool, device=hidden.device).tril()
+        cos, sin = self.rotary(cache.columns(new), cache.capacity, hidden.dtype)
+        x = self.layer.input_layernorm(hidden)
+        return self.finish(hidden, self.layer.self_attn.cached(x, cos, sin, cache.mask(causal), cache, layer=0))
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        return self.norm(self.layer.finish(hidden, attended))
+
+
+class HydraHead(DraftHead):
+    """Weights are named as zankner/Hydra names them: hydra_mlp, hydra_lm_head, prefix_embeding_layer (spelt so). Its code
+    ties the deeper MLP layers of a Hydra++ head by accident and writes them once each; here they are layers of their own."""
+
+    kind, recurrent = "hydra", True
+    format = "Hydra as zankner/Hydra names its weights, in safetensors"
+
+    def __init__(
+        self,
+        hidden: int,
+        vocab_size: int,
+        depth: int = 4,
+        mlp_layers: int = 1,
+        prefix: LlamaConfig | None = None,
+        dropout: float = 0.0,
+        draft_vocab_size: int | None = None,
+        target_name: str = "",
+    ):
+        super().__init__()
+        self.hidden, self.vocab_size, self.depth, self.limit = hidden, vocab_size, depth, depth
+        self.mlp_layers, self.dropout, self.target_name = mlp_layers, dropout, target_name
+        self.kind = "hydra" if prefix is None else "hydra_pp"
+        self.cache_layers = 0 if prefix is None else 1
+        drafts_from = self.prune(draft_vocab_size, vocab_size)
+        stacks, projections = [], []
+        for i in range(depth):
+            blocks = [WideBlock((i + 2) * hidden, hidden), *(ResidualBlock(hidden) for _ in range(mlp_layers - 1))]
+            projection = nn.Linear(hidden, drafts_from)
+            nn.init.zeros_(projection.bias)
+            if prefix is None:
+                stacks.append(nn.Sequential(*blocks))
+                projections.append(projection)
+            else:  # its code has a dropout before every layer, which counts in the names
+                stacks.append(nn.Sequential(*(part for block in blocks for part in (nn.Dropout(dropout), block))))
+                projections.append(nn.Sequential(nn.Dropout(dropout), projection))
+        self.hydra_mlp, self.hydra_lm_head = nn.ModuleList(stacks), nn.ModuleList(projections)
+        if prefix is not None:
+            self.prefix_embeding_layer = PrefixLayer(prefix)
+
+    @classmethod
+    def for_target(
+        cls,
+        target: Target,
+        depth: int = 4,
+        mlp_layers: int = 1,
+        prefix: bool = False,
+        dropout: float = 0.0,
+        draft_vocab_size: int | None = None,
+        counts: Tensor | None = None,
+    ) -> "HydraHead":
+        """A new head that starts from the target's own guess: every MLP hands on the hidden state, every projection is the
+        target's lm_head. prefix: Hydra++'s layer; dropout: with it only. draft_vocab_size, counts: as in EAGLE-3."""
+        config = llama.config_like(target, "Hydra++") if prefix else None
+        facts = target.hidden_size, target.vocab_size, depth, mlp_layers
+        head = cls(*facts, config, dropout, draft_vocab_size, target.name)
+        head.bind(target)
+        head.copy_rows(
+            target, [module for module in head.hydra_lm_head.modules() if isinstance(module, nn.Linear)], counts
+        )
+        if prefix:
+            layer, norm = head.prefix_embeding_layer.layer, head.prefix_embeding_layer.norm
+            llama.start_quietly(layer.self_attn.o_proj, layer.mlp.down_proj)
+            probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
+            size = target.read(probe, layers=head.layers, keep_logits=1).features.float().pow(2).mean().sqrt()
+            nn.init.constant_(norm.weight, size.item())  # the identity, nearly
+        return head.to(target.device)
+
+    def bind(self, target: Target) -> None:
+        self.layers = [target.num_layers]
+
+    @classmethod
+    def describes(cls, config: dict) -> bool:
+        return "hydra_num_heads" in config
+
+    @classmethod
+    def from_config(cls, config: dict) -> "HydraHead":
+        arch = config["hydra_head_arch"]
+        if arch not in ("mlp", "prefix-mlp") or not config["grounded_heads"] or config["hidden_state_offset"]:
+            raise ValueError(
+                f"a Hydra head with hydra_head_arch={arch}, grounded_heads={config['grounded_heads']} and "
+                f"hidden_state_offset={config['hidden_state_offset']} is not known here, only grounded mlp and prefix-mlp "
+                "heads on the last hidden state"
+            )
+        own = config["foretoken"]
+        return cls(
+            own["hidden_size"],
+            own["vocab_size"],
+            config["hydra_num_heads"],
+            config["hydra_num_layers"],
+            LlamaConfig.from_dict(own["prefix"]) if arch == "prefix-mlp" else None,
+            own.get("dropout", 0.0),
+            own.get("draft_vocab_size"),
+            config["base_model_name_or_path"],
+        )
+
+    def to_config(self) -> dict:
+        own: dict = {"hidden_size": self.hidden, "vocab_size": self.vocab_size, "dropout": self.dropout}
+        if self.cache_layers:
+            own["prefix"] = llama.saved(self.prefix_embeding_layer.config)
+        if self.draft_ids is not None:
+            own["draft_vocab_size"] = len(self.draft_ids)
+        return {
+            "base_model_name_or_path": self.target_name,
+            "hydra_num_heads": self.depth,
+            "hydra_num_layers": self.mlp_layers,
+            "hydra_head_arch": "prefix-mlp" if self.cache_layers else "mlp",
+            "grounded_heads": True,
+            "hidden_state_offset": 0,
+            "foretoken": own,
+        }
+
+    def misfits(self, target: Target) -> list[str]:
+        return llama.misfits(self.prefix_embeding_layer.config, target) if self.cache_layers else []
+
+    def logits(self, hidden: Tensor, depth: int) -> Tensor:
+        return self.hydra_lm_head[depth - 1](self.hydra_mlp[depth - 1](hidden))
+
+    def forward(self, features: Tensor, embeddings: Tensor, text: Text) -> list[Tensor]:
+        hidden, beside = features.to(self.dtype), embeddings.to(self.dtype).roll(-1, dims=1)
+        if self.cache_layers:
+            hidden = self.prefix_embeding_layer(hidden, text)
+        # Slot p of depth d: the hidden state of p + 1 - d, then the embeddings of p + 2 - d .. p + 1.
+        return [
+            torch.cat([later(hidden, i), *(later(beside, back) for back in range(i, -1, -1))], dim=-1)
+            for i in range(self.depth)
+        ]
+
+    def read(self, features: Tensor, embeddings: Tensor, cache: KVCache | None) -> Tensor:
+        hidden = features.to(self.dtype)
+        if self.cache_layers:
+            assert cache is not None
+            hidden = self.prefix_embeding_layer.read(hidden, cache)
+        return torch.cat([hidden, embeddings.to(self.dtype)], dim=-1)
+
+    def step(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+        return torch.cat([hidden, embeddings.to(self.dtype)], dim=-1)

@@ -1,0 +1,33 @@
+"""Medusa-2: Medusa's heads, trained together with a LoRA adapter on the target (arXiv:2401.10774, section 2.2.2).
+
+The target learns to be drafted: gradients of the heads reach it through its last hidden state, while train/joint.py holds
+it to what it said before. Its text changes all the same, so decoding is lossless against the *adapted* target only.
+"""
+
+from torch import Tensor
+
+from heads import adapter
+from heads.medusa import MedusaHead
+from heads.target import Target
+
+
+class Medusa2Head(MedusaHead):
+    kind = "medusa2"
+    format = "Medusa-1's as FasterDecoding names its weights, and the target's adapter as peft reads it"
+
+    @classmethod
+    def for_target(
+        cls,
+        target: Target,
+        depth: int = 4,
+        blocks: int = 1,
+        draft_vocab_size: int | None = None,
+        counts: Tensor | None = None,
+        rank: int = 32,
+        alpha: int = 16,
+    ) -> "Medusa2Head":
+        """New heads as Medusa-1's, and a new adapter of this rank on the target, scaled by alpha / rank."""
+        head = super().for_target(target, depth, blocks, draft_vocab_size, counts)
+        assert isinstance(head, Medusa2Head)
+        adapter.add(target, rank, alpha)
+        return head

@@ -1,0 +1,146 @@
+"""What every kind of head must do alike: learn from the right tokens, and leave the target's text as it is. And what a new
+kind takes: one file and one yaml."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads import Target, load_head
+from heads.base import Text
+from inference import generate
+from inference.drafters import drafter_for, load_drafter
+from train import trainer
+from train.losses import Said, soft
+from train.run import main
+from train.trainer import Lesson
+
+from .conftest import TEXT
+from .test_heads import KINDS, PROMPT, make
+from .toy.head import ToyHead
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+# -- what is learnt ---------------------------------------------------------------------------------------------------
+
+
+def answers_of(head, target: Target) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per depth what the loss compared with, and with which weight, for a prompt of 10 tokens and an answer of 6."""
+    tokens = torch.tensor([PROMPT[:16]])
+    places = torch.arange(16)[None]
+    text = Text(tokens, places >= 10, torch.zeros_like(tokens), places)
+    seen: list[Said] = []
+
+    def loss(draft: Said, answer: Said) -> torch.Tensor:
+        seen.append(answer)
+        return draft.logits.float().sum(-1)
+
+    outcome = Lesson(head, target, loss)(*text)
+    assert len(seen) == head.depth
+    return [(answer.features, count) for answer, count in zip(seen, outcome.counts.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_compares_with_just_the_supervised_tokens(target, kind):
+    """Tokens 10..15 are supervised. The target chose them by its hidden states 9..14: these are the answers, all of them,
+    at every depth."""
+    states = target.read(torch.tensor([PROMPT[:16]]), layers=[target.num_layers]).features[0]
+    for answers, count in answers_of(make(kind, target), target):
+        assert count == 6
+        torch.testing.assert_close(answers, states[9:15])
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "hydra", "medusa"])
+def test_a_mask_that_is_not_shifted_is_seen(target, kind, monkeypatch):
+    """The same with supervision left where the tokens are: the two first drafts behind the prompt are never learnt."""
+
+    def unshifted(text: Text, depth: int) -> torch.Tensor:
+        slots = torch.arange(text.tokens.shape[1])
+        return text.supervised & (slots + 2 < len(slots))
+
+    monkeypatch.setattr(trainer, "began", unshifted)
+    states = target.read(torch.tensor([PROMPT[:16]]), layers=[target.num_layers]).features[0]
+    for answers, count in answers_of(make(kind, target), target):
+        assert count == 4 and torch.allclose(answers, states[11:15], atol=1e-5)
+
+
+# -- what is drafted --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_is_the_targets_own(target, kind, temperature):
+    head = make(kind, target)
+    rows = torch.tensor([PROMPT[:12], [0] * 5 + PROMPT[20:27]])
+    mask = (torch.arange(12) >= torch.tensor([[0], [5]])).long()
+    settings = {"max_new_tokens": 24, "temperature": temperature, "eos_token_id": -1, "seed": 3}
+    plain = generate(target, None, rows, mask, **settings)
+    drafted = generate(target, drafter_for(head, target), rows, mask, **settings)
+    assert drafted.new_tokens == plain.new_tokens
+    assert max(step.nodes for step in drafted.steps) > 1
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "hydra", "hydra_pp", "medusa"])
+def test_a_few_steps_of_training_lower_the_loss(target, kind):
+    torch.manual_seed(1)
+    head = make(kind, target).train()
+    lesson = Lesson(head, target, soft)
+    places = torch.arange(24).repeat(2, 1)
+    text = Text(torch.randint(1, 300, (2, 24)), places >= 0, torch.zeros_like(places), places)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = lesson(*text).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+# -- one file and one yaml --------------------------------------------------------------------------------------------
+
+
+def test_a_new_head_is_one_file_and_one_yaml(tiny_path, tmp_path, monkeypatch, capfd):
+    """Trained by the command that users type, saved, loaded, decoded with; nothing in the project knows its name."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(4):
+        (texts / f"{number}.txt").write_text(TEXT[: 1200 + 7 * number])
+    monkeypatch.chdir(tmp_path)
+    arguments = [
+        f"hydra.searchpath=[file://{ROOT}/tests/toy/conf]",
+        "head=toy",
+        *("target=hf", f"target.path={tiny_path}", "target.device=cpu", "target.dtype=float32"),
+        *("data=text", f"data.path={texts}", "written=0", "length=64", "trainer.max_steps=3", "trainer.bf16=false"),
+        *("evaluate.prompts=2", "evaluate.prompt_tokens=16", "evaluate.new_tokens=16", "evaluate.eval_steps=0"),
+        *("evaluate.timed_prompts=1", "hydra/job_logging=disabled"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["train/run.py", *arguments])
+    main()
+    capfd.readouterr()
+    directory = tmp_path / "outputs" / "toy"
+    metrics = json.loads((directory / "metrics.json").read_text())
+    assert metrics["head"] == "toy" and metrics["identical_greedy"] == metrics["identical_sampled"] == 1.0
+    target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+    head = load_head(directory / "head", target)
+    assert isinstance(head, ToyHead) and head.depth == 2
+    prompt = torch.tensor([PROMPT])
+    plain = generate(target, None, prompt, max_new_tokens=20, eos_token_id=-1)
+    drafted = generate(
+        target, load_drafter(str(directory / "head"), target), prompt, max_new_tokens=20, eos_token_id=-1
+    )
+    assert drafted.new_tokens == plain.new_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [("nothing.here:Head", "not installed here"), ("json:dumps", "no DraftHead"), ("json", "no DraftHead")],
+)
+def test_a_class_that_is_no_head_is_refused(target, tmp_path, name, complaint):
+    (tmp_path / "config.json").write_text(json.dumps({"foretoken": {"class": name}}))
+    with pytest.raises(ValueError, match=complaint):
+        load_head(tmp_path, target)

@@ -1,0 +1,196 @@
+"""Medusa-2 changes the target, and says so; a tuned draft model is a model like any other."""
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from heads import Target, adapter, load_head, save_head
+from heads.card import model_card
+from heads.draft_model import DraftModelHead
+from heads.medusa import MedusaHead
+from heads.medusa2 import Medusa2Head
+from inference import generate, load_drafter
+from train import parity
+from train.joint import JointLesson
+from train.losses import soft
+from train.optimizer import adamw, muon
+from train.trainer import Lesson
+
+from .test_heads import PROMPT, batch
+
+IDS = torch.tensor([PROMPT])
+
+
+@pytest.fixture
+def fresh(tiny_path) -> Target:
+    """A target of one's own: these tests change it."""
+    return Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+
+
+def disturb(target: Target) -> None:
+    """An adapter as after some training; a new one has no effect."""
+    for parameter in adapter.layers(target).parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+
+
+def text_of(target: Target, drafter=None) -> list[list[int]]:
+    return generate(target, drafter, IDS, max_new_tokens=16, eos_token_id=-1).new_tokens
+
+
+def test_a_new_adapter_changes_nothing_and_a_trained_one_the_text(fresh):
+    before = fresh.read(IDS).logits
+    Medusa2Head.for_target(fresh)
+    torch.testing.assert_close(fresh.read(IDS).logits, before)
+    disturb(fresh)
+    assert (fresh.read(IDS).logits - before).abs().max() > 0.1
+    with adapter.without(fresh):
+        torch.testing.assert_close(fresh.read(IDS).logits, before)
+    assert all(parameter.requires_grad for parameter in adapter.layers(fresh).parameters())
+
+
+def test_heads_learn_alone_first_and_then_all_of_it(fresh):
+    lesson = JointLesson(Medusa2Head.for_target(fresh, depth=2), fresh, soft, heads_only=0.5)
+    text = batch(20, 12)
+    lesson.progress = 0.4
+    lesson(*text).loss.backward()
+    assert not any(parameter.grad.any() for parameter in lesson.adapter.parameters())
+    assert all(parameter.grad.any() for parameter in lesson.head.parameters())
+    disturb(fresh)  # else the second matrix of each pair is zero, and the first learns nothing yet
+    lesson.progress = 0.5
+    lesson.zero_grad()
+    lesson(*text).loss.backward()
+    assert all(parameter.grad.any() for parameter in lesson.parameters())
+    frozen = {id(parameter) for parameter in lesson.parameters()}
+    assert not any(p.requires_grad for p in fresh.model.parameters() if id(p) not in frozen)
+
+
+def test_the_adapted_target_is_held_to_what_it_said(fresh):
+    """With the heads' loss left out, the joint loss is the divergence, zero before anything is learnt."""
+    lesson = JointLesson(Medusa2Head.for_target(fresh, depth=2), fresh, soft, heads_only=0.0, head_weight=0.0)
+    text = batch(20, 12)
+    assert lesson(*text).loss.item() == pytest.approx(0.0, abs=1e-6)
+    disturb(fresh)
+    loss = lesson(*text).loss.item()
+    now = fresh.read(text.tokens, text.positions, text.mask()).logits.log_softmax(-1)
+    with adapter.without(fresh):
+        before = fresh.read(text.tokens, text.positions, text.mask()).logits.log_softmax(-1)
+    # Of each document the target's words for tokens 2 and later, which is what a depth-1 draft is compared with.
+    asked = [*range(1, 19), *range(21, 31)]
+    divergence = (before.exp() * (before - now)).sum(-1)[0, asked].mean().item()
+    assert loss == pytest.approx(divergence, rel=1e-4) and loss > 1e-3
+
+
+def test_heads_learn_faster_than_the_adapter(fresh):
+    lesson = JointLesson(Medusa2Head.for_target(fresh, depth=2), fresh, soft)
+    ids = {id(parameter) for parameter in lesson.adapter.parameters()}
+    for build in (adamw, muon):
+        optimizer = build(lesson, {fresh.vocab_size}, 1e-3, (0.9, 0.95), head_multiplier=4.0)
+        rates = {id(p): (group["lr"], "nesterov" in group) for group in optimizer.param_groups for p in group["params"]}
+        assert {rates[number] for number in ids} == {(2.5e-4, False)}
+        assert len(rates) == len(list(lesson.parameters()))
+
+
+def test_joint_training_needs_an_adapter(fresh):
+    with pytest.raises(ValueError, match="head=medusa puts none on it: head=medusa2"):
+        JointLesson(MedusaHead.for_target(fresh, depth=2), fresh, soft)
+
+
+def test_adapter_and_heads_are_saved_and_come_back(fresh, tiny_path, tmp_path):
+    original = text_of(fresh)
+    head = Medusa2Head.for_target(fresh, depth=2).eval()
+    disturb(fresh)
+    adapted, logits = text_of(fresh), fresh.read(IDS).logits
+    assert adapted != original
+    save_head(head, tmp_path, fresh)
+    again = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+    assert text_of(again) == original
+    drafter = load_drafter(str(tmp_path), again)
+    assert torch.equal(again.read(IDS).logits, logits)
+    assert text_of(again) == adapted == text_of(again, drafter)
+    assert parity.check(head, fresh, PROMPT, saved=tmp_path) < 1e-4
+    # peft itself reads the same files.
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32), tmp_path)
+    torch.testing.assert_close(model(IDS).logits, logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_head_that_knows_no_adapter_is_refused_on_an_adapted_target(fresh, tiny_path, tmp_path):
+    plain = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+    save_head(MedusaHead.for_target(plain, depth=2), tmp_path, plain)
+    Medusa2Head.for_target(fresh, depth=2)
+    with pytest.raises(ValueError, match="has an adapter on it"):
+        load_head(tmp_path, fresh)
+
+
+def test_the_card_says_that_the_text_changes():
+    facts = {"kind": "medusa2", "target": "org/model"}
+    assert "**The target's text changes.**" in model_card({}, facts | {"adapter": True}, None)
+    assert "The target itself is unchanged" in model_card({}, facts | {"adapter": False}, None)
+
+
+# -- the draft model --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora_rank", [None, 4])
+def test_a_tuned_draft_model_is_saved_as_a_model(fresh, tmp_path, lora_rank):
+    head = DraftModelHead.for_target(fresh, num_layers=2, lora_rank=lora_rank).train()
+    learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    assert (len(learning) < len(list(head.parameters()))) == (lora_rank is not None)
+    optimizer = torch.optim.AdamW(learning, lr=1e-2)
+    lesson, losses = Lesson(head, fresh, soft), []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = lesson(*batch(24)._replace(tokens=IDS[:, :24])).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    head.eval()
+    states = head(torch.empty(0), torch.empty(0), batch(30)._replace(tokens=IDS))[0]
+    drafted = head.logits(states, 1)[0, :-1]
+    head.finish()
+    save_head(head, tmp_path, fresh)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(model(IDS).logits[0, 1:], drafted, atol=1e-4, rtol=1e-4)
+    for spec in (str(tmp_path), f"draft:{tmp_path}"):
+        assert text_of(fresh, load_drafter(spec, fresh)) == text_of(fresh)
+
+
+def test_tied_embeddings_get_rows_of_their_own(tiny_path, fresh, tmp_path):
+    small = AutoModelForCausalLM.from_pretrained(tiny_path)
+    small.config.tie_word_embeddings = True
+    small.lm_head.weight = small.model.embed_tokens.weight
+    small.save_pretrained(tmp_path / "tied")
+    fresh.tokenizer.save_pretrained(tmp_path / "tied")
+    head = DraftModelHead.for_target(fresh, path=str(tmp_path / "tied"))
+    assert head.model.lm_head.weight.data_ptr() != head.model.get_input_embeddings().weight.data_ptr()
+    save_head(head, tmp_path / "head", fresh)
+    assert json.loads((tmp_path / "head" / "config.json").read_text())["tie_word_embeddings"] is False
+    load_head(tmp_path / "head", fresh)
+
+
+def test_casts_leave_rotary_frequencies_alone(fresh):
+    head = DraftModelHead.for_target(fresh)
+    before = head.model.model.rotary_emb.inv_freq.clone()
+    head.to(torch.bfloat16)
+    assert head.dtype == torch.bfloat16 and torch.equal(head.model.model.rotary_emb.inv_freq, before)
+
+
+def test_a_draft_model_has_fewer_layers(fresh):
+    with pytest.raises(ValueError, match=r"head\.num_layers=6 must lie between 1 and 5"):
+        DraftModelHead.for_target(fresh, num_layers=6)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(fresh, tiny_path, tmp_path):
+    AutoModelForCausalLM.from_pretrained(tiny_path).save_pretrained(tmp_path)
+    fresh.tokenizer.save_pretrained(tmp_path)
+    tokens = json.loads((tmp_path / "tokenizer.json").read_text())
+    names = list(tokens["model"]["vocab"])
+    one, other = names[10], names[11]
+    words = tokens["model"]["vocab"]
+    words[one], words[other] = words[other], words[one]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
+    with pytest.raises(ValueError, match="has another vocabulary than"):
+        DraftModelHead.for_target(fresh, path=str(tmp_path))

@@ -1,0 +1,48 @@
+"""A head of a new kind, as somebody outside this project would write it: this file and conf/head/toy.yaml, nothing else."""
+
+import torch
+from torch import Tensor, nn
+
+from heads.base import DraftHead, Text, later
+from heads.cache import KVCache
+from heads.target import Target
+
+
+class ToyHead(DraftHead):
+    """Per depth one matrix on the last hidden state; the target's lm_head makes tokens of it."""
+
+    kind, recurrent = "toy", False
+    target: Target
+
+    def __init__(self, hidden: int, depth: int):
+        super().__init__()
+        self.hidden, self.depth = hidden, depth
+        self.maps = nn.ModuleList([nn.Linear(hidden, hidden) for _ in range(depth)])
+
+    @classmethod
+    def for_target(cls, target: Target, depth: int = 2) -> "ToyHead":
+        head = cls(target.hidden_size, depth)
+        head.bind(target)
+        return head.to(target.device)
+
+    def bind(self, target: Target) -> None:
+        self.target, self.layers = target, [target.num_layers]
+
+    @classmethod
+    def from_config(cls, config: dict) -> "ToyHead":
+        return cls(config["hidden"], config["foretoken"]["depth"])
+
+    def to_config(self) -> dict:
+        return {"hidden": self.hidden}
+
+    def forward(self, features: Tensor, embeddings: Tensor, text: Text) -> list[Tensor]:
+        return [later(layer(features.to(self.dtype)), i) for i, layer in enumerate(self.maps)]
+
+    def read(self, features: Tensor, embeddings: Tensor, cache: KVCache | None) -> Tensor:
+        return features
+
+    def drafts(self, features: Tensor) -> Tensor:
+        return torch.stack([self.logits(layer(features.to(self.dtype)), i) for i, layer in enumerate(self.maps, 1)], 1)
+
+    def logits(self, hidden: Tensor, depth: int) -> Tensor:
+        return self.target.logits(hidden)

@@ -1,0 +1,66 @@
+"""Medusa-2's lesson: the heads first, then heads and target together (arXiv:2401.10774, sections 2.2.2 and 2.3.2).
+
+    loss = KL(target as it was, adapted target) + head_weight * the heads' loss
+
+The adapted target is its own teacher with the adapter switched off ("self-distillation"), so no text but what it writes
+itself is needed, and it drifts no further than the heads gain by it.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from heads import adapter
+from heads.base import DraftHead, Text, began
+from heads.target import Target
+from train.losses import exact
+from train.trainer import Lesson, Loss, Outcome
+
+
+class JointLesson(Lesson):
+    def __init__(
+        self,
+        head: DraftHead,
+        target: Target,
+        loss: Loss,
+        depth_decay: float = 0.8,
+        heads_only: float = 0.4,
+        head_weight: float = 0.2,
+    ):
+        """heads_only: share of the training in which the heads learn alone. Their loss counts fully there."""
+        super().__init__(head, target, loss, depth_decay)
+        self.heads_only, self.head_weight = heads_only, head_weight
+        self.adapter = adapter.layers(target)  # here they are saved, optimised and synchronised like the head
+        if not len(self.adapter):
+            raise ValueError(
+                f"lesson=joint trains the target's adapter, and head={head.kind} puts none on it: head=medusa2"
+            )
+
+    def forward(self, tokens: Tensor, supervised: Tensor, documents: Tensor, positions: Tensor) -> Outcome:
+        text = Text(tokens, supervised, documents, positions)
+        if self.progress < self.heads_only:
+            with torch.no_grad():
+                features, last = self.read(text)
+            outcome = self.grade(text, features, last)
+            # DDP waits for a gradient of every parameter; this one changes nothing.
+            silent = sum(parameter.sum() for parameter in self.adapter.parameters()) * 0.0
+            return outcome._replace(loss=outcome.loss + silent)
+        with torch.no_grad(), adapter.without(self.target):
+            _, before = self.read(text)
+        features, last = self.read(text)
+        outcome = self.grade(text, features, last)
+        slots = began(text, 1).roll(1, dims=1)  # slot p is answered by what the target says at p + 1
+        return outcome._replace(loss=self.drift(before[slots], last[slots]) + self.head_weight * outcome.loss)
+
+    def drift(self, before: Tensor, now: Tensor) -> Tensor:
+        """Mean KL(before, now) of the target's laws, from its last hidden states (n, hidden)."""
+        size = max(1, self.chunk // self.target.vocab_size)
+        total = now.new_zeros((), dtype=torch.float32)
+        for start in range(0, len(now), size):
+            part = slice(start, start + size)
+            total = total + checkpoint(self.divergence, before[part], now[part], use_reentrant=False)
+        return total / max(1, len(now))
+
+    def divergence(self, before: Tensor, now: Tensor) -> Tensor:
+        p, q = (exact(self.target.logits(states)).log_softmax(-1) for states in (before, now))
+        return (p.exp() * (p - q)).sum()
