@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import json
-import pkgutil
 from pathlib import Path
 from typing import Any
 

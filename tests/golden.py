@@ -194,7 +194,7 @@ def hydra() -> Golden:
 
 
 def hydra_pp() -> Golden:
-    """Dropouts take the even places; layers 3, 5 and 7 are one; a whole LlamaModel is saved, spelt `prefix_embeding_layer`."""
+    """Dropouts take the even places; layers 3, 5 and 7 are one; a whole LlamaModel is saved, under its misspelt name."""
     config = hydra()[0] | {"hydra_head_arch": "prefix-mlp", "hydra_num_layers": 4}
     weights = {}
     for i in range(3):

@@ -480,14 +480,15 @@ def test_an_index_cannot_point_out_of_its_directory(deep, tmp_path, name):
         load_head(tmp_path / "head", deep)
 
 
-def test_a_config_cannot_make_python_import_a_module(deep, tmp_path):
-    write(tmp_path, {"foretoken": {"class": "antigravity:geohash"}}, {"x": torch.ones(2)}, "model.safetensors")
+def test_a_head_of_the_hub_cannot_make_python_import_a_module(deep, tmp_path):
+    pulled = tmp_path / "models--org--head" / "snapshots" / "abc"
+    write(pulled, {"foretoken": {"class": "antigravity:geohash"}}, {"x": torch.ones(2)}, "model.safetensors")
     with pytest.raises(ValueError, match="antigravity:geohash, which is not imported"):
-        load_head(tmp_path, deep)
+        load_head(pulled, deep)
     assert "antigravity" not in sys.modules
-    write(tmp_path, {"foretoken": {"class": "os:system"}}, {"x": torch.ones(2)}, "model.safetensors")
+    write(pulled, {"foretoken": {"class": "os:system"}}, {"x": torch.ones(2)}, "model.safetensors")
     with pytest.raises(ValueError, match="os:system, which is no DraftHead"):
-        load_head(tmp_path, deep)
+        load_head(pulled, deep)
 
 
 def test_code_beside_a_head_is_not_executed(deep, tmp_path):

@@ -30,10 +30,11 @@ class OwnFormat(Format):
 
 
 def named(found: Found, name: str) -> type[DraftHead]:
-    """The head class that a config.json names as module:Class. A file from elsewhere shall not make Python run a module, so
-    it must be one of ours, or imported already."""
+    """The head class that a config.json names as module:Class. Only what is installed here can be named: no code ever comes
+    with the files, and those of the Hub's cache cannot even make Python import a module that it has."""
     module = name.partition(":")[0]
-    if module not in sys.modules and not module.startswith("heads."):
+    pulled = any(part.startswith("models--") for part in found.where.parts)
+    if pulled and module not in sys.modules:
         raise found.wrong(f"config.json names the head class {name}, which is not imported: import {module} first")
     try:
         kind = pkgutil.resolve_name(name)
