@@ -8,6 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_token, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 
 from heads.formats.files import PICKLED, SAFE
@@ -85,7 +86,8 @@ def look(api: HfApi, repo: str) -> tuple[bool, dict[str, str]] | None:
             raise  # the Hub says 401 for a private repository and for a wrong token alike
         return None
     found = api.get_paths_info(repo, list(WEIGHTS))
-    return bool(info.private), {f.path: f.lfs.sha256 if f.lfs else f.blob_id for f in found}
+    files = [file for file in found if isinstance(file, RepoFile)]
+    return bool(info.private), {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in files}
 
 
 def refuse_other(there: tuple[bool, dict[str, str]], folder: Path, repo: str, private: bool, replace: bool) -> None:

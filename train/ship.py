@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from hydra.utils import instantiate
@@ -14,8 +14,8 @@ from heads import adapter, hub
 from heads.card import model_card
 from heads.checkpoint import load_head, read_config
 from heads.target import Target
+from inference import evaluate
 from inference.drafters import load_drafter
-from inference.engine import generate
 from inference.evaluate import acceptance, run
 from train import parity
 from train.prove import float32
@@ -56,18 +56,12 @@ def gate(trained: Path, target: Target, files: Path) -> Passed:
     exact = float32(target)
     starts = [[1 + number * (exact.vocab_size - 2) // TEXTS] for number in range(TEXTS)]
     written = run(exact, None, starts, max_new_tokens=LENGTH, temperature=1.0, eos_token_id=-1)
-    texts = [start + row for start, row in zip(starts, (row for g in written for row in g.new_tokens), strict=True)]
+    texts = [start + row for start, row in zip(starts, evaluate.texts(written), strict=True)]
     head = load_head(trained, exact, dtype=torch.float32)
     difference = max(parity.check(head, exact, text[: LENGTH // 2], saved=files) for text in texts[:2])
+    prompts = [text[: LENGTH // 3] for text in texts]
     lengths = [
-        acceptance(
-            [
-                generate(
-                    exact, load_drafter(str(path), exact), torch.tensor([text[:16]], device=exact.device), **GREEDY
-                )
-                for text in texts
-            ]
-        )
+        acceptance(run(exact, load_drafter(str(path), exact), prompts, max_new_tokens=LENGTH, eos_token_id=-1))
         for path in (trained, files)
     ]
     if lengths[0] != lengths[1]:
@@ -76,9 +70,6 @@ def gate(trained: Path, target: Target, files: Path) -> Passed:
             f"{lengths[1]:.4f}; they are not the same head"
         )
     return Passed(difference, lengths[0])
-
-
-GREEDY: dict[str, Any] = {"max_new_tokens": LENGTH, "eos_token_id": -1}
 
 
 def stage(head: Path, folder: Path, repo: str, target: Target, license: str | None) -> None:

@@ -82,7 +82,7 @@ def layer_ids(found: Found, target: Target) -> list[int]:
         return rule
     if ours is None and config.get("foretoken"):
         raise found.wrong(f"it is of an earlier foretoken, which wrote no {IDS} beside eagle_config: train it again")
-    ids = ours if ours is not None else [k + 1 for k in theirs]
+    ids: list[int] = ours or [k + 1 for k in theirs or []]
     if theirs is not None and ids != [k + 1 for k in theirs]:
         raise found.wrong(
             f"{IDS}={ids} (ids of hidden_states) and eagle_config.{IDS}={theirs} (outputs of layers counted from 0) do not "
