@@ -159,9 +159,14 @@ class DraftHead(nn.Module, ABC):
         d2t, t2d = vocab.to_offsets(ids, len(self.t2d))
         self.d2t.copy_(d2t), self.t2d.copy_(t2d)
 
+    @property
+    def projections(self) -> list[nn.Linear]:
+        """Its own projections to the draft vocabulary, if it has any."""
+        return []
+
     @torch.no_grad()
-    def copy_rows(self, target: Target, projections: list[nn.Linear], counts: Tensor | None) -> None:
-        """Start projections as the target's lm_head, a pruned one as its rows of the most frequent tokens by `counts`
+    def start_projections(self, target: Target, counts: Tensor | None) -> None:
+        """Start its projections as the target's lm_head, pruned ones as its rows of the most frequent tokens by `counts`
         (vocab,). A quantised lm_head gives no rows."""
         rows = target.model.get_output_embeddings().weight
         if self.pruned:
@@ -169,7 +174,7 @@ class DraftHead(nn.Module, ABC):
             ids = vocab.most_frequent(counts, len(self.d2t))
             self.set_vocabulary(ids)
             rows = rows[ids.to(rows.device)]
-        for projection in projections:
+        for projection in self.projections:
             if rows.is_floating_point() and rows.shape == projection.weight.shape:
                 projection.weight.copy_(rows)
 

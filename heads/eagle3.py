@@ -108,8 +108,12 @@ class Eagle3Head(DraftHead):
             last = target.read(probe, layers=[n], keep_logits=1).features.float()[0]
             head.norm.weight.copy_(last.pow(2).mean(0).sqrt())  # sizes that the target's lm_head is used to
             llama.start_quietly(head.midlayer.self_attn.o_proj, head.midlayer.mlp.down_proj)
-        head.copy_rows(target, [head.lm_head], counts)
+        head.start_projections(target, counts)
         return head.to(target.device)
+
+    @property
+    def projections(self) -> list[nn.Linear]:
+        return [self.lm_head]
 
     @classmethod
     def describes(cls, config: dict) -> bool:

@@ -31,7 +31,7 @@ class WideBlock(nn.Module):
         for layer in (self.linear, self.res_connection):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
-        nn.init.eye_(self.res_connection.weight[:, :width])
+        self.res_connection.weight.data[:, :width] = torch.eye(width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.res_connection(x) + F.silu(self.linear(x))
@@ -122,9 +122,7 @@ class HydraHead(DraftHead):
         facts = target.hidden_size, target.vocab_size, depth, mlp_layers
         head = cls(*facts, config, dropout, draft_vocab_size, target.name)
         head.bind(target)
-        head.copy_rows(
-            target, [module for module in head.hydra_lm_head.modules() if isinstance(module, nn.Linear)], counts
-        )
+        head.start_projections(target, counts)
         if prefix:
             layer, norm = head.prefix_embeding_layer.layer, head.prefix_embeding_layer.norm
             llama.start_quietly(layer.self_attn.o_proj, layer.mlp.down_proj)
@@ -135,6 +133,10 @@ class HydraHead(DraftHead):
 
     def bind(self, target: Target) -> None:
         self.layers = [target.num_layers]
+
+    @property
+    def projections(self) -> list[nn.Linear]:
+        return [module for module in self.hydra_lm_head.modules() if isinstance(module, nn.Linear)]
 
     @classmethod
     def describes(cls, config: dict) -> bool:

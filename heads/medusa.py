@@ -50,12 +50,16 @@ class MedusaHead(DraftHead):
         draft_vocab_size, counts: as in EAGLE-3."""
         facts = target.hidden_size, target.vocab_size, target.num_layers
         head = cls(*facts, depth, blocks, target.name, draft_vocab_size)
-        head.copy_rows(target, [stack[-1] for stack in head.stacks], counts)  # type: ignore[misc]
+        head.start_projections(target, counts)
         return head.to(target.device)
 
     @property
     def stacks(self) -> list[nn.Sequential]:
         return [self.get_submodule(str(i)) for i in range(self.depth)]  # type: ignore[misc]
+
+    @property
+    def projections(self) -> list[nn.Linear]:
+        return [stack[-1] for stack in self.stacks]  # type: ignore[misc]
 
     @classmethod
     def describes(cls, config: dict) -> bool:

@@ -13,7 +13,9 @@ from heads import Target, load_head
 from heads.base import Text
 from inference import generate
 from inference.drafters import drafter_for, load_drafter
-from train import trainer
+from inference.drafters.base import Accepted
+from inference.sampling import Sampling
+from train import parity, trainer
 from train.losses import Said, soft
 from train.run import main
 from train.trainer import Lesson
@@ -82,6 +84,27 @@ def test_text_is_the_targets_own(target, kind, temperature):
     drafted = generate(target, drafter_for(head, target), rows, mask, **settings)
     assert drafted.new_tokens == plain.new_tokens
     assert max(step.nodes for step in drafted.steps) > 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("kind", ["eagle3", "hydra", "medusa"])
+def test_a_pruned_head_drafts_its_best_tokens_under_their_own_names(target, kind, noisy):
+    """Depth 1 by hand: the training forward's logits, the noise of the tokens that they stand for, the target's ids."""
+    head = make(kind, target)
+    ids = head.draft_ids
+    assert ids is not None and len(ids) < target.vocab_size and ids[0] > 0
+    tokens = torch.tensor([PROMPT])
+    features = target.read(tokens, layers=head.layers).features[:, :-1]
+    drafter = drafter_for(head, target, nodes=8)
+    drafter.begin(1, 64, Sampling(temperature=1.0))
+    gumbel = torch.randn(1, drafter.depth + 1, target.vocab_size) if noisy else None
+    tree = drafter.propose(Accepted(tokens[:, 1:], features, [len(PROMPT) - 1], [PROMPT]), gumbel)
+    assert torch.isin(tree.tokens[0, 1:], ids).all()
+    logits = parity.trained_logits(head, target, [*PROMPT, 0, 0, 0, 0], len(PROMPT) - 2)[0]
+    scores = logits if gumbel is None else logits.log_softmax(-1) + gumbel[0, 0, ids]
+    first = set(tree.tokens[0][tree.depths[0] == 1].tolist())
+    assert first == set(ids[scores.topk(len(first)).indices].tolist())
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle", "hydra", "hydra_pp", "medusa"])

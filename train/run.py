@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import PrinterCallback, set_seed
 
 from heads import hub
+from heads.vocab import coverage
 from inference.drafters import drafter_for
 from inference.evaluate import acceptance
 from inference.evaluate import run as decode
@@ -39,6 +40,11 @@ def main(cfg: DictConfig) -> None:
     directory, checkpoint = open_directory(cfg, need_bytes=2 * 3 * 4 * parameters + 2 * parameters + 2**20)
     if cfg.written:
         data = text.written_by(target, data, cfg.written, cfg.seed, directory / "written.json")
+    if head.pruned:  # by what the target writes, which is what the head will draft
+        counts = text.count_tokens(data.train, target.vocab_size)
+        head.start_projections(target, counts)
+        named = f"{len(head.draft_ids):,} of {target.vocab_size:,} tokens"
+        print(f"draft vocabulary: {named}, {coverage(counts, head.draft_ids):.2%} of the training text", flush=True)
     print(f"{head.kind}: {parameters:,} parameters for {target.name}; {data.card}", flush=True)
 
     def validate() -> float:

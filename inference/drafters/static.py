@@ -44,7 +44,8 @@ class StaticTree(Drafter):
         if head.recurrent:
             raise ValueError(f"a static tree needs a head that drafts all depths at once, not {head.kind}")
         self.head, self.target, self.layers = head, target, head.layers
-        accuracies = [row[: target.vocab_size] for row in (accuracies or TYPICAL)[: head.depth]]
+        vocab = target.vocab_size if head.draft_ids is None else len(head.draft_ids)
+        accuracies = [row[:vocab] for row in (accuracies or TYPICAL)[: head.depth]]
         self.paths = grow(accuracies, nodes)
         self.depth = max(map(len, self.paths))
         self.resize(nodes, self.depth)
@@ -73,8 +74,9 @@ class StaticTree(Drafter):
             features = accepted.features[rows, rows.new_tensor([max(count, 1) - 1 for count in accepted.counts])]
         logits = self.head.drafts(features)[:, : self.depth].float()
         if gumbel is not None:
-            logits = self.sampling.warp(logits) + gumbel[:, : self.depth]
-        guesses = logits.topk(self.guessed).indices.flatten(1)
+            noise = gumbel if self.head.draft_ids is None else gumbel[..., self.head.draft_ids]
+            logits = self.sampling.warp(logits) + noise[:, : self.depth]
+        guesses = self.head.to_target(logits.topk(self.guessed).indices).flatten(1)
         tokens = torch.cat([roots(accepted), guesses[:, self.guesses]], dim=1)
         batch = len(tokens)
         self.ranks = self.order.expand(batch, -1)
