@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from heads import Target, load_head
 from heads.base import Text
@@ -165,5 +166,6 @@ def test_a_new_head_is_one_file_and_one_yaml(tiny_path, tmp_path, monkeypatch, c
 )
 def test_a_class_that_is_no_head_is_refused(target, tmp_path, name, complaint):
     (tmp_path / "config.json").write_text(json.dumps({"foretoken": {"class": name}}))
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=complaint):
         load_head(tmp_path, target)

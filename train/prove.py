@@ -176,7 +176,12 @@ def publish(
         "format": head.format,
         "adapter": (directory / "head" / adapter.CONFIG).is_file(),
     }
-    (directory / "head" / "README.md").write_text(model_card(metrics, facts, data.card))
+    head_directory = directory / "head"
+    (head_directory / "README.md").write_text(model_card(metrics, facts, data.card))
+    # Beside the weights too, where `scripts/push.py` makes the Hub's card of it.
+    (head_directory / "metrics.json").write_text(
+        json.dumps(metrics | {"about": facts, "data": data.card}, indent=2) + "\n"
+    )
     title = f"{head.kind} for {metrics['target']}"
     write_report(directory / "report.html", RunRecord(title, metrics, history, [shown], config))
     (directory / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")

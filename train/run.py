@@ -8,12 +8,13 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from transformers import PrinterCallback, set_seed
 
+from heads import hub
 from heads.vocab import coverage
 from inference.drafters import drafter_for
 from inference.evaluate import acceptance
 from inference.evaluate import run as decode
 from train import data as text
-from train import prove
+from train import prove, ship
 from train.entry import entry
 from train.memory import keep_freed
 from train.session import Measure, Progress, StopOnSignal, end_of_training, open_directory, seconds_of
@@ -24,6 +25,8 @@ from train.trainer import HeadTrainer
 def main(cfg: DictConfig) -> None:
     set_seed(cfg.seed)
     keep_freed()
+    if cfg.push_to_hub is not None:
+        hub.check_name(cfg.push_to_hub)  # not after hours of training
     target = instantiate(cfg.target)
     if target.tokenizer is None:
         raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and training reads text: save one beside it")
@@ -84,6 +87,8 @@ def main(cfg: DictConfig) -> None:
     config = OmegaConf.to_yaml(cfg, resolve=True)
     (directory / "head" / "config.yaml").write_text(config)
     prove.publish(directory, metrics, head, data, trainer.state.log_history, shown, config)
+    if cfg.push_to_hub is not None:
+        print(ship.push(directory / "head", target, cfg.push_to_hub, private=cfg.push_private), flush=True)
 
 
 if __name__ == "__main__":
