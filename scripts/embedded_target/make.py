@@ -201,7 +201,9 @@ def settle(
         # A bf16 copy writes: autocast would cast every weight anew for each of the many short forwards.
         writer = Target(copy.deepcopy(model).to(torch.bfloat16).eval(), tokenizer, "the embedded target")
         greedy, cool = (
-            generate(writer, None, part, max_new_tokens=new, temperature=heat, seed=step * rows, eos_token_id=-1).sequences
+            generate(
+                writer, None, part, max_new_tokens=new, temperature=heat, seed=step * rows, eos_token_id=-1
+            ).sequences
             for heat, part in zip((0.0, COOL), beginnings.split(rows), strict=True)
         )
         again = repeats(greedy[:, begun:])
@@ -213,7 +215,9 @@ def settle(
             logits = model(input_ids=written, use_cache=False).logits[:, begun - 1 : -1].float()
         chance = logits[:rows].softmax(-1).gather(-1, written[:rows, begun:, None])[..., 0]
         unlikely = -(torch.log1p(-chance.clamp(max=1 - 1e-5)) * again).sum() / again.sum().clamp(min=1)
-        own = torch.nn.functional.cross_entropy(logits[rows:].flatten(0, 1), written[rows:, begun:].flatten(), reduction="sum")
+        own = torch.nn.functional.cross_entropy(
+            logits[rows:].flatten(0, 1), written[rows:, begun:].flatten(), reduction="sum"
+        )
         (likely + unlikely + own / (rows * new)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
