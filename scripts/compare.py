@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from transformers import AutoModelForCausalLM
 
 from heads import Target
@@ -44,7 +44,7 @@ def main(cfg: DictConfig) -> None:
     typed = [o for o in HydraConfig.get().overrides.task if re.match(r"\+*(target|data)[.=@]", o)]
     trained: dict[str, Path] = {}
     for name in cfg.heads or known:
-        trained[name] = train(name, output, typed + list(cfg.train), list(trained.values()))
+        trained[name] = train(name, output, typed + overrides(cfg.train), list(trained.values()))
     target: Target = instantiate(cfg.target)
     if target.tokenizer is None:
         raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and the prompts are text")
@@ -65,10 +65,22 @@ def main(cfg: DictConfig) -> None:
     write(output, found, note)
 
 
-def train(name: str, output: Path, overrides: list[str], before: list[Path]) -> Path:
-    """The directory of a finished training of this head with these overrides, now or earlier."""
+def overrides(settings: DictConfig, name: str = "") -> list[str]:
+    """Settings as one would type them: {"trainer": {"max_steps": 20}} gives trainer.max_steps=20."""
+    typed = []
+    for key, value in settings.items():
+        if isinstance(value, DictConfig):
+            typed += overrides(value, f"{name}{key}.")
+        else:
+            value = OmegaConf.to_container(value) if isinstance(value, ListConfig) else value
+            typed.append(f"{name}{key}={value if isinstance(value, str) else json.dumps(value)}")
+    return typed
+
+
+def train(name: str, output: Path, given: list[str], before: list[Path]) -> Path:
+    """The directory of a finished training of this head, given these overrides, now or earlier."""
     directory = output / name
-    arguments = [str(ROOT / "train" / "run.py"), f"head={name}", f"output_dir={directory}", *overrides]
+    arguments = [str(ROOT / "train" / "run.py"), f"head={name}", f"output_dir={directory}", *given]
     metrics = directory / "metrics.json"
     if metrics.exists() and json.loads(metrics.read_text())["command"] == " ".join(["python", *arguments]):
         print(f"{name}: trained before, {directory}", flush=True)

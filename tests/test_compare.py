@@ -21,8 +21,10 @@ SMALL = [
     "proven_prompts=2",
     "prompt_tokens=16",
     "new_tokens=16",
-    "train=[length=64,written=0,trainer.max_steps=2,trainer.warmup_steps=1,evaluate.prompts=2,evaluate.prompt_tokens=16,"
-    "evaluate.new_tokens=8,evaluate.eval_steps=0,evaluate.timed_prompts=1]",
+    "+train.length=64",
+    "+train.written=0",
+    "+train.trainer={max_steps:2,warmup_steps:1}",
+    "+train.evaluate={prompts:2,prompt_tokens:16,new_tokens:8,eval_steps:0,timed_prompts:1}",
 ]
 
 
