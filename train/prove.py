@@ -25,9 +25,12 @@ from train.data import Corpus, Packed, corpus, prompts
 from train.trainer import Lesson
 
 
-def check_settings(target: Target, data: Corpus, settings: Any) -> None:
-    """Raise ValueError, before anything is trained, for what would stop the measurements. settings: conf/evaluate."""
+def check_settings(target: Target, data: Corpus, settings: Any, packed: int) -> None:
+    """Raise ValueError, before anything is trained, for what would stop the run later. settings: conf/evaluate; packed: the
+    length of the training rows."""
     assert target.tokenizer is not None
+    if target.context is not None and packed > target.context:
+        raise ValueError(f"length={packed}: the target {target.name} reads {target.context} tokens at most")
     for name in ("prompts", "timed_prompts", "prompt_tokens", "new_tokens"):
         if settings[name] < 1:
             raise ValueError(f"evaluate.{name}={settings[name]} must be at least 1")
@@ -78,10 +81,11 @@ def save_final(lesson: Lesson, directory: Path, data: Corpus, length: int) -> fl
 
 
 def float32(target: Target) -> Target:
-    """The same target in float32: itself, or loaded once more (a cast in place would not come back exactly)."""
+    """The same target in float32: itself, or loaded once more (a cast in place would not come back exactly). A quantised one
+    stays quantised and computes in float32: its features are its own."""
     if target.dtype == torch.float32:
         return target
-    return Target.from_pretrained(target.name, dtype="float32", device=target.device)
+    return Target.from_pretrained(target.name, dtype="float32", device=target.device, quantization=target.quantization)
 
 
 def measure(target: Target, directory: Path, data: Corpus, settings: Any) -> tuple[dict[str, Any], Sample]:

@@ -31,7 +31,7 @@ def main(cfg: DictConfig) -> None:
     if target.tokenizer is None:
         raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and training reads text: save one beside it")
     data: text.Corpus = instantiate(cfg.data, tokenizer=target.tokenizer)
-    prove.check_settings(target, data, cfg.evaluate)
+    prove.check_settings(target, data, cfg.evaluate, cfg.length)
     counts = text.count_tokens(data.train, target.vocab_size)
     more: dict[str, Any] = {"counts": counts} if "draft_vocab_size" in cfg.head else {}
     head = instantiate(cfg.head, target=target, **more)

@@ -187,7 +187,7 @@ def settle(
 
     A model this small, trained on text alone, is unlike the targets that people decode with in two ways. Decoded greedily it
     falls into loops, which flatter every drafter: every token of a greedy continuation that completes a 4-gram written before
-    is made less likely (sequence-level unlikelihood, Welleck et al., arXiv:1908.04319, section 5.2). And it is unsure of every
+    is made less likely (sequence-level unlikelihood, Welleck et al., arXiv:1908.04319, section 5.2). And it is unsure of the
     next word, where targets that were tuned on chosen answers are not: of its continuations at temperature `COOL`, those
     that do not repeat themselves are learnt as if they were text (rejection sampling, as in arXiv:2307.09288, section 3.2.3).
     """
