@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from inference import plots
-from inference.report import PAGE_STYLE
+from inference.report import PAGE_STYLE, verbatim
 from train import datacard
 from train.data import Corpus, Document
 from train.entry import entry
@@ -65,7 +65,7 @@ def page(tokenizer: PreTrainedTokenizerBase, samples: list[Document], card: dict
     shown = []
     for number, document in enumerate(samples, start=1):
         text = "".join(
-            f"<mark>{escape(text)}</mark>" if flag else f'<span class="prompt">{escape(text)}</span>'
+            f"<mark>{verbatim(text)}</mark>" if flag else f'<span class="prompt">{verbatim(text)}</span>'
             for flag, text in runs(tokenizer, document)
         )
         shown.append(f"<h2>{title(number, document)}</h2><pre>{text}</pre>")

@@ -28,8 +28,8 @@ Span = tuple[int, int]
 
 
 class ChatFormat:
-    """template: a Jinja file in place of the tokenizer's own. thinking: what a template with such a switch is told; None leaves
-    it at its default. Raises ValueError where there is no template, or it knows no switch."""
+    """template: a Jinja file in place of the tokenizer's own. thinking: what a template with such a switch is told; None
+    leaves it at its default. Raises ValueError where there is no template, or it knows no switch."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None, thinking: bool | None = None):
         where = tokenizer.name_or_path or "this tokenizer"

@@ -70,7 +70,9 @@ def corpus(
         )
     test, validation = held_out(keys[good], test_share)
     if (test | validation).all():
-        raise ValueError(f"data.path={where.path} holds {len(np.unique(keys[good]))} conversation: at least two are needed")
+        raise ValueError(
+            f"data.path={where.path} holds {len(np.unique(keys[good]))} conversation: at least two are needed"
+        )
     first = {reason: encoded[int(np.argmax(reasons == reason))]["where"] for reason in dropped}
     card: dict[str, Any] = {"source": where.path, "rows": int(numbers.max()), "dropped": dict(dropped)}
     card |= {"first_dropped": first, "held_out": int((test | validation).sum())}
@@ -96,7 +98,11 @@ def held_out(keys: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, source: Source, template: str | None, thinking: bool | None, cache_dir: str | None
+    tokenizer: PreTrainedTokenizerBase,
+    source: Source,
+    template: str | None,
+    thinking: bool | None,
+    cache_dir: str | None,
 ) -> Any:
     """A dataset of documents and of dropped rows, made or found in the cache."""
     import datasets  # seconds to import, which most runs need not wait for
@@ -161,8 +167,8 @@ def check(shares: list[float], form: ChatFormat) -> None:
     are looked at: a packed row may well lie inside of one long answer."""
     if all(share == 1 for share in shares):
         raise ValueError(
-            f"{form.name} gives {len(shares)} conversations of which 100 % of the tokens are supervised, the prompts too: mark "
-            "the answers alone with {% generation %} in a template of your own (data.template=FILE)"
+            f"{form.name} gives {len(shares)} conversations of which 100 % of the tokens are supervised, the prompts too: "
+            "mark the answers alone with {% generation %} in a template of your own (data.template=FILE)"
         )
     if not any(shares):
         raise ValueError(
@@ -180,5 +186,7 @@ def source_of(data: Any) -> Source:
     """The rows that a conf/data yaml names, without reading them. Raises ValueError where it names none."""
     names = {field.name for field in fields(Source)}
     if "path" not in data or data._target_ != "train.conversations.corpus":
-        raise ValueError("these data are no conversations: give data=jsonl data.path=FILE, parquet, hub, or a set by name")
+        raise ValueError(
+            "these data are no conversations: give data=jsonl data.path=FILE, parquet, hub, or a set by name"
+        )
     return Source(**{name: value for name, value in data.items() if name in names})

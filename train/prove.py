@@ -19,7 +19,7 @@ from inference.drafters import load_drafter
 from inference.engine import generate
 from inference.evaluate import evaluate, identical
 from inference.report import RunRecord, Sample, table, write_report
-from train import parity
+from train import datacard, parity
 from train.data import Corpus, Held, Packed, prompts, tokenized
 from train.trainer import Lesson
 
@@ -182,7 +182,7 @@ def publish(
         "license": None,
         "format": FORMATS[head.kind],
     }
-    (directory / "head" / "README.md").write_text(model_card(metrics, facts, data.card))
+    (directory / "head" / "README.md").write_text(model_card(metrics, facts, dict(datacard.lines(data.card))))
     title = f"{head.kind} for {metrics['target']}"
     write_report(directory / "report.html", RunRecord(title, metrics, history, [shown], config))
     (directory / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")

@@ -206,7 +206,11 @@ def turns(items: list, all_asked: bool = False) -> list[Message]:
 
 def content(value: Any) -> str:
     """Text, or OpenAI's list of text parts."""
-    if isinstance(value, list) and value and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(part, dict) and part.get("type") == "text" for part in value)
+    ):
         value = "".join(part["text"] for part in value if isinstance(part.get("text"), str))
     if value is None or (isinstance(value, str) and not value.strip()):
         raise Dropped("an empty turn")

@@ -12,7 +12,7 @@ from inference.drafters import drafter_for
 from inference.evaluate import acceptance
 from inference.evaluate import run as decode
 from train import data as text
-from train import prove
+from train import datacard, prove
 from train.entry import entry
 from train.memory import keep_freed
 from train.session import Measure, Progress, StopOnSignal, end_of_training, open_directory, seconds_of
@@ -36,7 +36,12 @@ def main(cfg: DictConfig) -> None:
     directory, checkpoint = open_directory(cfg, need_bytes=2 * 3 * 4 * parameters + 2 * parameters + 2**20)
     if cfg.written:
         data = text.written_by(target, data, cfg.written, cfg.seed, directory / "written.json")
-    print(f"{head.kind}: {parameters:,} parameters for {target.name}; {data.card}", flush=True)
+    packed = text.Packed(data.train, cfg.length, cfg.seed, cfg.long)
+    counts = text.count_tokens(data.train, target.vocab_size)
+    card = datacard.describe(data.train) | datacard.coverage(counts, head.draft_ids)
+    data = data._replace(card=data.card | card | packed.card)
+    datacard.save(directory, data.card)
+    print(f"{head.kind}: {parameters:,} parameters for {target.name}\n{datacard.summary(data.card)}", flush=True)
 
     def validate() -> float:
         rows = text.prompts(target.tokenizer, data.validation, cfg.evaluate.eval_prompts, cfg.evaluate.prompt_tokens)
@@ -52,7 +57,7 @@ def main(cfg: DictConfig) -> None:
         args=instantiate(
             cfg.trainer, use_cpu=target.device.type == "cpu", remove_unused_columns=False, disable_tqdm=True
         ),
-        train_dataset=text.Packed(data.train, cfg.length, cfg.seed),
+        train_dataset=packed,
         build_optimizer=instantiate(cfg.optimizer),
         callbacks=[stop, Progress(), Measure(cfg.evaluate.eval_steps, validate)],
     )
