@@ -40,7 +40,7 @@ def describe(documents: Sequence[Document]) -> dict[str, Any]:
 
 
 def coverage(counts: Tensor, draft_ids: Tensor | None) -> dict[str, Any]:
-    """counts: (vocab,) of the supervised tokens. How many different ones there are, and which share of them can be drafted."""
+    """counts: (vocab,) of the supervised tokens. How many different ones, and which share can be drafted."""
     total = int(counts.sum())
     drafted = total if draft_ids is None else int(counts[draft_ids.to(counts.device)].sum())
     return {"different_tokens": int((counts > 0).sum()), "vocabulary_coverage": round(drafted / max(1, total), 6)}

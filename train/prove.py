@@ -43,8 +43,8 @@ def check_settings(target: Target, data: Corpus, settings: Any) -> None:
     longest = max(map(len, prompts(target.tokenizer, data.test, settings.prompts, length)))
     if target.context is not None and longest >= target.context:
         raise ValueError(
-            f"a held-out conversation has a prompt of {longest} tokens, the target reads {target.context}, its answer included: "
-            f"lower evaluate.prompt_tokens={length}, which lets prompts of 8 times as many in"
+            f"a held-out conversation has a prompt of {longest} tokens, the target reads {target.context}, its answer "
+            f"included: lower evaluate.prompt_tokens={length}, which lets prompts of 8 times as many in"
         )
     if settings.eval_steps:
         prompts(target.tokenizer, data.validation, settings.eval_prompts, length)

@@ -1,7 +1,7 @@
 """From files and Hub datasets to conversations, row by row. A row that is none is passed on as `Dropped`, never lost.
 
-A conversation is a list of {"role", "content"} with roles system, user, assistant, tool. It is found in ShareGPT's, UltraChat's
-and OpenAI's layouts, in pairs of a prompt and a response, and a row may also be raw text.
+A conversation is a list of {"role", "content"} with roles system, user, assistant, tool. It is found in ShareGPT's,
+UltraChat's and OpenAI's layouts, in pairs of a prompt and a response, and a row may also be raw text.
 """
 
 import hashlib
