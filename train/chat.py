@@ -97,12 +97,8 @@ class ChatFormat:
         return [(after, [span]) for after, span in found]
 
     def documents(self, messages: list[Message]) -> list[Document]:
-        """Tokens and masks. Raises Dropped for a conversation that gives none."""
-        found = [self.tokenized(text, spans) for text, spans in self.marked(messages)]
-        found = [document for document in found if any(document.supervised)]
-        if not found:
-            raise Dropped("an answer of which nothing is supervised")
-        return found
+        """Tokens and masks. Raises Dropped for a conversation without an answer, or that the template refuses."""
+        return [self.tokenized(text, spans) for text, spans in self.marked(messages)]
 
     def tokenized(self, text: str, spans: list[Span]) -> Document:
         """A token belongs to the answer where its first character does."""

@@ -149,7 +149,10 @@ def encoded_rows(
             else:
                 form, raw = form or ChatFormat(tokenizer, template, thinking), ""
                 found = form.documents(said)
-                shares += [sum(document.supervised) / len(document.tokens) for document in found]
+                shares += [sum(document.supervised) / max(1, len(document.tokens)) for document in found]
+                found = [document for document in found if any(document.supervised)]
+            if not found:
+                raise Dropped("nothing in it is supervised")
         except Dropped as reason:
             yield blank | {"reason": str(reason)}
             continue

@@ -50,6 +50,9 @@ def main(cfg: DictConfig) -> None:
         head.train()
         return length
 
+    dataset = instantiate(
+        cfg.features, packed=packed, target=target, layers=head.layers, batch=cfg.trainer.per_device_train_batch_size
+    )
     lesson = Lesson(head, target, instantiate(cfg.loss), cfg.depth_decay)
     stop = StopOnSignal()
     trainer = HeadTrainer(
@@ -57,7 +60,7 @@ def main(cfg: DictConfig) -> None:
         args=instantiate(
             cfg.trainer, use_cpu=target.device.type == "cpu", remove_unused_columns=False, disable_tqdm=True
         ),
-        train_dataset=packed,
+        train_dataset=dataset,
         build_optimizer=instantiate(cfg.optimizer),
         callbacks=[stop, Progress(), Measure(cfg.evaluate.eval_steps, validate)],
     )
