@@ -63,7 +63,7 @@ def corpus(
     numbers, keys, reasons, raws = (encoded.data.column(name).to_numpy() for name in ("number", "key", "reason", "raw"))
     good, dropped = np.flatnonzero(reasons == ""), Counter(reasons[reasons != ""])
     if not len(good):
-        found = "; ".join(f"{count} x {reason}" for reason, count in dropped.most_common(3)) or "it has no rows"
+        found = "; ".join(f"{count} x {reason}" for reason, count in dropped.most_common(3))
         raise ValueError(
             f"data.path={where.path} gives nothing to train on: {found}. Columns that are not found by themselves are named "
             "with data.messages, or data.prompt and data.response, or data.text"
@@ -75,7 +75,7 @@ def corpus(
         )
     first = {reason: encoded[int(np.argmax(reasons == reason))]["where"] for reason in dropped}
     card: dict[str, Any] = {"source": where.path, "rows": int(numbers.max()), "dropped": dict(dropped)}
-    card |= {"first_dropped": first, "held_out": int((test | validation).sum())}
+    card |= {"used": len(np.unique(numbers[good])), "first_dropped": first, "held_out": int((test | validation).sum())}
     if (raws[good] == "").any():
         card["template"] = ChatFormat(tokenizer, template, thinking).name
 
@@ -139,6 +139,7 @@ def encoded_rows(
     """Per row its documents (a thinking model's conversation can give several), or one line that says why it has none."""
     form: ChatFormat | None = None
     shares: list[float] = []
+    number = 0
     for number, row in enumerate(source.rows(), start=1):
         blank: dict[str, Any] = {"number": number, "tokens": [], "supervised": [], "raw": "", "reason": ""}
         blank |= {"where": row.where, "key": 0}
@@ -163,6 +164,8 @@ def encoded_rows(
             shares = []
     if form is not None and shares:
         check(shares, form)
+    if number == 0:
+        raise ValueError(f"data.path={source.path} gives nothing to train on: it has no rows")
 
 
 def check(shares: list[float], form: ChatFormat) -> None:
