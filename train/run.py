@@ -50,9 +50,7 @@ def main(cfg: DictConfig) -> None:
         head.train()
         return length
 
-    dataset = instantiate(
-        cfg.features, packed=packed, target=target, layers=head.layers, batch=cfg.trainer.per_device_train_batch_size
-    )
+    dataset = instantiate(cfg.features)(packed, target, head.layers, cfg.trainer.per_device_train_batch_size)
     lesson = Lesson(head, target, instantiate(cfg.loss), cfg.depth_decay)
     stop = StopOnSignal()
     trainer = HeadTrainer(

@@ -16,11 +16,11 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -65,12 +65,13 @@ def disk(
     if (directory / MANIFEST).exists():
         compare(json.loads((directory / MANIFEST).read_text()), facts, directory)
     else:
-        state = PartialState()
-        write(packed, target, facts, directory, batch, state.process_index, state.num_processes)
-        state.wait_for_everyone()
-        if state.is_main_process:
+        # torchrun's own variables: a process group may not exist yet, and is not needed.
+        rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        write(packed, target, facts, directory, batch, rank, processes)
+        wait_for([directory / name for name in names(facts)])
+        if rank == 0:
             finish(facts, directory)
-        state.wait_for_everyone()
+        wait_for([directory / MANIFEST])
     return StoredRows(packed, directory, verify, target)
 
 
@@ -200,6 +201,12 @@ def finish(facts: dict, directory: Path) -> None:
     half = directory / f"{MANIFEST}.part"
     half.write_text(json.dumps(facts | {"shards": shards}, indent=2) + "\n")
     half.rename(directory / MANIFEST)
+
+
+def wait_for(files: list[Path]) -> None:
+    """What other processes write. Where one of them fails, torchrun ends all."""
+    while not all(file.exists() for file in files):
+        time.sleep(0.2)
 
 
 def checksum(file: Path) -> str:
