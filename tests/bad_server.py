@@ -81,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
         elif way == "broken":
             self.send("oh", status=500, kind="text/plain")
         elif way == "late":
-            time.sleep(2.0)
+            time.sleep(4.0)
             self.send(good)
         elif way == "cut":
             self.send(good[: len(good) // 2], missing=len(good) - len(good) // 2)

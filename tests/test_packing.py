@@ -73,11 +73,11 @@ def test_a_packed_token_has_the_loss_that_it_has_alone(target, kind: str, long: 
 
 
 def test_split_goes_on_in_the_next_row_and_counts_it(target):
-    texts = documents(30, 5, 40, 7)
+    texts = documents(30, 5, 46, 7)
     packed = Packed(texts, length=16, seed=0)
     assert packed.card["documents_longer_than_a_row"] == 2 and packed.card["tokens_cut_off"] == 0
-    assert packed.card["rows_packed"] + packed.card["rows_left_out"] == -(-82 // 16)
-    assert packed.card["padding_share"] == round(14 / (16 * packed.card["rows_packed"]), 6)
+    assert packed.card["rows_packed"] + packed.card["rows_left_out"] == -(-88 // 16)
+    assert packed.card["padding_share"] == round(8 / (16 * packed.card["rows_packed"]), 6)
 
 
 def test_truncated_documents_stay_whole_or_are_cut_at_the_row_and_counted():

@@ -18,16 +18,18 @@ def online(packed: Packed, target: Target, layers: list[int], batch: int) -> Dat
 
 
 def read(target: Target, text: Text, layers: list[int]) -> tuple[Tensor, Tensor]:
-    """The features (batch, length, width) and the last hidden state (batch, length, hidden) of a packed batch."""
+    """The features (batch, length, width) and the last hidden state (batch, length, hidden) of a packed batch, in the target's
+    own precision, as decoding reads it: a trainer's autocast would round a float32 target's."""
     packed = bool((text.documents != text.documents[:, :1]).any())
-    reading = target.read(
-        text.tokens,
-        text.positions,
-        mask=text.mask() if packed or target.window else None,
-        layers=[*layers, target.num_layers],
-        keep_logits=1,
-        key_positions=text.positions,
-    )
+    with torch.autocast(text.tokens.device.type, enabled=False):
+        reading = target.read(
+            text.tokens,
+            text.positions,
+            mask=text.mask() if packed or target.window else None,
+            layers=[*layers, target.num_layers],
+            keep_logits=1,
+            key_positions=text.positions,
+        )
     width = target.hidden_size
     return reading.features[..., :-width], reading.features[..., -width:]
 
