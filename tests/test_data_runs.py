@@ -66,7 +66,15 @@ def steps(out: str) -> list[tuple[int, float]]:
 
 
 def test_a_run_on_conversations_online_and_from_disk(file: Path, tiny_path: Path, tmp_path: Path, here):
-    given = [*SMALL, "head=medusa", f"target.path={tiny_path}", "data=jsonl", f"data.path={file}", PLAIN, "data.test_share=0.2"]
+    given = [
+        *SMALL,
+        "head=medusa",
+        f"target.path={tiny_path}",
+        "data=jsonl",
+        f"data.path={file}",
+        PLAIN,
+        "data.test_share=0.2",
+    ]
     online = here(train, *given, "output_dir=online")
     disk = here(train, *given, "output_dir=disk", "features=disk", "features.dtype=float32", "features.shard_rows=8")
     assert len(steps(online)) == 6 and steps(online) == steps(disk)
@@ -94,7 +102,15 @@ def test_preview_shows_what_is_supervised(file: Path, tiny_path: Path, tmp_path:
 
 
 def test_regenerated_in_process_and_trained_on(file: Path, tiny_path: Path, tmp_path: Path, here):
-    given = ["target=hf", f"target.path={tiny_path}", "target.device=cpu", "data=jsonl", f"data.path={file}", PLAIN, "data.test_share=0.2"]
+    given = [
+        "target=hf",
+        f"target.path={tiny_path}",
+        "target.device=cpu",
+        "data=jsonl",
+        f"data.path={file}",
+        PLAIN,
+        "data.test_share=0.2",
+    ]
     out = here(regenerate.main, *given, "max_tokens=8", "temperature=0.0", "data.max_rows=30")
     assert "30 rows in regenerated.jsonl" in out
     rows = [json.loads(line) for line in (tmp_path / "regenerated.jsonl").read_text().splitlines()]

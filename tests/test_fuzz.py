@@ -37,20 +37,20 @@ VALUES = st.recursive(
 )
 TURN = st.fixed_dictionaries({"role": WORDS, "content": TEXTS | VALUES})
 ROWS = VALUES | st.builds(lambda turns: {"messages": turns}, st.lists(TURN | VALUES, max_size=4))
+MEGABYTE = json.dumps({"prompt": "x" * (1 << 20), "response": "y"}).encode()
 GOOD = [json.dumps({"prompt": f"p{i}", "response": "r"}).encode() for i in range(3)]
 LINES = st.one_of(
     ROWS.map(lambda row: json.dumps(row).encode()),
     ROWS.map(lambda row: json.dumps(row).encode()[:-1]),  # cut
     st.binary(max_size=20).map(lambda line: line.replace(b"\n", b"")),
     st.sampled_from(
-        [b"", b"   ", b"\xff\xfe", b"[" * 60_000, b'{"a":' * 60_000, b"\xef\xbb\xbf{}", b"NaN", b"1" * 5000]
+        [b"", b"   ", b"\xff\xfe", b"[" * 60_000, b'{"a":' * 60_000, b"\xef\xbb\xbf{}", b"NaN", b"1" * 5000, MEGABYTE]
     ),
-    st.integers(1, 3).map(lambda n: json.dumps({"prompt": "x" * (n << 19), "response": "y"}).encode()),  # megabytes
     st.sampled_from(GOOD),
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(lines=st.lists(LINES, max_size=6), end=st.sampled_from([b"", b"\n", b"\r\n"]), form=st.sampled_from(FORMS))
 def test_malformed_files_are_skipped_and_counted_or_refused_in_a_sentence(lines: list[bytes], end: bytes, form):
     with tempfile.TemporaryDirectory() as folder:
