@@ -68,7 +68,7 @@ def main(cfg: DictConfig) -> None:
 def overrides(settings: DictConfig, name: str = "") -> list[str]:
     """Settings as one would type them: {"trainer": {"max_steps": 20}} gives trainer.max_steps=20."""
     typed = []
-    for key, value in settings.items():
+    for key, value in ((str(key), value) for key, value in settings.items()):
         if isinstance(value, DictConfig):
             typed += overrides(value, f"{name}{key}.")
         else:

@@ -36,19 +36,25 @@ class JointLesson(Lesson):
                 f"lesson=joint trains the target's adapter, and head={head.kind} puts none on it: head=medusa2"
             )
 
-    def forward(self, tokens: Tensor, supervised: Tensor, documents: Tensor, positions: Tensor) -> Outcome:
+    def forward(
+        self, tokens: Tensor, supervised: Tensor, documents: Tensor, positions: Tensor, **stored: Tensor
+    ) -> Outcome:
+        if stored:
+            raise ValueError(
+                "features=disk holds what a frozen target said, and lesson=joint changes it: features=online"
+            )
         text = Text(tokens, supervised, documents, positions)
         if self.progress < self.heads_only:
             with torch.no_grad():
                 features, last = self.read(text)
-            outcome = self.grade(text, features, last)
+            outcome = self.grade(text, features, last, self.target.logits)
             # DDP waits for a gradient of every parameter; this one changes nothing.
             silent = sum(parameter.sum() for parameter in self.adapter.parameters()) * 0.0
             return outcome._replace(loss=outcome.loss + silent)
         with torch.no_grad(), adapter.without(self.target):
             _, before = self.read(text)
         features, last = self.read(text)
-        outcome = self.grade(text, features, last)
+        outcome = self.grade(text, features, last, self.target.logits)
         slots = began(text, 1).roll(1, dims=1)  # slot p is answered by what the target says at p + 1
         return outcome._replace(loss=self.drift(before[slots], last[slots]) + self.head_weight * outcome.loss)
 

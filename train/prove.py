@@ -20,8 +20,8 @@ from inference.drafters import load_drafter
 from inference.engine import generate
 from inference.evaluate import evaluate, identical
 from inference.report import RunRecord, Sample, table, write_report
-from train import parity
-from train.data import Corpus, Packed, corpus, prompts
+from train import datacard, parity
+from train.data import Corpus, Held, Packed, prompts, tokenized
 from train.trainer import Lesson
 
 
@@ -39,18 +39,22 @@ def check_settings(target: Target, data: Corpus, settings: Any, packed: int) -> 
         raise ValueError(
             f"evaluate.prompt_tokens={length}: the target reads {target.context} tokens, its answer included"
         )
-    prompts(target.tokenizer, data.test, settings.prompts, length)
+    longest = max(map(len, prompts(target.tokenizer, data.test, settings.prompts, length)))
+    if target.context is not None and longest >= target.context:
+        raise ValueError(
+            f"a held-out conversation has a prompt of {longest} tokens, the target reads {target.context}, its answer "
+            f"included: lower evaluate.prompt_tokens={length}, which lets prompts of 8 times as many in"
+        )
     if settings.eval_steps:
         prompts(target.tokenizer, data.validation, settings.eval_prompts, length)
 
 
 @torch.no_grad()
-def rank_accuracies(lesson: Lesson, texts: list[str], length: int, ranks: int = 8) -> list[list[float]]:
+def rank_accuracies(lesson: Lesson, texts: Held, length: int, ranks: int = 8) -> list[list[float]]:
     """[depth][rank]: how often the guess of this rank is the target's token, on held-out text; it shapes the tree."""
     target, head = lesson.target, lesson.head
     assert target.tokenizer is not None
-    held_out = corpus(target.tokenizer, texts, [], [], {"source": "validation"})
-    data = Packed(held_out.train, length, seed=0)
+    data = Packed(tokenized(target.tokenizer, texts), length, seed=0)
     hits, counts = torch.zeros(head.depth, ranks), torch.zeros(head.depth)
     for row in range(min(len(data), 24)):
         batch = {name: value[None].to(target.device) for name, value in data[row].items()}
@@ -181,7 +185,7 @@ def publish(
         "adapter": (directory / "head" / adapter.CONFIG).is_file(),
     }
     head_directory = directory / "head"
-    (head_directory / "README.md").write_text(model_card(metrics, facts, data.card))
+    (head_directory / "README.md").write_text(model_card(metrics, facts, dict(datacard.lines(data.card))))
     # Beside the weights too, where `scripts/push.py` makes the Hub's card of it.
     (head_directory / "metrics.json").write_text(
         json.dumps(metrics | {"about": facts, "data": data.card}, indent=2) + "\n"

@@ -9,12 +9,11 @@ from safetensors.torch import load_file
 from transformers import PrinterCallback, set_seed
 
 from heads import hub
-from heads.vocab import coverage
 from inference.drafters import drafter_for
 from inference.evaluate import acceptance
 from inference.evaluate import run as decode
 from train import data as text
-from train import prove, ship
+from train import datacard, prove, ship
 from train.entry import entry
 from train.memory import keep_freed
 from train.session import Measure, Progress, StopOnSignal, end_of_training, open_directory, seconds_of
@@ -41,11 +40,13 @@ def main(cfg: DictConfig) -> None:
     if cfg.written:
         data = text.written_by(target, data, cfg.written, cfg.seed, directory / "written.json")
     if head.pruned:  # by what the target writes, which is what the head will draft
-        counts = text.count_tokens(data.train, target.vocab_size)
-        head.start_projections(target, counts)
-        named = f"{len(head.draft_ids):,} of {target.vocab_size:,} tokens"
-        print(f"draft vocabulary: {named}, {coverage(counts, head.draft_ids):.2%} of the training text", flush=True)
-    print(f"{head.kind}: {parameters:,} parameters for {target.name}; {data.card}", flush=True)
+        head.start_projections(target, text.count_tokens(data.train, target.vocab_size))
+    packed = text.Packed(data.train, cfg.length, cfg.seed, cfg.long)
+    counts = text.count_tokens(data.train, target.vocab_size)
+    card = datacard.describe(data.train) | datacard.coverage(counts, head.draft_ids)
+    data = data._replace(card=data.card | card | packed.card)
+    datacard.save(directory, data.card)
+    print(f"{head.kind}: {parameters:,} parameters for {target.name}\n{datacard.summary(data.card)}", flush=True)
 
     def validate() -> float:
         rows = text.prompts(target.tokenizer, data.validation, cfg.evaluate.eval_prompts, cfg.evaluate.prompt_tokens)
@@ -54,6 +55,7 @@ def main(cfg: DictConfig) -> None:
         head.train()
         return length
 
+    dataset = instantiate(cfg.features)(packed, target, head.layers, cfg.trainer.per_device_train_batch_size)
     lesson = instantiate(cfg.lesson, head=head, target=target, loss=instantiate(cfg.loss))
     stop = StopOnSignal()
     trainer = HeadTrainer(
@@ -61,7 +63,7 @@ def main(cfg: DictConfig) -> None:
         args=instantiate(
             cfg.trainer, use_cpu=target.device.type == "cpu", remove_unused_columns=False, disable_tqdm=True
         ),
-        train_dataset=text.Packed(data.train, cfg.length, cfg.seed),
+        train_dataset=dataset,
         build_optimizer=instantiate(cfg.optimizer),
         callbacks=[stop, Progress(), Measure(cfg.evaluate.eval_steps, validate)],
     )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from transformers import Trainer
 
 from heads.base import DraftHead, Text, began
 from heads.target import Target
+from train.features import read, sparse, unpack
 from train.losses import Said
 
 Loss = Callable[[Said, Said], Tensor]
@@ -36,13 +38,17 @@ class Lesson(nn.Module):
         head.bind(target)
         target.check_logits()
 
-    def forward(self, tokens: Tensor, supervised: Tensor, documents: Tensor, positions: Tensor) -> Outcome:
+    def forward(
+        self, tokens: Tensor, supervised: Tensor, documents: Tensor, positions: Tensor, **stored: Tensor
+    ) -> Outcome:
+        """stored: what the target made of the batch, where it was written to disk before (train/features.py)."""
         text = Text(tokens, supervised, documents, positions)
-        features, last = self.read(text)
-        return self.grade(text, features, last)
+        features, last = unpack(stored) if stored else self.read(text)
+        answer = partial(sparse, vocab=self.target.vocab_size) if "top_ids" in stored else self.target.logits
+        return self.grade(text, features, last, answer)
 
-    def grade(self, text: Text, features: Tensor, last: Tensor) -> Outcome:
-        """The head's loss on what `read` gave."""
+    def grade(self, text: Text, features: Tensor, last: Tensor, answer: Callable[[Tensor], Tensor]) -> Outcome:
+        """The head's loss on what `read` gave. answer: the target's logits from `last`."""
         outs = self.head(features, self.target.embed(text.tokens), text)
         counted = torch.stack([began(text, depth).flatten() for depth in range(1, len(outs) + 1)])
         rows = counted.any(0).nonzero()[:, 0]
@@ -57,9 +63,11 @@ class Lesson(nn.Module):
             part = slice(start, start + size)
             chunk = [state[part] for state in states]
             if small:
-                sums = sums + self.compare(last[part], counted[:, part], *chunk)
+                sums = sums + self.compare(answer, last[part], counted[:, part], *chunk)
             else:
-                sums = sums + checkpoint(self.compare, last[part], counted[:, part], *chunk, use_reentrant=False)
+                sums = sums + checkpoint(
+                    self.compare, answer, last[part], counted[:, part], *chunk, use_reentrant=False
+                )
         losses, hits, learnt = sums
         weights = self.depth_decay ** torch.arange(len(outs), device=features.device)
         loss = (weights * losses / learnt.clamp(min=1)).sum()
@@ -67,24 +75,13 @@ class Lesson(nn.Module):
 
     def read(self, text: Text) -> tuple[Tensor, Tensor]:
         """The features that the head reads (batch, length, width), and the last hidden state, which gives the answers."""
-        layers = [*self.head.layers, self.target.num_layers]
-        packed = bool((text.documents != text.documents[:, :1]).any())
-        reading = self.target.read(
-            text.tokens,
-            text.positions,
-            mask=text.mask() if packed or self.target.window else None,
-            layers=layers,
-            keep_logits=1,
-            key_positions=text.positions,
-        )
-        width = self.target.hidden_size
-        return reading.features[..., :-width], reading.features[..., -width:]
+        return read(self.target, text, self.head.layers)
 
-    def compare(self, last: Tensor, counted: Tensor, *states: Tensor) -> Tensor:
+    def compare(self, logits: Callable[[Tensor], Tensor], last: Tensor, counted: Tensor, *states: Tensor) -> Tensor:
         """Per depth: sum of losses, number of hits, number of drafts learnt from, (3, depth)."""
         last = last.detach()  # answers are no way into the target (train/joint.py)
         with torch.no_grad():
-            answer = self.target.logits(last)
+            answer = logits(last)
             best, ids = answer.argmax(-1), self.head.draft_ids
             if ids is not None:
                 # Where the target's own token cannot be drafted there is nothing right to learn (EAGLE-3's code).

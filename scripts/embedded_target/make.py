@@ -16,6 +16,7 @@ import copy
 import json
 import math
 import random
+import tempfile
 import time
 from pathlib import Path
 from typing import TextIO
@@ -27,12 +28,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from heads import Target
 from inference import evaluate, generate
-from train import stdlib
-from train.data import prompts
+from train import stdlib, written
+from train.data import prompts, standard_library, written_by
 
 VOCAB, LENGTH, ROWS = 1024, 512, 16
 EOS = "<|endoftext|>"
-COOL = 0.7  # temperature of the continuations that the second stage learns from
+OWN_TEXT = 1 << 20  # tokens that the target writes for heads to learn from
+COOL = 0.5  # temperature of the continuations that the second stage learns from
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -169,6 +171,7 @@ def main() -> None:
     print(json.dumps(entry), file=log, flush=True)
     save(model, args.output)
     write_samples(args.output)
+    write_text(args.output)
 
 
 def repeats(rows: Tensor, n: int = 4) -> Tensor:
@@ -255,6 +258,16 @@ def write_samples(directory: Path) -> None:
         ]
         lines += ["```"]
     (directory / "samples.md").write_text("\n".join(lines) + "\n")
+
+
+def write_text(directory: Path) -> None:
+    """Text for heads to learn from, which the target writes from beginnings in the training part (train/written.py)."""
+    target = Target.from_pretrained(str(directory))
+    assert target.tokenizer is not None
+    library = standard_library(target.tokenizer)
+    with tempfile.TemporaryDirectory() as scratch:
+        own = written_by(target, library, OWN_TEXT, 0, Path(scratch) / "written.json")
+    written.keep(list(own.train), library.card["source"], target, directory)
 
 
 def save(model: LlamaForCausalLM, output: Path) -> None:
