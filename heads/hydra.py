@@ -90,7 +90,8 @@ class HydraHead(DraftHead):
         self.kind = "hydra" if prefix is None else "hydra_pp"
         self.cache_layers = 0 if prefix is None else 1
         drafts_from = self.prune(draft_vocab_size, vocab_size)
-        stacks, projections = [], []
+        stacks: list[nn.Module] = []
+        projections: list[nn.Module] = []
         for i in range(depth):
             blocks = [WideBlock((i + 2) * hidden, hidden), *(ResidualBlock(hidden) for _ in range(mlp_layers - 1))]
             projection = nn.Linear(hidden, drafts_from)
