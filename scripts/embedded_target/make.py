@@ -191,8 +191,6 @@ def settle(
     next word, where targets that were tuned on chosen answers are not: of its continuations at temperature `COOL`, those
     that do not repeat themselves are learnt as if they were text (rejection sampling, as in arXiv:2307.09288, section 3.2.3).
     """
-    target = Target(model, tokenizer, "the embedded target")
-    model.requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.0)
     start, step, begun, new, rows = time.time(), 0, 64, 128, 32
     while (share := (time.time() - start) / (60 * minutes)) < 1:
@@ -200,13 +198,12 @@ def settle(
         starts = [random.randrange(len(tokens) - LENGTH) for _ in range(2 * rows)]
         text = torch.stack([tokens[at : at + LENGTH] for at in starts[:8]])
         beginnings = torch.stack([tokens[at : at + begun] for at in starts])
-        model.eval()
-        # No autocast here: it would cast every weight anew for each of the many short forwards.
+        # A bf16 copy writes: autocast would cast every weight anew for each of the many short forwards.
+        writer = Target(copy.deepcopy(model).to(torch.bfloat16).eval(), tokenizer, "the embedded target")
         greedy, cool = (
-            generate(target, None, part, max_new_tokens=new, temperature=heat, seed=step * rows, eos_token_id=-1).sequences
+            generate(writer, None, part, max_new_tokens=new, temperature=heat, seed=step * rows, eos_token_id=-1).sequences
             for heat, part in zip((0.0, COOL), beginnings.split(rows), strict=True)
         )
-        model.train()
         again = repeats(greedy[:, begun:])
         cool = cool.clone()
         chosen = repeats(cool[:, begun:]).float().mean(1) < 0.2
