@@ -26,7 +26,7 @@ class DraftModelHead(DraftHead):
         super().__init__()
         self.reader, self.vocab_size = reader, vocab_size
         self.model = reader.model
-        self.tuner: Any = None  # peft's, while an adapter is tuned; no module, because its layers lie in the model
+        self.tuner: list[Any] = []  # peft's, while an adapter is tuned; in a list, because its layers lie in the model
         self.layers, self.cache_layers = [], reader.num_layers
 
     @classmethod
@@ -54,7 +54,7 @@ class DraftModelHead(DraftHead):
             tuned = LoraConfig(
                 r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
             )
-            head.tuner = LoraModel(head.model, tuned, "default")  # puts its layers into the model itself
+            head.tuner = [LoraModel(head.model, tuned, "default")]  # puts its layers into the model itself
         return head.to(target.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "DraftModelHead":
@@ -66,9 +66,8 @@ class DraftModelHead(DraftHead):
         return self
 
     def finish(self) -> None:
-        if self.tuner is not None:
-            self.tuner.merge_and_unload()
-            self.tuner = None
+        if self.tuner:
+            self.tuner.pop().merge_and_unload()
 
     @classmethod
     def from_config(cls, config: dict) -> "DraftModelHead":

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from safetensors.torch import save_file
+from transformers import LlamaForCausalLM
 
 from heads import Target, load_head
 from heads.base import Text
@@ -128,36 +130,69 @@ def test_a_few_steps_of_training_lower_the_loss(target, kind):
 # -- one file and one yaml --------------------------------------------------------------------------------------------
 
 
-def test_a_new_head_is_one_file_and_one_yaml(tiny_path, tmp_path, monkeypatch, capfd):
-    """Trained by the command that users type, saved, loaded, decoded with; nothing in the project knows its name."""
+@pytest.fixture
+def train(tiny_path, tmp_path, monkeypatch, capfd):
+    """train(*arguments): the command that users type, in this process; the directory that it leaves."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(4):
         (texts / f"{number}.txt").write_text(TEXT[: 1200 + 7 * number])
     monkeypatch.chdir(tmp_path)
-    arguments = [
-        f"hydra.searchpath=[file://{ROOT}/tests/toy/conf]",
-        "head=toy",
-        *("target=hf", f"target.path={tiny_path}", "target.device=cpu", "target.dtype=float32"),
-        *("data=text", f"data.path={texts}", "written=0", "length=64", "trainer.max_steps=3", "trainer.bf16=false"),
-        *("evaluate.prompts=2", "evaluate.prompt_tokens=16", "evaluate.new_tokens=16", "evaluate.eval_steps=0"),
-        *("evaluate.timed_prompts=1", "hydra/job_logging=disabled"),
-    ]
-    monkeypatch.setattr(sys, "argv", ["train/run.py", *arguments])
-    main()
-    capfd.readouterr()
-    directory = tmp_path / "outputs" / "toy"
+
+    def run(*arguments: str) -> Path:
+        small = [
+            *("target=hf", f"target.path={tiny_path}", "target.device=cpu", "target.dtype=float32"),
+            *("data=text", f"data.path={texts}", "written=0", "length=64", "trainer.max_steps=3", "trainer.bf16=false"),
+            *("evaluate.prompts=2", "evaluate.prompt_tokens=16", "evaluate.new_tokens=16", "evaluate.eval_steps=0"),
+            *("evaluate.timed_prompts=1", "output_dir=out", "hydra/job_logging=disabled"),
+        ]
+        monkeypatch.setattr(sys, "argv", ["train/run.py", *small, *arguments])
+        main()
+        return tmp_path / "out"
+
+    return run
+
+
+def test_a_new_head_is_one_file_and_one_yaml(train, tiny_path):
+    """Trained by the command that users type, saved, loaded, decoded with; nothing in the project knows its name."""
+    directory = train(f"hydra.searchpath=[file://{ROOT}/tests/toy/conf]", "head=toy")
     metrics = json.loads((directory / "metrics.json").read_text())
     assert metrics["head"] == "toy" and metrics["identical_greedy"] == metrics["identical_sampled"] == 1.0
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     head = load_head(directory / "head", target)
     assert isinstance(head, ToyHead) and head.depth == 2
-    prompt = torch.tensor([PROMPT])
-    plain = generate(target, None, prompt, max_new_tokens=20, eos_token_id=-1)
-    drafted = generate(
-        target, load_drafter(str(directory / "head"), target), prompt, max_new_tokens=20, eos_token_id=-1
-    )
-    assert drafted.new_tokens == plain.new_tokens
+    prompt, settings = torch.tensor([PROMPT]), {"max_new_tokens": 20, "eos_token_id": -1}
+    drafted = generate(target, load_drafter(str(directory / "head"), target), prompt, **settings)
+    assert drafted.new_tokens == generate(target, None, prompt, **settings).new_tokens
+
+
+def test_a_head_may_choose_loss_and_lesson_and_the_command_line_overrules_it():
+    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
+        chosen = {
+            line: compose("train", line.split())
+            for line in ("head=medusa", "head=eagle", "head=eagle loss=hard", "head=medusa2", "head=eagle3_1")
+        }
+    losses = {line: cfg.loss["_target_"].rpartition(".")[2] for line, cfg in chosen.items()}
+    assert losses["head=medusa"] == "soft" and losses["head=eagle"] == "regression"
+    assert losses["head=eagle loss=hard"] == "hard"
+    assert chosen["head=medusa2"].lesson["_target_"] == "train.joint.JointLesson"
+    assert chosen["head=eagle3_1"].head.fc_norm and chosen["head=eagle3_1"].head.norm_output
+
+
+def test_medusa2_ends_with_adapter_heads_and_a_warning(train):
+    directory = train("head=medusa2", "trainer.logging_steps=1", "lesson.heads_only=0.5")
+    files = {file.name for file in (directory / "head").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "model.safetensors", "config.json"} <= files
+    assert "**The target's text changes.**" in (directory / "head" / "README.md").read_text()
+    metrics = json.loads((directory / "metrics.json").read_text())
+    assert metrics["identical_greedy"] == metrics["identical_sampled"] == 1.0  # to the adapted target
+
+
+def test_a_draft_model_is_trained_like_any_head(train):
+    directory = train("head=draft_model", "loss=total_variation", "head.lora_rank=4", "optimizer=adamw")
+    metrics = json.loads((directory / "metrics.json").read_text())
+    assert metrics["head"] == "draft_model" and metrics["identical_greedy"] == 1.0
+    LlamaForCausalLM.from_pretrained(directory / "head")
 
 
 @pytest.mark.parametrize(

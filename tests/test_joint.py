@@ -138,6 +138,8 @@ def test_a_tuned_draft_model_is_saved_as_a_model(fresh, tmp_path, lora_rank):
     head = DraftModelHead.for_target(fresh, num_layers=2, lora_rank=lora_rank).train()
     learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
     assert (len(learning) < len(list(head.parameters()))) == (lora_rank is not None)
+    stored = [tensor.data_ptr() for tensor in head.state_dict().values()]
+    assert len(stored) == len(set(stored))  # a checkpoint would refuse weights under two names
     optimizer = torch.optim.AdamW(learning, lr=1e-2)
     lesson, losses = Lesson(head, fresh, soft), []
     for _ in range(6):
