@@ -116,7 +116,7 @@ def written_by(
         )
     order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).tolist()
     wanted = max(1, -(-tokens // new))
-    documents: list[Document] = []
+    documents = []
     for first in range(0, wanted, WRITERS):
         chosen = [places[order[i % len(order)]] for i in range(first, min(first + WRITERS, wanted))]
         rows = [data.train[number].tokens[start:end] for number, start, end in chosen]
