@@ -45,24 +45,20 @@ class Server:
             self.model = (await self.tried(self.client.models.list)).data[0].id
 
     async def reply(self, messages: list[Message], seed: int) -> Reply:
-        settings: dict[str, Any] = {"temperature": self.sampling.temperature, "max_tokens": self.sampling.max_tokens}
+        settings: dict[str, Any] = {"messages": messages, "model": self.model, "seed": seed}
+        settings |= {"temperature": self.sampling.temperature, "max_tokens": self.sampling.max_tokens}
         if self.sampling.top_p is not None:
             settings["top_p"] = self.sampling.top_p
 
         async def once() -> Reply:
-            turns: Any = messages
-            out = await self.client.chat.completions.create(
-                model=self.model, messages=turns, seed=seed, extra_body=self.extra or None, **settings
-            )
+            out = await self.client.chat.completions.create(extra_body=self.extra or None, **settings)
             choice = out.choices[0]
             text = choice.message.content
             if not isinstance(text, str) or not isinstance(choice.finish_reason, str):
                 raise TypeError("an answer without text")
+            message: Message = {"role": "assistant", "content": text}
             thoughts = (choice.message.model_extra or {}).get("reasoning_content")
-            return Reply(
-                {"role": "assistant", "content": text} | ({"reasoning_content": thoughts} if thoughts else {}),
-                choice.finish_reason,
-            )
+            return Reply(message | ({"reasoning_content": thoughts} if thoughts else {}), choice.finish_reason)
 
         return await self.tried(once)
 

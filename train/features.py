@@ -18,8 +18,9 @@ def online(packed: Packed, target: Target, layers: list[int], batch: int) -> Dat
 
 
 def read(target: Target, text: Text, layers: list[int]) -> tuple[Tensor, Tensor]:
-    """The features (batch, length, width) and the last hidden state (batch, length, hidden) of a packed batch, in the
-    target's own precision, as decoding reads it: a trainer's autocast would round a float32 target's."""
+    """The features (batch, length, width) and the last hidden state (batch, length, hidden) of a packed batch.
+
+    In the target's own precision, as decoding reads it: a trainer's autocast would round what a float32 target says."""
     packed = bool((text.documents != text.documents[:, :1]).any())
     with torch.autocast(text.tokens.device.type, enabled=False):
         reading = target.read(

@@ -47,14 +47,14 @@ class JointLesson(Lesson):
         if self.progress < self.heads_only:
             with torch.no_grad():
                 features, last = self.read(text)
-            outcome = self.grade(text, features, last, self.target.logits)
+            outcome = self.grade(text, features, last)
             # DDP waits for a gradient of every parameter; this one changes nothing.
             silent = sum(parameter.sum() for parameter in self.adapter.parameters()) * 0.0
             return outcome._replace(loss=outcome.loss + silent)
         with torch.no_grad(), adapter.without(self.target):
             _, before = self.read(text)
         features, last = self.read(text)
-        outcome = self.grade(text, features, last, self.target.logits)
+        outcome = self.grade(text, features, last)
         slots = began(text, 1).roll(1, dims=1)  # slot p is answered by what the target says at p + 1
         return outcome._replace(loss=self.drift(before[slots], last[slots]) + self.head_weight * outcome.loss)
 

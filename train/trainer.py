@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +33,7 @@ class Lesson(nn.Module):
         super().__init__()
         self.head, self.loss, self.depth_decay, self.chunk = head, loss, depth_decay, chunk
         self.target: Target = target  # frozen, and no module: not a part of this one's state
+        self.few = False  # are answers the target's k best logits (features=disk, top_k)?
         self.progress = 0.0  # share of the training that is done; HeadTrainer keeps it
         head.bind(target)
         target.check_logits()
@@ -44,11 +44,11 @@ class Lesson(nn.Module):
         """stored: what the target made of the batch, where it was written to disk before (train/features.py)."""
         text = Text(tokens, supervised, documents, positions)
         features, last = unpack(stored) if stored else self.read(text)
-        answer = partial(sparse, vocab=self.target.vocab_size) if "top_ids" in stored else self.target.logits
-        return self.grade(text, features, last, answer)
+        self.few = "top_ids" in stored
+        return self.grade(text, features, last)
 
-    def grade(self, text: Text, features: Tensor, last: Tensor, answer: Callable[[Tensor], Tensor]) -> Outcome:
-        """The head's loss on what `read` gave. answer: the target's logits from `last`."""
+    def grade(self, text: Text, features: Tensor, last: Tensor) -> Outcome:
+        """The head's loss on what `read` gave."""
         outs = self.head(features, self.target.embed(text.tokens), text)
         counted = torch.stack([began(text, depth).flatten() for depth in range(1, len(outs) + 1)])
         rows = counted.any(0).nonzero()[:, 0]
@@ -63,11 +63,9 @@ class Lesson(nn.Module):
             part = slice(start, start + size)
             chunk = [state[part] for state in states]
             if small:
-                sums = sums + self.compare(answer, last[part], counted[:, part], *chunk)
+                sums = sums + self.compare(last[part], counted[:, part], *chunk)
             else:
-                sums = sums + checkpoint(
-                    self.compare, answer, last[part], counted[:, part], *chunk, use_reentrant=False
-                )
+                sums = sums + checkpoint(self.compare, last[part], counted[:, part], *chunk, use_reentrant=False)
         losses, hits, learnt = sums
         weights = self.depth_decay ** torch.arange(len(outs), device=features.device)
         loss = (weights * losses / learnt.clamp(min=1)).sum()
@@ -77,11 +75,11 @@ class Lesson(nn.Module):
         """The features that the head reads (batch, length, width), and the last hidden state, which gives the answers."""
         return read(self.target, text, self.head.layers)
 
-    def compare(self, logits: Callable[[Tensor], Tensor], last: Tensor, counted: Tensor, *states: Tensor) -> Tensor:
+    def compare(self, last: Tensor, counted: Tensor, *states: Tensor) -> Tensor:
         """Per depth: sum of losses, number of hits, number of drafts learnt from, (3, depth)."""
         last = last.detach()  # answers are no way into the target (train/joint.py)
         with torch.no_grad():
-            answer = logits(last)
+            answer = sparse(last, self.target.vocab_size) if self.few else self.target.logits(last)
             best, ids = answer.argmax(-1), self.head.draft_ids
             if ids is not None:
                 # Where the target's own token cannot be drafted there is nothing right to learn (EAGLE-3's code).
