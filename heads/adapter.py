@@ -50,4 +50,4 @@ def save(target: Target, directory: Path) -> None:
 def load(target: Target, directory: Path) -> None:
     """Put the adapter of these files on the target, in the place of the one it may have."""
     with torch.no_grad():
-        target.model.load_adapter(str(directory))
+        target.model.load_adapter(str(directory), adapter_name="default", hotswap=len(layers(target)) > 0)
