@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 PYTHON = Path(os.environ.get("FORETOKEN_VLLM_ENV", ROOT / ".venv-vllm")) / "bin" / "python"
 EMBEDDED = ROOT / "scripts" / "embedded_target"
 KINDS = ("eagle3", "eagle", "medusa")
-DEPTH, PROMPTS, NEW_TOKENS = 3, 40, 128  # a chain of 3 over 5,120 tokens: more than 1,000 drafts at any acceptance
+DEPTH, PROMPTS, NEW_TOKENS = 3, 24, 128  # a chain of 3 over 3,072 tokens: 1,000 drafts below an acceptance length of 3
 SHORT = ("trainer.max_steps=60", "trainer.save_steps=1000", "evaluate.eval_steps=0", "evaluate.proof=false")
 FEW = ("evaluate.prompts=4", "evaluate.timed_prompts=1", "evaluate.new_tokens=16")
 
