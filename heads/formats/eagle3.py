@@ -70,9 +70,9 @@ def layer_ids(found: Found, target: Target) -> list[int]:
     """The fused layers, as ids of `hidden_states`; ValueError where they are not said, or said twice and differently."""
     config, n = found.config, target.num_layers
     ours, theirs = config.get(IDS), (config.get("eagle_config") or {}).get(IDS)
-    for name, ids in ((IDS, ours), (f"eagle_config.{IDS}", theirs)):
-        if ids is not None and not (isinstance(ids, list) and ids and all(type(k) is int for k in ids)):
-            raise found.wrong(f"config.json says {name}={ids!r}, which is no list of layers")
+    for name, said in ((IDS, ours), (f"eagle_config.{IDS}", theirs)):
+        if said is not None and not (isinstance(said, list) and said and all(type(k) is int for k in said)):
+            raise found.wrong(f"config.json says {name}={said!r}, which is no list of layers")
     if ours is None and theirs is None:
         rule = [2, n // 2, n - 3]
         if sorted(set(rule)) != rule:
