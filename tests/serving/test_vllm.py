@@ -6,6 +6,7 @@ FORETOKEN_VLLM_ENV names the environment (default .venv-vllm). FORETOKEN_SERVING
 the embedded target, <kind>/head each; without it some are trained here for a few minutes.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -21,7 +22,7 @@ from heads import Target, load_head
 from heads.base import Text
 from inference.drafters import drafter_for
 from inference.evaluate import per_depth, run
-from train.data import prompts, standard_library
+from train import stdlib
 
 pytestmark = pytest.mark.serving
 
@@ -30,8 +31,8 @@ HERE = Path(__file__).resolve().parent
 PYTHON = Path(os.environ.get("FORETOKEN_VLLM_ENV", ROOT / ".venv-vllm")) / "bin" / "python"
 EMBEDDED = ROOT / "scripts" / "embedded_target"
 KINDS = ("eagle3", "eagle", "medusa")
-DEPTH, PROMPTS, NEW_TOKENS = 3, 40, 128  # a chain of 3 over 5,120 tokens: more than 1,000 drafts at any acceptance
-SHORT = ("trainer.max_steps=60", "trainer.save_steps=1000", "evaluate.eval_steps=0", "evaluate.proof=false")
+DEPTH, PROMPTS, NEW_TOKENS = 3, 24, 128  # a chain of 3 over 3,072 tokens: 1,000 drafts below an acceptance length of 3
+SHORT = ("trainer.max_steps=60", "length=256", "data.max_files=150", "evaluate.eval_steps=0", "evaluate.proof=false")
 FEW = ("evaluate.prompts=4", "evaluate.timed_prompts=1", "evaluate.new_tokens=16")
 
 
@@ -72,7 +73,10 @@ def heads(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def rows(embedded) -> list[list[int]]:
-    return prompts(embedded.tokenizer, standard_library(embedded.tokenizer).test, PROMPTS, 64)
+    """Beginnings of files that nothing is trained on."""
+    texts = itertools.islice((text for _, text in stdlib.documents("test", tests=False) if len(text) > 2000), PROMPTS)
+    assert embedded.tokenizer is not None
+    return [embedded.tokenizer(text[:1000])["input_ids"][:64] for text in texts]
 
 
 def decode(folder: Path, rows: list[list[int]], speculative: dict[str, Any] | None) -> dict[str, Any]:
