@@ -25,7 +25,7 @@ STEP = 1e-3
 
 
 class DynamicTree(Drafter):
-    def __init__(self, head: DraftHead, target: Target, nodes: int = 16, depth: int = 4, width: int = 4):
+    def __init__(self, head: DraftHead, target: Target, nodes: int = 32, depth: int = 7, width: int = 6):
         """nodes: of the tree, its root counted. depth: levels below the root. width: branches kept per level."""
         if not head.recurrent:
             raise ValueError(f"a {head.kind} head drafts all depths at once: give it a static tree, not a dynamic one")
