@@ -129,7 +129,7 @@ def test_the_engine_accepts_what_we_predict(heads, embedded, rows, plain, tmp_pa
     print(f"{kind} as {name}: {drafts} drafts, accepted per position {theirs} in vLLM, {ours} here")
     assert drafts >= 1000 and texts == plain
     assert theirs == pytest.approx(ours, rel=0.05)
-    assert theirs[0] > 0.1  # nothing was left out without a word
+    assert theirs[0] > 0.02  # nothing was left out without a word
 
 
 def test_vllm_finds_the_target_of_a_speculators_directory(heads, rows, plain, tmp_path):
