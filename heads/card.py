@@ -9,8 +9,11 @@ import json
 import math
 from collections.abc import Callable
 from numbers import Real
+from pathlib import Path
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+from heads.formats.engines import SGLANG, VLLM
 
 Rows = list[tuple[str, str]]
 
@@ -148,7 +151,8 @@ def front_matter(head: dict) -> str:
     fields: dict[str, object] = {"library_name": "foretoken", "pipeline_tag": "text-generation"}
     try:
         validate_repo_id(head["target"])
-        fields["base_model"] = head["target"]
+        if not Path(head["target"]).exists():  # scripts/embedded_target is a directory, and looks like a Hub id
+            fields["base_model"] = head["target"]
     except HFValidationError:
         pass  # a path on somebody's disk: the Hub refuses a card that names it as its base model
     fields["tags"] = ["speculative-decoding", "draft-head", head["kind"]]
@@ -158,11 +162,25 @@ def front_matter(head: dict) -> str:
     return "\n".join(("---", *lines, "---"))
 
 
+def engines(head: dict, place: str) -> str:
+    """How to draft with this head in the engines that read it."""
+    if head["kind"] == "eagle3":
+        facts = {"target": head["target"], "head": place, "depth": head.get("depth") or 3}
+        vllm, sglang = VLLM.format(method="eagle3", **facts), SGLANG.format(method="EAGLE3", **facts)
+        plain = "the latter reads the paper's layer only, of three fused hidden states and no further norms"
+        return f"In vLLM and in SGLang these files load as they are ({plain}):\n\n```bash\n{vllm}\n{sglang}\n```"
+    return (
+        "Other engines want other names for the same weights; foretoken writes them:\n\n```bash\n"
+        f"python scripts/export.py head={json.dumps(place)} format=vllm output_dir=exported\n```"
+    )
+
+
 def model_card(metrics: dict, head: dict, data: dict | None) -> str:
     """The README.md of a saved head.
 
     metrics: as in metrics.json. head: kind, target, and where known parameters, depth, layers, draft_vocab_size,
-    license, format, adapter (is there one for the target?). data: what the head was trained on, as names and values.
+    license, format, revision (of the target), sha256 (of the weights), repo (its name on the Hub), adapter (is there one for
+    the target?). data: what the head was trained on, as names and values.
     """
     unchanged = "The target itself is unchanged and not part of these files."
     if head.get("adapter"):
@@ -175,12 +193,16 @@ def model_card(metrics: dict, head: dict, data: dict | None) -> str:
     about = {
         "kind": head["kind"],
         "target": head["target"],
+        "revision of the target": head.get("revision"),
         "parameters": parameters(head["parameters"]) if head.get("parameters") else None,
         "depth": head.get("depth"),
         "layers": head.get("layers"),
         "draft vocabulary": f"{head['draft_vocab_size']:,} tokens" if head.get("draft_vocab_size") else None,
         "format of the files": head.get("format"),
+        "SHA-256 of the weights": head.get("sha256"),
+        "license of the weights": head.get("license") or "not stated",
     }
+    place = head.get("repo") or "<this directory, or its id on the Hub>"
     command = " ".join(str(metrics.get("command") or "").split())
     where = f"\nMeasured by\n\n    {command}\n" if command else ""
     target = json.dumps(str(head["target"]), ensure_ascii=False)
@@ -210,11 +232,13 @@ from inference import generate, load_drafter
 from transformers import AutoTokenizer
 
 target = Target.from_pretrained({target})
-drafter = load_drafter("<this directory, or its id on the Hub>", target)
+drafter = load_drafter({json.dumps(place)}, target)
 tokenizer = AutoTokenizer.from_pretrained({target})
 input_ids = tokenizer("def main():", return_tensors="pt").input_ids
 out = generate(target, drafter, input_ids, max_new_tokens=128)
 ```
+
+{engines(head, place)}
 
 ## Data
 

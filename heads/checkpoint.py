@@ -1,55 +1,23 @@
-"""Heads on disk: a directory with model.safetensors and config.json. Strict: every key and shape is accounted for.
-
-A head that is read with a key missing or left over drafts garbage and says nothing (acceptance 0.000 in a published
-engine), so both are errors here that name the key and the remedy.
-"""
+"""Save a head, and load one: ours or a published one, from a directory or the Hub, checked against its target."""
 
 import errno
 import hashlib
 import json
-import pkgutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from heads import adapter
+from heads import adapter, formats
 from heads.base import DraftHead
-from heads.eagle import EagleHead
-from heads.eagle3 import Eagle3Head
-from heads.hydra import HydraHead
-from heads.medusa import MedusaHead
+from heads.formats.files import CONFIG, SAFE, read_config
+from heads.hub import find
 from heads.target import Target
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS = SAFE[0]
 SMALL = 1 << 22  # parameters; 16 MB in float32
-PUBLISHED: tuple[type[DraftHead], ...] = (Eagle3Head, EagleHead, MedusaHead, HydraHead)
-
-
-def head_class(config: dict, where: str) -> type[DraftHead]:
-    """The class that a config.json of foretoken's names, or whose published format it is in.
-
-    Only what is installed here can be named: no code ever comes with the files.
-    """
-    name = config.get("foretoken", {}).get("class")
-    if name is None:
-        for kind in PUBLISHED:
-            if kind.describes(config):
-                return kind
-        raise ValueError(
-            f"{where} describes no head that is known here (architectures {config.get('architectures')}): "
-            "an EAGLE-3 config names LlamaForCausalLMEagle3, a Medusa config has medusa_num_heads"
-        )
-    try:
-        found = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{where} asks for the head class {name}, which is not installed here: {error}") from None
-    if not (isinstance(found, type) and issubclass(found, DraftHead)):
-        raise ValueError(f"{where} asks for the head class {name}, which is no DraftHead")
-    return found
 
 
 def fingerprint(target: Target) -> dict:
@@ -62,22 +30,25 @@ def fingerprint(target: Target) -> dict:
 
 def save_head(head: DraftHead, directory: str | Path, target: Target, **facts: Any) -> None:
     """Write model.safetensors and config.json. `facts` (JSON values) go under "foretoken", beside what loading uses."""
+    write_head(head, directory, target, formats.own(head), (WEIGHTS,), **facts)
+
+
+def write_head(
+    head: DraftHead, directory: str | Path, target: Target, form: formats.Format, files: tuple[str, ...], **facts: Any
+) -> None:
+    """Write a head in layout `form`, its weights under each name of `files`. Raises OSError where the disk is full."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    state = head.state_dict()
-    weights = {name: state[ours].detach().cpu().contiguous() for name, ours in head.disk_names().items()}
-    config = head.to_config()
+    weights, config = form.weights_of(head, target), form.config_of(head, target)
     config["dtype"] = str(head.dtype).removeprefix("torch.")
-    kind = type(head)
-    own = {
-        "kind": kind.kind,
-        "class": f"{kind.__module__}:{kind.__qualname__}",
-        "depth": head.depth,
-        "target": fingerprint(target),
-    }
+    own = {"kind": head.kind, "depth": head.depth, "target": fingerprint(target)}
     config["foretoken"] = own | config.get("foretoken", {}) | facts
     try:
-        save_file(weights, directory / WEIGHTS, metadata={"format": "pt"})
+        for name in files:
+            if name.endswith(".safetensors"):
+                save_file(weights, directory / name, metadata={"format": "pt"})
+            else:
+                torch.save(weights, directory / name)
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         if len(adapter.layers(target)):
             adapter.save(target, directory)
@@ -87,71 +58,26 @@ def save_head(head: DraftHead, directory: str | Path, target: Target, **facts: A
         raise
 
 
-def find(path_or_id: str | Path) -> Path:
-    """The directory of a head: itself, or the Hub's copy of `org/name`."""
-    path = Path(path_or_id)
-    if path.is_dir():
-        return path
-    name = str(path_or_id)
-    if name.count("/") != 1 or name.startswith((".", "/")):
-        raise ValueError(f"head {name} is neither a directory nor a Hub id like org/name")
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.md"]))
-    except Exception as error:
-        raise ValueError(f"head {name} is no directory here, and the Hub does not give it: {error}") from error
+def read_head(path: str | Path, target: Target) -> DraftHead:
+    """The head in a directory or on the Hub, on the CPU, in the dtype it was stored in. An adapter beside it (Medusa-2) is
+    put on the target, whose text it changes.
 
-
-def read_config(directory: Path) -> dict:
-    try:
-        return json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(
-            f"{directory} holds no {CONFIG}: give the directory that training wrote (<output_dir>/head)"
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{directory / CONFIG} is not JSON: {error}") from error
+    Raises ValueError that names what is missing, left over, of another shape, or at odds with `target`.
+    """
+    found = formats.read(find(path))
+    head = formats.build(formats.recognise(found), found, target)
+    if (found.where / adapter.CONFIG).is_file():
+        adapter.load(target, found.where)
+    elif len(adapter.layers(target)):
+        raise found.wrong(f"{target.name} has an adapter on it, which this head does not know: load the target anew")
+    head.bind(target)
+    check_fit(found, head, target)
+    return head
 
 
 def load_head(path: str | Path, target: Target, dtype: torch.dtype | None = None) -> DraftHead:
-    """The head in a directory or on the Hub, checked against `target`, on the target's device, for inference. An adapter
-    beside it (Medusa-2) is put on the target, whose text it changes.
-
-    dtype: None takes the one that it drafts fastest in (`drafting_dtype`). Raises ValueError that names what is missing, left
-    over or of another shape.
-    """
-    directory = find(path)
-    config = read_config(directory)
-    kind = head_class(config, str(directory / CONFIG))
-    try:
-        head = kind.from_config(config)
-    except KeyError as error:
-        raise ValueError(f"{directory / CONFIG} has no {error}, which a {kind.kind} head needs") from None
-    try:
-        weights = load_file(directory / WEIGHTS)
-    except FileNotFoundError:
-        raise ValueError(f"{directory} holds no {WEIGHTS}") from None
-    except SafetensorError as error:
-        raise ValueError(f"{directory / WEIGHTS} is damaged or no safetensors file: {error}") from error
-    names, state = head.disk_names(), head.state_dict()
-    wanted = {name: state[ours] for name, ours in names.items()}
-    problems = [f"{name} is missing" for name in sorted(wanted.keys() - weights.keys())]
-    problems += [f"{name} belongs to no layer of this head" for name in sorted(weights.keys() - wanted.keys())]
-    problems += [
-        f"{name} is {tuple(weights[name].shape)} where {CONFIG} asks for {tuple(wanted[name].shape)}"
-        for name in sorted(wanted.keys() & weights.keys())
-        if wanted[name].shape != weights[name].shape
-    ]
-    if problems:
-        raise ValueError(f"{directory / WEIGHTS}: " + "; ".join(problems[:5]) + (" ..." if len(problems) > 5 else ""))
-    head.load_state_dict({names[name]: tensor for name, tensor in weights.items()})
-    if (directory / adapter.CONFIG).is_file():
-        adapter.load(target, directory)
-    elif len(adapter.layers(target)):
-        raise ValueError(
-            f"{target.name} has an adapter on it, which the head in {directory} does not know: load it anew"
-        )
-    head.bind(target)
-    check_fit(config, head, target, directory)
+    """The head of `read_head` on the target's device, for inference. dtype: None takes the one that it drafts fastest in."""
+    head = read_head(path, target)
     return head.to(target.device, dtype or drafting_dtype(head, target)).eval().requires_grad_(False)
 
 
@@ -162,9 +88,9 @@ def drafting_dtype(head: DraftHead, target: Target) -> torch.dtype:
     return torch.float32 if small and target.device.type == "cpu" else target.dtype
 
 
-def check_fit(config: dict, head: DraftHead, target: Target, directory: Path) -> None:
+def check_fit(found: formats.Found, head: DraftHead, target: Target) -> None:
     """Raise ValueError where the head and this target disagree, saying which side says what."""
-    saved, now = config.get("foretoken", {}).get("target", {}), fingerprint(target)
+    saved, now = found.config.get("foretoken", {}).get("target", {}), fingerprint(target)
     problems = [
         f"{name}: the head was trained for {saved[name]}, the target has {now[name]}"
         for name in ("vocab_size", "hidden_size", "num_layers", "embedding_digest")
@@ -172,4 +98,7 @@ def check_fit(config: dict, head: DraftHead, target: Target, directory: Path) ->
     ]
     problems += head.misfits(target)
     if problems:
-        raise ValueError(f"the head in {directory} does not fit {target.name}: " + "; ".join(dict.fromkeys(problems)))
+        raise ValueError(f"the head in {found.where} does not fit {target.name}: " + "; ".join(dict.fromkeys(problems)))
+
+
+__all__ = ["check_fit", "find", "fingerprint", "load_head", "read_config", "read_head", "save_head", "write_head"]

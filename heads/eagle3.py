@@ -58,11 +58,16 @@ class Eagle3Head(DraftHead):
         draft_vocab_size: int | None = None,
         fc_norm: bool = False,
         norm_output: bool = False,
+        norm_before_fc: bool = False,
+        norm_before_residual: bool = False,
     ):
+        """norm_before_fc (one norm over all fused features) and norm_before_residual are of heads trained elsewhere."""
         super().__init__()
         self.config, self.layers, self.depth, self.norm_output = config, list(layers), depth, norm_output
+        self.norm_before_residual = norm_before_residual
         width = config.hidden_size
         self.fc = nn.Linear(len(layers) * width, width, bias=False)
+        self.input_norm = RMSNorm(len(layers) * width, config.rms_norm_eps) if norm_before_fc else None
         norms = [RMSNorm(width, config.rms_norm_eps) for _ in layers] if fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
         self.midlayer = MidLayer(config)
@@ -116,14 +121,15 @@ class Eagle3Head(DraftHead):
 
     @classmethod
     def from_config(cls, config: dict) -> "Eagle3Head":
-        eagle = config.get("eagle_config") or {}
         return cls(
             LlamaConfig.from_dict({k: v for k, v in config.items() if k not in ("eagle_config", "foretoken")}),
-            layers=eagle["eagle_aux_hidden_state_layer_ids"],
+            layers=config["eagle_aux_hidden_state_layer_ids"],
             depth=config.get("foretoken", {}).get("depth", 7),
             draft_vocab_size=config.get("draft_vocab_size"),
             fc_norm=bool(config.get("fc_norm", False)),
             norm_output=bool(config.get("norm_output", False)),
+            norm_before_fc=bool(config.get("norm_before_fc", False)),
+            norm_before_residual=bool(config.get("norm_before_residual", False)),
         )
 
     def to_config(self) -> dict:
@@ -131,11 +137,17 @@ class Eagle3Head(DraftHead):
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": self.lm_head.out_features,
             "target_hidden_size": self.config.hidden_size,
-            "norm_before_residual": False,
+            "norm_before_residual": self.norm_before_residual,
+            "norm_before_fc": self.input_norm is not None,
             "fc_norm": len(self.fc_norm) > 0,
             "norm_output": self.norm_output,
-            # Numbered as `hidden_states`: 0 is the embedding. vLLM reads it so; SpecForge counts from the first layer.
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": self.layers, "use_aux_hidden_state": True},
+            # Two numberings of the same layers, each where its engines look: see heads/formats/eagle3.py.
+            "eagle_aux_hidden_state_layer_ids": self.layers,
+            "num_aux_hidden_states": len(self.layers),
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in self.layers],
+                "use_aux_hidden_state": True,
+            },
         }
 
     def misfits(self, target: Target) -> list[str]:
@@ -144,6 +156,8 @@ class Eagle3Head(DraftHead):
         return llama.misfits(self.config, target) + words
 
     def fuse(self, features: Tensor) -> Tensor:
+        if self.input_norm is not None:
+            features = self.input_norm(features)
         if len(self.fc_norm):
             chunks = features.chunk(len(self.layers), dim=-1)
             features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
@@ -151,6 +165,10 @@ class Eagle3Head(DraftHead):
 
     def feed_back(self, out: Tensor) -> Tensor:
         return self.norm(out) if self.norm_output else out
+
+    def residual(self, hidden: Tensor) -> Tensor:
+        """What the decoder layer adds to."""
+        return self.midlayer.hidden_norm(hidden) if self.norm_before_residual else hidden
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.lm_head(self.norm(hidden))
@@ -163,7 +181,7 @@ class Eagle3Head(DraftHead):
             q, k, v = self.midlayer.self_attn.project(self.midlayer.side_by_side(beside, hidden), cos, sin)
             steps.append((k, v))
             attended = self.midlayer.self_attn.merge(attend_steps(q, steps, later(mask, i)))
-            outs.append(self.midlayer.finish(hidden, attended))
+            outs.append(self.midlayer.finish(self.residual(hidden), attended))
             hidden = later(self.feed_back(outs[-1]), 1)
         return outs
 
@@ -179,7 +197,8 @@ class Eagle3Head(DraftHead):
     def _draft(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
         cos, sin = self.rotary(positions, cache.capacity, hidden.dtype)
         x = self.midlayer.side_by_side(embeddings.to(hidden.dtype), hidden)
-        return self.midlayer.finish(hidden, self.midlayer.self_attn.cached(x, cos, sin, mask, cache, layer=0))
+        attended = self.midlayer.self_attn.cached(x, cos, sin, mask, cache, layer=0)
+        return self.midlayer.finish(self.residual(hidden), attended)
 
 
 def paper_layers(n: int) -> list[int]:

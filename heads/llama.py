@@ -30,18 +30,28 @@ def saved(config: LlamaConfig) -> dict:
     """What a saved head says of its layer. Written out also where it is Llama's default: engines differ on defaults."""
     names = (*COPIED, "head_dim", "max_position_embeddings", "rope_parameters")
     facts = config.to_diff_dict() | {name: getattr(config, name) for name in names}
+    rope = dict(config.rope_parameters)
+    facts["rope_theta"] = rope.pop("rope_theta")  # and so for engines on transformers 4, which know no rope_parameters
+    if rope.get("rope_type", "default") != "default":
+        facts["rope_scaling"] = rope
     return facts | {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False}
 
 
 def misfits(config: LlamaConfig, target: Target) -> list[str]:
     """Where this config and the target's disagree, in words."""
-    facts = target.config.to_dict()
-    pairs = [
-        (name, getattr(config, name), facts.get(name)) for name in ("hidden_size", "vocab_size", "rope_parameters")
-    ]
-    return [
-        f"{n}: the head says {ours}, the target {theirs}" for n, ours, theirs in pairs if theirs not in (None, ours)
-    ]
+    facts, problems = target.config.to_dict(), []
+    for name in ("hidden_size", "vocab_size", "max_position_embeddings", "rope_parameters"):
+        ours, theirs = getattr(config, name), facts.get(name)
+        if name == "rope_parameters" and theirs is not None:
+            ours, theirs = tidy(ours), tidy(theirs)
+        if theirs not in (None, ours):
+            problems.append(f"{name}: the head says {ours}, the target {theirs}")
+    return problems
+
+
+def tidy(rope: dict) -> dict:
+    """Rope settings without the old spelling of rope_type, and without what is not set."""
+    return {name: value for name, value in rope.items() if name != "type" and value is not None}
 
 
 def start_quietly(*projections: nn.Linear) -> None:

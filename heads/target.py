@@ -1,5 +1,6 @@
 """The frozen language model that a head drafts for. Any Hugging Face decoder works unchanged."""
 
+import importlib.util
 import inspect
 import json
 from collections.abc import Sequence
@@ -9,7 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from heads import attention
 from heads.cache import KVCache
@@ -31,6 +38,8 @@ class Target:
     Layers are numbered as transformers numbers `hidden_states`: 0 is the embedding, k the output of the k-th decoder
     layer counted from one, and the last is taken *after* the final norm: what the lm_head reads.
     """
+
+    quantization: str | None = None  # how `from_pretrained` packed its weights
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = ""):
         self.model = model.eval().requires_grad_(False)
@@ -78,7 +87,7 @@ class Target:
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if quantization is not None:
-            kwargs["quantization_config"] = quantization_config(quantization)
+            kwargs["quantization_config"] = quantization_config(quantization, dtype)
             kwargs.setdefault("device_map", device)
         try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs)
@@ -92,6 +101,7 @@ class Target:
         if quantization is None and "device_map" not in kwargs:
             model = model.to(device)
         target = cls(model, tokenizer, name=path)
+        target.quantization = quantization
         if tokenizer is not None and len(tokenizer) > target.vocab_size:
             raise ValueError(
                 f"the tokenizer of {path} knows {len(tokenizer)} tokens, its model only {target.vocab_size}: "
@@ -256,14 +266,18 @@ def resolve_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def quantization_config(name: str) -> Any:
-    from transformers import BitsAndBytesConfig
-
+def quantization_config(name: str, dtype: str | torch.dtype) -> Any:
+    """dtype: of the products with 4-bit weights; "auto" is bfloat16."""
+    if name not in ("4bit", "8bit"):
+        raise ValueError(f"quantization={name} is not one of 4bit, 8bit")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(f"quantization={name} needs bitsandbytes: pip install bitsandbytes")
     if name == "4bit":
-        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-    if name == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    raise ValueError(f"quantization={name} is not one of 4bit, 8bit")
+        compute = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+    # Threshold 0 takes no columns out as outliers. Which columns those are depends on all rows of a forward, so a draft would
+    # change what the target makes of the text beside it.
+    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 
 
 def refuse_unfit(model: PreTrainedModel) -> None:
@@ -276,6 +290,30 @@ def refuse_unfit(model: PreTrainedModel) -> None:
         raise ValueError(
             f"model_type {config.model_type} has {', '.join(kinds) or 'recurrent'} layers: drafts can branch, and be "
             "taken back, only where every layer is full or sliding attention over keys and values; choose such a target"
+        )
+    if getattr(config, "is_decoder", None) is False and any(
+        getattr(part, "is_causal", None) is False for part in model.modules()
+    ):  # either alone says nothing: GPT-NeoX has the former, an image encoder beside a decoder the latter
+        raise ValueError(
+            f"model_type {config.model_type} is an encoder, whose tokens see what stands behind them: a draft would "
+            "change the text before it; choose a decoder (or is_decoder=True in its config, if it was trained as one)"
+        )
+    if getattr(config, "use_bidirectional_attention", None):
+        raise ValueError(
+            f"model_type {config.model_type} has use_bidirectional_attention: a draft would change the text before it; "
+            "choose a target without"
+        )
+    if getattr(config, "alibi", None):
+        raise ValueError(
+            f"model_type {config.model_type} has alibi, which places keys by their column and not by their position: the "
+            "branches of a tree would get wrong distances; choose a target with rotary or learned positions"
+        )
+    output = model.get_output_embeddings()
+    read, written = model.get_input_embeddings().num_embeddings, None if output is None else output.weight.shape[0]
+    if output is None or (written != read and output.weight.is_floating_point()):
+        raise ValueError(
+            f"model_type {config.model_type} reads {read} tokens and writes {written or 'none'}: what it writes must "
+            "be what it reads next; choose a text model"
         )
     parameters = inspect.signature(model.forward).parameters
     missing = [name for name in ("position_ids", "past_key_values") if name not in parameters]

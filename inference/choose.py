@@ -94,5 +94,7 @@ class ClassicalChooser(Chooser):
             counts.append(len(path))
             paths.append(path + rest)
             tokens.append([*tree.tokens[row, path[1:]].tolist(), last, *rest])
-        verdict = Verdict(*(torch.tensor(values, device=logits.device) for values in (counts, paths, tokens)))
+        # It draws behind the last accepted node only; of the others, drafters learn what is likeliest.
+        new = tree.tokens.new_tensor
+        verdict = Verdict(new(counts), new(paths), new(tokens), laws.argmax(-1))
         return verdict, logits.isnan().any()

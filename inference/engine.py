@@ -157,7 +157,7 @@ def generate(
     noise = Noise(seeds, target.vocab_size, target.device) if temperature > 0 and rule == "coupled" else None
     facts = sampling, noise, prompts, target.vocab_size, target.device
     chooser = Chooser(*facts) if rule == "coupled" else ClassicalChooser(rule, seeds, lossless, *facts)
-    capacity = longest + max_new_tokens + 2 * (drafter.depth + 2) + 64
+    capacity = longest + max_new_tokens + 2 * drafter.nodes  # the last tree, behind what the last path kept
 
     drafter.begin(batch, capacity, sampling)
     cache, accepted = prefill(target, drafter, prompts, chooser, capacity)
@@ -167,19 +167,20 @@ def generate(
     steps: list[Step] = []
     clock = Clock(target.device) if timings else NoClock()  # of the steps; the prompt is read by now
     while not all(done):
-        gumbel = chooser.gumbel(cache.starts + 1, drafter.depth + 1)
+        depth = drafter.depth
+        gumbel = chooser.gumbel(cache.starts + 1, depth + 1)
         tree = drafter.propose(accepted, gumbel)
         clock.lap("draft")
         positions = cache.starts + tree.depths
         reading = target.read_tree(tree.tokens, positions, cache.mask(tree.ancestors), cache, drafter.layers)
         clock.lap("read")
-        verdict, broken = chooser.verdict(reading.logits, tree, gumbel, drafter.depth)
+        verdict, broken = chooser.verdict(reading.logits, tree, gumbel, depth)
         counts, paths, tokens = to_host(verdict, broken, target.name)
         clock.lap("verify")
         counts = [0 if finished else count for finished, count in zip(done, counts, strict=True)]
         paths = [path[:count] for path, count in zip(paths, counts, strict=True)]
+        drafter.learn(paths, verdict.choices)
         cache.keep(paths)
-        drafter.learn(paths)
         width = max(counts)
         kept = verdict.path[:, :width, None].expand(-1, -1, reading.features.shape[-1])
         features = reading.features.gather(1, kept)
@@ -215,12 +216,8 @@ def prefill(
     last = tokens.new_tensor(lengths)[:, None] - 1
     positions = torch.arange(longest, device=device).expand(batch, -1)
     ends = sorted({length - 1 for length in lengths})
-    if len(ends) == 1 and target.window is None:
-        mask = None
-    else:
-        mask = cache.mask(torch.ones(1, longest, longest, dtype=torch.bool, device=device).tril())
-    keep = tokens.new_tensor(ends)
-    reading = target.read(tokens, positions, mask, cache, drafter.layers, keep_logits=keep, key_positions=positions)
+    # The padding stands behind the text, where causal attention never looks: no mask is needed, ragged or not.
+    reading = target.read(tokens, positions, None, cache, drafter.layers, keep_logits=tokens.new_tensor(ends))
     where = tokens.new_tensor([[ends.index(length - 1)] for length in lengths])
     logits = reading.logits.gather(1, where[:, :, None].expand(-1, -1, reading.logits.shape[-1]))
     cache.set_lengths(lengths)

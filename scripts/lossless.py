@@ -1,4 +1,6 @@
-"""Prove on your own model that drafting changes nothing:  python scripts/lossless.py drafter=outputs/eagle3/head
+"""Prove on your own model that drafting changes nothing:
+
+    python scripts/lossless.py target=hf target.path=... drafter=head drafter.spec=outputs/eagle3/head
 
 Levels L1 to L3 of inference/audit.py, and for every place where texts part in half precision its gap audit.
 """
@@ -7,7 +9,6 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from heads import Target
-from inference import load_drafter
 from inference.audit import Rows, partings, shares
 from train.data import prompts
 from train.entry import entry
@@ -21,14 +22,16 @@ def main(cfg: DictConfig) -> None:
     rows = prompts(
         exact.tokenizer, instantiate(cfg.data, tokenizer=exact.tokenizer).test, cfg.prompts, cfg.prompt_tokens
     )
-    print(f"{len(rows)} prompts of {cfg.prompt_tokens} tokens, {cfg.new_tokens} new tokens each, drafter {cfg.drafter}")
+    print(
+        f"{len(rows)} prompts of {cfg.prompt_tokens} tokens, {cfg.new_tokens} new tokens each, drafter {cfg.drafter.spec}"
+    )
     wrong = 0
-    for name, share in shares(exact, load_drafter(cfg.drafter, exact), None, rows, cfg.new_tokens).items():
+    for name, share in shares(exact, instantiate(cfg.drafter, target=exact), None, rows, cfg.new_tokens).items():
         print(f"L1  float32, {name}: {share:.1%} identical")
         wrong += share < 1
     half: Target = instantiate(cfg.target, dtype=cfg.dtype)
-    drafter = load_drafter(cfg.drafter, half)
-    nodes = max(2, getattr(drafter, "nodes", drafter.depth + 1))
+    drafter = instantiate(cfg.drafter, target=half)
+    nodes = max(2, drafter.nodes)
     for name, share in shares(half, drafter, Rows(nodes), rows, cfg.new_tokens).items():
         print(f"L2  {cfg.dtype}, {name}: {share:.1%} identical to plain decoding with {nodes} rows a forward")
     for temperature in (0.0, 1.0):

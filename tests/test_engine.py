@@ -32,7 +32,7 @@ class Oracle(Drafter):
     """Drafts what the target will say: the texts are known beforehand."""
 
     def __init__(self, texts: list[list[int]], depth: int = 5):
-        self.texts, self.depth = texts, depth
+        self.texts, self.depth, self.nodes = texts, depth, depth + 1
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         pass
@@ -48,7 +48,7 @@ class Oracle(Drafter):
 class Random(Drafter):
     """Drafts a random tree of random tokens, another one in every step."""
 
-    depth = 4
+    depth, nodes = 4, 9
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.generator = torch.Generator().manual_seed(batch)
@@ -229,6 +229,24 @@ def test_bad_input_is_named(target):
         generate(target, None, prompt(3), max_new_tokens=-1)
     with pytest.raises(ValueError, match="2 seeds"):
         generate(target, None, prompt(3), seed=[1, 2])
+
+
+def test_settings_beyond_the_vocabulary_have_a_defined_result(target):
+    settings = {"temperature": 1.0, "max_new_tokens": 12, "eos_token_id": -1}
+    plain = generate(target, None, prompt(5), **settings).new_tokens
+    assert generate(target, None, prompt(5), top_k=10_000, **settings).new_tokens == plain
+    assert generate(target, DynamicTree(eager_head(target), target, width=10_000, nodes=9), prompt(5), **settings)
+    assert generate(target, None, prompt(5), max_new_tokens=0).new_tokens == [[]]
+    assert generate(target, NgramDrafter(), prompt(256), max_new_tokens=5).new_tokens == [[]]  # the context is full
+
+
+def test_a_read_sees_the_text_in_the_cache_and_not_the_room_behind_it(target):
+    """Reads of a short text cost the same whatever `max_new_tokens` has reserved."""
+    cache = target.new_cache(1, 200)
+    target.read(prompt(9), cache=cache)
+    cache.set_lengths([9])
+    keys, values = cache.update(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8), 0)
+    assert keys.shape[2] == values.shape[2] == cache.mask(torch.ones(1, 4, 4).bool()).shape[-1] == 13
 
 
 def test_logits_that_are_not_numbers_are_an_error(target, monkeypatch):

@@ -230,6 +230,8 @@ def test_gate_sees_a_lost_rope_theta(target, tmp_path):
     head = make("eagle3", target)
     save_head(head, tmp_path, target)
     edit(tmp_path, lambda config: config.pop("rope_parameters"))
+    parity.check(head, target, PROMPT, saved=tmp_path)  # the old spelling, rope_theta, is there too
+    edit(tmp_path, lambda config: config.pop("rope_theta"))
     with pytest.raises(ValueError, match="rope_parameters"):
         parity.check(head, target, PROMPT, saved=tmp_path)
 
@@ -317,7 +319,7 @@ def test_head_counts_come_from_the_weights_too(target, tmp_path):
     """A published head says 2 heads and stores 5: drafting with 2 would be silent."""
     save_head(make("medusa", target), tmp_path, target)
     edit(tmp_path, lambda config: config.update(medusa_num_heads=2))
-    with pytest.raises(ValueError, match=r"2\.0\.linear\.bias belongs to no layer"):
+    with pytest.raises(ValueError, match="medusa_num_heads=2, the weights are of 3"):
         load_head(tmp_path, target)
 
 

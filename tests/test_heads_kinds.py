@@ -10,6 +10,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from heads import Target, load_head
@@ -222,5 +223,6 @@ def test_a_draft_model_is_trained_like_any_head(train):
 )
 def test_a_class_that_is_no_head_is_refused(target, tmp_path, name, complaint):
     (tmp_path / "config.json").write_text(json.dumps({"foretoken": {"class": name}}))
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=complaint):
         load_head(tmp_path, target)

@@ -250,7 +250,8 @@ def test_a_run_ends_with_a_proof(sweep: Sweep, kind: str):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_ends_with_a_head(sweep: Sweep, kind: str):
     head = sweep.directory / kind / "head"
-    assert {file.name for file in head.iterdir()} == {"model.safetensors", "config.json", "README.md", "config.yaml"}
+    files = {"model.safetensors", "config.json", "README.md", "config.yaml", "metrics.json"}
+    assert {file.name for file in head.iterdir()} == files
     assert f"{metrics(head.parent)['acceptance_length']:.2f}" in (head / "README.md").read_text()
     config = OmegaConf.load(head / "config.yaml")
     assert f"heads.{kind}." in config.head._target_ and config.trainer.max_steps == 4

@@ -1,32 +1,31 @@
-"""From files to packed rows of tokens. Split by file: what measures was never trained on."""
+"""From raw text to documents, and what the target writes itself. Split by file: what measures was never trained on."""
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from heads.target import Target
 from inference.engine import generate
-from train import stdlib
+from train import stdlib, written
+from train.packing import Document
+from train.packing import Packed as Packed
 
 WRITERS = 256  # rows that the target writes at once, half of them greedily
 
 
-class Document(NamedTuple):
-    tokens: list[int]
-    supervised: list[bool]  # is this token the target's to write? All of raw text is
+Held = Sequence[str | Document]  # held-out raw texts, and conversations
 
 
 class Corpus(NamedTuple):
-    train: list[Document]
-    validation: list[str]  # whole texts, for the measurements during training
-    test: list[str]  # whole texts, for the measurement at the end
+    train: Sequence[Document]
+    validation: Held  # whole texts, for the measurements during training
+    test: Held  # whole texts, for the measurement at the end
     card: dict[str, Any]  # what was read: rows, tokens, dropped with reasons
 
 
@@ -77,59 +76,86 @@ def corpus(
     tokenizer: PreTrainedTokenizerBase, train: list[str], validation: list[str], test: list[str], card: dict[str, Any]
 ) -> Corpus:
     """Tokenise raw text: every token is supervised, and each document ends as the target's texts end."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    rows = tokenizer(train, add_special_tokens=False, verbose=False)["input_ids"]
-    documents = [Document(ids + end, [True] * (len(ids) + len(end))) for ids in rows if ids]
-    tokens = sum(len(document.tokens) for document in documents)
-    if tokens == 0:
+    documents = tokenized(tokenizer, train)
+    if not documents:
         raise ValueError(f"the data ({card['source']}) gives no tokens to train on")
-    digest = hashlib.sha256("\0".join(train).encode()).hexdigest()[:16]
-    return Corpus(documents, validation, test, card | {"documents": len(documents), "tokens": tokens, "hash": digest})
+    return Corpus(documents, validation, test, card)
+
+
+def tokenized(tokenizer: PreTrainedTokenizerBase, texts: Held) -> list[Document]:
+    """Raw texts as documents, all supervised, with the end token behind each; empty ones left out, others as they are."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    raw = [text for text in texts if isinstance(text, str)]
+    rows = tokenizer(raw, add_special_tokens=False, verbose=False)["input_ids"] if raw else []
+    documents = [Document(ids + end, [True] * (len(ids) + len(end))) for ids in rows if ids]
+    return documents + [document for document in texts if isinstance(document, Document)]
 
 
 def written_by(
     target: Target, data: Corpus, tokens: int, seed: int, file: Path, begin: int = 32, new: int = 224
 ) -> Corpus:
-    """The same corpus with training text that the target wrote itself: at least `tokens` of it, in rows of `new` behind
-    beginnings of `begin` tokens from the documents. Only what it wrote is supervised.
+    """The same corpus with training text that the target wrote itself: up to `tokens` of it, in rows of at most `new` behind
+    beginnings from the documents: of `begin` tokens of raw text, or the whole of a conversation before an answer.
+    Only what it wrote is supervised.
 
     A head drafts what its target writes, not what people wrote; on text of the latter kind it learns to draft neither. Every
     other row is greedy, the rest is sampled at temperature 1, so that both uses are covered. file: where the rows are
-    kept, so that a run that goes on need not write them again.
+    kept, so that a run that goes on need not write them again; text that lies beside the target's weights
+    (train/written.py) is taken first.
     """
     if file.exists():
-        documents = [
-            Document(row, [False] * begin + [True] * (len(row) - begin)) for row in json.loads(file.read_text())
-        ]
+        kept = json.loads(file.read_text())
+        documents = [Document(row, [False] * given + [True] * (len(row) - given)) for given, row in kept]
+    else:
+        documents = written.find(target, data.card["source"], tokens) or []
+    if documents:
         return data._replace(train=documents, card=data.card | {"written_by_target": count_written(documents)})
-    places = [(number, at) for number, d in enumerate(data.train) for at in range(0, len(d.tokens) - begin + 1, begin)]
+    most = (target.context or 1 << 30) - new
+    found = (place for number, d in enumerate(data.train) for place in beginnings(number, d, begin))
+    places = [(number, start, end) for number, start, end in found if end - start <= most]
     if not places:
         raise ValueError(
-            f"no training document has {begin} tokens for the target to go on from; written=0 trains on them as is"
+            f"no training document has {begin} tokens, or a prompt that leaves room for {new}, for the target to go on from; "
+            "written=0 trains on them as they are"
         )
     order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).tolist()
     wanted = max(1, -(-tokens // new))
-    documents = []
     for first in range(0, wanted, WRITERS):
         chosen = [places[order[i % len(order)]] for i in range(first, min(first + WRITERS, wanted))]
-        rows = torch.tensor([data.train[number].tokens[at : at + begin] for number, at in chosen], device=target.device)
+        rows = [data.train[number].tokens[start:end] for number, start, end in chosen]
         for temperature, part in ((0.0, rows[::2]), (1.0, rows[1::2])):
-            if len(part):
-                out = generate(target, None, part, max_new_tokens=new, temperature=temperature, seed=seed + first)
-                for row, text in zip(part.tolist(), out.new_tokens, strict=True):
-                    documents.append(Document(row + text, [False] * begin + [True] * len(text)))
+            if part:
+                documents += go_on(target, part, max_new_tokens=new, temperature=temperature, seed=seed + first)
         print(f"the target has written {len(documents)} of {wanted} rows", flush=True)
     half = file.with_suffix(".part")
-    half.write_text(json.dumps([document.tokens for document in documents]))
+    half.write_text(json.dumps([[sum(not flag for flag in d.supervised), d.tokens] for d in documents]))
     half.rename(file)  # whole or not at all
     return data._replace(train=documents, card=data.card | {"written_by_target": count_written(documents)})
 
 
-def count_written(documents: list[Document]) -> int:
+def beginnings(number: int, document: Document, begin: int) -> list[tuple[int, int, int]]:
+    """(document, start, end) of what the target can go on from: in a conversation all before an answer, in raw text any
+    stretch of `begin` tokens."""
+    flags = document.supervised
+    if all(flags):
+        return [(number, at, at + begin) for at in range(0, len(flags) - begin + 1, begin)]
+    return [(number, 0, at) for at in range(1, len(flags)) if flags[at] and not flags[at - 1]]
+
+
+def go_on(target: Target, rows: list[list[int]], **settings: Any) -> list[Document]:
+    """The rows, each continued by the target; only what it wrote is supervised."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=target.device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=target.device)
+    new = generate(target, None, ids, mask, **settings).new_tokens
+    return [Document(row + text, [False] * len(row) + [True] * len(text)) for row, text in zip(rows, new, strict=True)]
+
+
+def count_written(documents: Sequence[Document]) -> int:
     return sum(sum(document.supervised) for document in documents)
 
 
-def count_tokens(documents: list[Document], vocab: int) -> Tensor:
+def count_tokens(documents: Sequence[Document], vocab: int) -> Tensor:
     """(vocab,) int64: how often each token is supervised."""
     counts = torch.zeros(vocab, dtype=torch.int64)
     for document in documents:
@@ -138,41 +164,23 @@ def count_tokens(documents: list[Document], vocab: int) -> Tensor:
     return counts
 
 
-class Packed(Dataset):
-    """Rows of exactly `length` tokens, documents one behind the other; one that does not fit goes on in the next row
-    as a document of its own. Nothing is padded but the end of the last row."""
+def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: int) -> list[list[int]]:
+    """`count` prompts, spread evenly: of `length` tokens from raw texts, or of conversations all before their first answer.
 
-    def __init__(self, documents: list[Document], length: int, seed: int):
-        if length < 8:
-            raise ValueError(f"length={length} is too short to hold a prompt and its drafts")
-        order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed)).tolist()
-        tokens = [token for i in order for token in documents[i].tokens]
-        supervised = [flag for i in order for flag in documents[i].supervised]
-        numbers = [number for number, i in enumerate(order) for _ in documents[i].tokens]
-        missing = -len(tokens) % length
-        self.tokens = torch.tensor(tokens + [0] * missing).view(-1, length)
-        self.supervised = torch.tensor(supervised + [False] * missing).view(-1, length)
-        self.documents = torch.tensor(numbers + [-1] * missing).view(-1, length)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, row: int) -> dict[str, Tensor]:
-        documents = self.documents[row]
-        places = torch.arange(len(documents))
-        fresh = torch.ones(len(documents), dtype=torch.bool)
-        fresh[1:] = documents[1:] != documents[:-1]
-        first = torch.where(fresh, places, 0).cummax(0).values
-        return {
-            "tokens": self.tokens[row],
-            "supervised": self.supervised[row],
-            "documents": documents,
-            "positions": places - first,
-        }
-
-
-def prompts(tokenizer: PreTrainedTokenizerBase, texts: list[str], count: int, length: int) -> list[list[int]]:
-    """`count` prompts of `length` tokens, spread evenly over `texts`, each from the start of a line."""
+    A conversation is not cut (its prompt would lose its question or its form); one of more than 8 * `length` tokens is passed
+    over. Raises ValueError where there is no prompt.
+    """
+    whole = [d.tokens[: d.supervised.index(True)] for d in held if isinstance(d, Document)]
+    if whole:
+        asked = [prompt for prompt in whole if 0 < len(prompt) <= 8 * length]
+        if not asked:
+            raise ValueError(
+                f"every held-out conversation has a prompt of more than {8 * length} tokens: evaluate.prompt_tokens={length} "
+                "is an eighth of the longest that is measured on, raise it"
+            )
+        count = min(count, len(asked))
+        return [asked[len(asked) * i // count] for i in range(count)]
+    texts = [text for text in held if isinstance(text, str)]
 
     def lines() -> Iterator[str]:
         whole = sum(map(len, texts))

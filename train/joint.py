@@ -36,7 +36,13 @@ class JointLesson(Lesson):
                 f"lesson=joint trains the target's adapter, and head={head.kind} puts none on it: head=medusa2"
             )
 
-    def forward(self, tokens: Tensor, supervised: Tensor, documents: Tensor, positions: Tensor) -> Outcome:
+    def forward(
+        self, tokens: Tensor, supervised: Tensor, documents: Tensor, positions: Tensor, **stored: Tensor
+    ) -> Outcome:
+        if stored:
+            raise ValueError(
+                "features=disk holds what a frozen target said, and lesson=joint changes it: features=online"
+            )
         text = Text(tokens, supervised, documents, positions)
         if self.progress < self.heads_only:
             with torch.no_grad():

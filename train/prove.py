@@ -20,14 +20,17 @@ from inference.drafters import load_drafter
 from inference.engine import generate
 from inference.evaluate import evaluate, identical
 from inference.report import RunRecord, Sample, table, write_report
-from train import parity
-from train.data import Corpus, Packed, corpus, prompts
+from train import datacard, parity
+from train.data import Corpus, Held, Packed, prompts, tokenized
 from train.trainer import Lesson
 
 
-def check_settings(target: Target, data: Corpus, settings: Any) -> None:
-    """Raise ValueError, before anything is trained, for what would stop the measurements. settings: conf/evaluate."""
+def check_settings(target: Target, data: Corpus, settings: Any, packed: int) -> None:
+    """Raise ValueError, before anything is trained, for what would stop the run later. settings: conf/evaluate; packed: the
+    length of the training rows."""
     assert target.tokenizer is not None
+    if target.context is not None and packed > target.context:
+        raise ValueError(f"length={packed}: the target {target.name} reads {target.context} tokens at most")
     for name in ("prompts", "timed_prompts", "prompt_tokens", "new_tokens"):
         if settings[name] < 1:
             raise ValueError(f"evaluate.{name}={settings[name]} must be at least 1")
@@ -36,18 +39,22 @@ def check_settings(target: Target, data: Corpus, settings: Any) -> None:
         raise ValueError(
             f"evaluate.prompt_tokens={length}: the target reads {target.context} tokens, its answer included"
         )
-    prompts(target.tokenizer, data.test, settings.prompts, length)
+    longest = max(map(len, prompts(target.tokenizer, data.test, settings.prompts, length)))
+    if target.context is not None and longest >= target.context:
+        raise ValueError(
+            f"a held-out conversation has a prompt of {longest} tokens, the target reads {target.context}, its answer "
+            f"included: lower evaluate.prompt_tokens={length}, which lets prompts of 8 times as many in"
+        )
     if settings.eval_steps:
         prompts(target.tokenizer, data.validation, settings.eval_prompts, length)
 
 
 @torch.no_grad()
-def rank_accuracies(lesson: Lesson, texts: list[str], length: int, ranks: int = 8) -> list[list[float]]:
+def rank_accuracies(lesson: Lesson, texts: Held, length: int, ranks: int = 8) -> list[list[float]]:
     """[depth][rank]: how often the guess of this rank is the target's token, on held-out text; it shapes the tree."""
     target, head = lesson.target, lesson.head
     assert target.tokenizer is not None
-    held_out = corpus(target.tokenizer, texts, [], [], {"source": "validation"})
-    data = Packed(held_out.train, length, seed=0)
+    data = Packed(tokenized(target.tokenizer, texts), length, seed=0)
     hits, counts = torch.zeros(head.depth, ranks), torch.zeros(head.depth)
     for row in range(min(len(data), 24)):
         batch = {name: value[None].to(target.device) for name, value in data[row].items()}
@@ -78,10 +85,11 @@ def save_final(lesson: Lesson, directory: Path, data: Corpus, length: int) -> fl
 
 
 def float32(target: Target) -> Target:
-    """The same target in float32: itself, or loaded once more (a cast in place would not come back exactly)."""
+    """The same target in float32: itself, or loaded once more (a cast in place would not come back exactly). A quantised one
+    stays quantised and computes in float32: its features are its own."""
     if target.dtype == torch.float32:
         return target
-    return Target.from_pretrained(target.name, dtype="float32", device=target.device)
+    return Target.from_pretrained(target.name, dtype="float32", device=target.device, quantization=target.quantization)
 
 
 def measure(target: Target, directory: Path, data: Corpus, settings: Any) -> tuple[dict[str, Any], Sample]:
@@ -177,7 +185,12 @@ def publish(
         "format": head.format,
         "adapter": (directory / "head" / adapter.CONFIG).is_file(),
     }
-    (directory / "head" / "README.md").write_text(model_card(metrics, facts, data.card))
+    head_directory = directory / "head"
+    (head_directory / "README.md").write_text(model_card(metrics, facts, dict(datacard.lines(data.card))))
+    # Beside the weights too, where `scripts/push.py` makes the Hub's card of it.
+    (head_directory / "metrics.json").write_text(
+        json.dumps(metrics | {"about": facts, "data": data.card}, indent=2) + "\n"
+    )
     title = f"{head.kind} for {metrics['target']}"
     write_report(directory / "report.html", RunRecord(title, metrics, history, [shown], config))
     (directory / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")

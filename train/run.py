@@ -8,12 +8,12 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from transformers import PrinterCallback, set_seed
 
-from heads.vocab import coverage
+from heads import hub
 from inference.drafters import drafter_for
 from inference.evaluate import acceptance
 from inference.evaluate import run as decode
 from train import data as text
-from train import prove
+from train import datacard, prove, ship
 from train.entry import entry
 from train.memory import keep_freed
 from train.session import Measure, Progress, StopOnSignal, end_of_training, open_directory, seconds_of
@@ -24,11 +24,13 @@ from train.trainer import HeadTrainer
 def main(cfg: DictConfig) -> None:
     set_seed(cfg.seed)
     keep_freed()
+    if cfg.push_to_hub is not None:
+        hub.check_name(cfg.push_to_hub)  # not after hours of training
     target = instantiate(cfg.target)
     if target.tokenizer is None:
         raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and training reads text: save one beside it")
     data: text.Corpus = instantiate(cfg.data, tokenizer=target.tokenizer)
-    prove.check_settings(target, data, cfg.evaluate)
+    prove.check_settings(target, data, cfg.evaluate, cfg.length)
     counts = text.count_tokens(data.train, target.vocab_size)
     more: dict[str, Any] = {"counts": counts} if "draft_vocab_size" in cfg.head else {}
     head = instantiate(cfg.head, target=target, **more)
@@ -38,11 +40,13 @@ def main(cfg: DictConfig) -> None:
     if cfg.written:
         data = text.written_by(target, data, cfg.written, cfg.seed, directory / "written.json")
     if head.pruned:  # by what the target writes, which is what the head will draft
-        counts = text.count_tokens(data.train, target.vocab_size)
-        head.start_projections(target, counts)
-        named = f"{len(head.draft_ids):,} of {target.vocab_size:,} tokens"
-        print(f"draft vocabulary: {named}, {coverage(counts, head.draft_ids):.2%} of the training text", flush=True)
-    print(f"{head.kind}: {parameters:,} parameters for {target.name}; {data.card}", flush=True)
+        head.start_projections(target, text.count_tokens(data.train, target.vocab_size))
+    packed = text.Packed(data.train, cfg.length, cfg.seed, cfg.long)
+    counts = text.count_tokens(data.train, target.vocab_size)
+    card = datacard.describe(data.train) | datacard.coverage(counts, head.draft_ids)
+    data = data._replace(card=data.card | card | packed.card)
+    datacard.save(directory, data.card)
+    print(f"{head.kind}: {parameters:,} parameters for {target.name}\n{datacard.summary(data.card)}", flush=True)
 
     def validate() -> float:
         rows = text.prompts(target.tokenizer, data.validation, cfg.evaluate.eval_prompts, cfg.evaluate.prompt_tokens)
@@ -51,6 +55,7 @@ def main(cfg: DictConfig) -> None:
         head.train()
         return length
 
+    dataset = instantiate(cfg.features)(packed, target, head.layers, cfg.trainer.per_device_train_batch_size)
     lesson = instantiate(cfg.lesson, head=head, target=target, loss=instantiate(cfg.loss))
     stop = StopOnSignal()
     trainer = HeadTrainer(
@@ -58,7 +63,7 @@ def main(cfg: DictConfig) -> None:
         args=instantiate(
             cfg.trainer, use_cpu=target.device.type == "cpu", remove_unused_columns=False, disable_tqdm=True
         ),
-        train_dataset=text.Packed(data.train, cfg.length, cfg.seed),
+        train_dataset=dataset,
         build_optimizer=instantiate(cfg.optimizer),
         callbacks=[stop, Progress(), Measure(cfg.evaluate.eval_steps, validate)],
     )
@@ -84,6 +89,8 @@ def main(cfg: DictConfig) -> None:
     config = OmegaConf.to_yaml(cfg, resolve=True)
     (directory / "head" / "config.yaml").write_text(config)
     prove.publish(directory, metrics, head, data, trainer.state.log_history, shown, config)
+    if cfg.push_to_hub is not None:
+        print(ship.push(directory / "head", target, cfg.push_to_hub, private=cfg.push_private), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from transformers import Trainer
 
 from heads.base import DraftHead, Text, began
 from heads.target import Target
+from train.features import read, sparse, unpack
 from train.losses import Said
 
 Loss = Callable[[Said, Said], Tensor]
@@ -32,13 +33,18 @@ class Lesson(nn.Module):
         super().__init__()
         self.head, self.loss, self.depth_decay, self.chunk = head, loss, depth_decay, chunk
         self.target: Target = target  # frozen, and no module: not a part of this one's state
+        self.few = False  # are answers the target's k best logits (features=disk, top_k)?
         self.progress = 0.0  # share of the training that is done; HeadTrainer keeps it
         head.bind(target)
         target.check_logits()
 
-    def forward(self, tokens: Tensor, supervised: Tensor, documents: Tensor, positions: Tensor) -> Outcome:
+    def forward(
+        self, tokens: Tensor, supervised: Tensor, documents: Tensor, positions: Tensor, **stored: Tensor
+    ) -> Outcome:
+        """stored: what the target made of the batch, where it was written to disk before (train/features.py)."""
         text = Text(tokens, supervised, documents, positions)
-        features, last = self.read(text)
+        features, last = unpack(stored) if stored else self.read(text)
+        self.few = "top_ids" in stored
         return self.grade(text, features, last)
 
     def grade(self, text: Text, features: Tensor, last: Tensor) -> Outcome:
@@ -67,24 +73,13 @@ class Lesson(nn.Module):
 
     def read(self, text: Text) -> tuple[Tensor, Tensor]:
         """The features that the head reads (batch, length, width), and the last hidden state, which gives the answers."""
-        layers = [*self.head.layers, self.target.num_layers]
-        packed = bool((text.documents != text.documents[:, :1]).any())
-        reading = self.target.read(
-            text.tokens,
-            text.positions,
-            mask=text.mask() if packed or self.target.window else None,
-            layers=layers,
-            keep_logits=1,
-            key_positions=text.positions,
-        )
-        width = self.target.hidden_size
-        return reading.features[..., :-width], reading.features[..., -width:]
+        return read(self.target, text, self.head.layers)
 
     def compare(self, last: Tensor, counted: Tensor, *states: Tensor) -> Tensor:
         """Per depth: sum of losses, number of hits, number of drafts learnt from, (3, depth)."""
         last = last.detach()  # answers are no way into the target (train/joint.py)
         with torch.no_grad():
-            answer = self.target.logits(last)
+            answer = sparse(last, self.target.vocab_size) if self.few else self.target.logits(last)
             best, ids = answer.argmax(-1), self.head.draft_ids
             if ids is not None:
                 # Where the target's own token cannot be drafted there is nothing right to learn (EAGLE-3's code).

@@ -1,61 +1,105 @@
 """Everything that can propose a tree, and `load_drafter`, which finds it by a short word."""
 
+from pathlib import Path
 from typing import Any
 
 from heads.base import DraftHead
 from heads.checkpoint import find, load_head, read_config
 from heads.draft_model import DraftModelHead
 from heads.target import Target
+from inference.drafters.adaptive import AdaptiveLength
 from inference.drafters.auto import AutoTree
-from inference.drafters.base import Drafter
+from inference.drafters.base import Drafter, Nothing
 from inference.drafters.draft_model import DraftModel
 from inference.drafters.dynamic import DynamicTree
+from inference.drafters.lookahead import Lookahead
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.static import StaticTree
+from inference.drafters.suffix import SuffixDrafter
+from inference.drafters.union import Union
+
+WORDS = "none, ngram, suffix, lookahead, draft:<path or id of a smaller model>, a head's directory or Hub id"
 
 
 def load_drafter(spec: str, target: Target, **options: Any) -> Drafter:
-    """The drafter that `spec` names: "ngram", "draft:<path or id of a smaller model>", or a head's directory or Hub id.
+    """The drafter that `spec` names. `options` go to its constructor; conf/drafter/*.yaml list them.
 
-    `options` go to its constructor.
+    "none" (plain decoding), "ngram", "suffix", "lookahead", "draft:<path or id of a smaller model>", a head's directory or
+    Hub id; or several of these joined by "+", which gives the union of their trees. Heads and draft models take
+    `tree`: see `shaped`.
     """
+    if "+" in spec and not Path(spec).is_dir():
+        return Union([load_drafter(part, target) for part in spec.split("+")], **options)
+    if spec == "none":
+        return Nothing(**options)
     if spec == "ngram":
         return NgramDrafter(**options)
+    if spec == "suffix":
+        return SuffixDrafter(**options)
+    if spec == "lookahead":
+        return Lookahead(**options)
     if spec.startswith("draft:"):
         small = Target.from_pretrained(spec.removeprefix("draft:"), dtype=target.dtype, device=target.device)
-        return DraftModel(small, target, **options)
+        return drafter_of(small, target, **options)
+    if "/" not in spec and not Path(spec).is_dir():
+        raise ValueError(f"drafter {spec!r} is not one of: {WORDS}; or several of them joined by +")
     head = load_head(spec, target)
     own = read_config(find(spec)).get("foretoken", {})
     return drafter_for(head, target, accuracies=own.get("accuracies"), **options)
 
 
 def drafter_for(
-    head: DraftHead, target: Target, accuracies: list[list[float]] | None = None, tree: str = "fixed", **options: Any
+    head: DraftHead,
+    target: Target,
+    accuracies: list[list[float]] | None = None,
+    tree: str = "fixed",
+    confidence: float | None = None,
+    **options: Any,
 ) -> Drafter:
-    """The tree that suits a head. accuracies: of its guesses per depth and rank, for a static tree.
-
-    tree: "fixed" proposes the same size in every step; "auto" chooses it by measured cost and gain, `options` then give the
-    largest (inference/drafters/auto.py).
-    """
-    if tree not in ("fixed", "auto"):
-        raise ValueError(f"tree={tree} is not one of fixed, auto")
-    drafter: DynamicTree | StaticTree
+    """The tree that suits a head. accuracies: of its guesses per depth and rank, for a static tree; tree, confidence: see
+    `shaped`."""
     if isinstance(head, DraftModelHead):
-        drafter = DraftModel(head, target, **options)
-    elif head.recurrent:
-        drafter = DynamicTree(head, target, **options)
-    else:
-        drafter = StaticTree(head, target, accuracies=accuracies, **options)
-    return AutoTree(drafter, target) if tree == "auto" else drafter
+        return drafter_of(head, target, tree, confidence, **options)
+    if head.recurrent:
+        return shaped(DynamicTree(head, target, **options), target, tree, confidence)
+    return shaped(StaticTree(head, target, accuracies=accuracies, **options), target, tree, confidence)
+
+
+def drafter_of(
+    model: Target | DraftModelHead, target: Target, tree: str = "fixed", confidence: float | None = None, **options: Any
+) -> Drafter:
+    """Drafts of a smaller model; tree, confidence: see `shaped`."""
+    return shaped(DraftModel(model, target, **options), target, tree, confidence)
+
+
+def shaped(inner: DynamicTree | StaticTree, target: Target, tree: str, confidence: float | None = None) -> Drafter:
+    """tree: "fixed" proposes the same size in every step; "auto" chooses it by measured cost and gain, `inner` being the
+    largest (auto.py); "adaptive" drafts as deep as it pays and stops below `confidence` (adaptive.py)."""
+    if tree not in ("fixed", "auto", "adaptive"):
+        raise ValueError(f"tree={tree} is not one of fixed, auto, adaptive")
+    if tree != "adaptive" and confidence is not None:
+        raise ValueError(f"confidence={confidence} stops an adaptive tree only: tree=adaptive, not {tree}")
+    if tree == "fixed":
+        return inner
+    if tree == "auto":
+        return AutoTree(inner, target)
+    if isinstance(inner, StaticTree):
+        raise ValueError("a static tree drafts all depths at once, so no adaptive length: tree=auto chooses its size")
+    return AdaptiveLength(inner) if confidence is None else AdaptiveLength(inner, confidence)
 
 
 __all__ = [
+    "AdaptiveLength",
     "AutoTree",
     "DraftModel",
     "Drafter",
     "DynamicTree",
+    "Lookahead",
     "NgramDrafter",
     "StaticTree",
+    "SuffixDrafter",
+    "Union",
     "drafter_for",
     "load_drafter",
+    "shaped",
 ]

@@ -6,7 +6,8 @@
                  the rest of a step was seen to take
 
 The first steps, and later one in `EXPLORE`, use the largest tree and refresh the gains; all others use the best tree of
-gain / cost. Where plain decoding is best it decodes plainly, and looks again now and then.
+gain / cost. Where plain decoding is best it decodes plainly, and looks again after twice as many steps each time, so
+that a drafter which never helps costs next to nothing.
 """
 
 import time
@@ -27,6 +28,8 @@ from inference.tree import TokenTree, chain
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 FIRST, EXPLORE, REMEMBER = 6, 16, 64  # full steps at first; one full step in so many; full steps remembered
+RARELY = 1024  # plain decoding looks again after so many steps at most
+MARGIN = 1.03  # what speculation must promise over plain decoding: below it lies what the measured costs are wrong by
 TEXT = 256  # entries of text in the cache that costs are measured over
 
 
@@ -44,11 +47,16 @@ class AutoTree(Drafter):
     def __init__(self, inner: DynamicTree | StaticTree, target: Target):
         """inner: with the largest tree that may be used."""
         self.inner, self.target = inner, target
-        self.layers, self.depth = inner.layers, inner.depth
-        self.full = Plan(inner.nodes if isinstance(inner, DynamicTree) else len(inner.paths) + 1, inner.depth)
+        self.layers, self.nodes, self.full = inner.layers, inner.nodes, Plan(inner.nodes, inner.depth)
         self.costs: dict[int, Costs] = {}
         self.seen: deque[list[int]] = deque(maxlen=REMEMBER)  # ranks of the nodes along each accepted path
-        self.steps, self.other, self.plan = 0, 0.0, self.full
+        self.other, self.best = 0.0, self.full
+        self.pause, self.left = EXPLORE, 0  # steps from one full step to the next; how many of them are left
+        self.use(self.full)
+
+    def use(self, plan: Plan) -> None:
+        """Propose this tree next."""
+        self.plan, self.depth = plan, plan.levels
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         if batch not in self.costs:
@@ -56,10 +64,12 @@ class AutoTree(Drafter):
         self.batch, self.waiting = batch, list[Accepted]()
         self.inner.begin(batch, capacity, sampling)
         self.started: float | None = None
+        if len(self.seen) >= FIRST:
+            self.best = self.choose()  # for this batch size
+        self.use(self.best if self.left else self.full)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         self.note_time()
-        self.plan = self.choose()
         self.waiting.append(accepted)
         if self.plan.nodes == 1:
             return root_only(accepted)
@@ -67,11 +77,16 @@ class AutoTree(Drafter):
         self.inner.resize(*self.plan)
         return self.inner.propose(merged, gumbel)
 
-    def learn(self, paths: list[list[int]]) -> None:
-        if self.plan != self.full:
-            return
-        ranks = self.inner.ranks.tolist()
-        self.seen.extend([ranks[row][node - 1] for node in path[1:]] for row, path in enumerate(paths) if path)
+    def learn(self, paths: list[list[int]], choices: Tensor) -> None:
+        if self.plan == self.full:
+            ranks = self.inner.ranks.tolist()
+            self.seen.extend([ranks[row][node - 1] for node in path[1:]] for row, path in enumerate(paths) if path)
+            if len(self.seen) >= FIRST:
+                self.best = self.choose()
+                self.pause = min(2 * self.pause, RARELY) if self.best.nodes == 1 else EXPLORE
+                self.left = self.pause
+        self.left = max(0, self.left - 1)
+        self.use(self.best if self.left else self.full)
 
     def note_time(self) -> None:
         """What the last step took beyond its read and draft: verifying, keeping, the host. A running mean."""
@@ -91,13 +106,15 @@ class AutoTree(Drafter):
         kept = sum(sum(rank < plan.nodes - 1 for rank in ranks[: plan.levels]) for ranks in self.seen)
         return 1 + kept / max(1, len(self.seen))
 
+    def speed(self, plan: Plan) -> float:
+        """Tokens per second, expected."""
+        return self.gain(plan) / (self.predicted(plan) + self.other)
+
     def choose(self) -> Plan:
-        self.steps += 1
-        if len(self.seen) < FIRST or self.steps % EXPLORE == 0:
-            return self.full
         sizes = [size for size in SIZES if 1 < size < self.full.nodes] + [self.full.nodes]
-        plans = [Plan(size, levels) for size in sizes for levels in range(1, self.depth + 1) if levels < size]
-        return max([Plan(1, 0), *plans], key=lambda plan: self.gain(plan) / (self.predicted(plan) + self.other))
+        plans = [Plan(size, levels) for size in sizes for levels in range(1, self.full.levels + 1) if levels < size]
+        plain, best = Plan(1, 0), max(plans, key=self.speed)
+        return best if self.speed(best) > MARGIN * self.speed(plain) else plain
 
 
 def merge(pieces: list[Accepted]) -> Accepted:

@@ -4,10 +4,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from inference.sampling import Sampling
-from inference.tree import TokenTree
+from inference.tree import TokenTree, chain, from_parents
 
 
 class Accepted(NamedTuple):
@@ -21,7 +22,8 @@ class Accepted(NamedTuple):
 
 class Drafter(ABC):
     layers: Sequence[int] = ()  # which hidden states of the target it wants, numbered as in heads/target.py
-    depth: int  # most levels of the trees it proposes
+    depth: int  # most levels of the next tree that it proposes
+    nodes: int  # most nodes of any tree that it proposes, the root counted
 
     @abstractmethod
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
@@ -33,14 +35,15 @@ class Drafter(ABC):
         of the tokens at depth d, None when greedy. Adding it to a draft's own logits makes it draft what the target's
         noisy choice tends to be (inference/sampling.py)."""
 
-    def learn(self, paths: list[list[int]]) -> None:  # noqa: B027  (most drafters have nothing to learn)
-        """What became of the last proposal: per row the nodes that were accepted, the root first; [] for finished rows."""
+    def learn(self, paths: list[list[int]], choices: Tensor) -> None:  # noqa: B027  (most have nothing to learn)
+        """What became of the last proposal: per row the nodes that were accepted, the root first; [] for finished rows.
+        choices: (batch, nodes) int64, what the target itself writes after each node, accepted or not."""
 
 
 class Nothing(Drafter):
     """Drafts nothing: plain decoding, through the same loop."""
 
-    depth = 0
+    depth, nodes = 0, 1
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         pass
@@ -61,3 +64,25 @@ def root_only(accepted: Accepted) -> TokenTree:
     tokens = roots(accepted)
     zeros = tokens.new_zeros(tokens.shape)
     return TokenTree(tokens, zeros, tokens.new_ones(*tokens.shape, 1).bool(), zeros)
+
+
+def chains(accepted: Accepted, drafts: list[list[int]]) -> TokenTree:
+    """One branch per row, of these tokens below its root; they may differ in length."""
+    longest = max(map(len, drafts))
+    if longest == 0:
+        return root_only(accepted)
+    rows = [
+        [text[-1], *draft, *[-1] * (longest - len(draft))] for text, draft in zip(accepted.text, drafts, strict=True)
+    ]
+    return chain(torch.tensor(rows, device=accepted.tokens.device))
+
+
+def trees(accepted: Accepted, drafts: list[list[tuple[int, int]]], depth: int) -> TokenTree:
+    """One tree per row: (token, parent) of its nodes below the root, which is node 0; parents stand first."""
+    longest = max(map(len, drafts))
+    if longest == 0:
+        return root_only(accepted)
+    padded = [draft + [(-1, 0)] * (longest - len(draft)) for draft in drafts]
+    rows = [[(text[-1], 0), *draft] for text, draft in zip(accepted.text, padded, strict=True)]
+    both = torch.tensor(rows, device=accepted.tokens.device)  # (batch, nodes, 2)
+    return from_parents(both[..., 0], both[..., 1], depth)

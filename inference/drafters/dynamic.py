@@ -5,6 +5,8 @@ probabilities along the path. *Rerank*: of all candidates the `nodes` best make 
 parent, so the best always hang together.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ STEP = 1e-3
 
 
 class DynamicTree(Drafter):
-    def __init__(self, head: DraftHead, target: Target, nodes: int = 16, depth: int = 4, width: int = 4):
+    def __init__(self, head: DraftHead, target: Target, nodes: int = 32, depth: int = 7, width: int = 6):
         """nodes: of the tree, its root counted. depth: levels below the root. width: branches kept per level."""
         if not head.recurrent:
             raise ValueError(f"a {head.kind} head drafts all depths at once: give it a static tree, not a dynamic one")
@@ -35,6 +37,9 @@ class DynamicTree(Drafter):
         vocab = target.vocab_size if head.draft_ids is None else len(head.draft_ids)
         self.width = min(width, vocab)
         self.nodes = min(nodes, 1 + self.width + (depth - 1) * self.width**2)
+        self.enough: Callable[[Tensor], bool] | None = (
+            None  # stop at a level of these scores (batch, width)? (adaptive.py)
+        )
         self.draft_ids = head.draft_ids
 
     def resize(self, nodes: int, levels: int) -> None:
@@ -84,6 +89,8 @@ class DynamicTree(Drafter):
         parents = [frontier.new_zeros(batch, width + 1)]
         ranked, among, size = [scores], self.own, 1 + width
         for depth in range(2, self.levels + 1):
+            if self.enough is not None and self.enough(scores):
+                break
             positions = (cache.starts + depth - 2).expand(-1, width)
             hidden = head.step(hidden, self.embed(tokens), positions, cache.mask(among), cache)
             cache.pending += width

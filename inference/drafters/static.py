@@ -43,16 +43,19 @@ class StaticTree(Drafter):
         """nodes: of the tree, its root counted. accuracies: of this head, measured (see inference/evaluate.py)."""
         if head.recurrent:
             raise ValueError(f"a static tree needs a head that drafts all depths at once, not {head.kind}")
+        if nodes < 2:
+            raise ValueError(f"a static tree needs nodes={nodes} of at least 2, its root and a draft")
         self.head, self.target, self.layers = head, target, head.layers
         vocab = target.vocab_size if head.draft_ids is None else len(head.draft_ids)
         accuracies = [row[:vocab] for row in (accuracies or TYPICAL)[: head.depth]]
         self.paths = grow(accuracies, nodes)
-        self.depth = max(map(len, self.paths))
-        self.resize(nodes, self.depth)
+        self.depth, self.nodes = max(map(len, self.paths)), len(self.paths) + 1
+        self.resize(self.nodes, self.depth)
 
     def resize(self, nodes: int, levels: int) -> None:
         """Propose the best `nodes` of the tree, `levels` deep at most, from now on."""
         best = [path for path in self.paths if len(path) <= levels][: nodes - 1]
+        self.levels = max(map(len, best))
         order = sorted(range(len(best)), key=lambda number: (len(best[number]), best[number]))
         paths = [best[number] for number in order]
         self.order = torch.tensor([order])
@@ -72,10 +75,10 @@ class StaticTree(Drafter):
         if len(set(accepted.counts)) > 1:
             rows = torch.arange(len(accepted.counts), device=features.device)
             features = accepted.features[rows, rows.new_tensor([max(count, 1) - 1 for count in accepted.counts])]
-        logits = self.head.drafts(features)[:, : self.depth].float()
+        logits = self.head.drafts(features)[:, : self.levels].float()
         if gumbel is not None:
             noise = gumbel if self.head.draft_ids is None else gumbel[..., self.head.draft_ids]
-            logits = self.sampling.warp(logits) + noise[:, : self.depth]
+            logits = self.sampling.warp(logits) + noise[:, : self.levels]
         guesses = self.head.to_target(logits.topk(self.guessed).indices).flatten(1)
         tokens = torch.cat([roots(accepted), guesses[:, self.guesses]], dim=1)
         batch = len(tokens)

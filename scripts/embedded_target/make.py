@@ -16,6 +16,7 @@ import copy
 import json
 import math
 import random
+import tempfile
 import time
 from pathlib import Path
 from typing import TextIO
@@ -27,12 +28,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from heads import Target
 from inference import evaluate, generate
-from train import stdlib
-from train.data import prompts
+from train import stdlib, written
+from train.data import prompts, standard_library, written_by
 
 VOCAB, LENGTH, ROWS = 1024, 512, 16
 EOS = "<|endoftext|>"
-COOL = 0.7  # temperature of the continuations that the second stage learns from
+OWN_TEXT = 1 << 20  # tokens that the target writes for heads to learn from
+COOL = 0.5  # temperature of the continuations that the second stage learns from
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -169,6 +171,7 @@ def main() -> None:
     print(json.dumps(entry), file=log, flush=True)
     save(model, args.output)
     write_samples(args.output)
+    write_text(args.output)
 
 
 def repeats(rows: Tensor, n: int = 4) -> Tensor:
@@ -187,7 +190,7 @@ def settle(
 
     A model this small, trained on text alone, is unlike the targets that people decode with in two ways. Decoded greedily it
     falls into loops, which flatter every drafter: every token of a greedy continuation that completes a 4-gram written before
-    is made less likely (sequence-level unlikelihood, Welleck et al., arXiv:1908.04319, section 5.2). And it is unsure of every
+    is made less likely (sequence-level unlikelihood, Welleck et al., arXiv:1908.04319, section 5.2). And it is unsure of the
     next word, where targets that were tuned on chosen answers are not: of its continuations at temperature `COOL`, those
     that do not repeat themselves are learnt as if they were text (rejection sampling, as in arXiv:2307.09288, section 3.2.3).
     """
@@ -201,7 +204,9 @@ def settle(
         # A bf16 copy writes: autocast would cast every weight anew for each of the many short forwards.
         writer = Target(copy.deepcopy(model).to(torch.bfloat16).eval(), tokenizer, "the embedded target")
         greedy, cool = (
-            generate(writer, None, part, max_new_tokens=new, temperature=heat, seed=step * rows, eos_token_id=-1).sequences
+            generate(
+                writer, None, part, max_new_tokens=new, temperature=heat, seed=step * rows, eos_token_id=-1
+            ).sequences
             for heat, part in zip((0.0, COOL), beginnings.split(rows), strict=True)
         )
         again = repeats(greedy[:, begun:])
@@ -213,7 +218,9 @@ def settle(
             logits = model(input_ids=written, use_cache=False).logits[:, begun - 1 : -1].float()
         chance = logits[:rows].softmax(-1).gather(-1, written[:rows, begun:, None])[..., 0]
         unlikely = -(torch.log1p(-chance.clamp(max=1 - 1e-5)) * again).sum() / again.sum().clamp(min=1)
-        own = torch.nn.functional.cross_entropy(logits[rows:].flatten(0, 1), written[rows:, begun:].flatten(), reduction="sum")
+        own = torch.nn.functional.cross_entropy(
+            logits[rows:].flatten(0, 1), written[rows:, begun:].flatten(), reduction="sum"
+        )
         (likely + unlikely + own / (rows * new)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -251,6 +258,16 @@ def write_samples(directory: Path) -> None:
         ]
         lines += ["```"]
     (directory / "samples.md").write_text("\n".join(lines) + "\n")
+
+
+def write_text(directory: Path) -> None:
+    """Text for heads to learn from, which the target writes from beginnings in the training part (train/written.py)."""
+    target = Target.from_pretrained(str(directory))
+    assert target.tokenizer is not None
+    library = standard_library(target.tokenizer)
+    with tempfile.TemporaryDirectory() as scratch:
+        own = written_by(target, library, OWN_TEXT, 0, Path(scratch) / "written.json")
+    written.keep(list(own.train), library.card["source"], target, directory)
 
 
 def save(model: LlamaForCausalLM, output: Path) -> None:

@@ -1,0 +1,125 @@
+"""What each engine reads, and how it is told to: the choices of `python scripts/export.py format=...`.
+
+Each function takes a head and returns the layout for one engine, or raises ValueError where the engine would not load the
+head, or would draft with it wrongly.
+"""
+
+from typing import NamedTuple
+
+from heads.base import DraftHead
+from heads.eagle import EagleHead
+from heads.eagle3 import Eagle3Head
+from heads.formats.base import Format
+from heads.formats.eagle import EagleFormat
+from heads.formats.eagle3 import Eagle3Format
+from heads.formats.hydra import HydraFormat, check_tied
+from heads.formats.medusa import MedusaFormat, VllmMedusaFormat
+from heads.formats.speculators import SpeculatorsFormat
+from heads.hydra import HydraHead
+from heads.medusa import MedusaHead
+from heads.target import Target
+
+VLLM = """vllm serve {target} --speculative-config '{{"method": "{method}", "model": "{head}", \
+"num_speculative_tokens": {depth}}}'"""
+SGLANG = """python -m sglang.launch_server --model-path {target} --speculative-algorithm {method} \
+--speculative-draft-model-path {head} --speculative-num-steps {depth} --speculative-eagle-topk 4 \
+--speculative-num-draft-tokens 16"""
+
+EA_MODEL = "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{head}')"
+
+
+class Export(NamedTuple):
+    form: Format
+    use: str  # the command that loads it; {target} and {head} are places
+    note: str = ""  # what the engine does not do, or no longer does
+
+
+def vllm(head: DraftHead, target: Target) -> Export:
+    if isinstance(head, Eagle3Head):
+        return Export(Eagle3Format(), VLLM, "vLLM drafts a chain, no tree.")
+    if type(head) is MedusaHead:  # a Medusa-2 head drafts for an adapted target, which these engines do not load
+        note = "vLLM read Medusa heads up to 0.32, as a chain; 0.33 removed them."
+        return Export(VllmMedusaFormat(), VLLM, note)
+    if isinstance(head, EagleHead):
+        if head.fc.bias is not None:
+            raise ValueError("vLLM's EAGLE-1 has no fc.bias, and this head does: train it with head.bias=false")
+        return Export(EagleFormat("EagleLlamaForCausalLM"), VLLM, "vLLM drafts a chain, no tree.")
+    raise refusal("vLLM", head)
+
+
+def sglang(head: DraftHead, target: Target) -> Export:
+    if isinstance(head, EagleHead):
+        return Export(
+            EagleFormat(bias=True), SGLANG, "SGLang's fc has a bias; one of zeros is written where there is none."
+        )
+    if not isinstance(head, Eagle3Head):
+        raise refusal("SGLang", head)
+    if len(head.layers) != 3:
+        raise ValueError(f"SGLang fuses three layers, and this head reads hidden states {head.layers}")
+    if head.layers[0] == 0:
+        raise ValueError(
+            "SGLang hands out outputs of decoder layers, and this head reads the embedding (hidden state 0)"
+        )
+    plain_layer("SGLang", head)
+    return Export(Eagle3Format(), SGLANG)
+
+
+def speculators(head: DraftHead, target: Target) -> Export:
+    if not isinstance(head, Eagle3Head):
+        raise refusal("the speculators package", head)
+    return Export(SpeculatorsFormat(), "vllm serve {head}", "vLLM finds the target by the name in config.json.")
+
+
+def eagle(head: DraftHead, target: Target) -> Export:
+    if isinstance(head, EagleHead):
+        return Export(EagleFormat("LlamaForCausalLM", embeddings=True), EA_MODEL)
+    if not isinstance(head, Eagle3Head):
+        raise refusal("SafeAILab's code", head)
+    n = target.num_layers
+    if head.layers != [2, n // 2, n - 3]:
+        raise ValueError(
+            f"SafeAILab's code reads hidden states {[2, n // 2, n - 3]} of a target of {n} layers, whatever config.json "
+            f"says, and this head reads {head.layers}"
+        )
+    plain_layer("SafeAILab's code", head)
+    return Export(Eagle3Format(), EA_MODEL)
+
+
+def medusa(head: DraftHead, target: Target) -> Export:
+    if type(head) is not MedusaHead:
+        raise refusal("FasterDecoding's code", head)
+    whole_vocabulary("FasterDecoding's code", head)
+    note = "medusa_lm_head.pt is for FasterDecoding's code, which opens nothing else; TGI takes the safetensors."
+    return Export(MedusaFormat(), "text-generation-launcher --model-id {head}", note)
+
+
+def hydra(head: DraftHead, target: Target) -> Export:
+    if not isinstance(head, HydraHead):
+        raise refusal("zankner's code", head)
+    whole_vocabulary("zankner's code", head)
+    check_tied(head)
+    return Export(
+        HydraFormat(), "HydraModel.from_pretrained('{head}')", "hydra_lm_head.pt is what zankner's code opens."
+    )
+
+
+def refusal(engine: str, head: DraftHead) -> ValueError:
+    return ValueError(f"{engine} reads no {head.kind} heads")
+
+
+def whole_vocabulary(engine: str, head: DraftHead) -> None:
+    if head.pruned:
+        raise ValueError(f"{engine} knows no pruned vocabulary: train this head with head.draft_vocab_size=null")
+
+
+def plain_layer(engine: str, head: Eagle3Head) -> None:
+    """Raise ValueError for what engines that know only the paper's layer would leave out without a word."""
+    extras = {
+        "norm_before_residual": head.norm_before_residual,
+        "norm_before_fc": head.input_norm is not None,
+        "fc_norm": len(head.fc_norm) > 0,
+        "norm_output": head.norm_output,
+    }
+    used = [name for name, on in extras.items() if on]
+    if used:
+        raise ValueError(f"{engine} knows no {', '.join(used)}, and would draft wrongly without a word; vLLM does")

@@ -1,0 +1,127 @@
+"""Files of a head that somebody else wrote: they are data, and nothing in them is ever executed.
+
+A `.pt` or `.bin` is a zip of raw tensors and a pickle. The zip is looked at before it is opened (torch stores members
+uncompressed, so one that is compressed, or larger than the file, is a bomb and not a head), and the pickle is read by
+torch's weights-only unpickler, which knows tensors and containers and refuses every other name.
+"""
+
+import json
+import pickle
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from heads.formats.base import Found
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+# In this order: where a directory has both, pickles are never touched.
+SAFE = ("model.safetensors", INDEX, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
+PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
+LARGEST_JSON = 2**24  # bytes; configs have some thousand
+
+
+def read(directory: Path) -> Found:
+    """The config and the weights in `directory`; ValueError that names the file and what is wrong with it."""
+    config = read_config(directory)
+    weights = next((directory / name for name in (*SAFE, *PICKLED) if (directory / name).is_file()), None)
+    if weights is None:
+        raise ValueError(f"{directory} holds no weights: none of {', '.join((*SAFE, *PICKLED))}")
+    if weights.name == INDEX:
+        tensors = read_shards(weights)
+    elif weights.suffix == ".safetensors":
+        tensors = read_safetensors(weights)
+    else:
+        tensors = read_pickled(weights)
+    return Found(config, tensors, directory)
+
+
+def read_config(directory: Path) -> dict:
+    """config.json, refused where it names code."""
+    path = directory / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{directory} holds no {CONFIG}: give the directory that training wrote (<output_dir>/head)")
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no settings, but {type(config).__name__}")
+    code = [name for name in ("auto_map", "custom_pipelines", "trust_remote_code") if config.get(name)]
+    if code:
+        raise ValueError(
+            f"{path} names code of its own ({', '.join(code)}): a head is data here, and nothing that comes with it is "
+            "executed; remove the entry if the weights are in a published layout"
+        )
+    return config
+
+
+def read_json(path: Path) -> object:
+    if path.stat().st_size > LARGEST_JSON:
+        raise ValueError(f"{path} is {path.stat().st_size:,} bytes, which no config is")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+
+
+def read_shards(index: Path) -> dict[str, Tensor]:
+    """The tensors of a model that was saved in parts; each part must lie beside the index."""
+    entries = read_json(index)
+    parts = entries.get("weight_map") if isinstance(entries, dict) else None
+    if not isinstance(parts, dict):
+        raise ValueError(f"{index} has no weight_map")
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(set(map(str, parts.values()))):
+        if name != PurePosixPath(name).name or not name.endswith(".safetensors"):
+            raise ValueError(f"{index} names {name!r}: a part must be a .safetensors file in the same directory")
+        if not (index.parent / name).is_file():
+            raise ValueError(f"{index} names {name}, which is not there")
+        tensors |= read_safetensors(index.parent / name)
+    return tensors
+
+
+def read_pickled(path: Path) -> dict[str, Tensor]:
+    check_zip(path)
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).split("WeightsUnpickler error: ")[-1].split("\n")[0].strip()
+        raise ValueError(f"{path} holds more than tensors, and was not executed: {reason}") from None
+    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
+        raise ValueError(f"{path} is damaged: {str(error).splitlines()[0] if str(error) else error!r}") from None
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
+    ):
+        raise ValueError(f"{path} holds no tensors by name, which is what a head is")
+    return dict(tensors)
+
+
+def check_zip(path: Path) -> None:
+    """Raise ValueError unless `path` is a zip as torch.save writes it."""
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is no zip file, as torch.save writes since 1.6: save it anew, best as safetensors")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{path} is a damaged zip file: {error}") from None
+    for member in members:
+        place = PurePosixPath(member.filename)
+        if place.is_absolute() or ".." in place.parts or "\\" in member.filename:
+            raise ValueError(f"{path} has a member that points out of it, {member.filename!r}: it was not opened")
+        if member.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(
+                f"{path} has a compressed member, {member.filename!r}: torch writes none; it was not opened"
+            )
+    total = sum(member.file_size for member in members)
+    if total > path.stat().st_size:
+        raise ValueError(f"{path} would unpack {total:,} bytes out of {path.stat().st_size:,}: it was not opened")

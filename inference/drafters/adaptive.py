@@ -1,0 +1,40 @@
+"""Adaptive length: draft as deep as it has paid lately, and stop sooner where the draft is not sure of itself.
+
+The levels follow what was accepted, as in transformers' assisted generation: two more after a tree accepted down to its
+last level, one fewer after any other. Within a step drafting stops once no branch is likely any more (as BiLD, Kim et al.,
+arXiv:2302.07863, falls back). Only the draft gets shorter; what is read of it is chosen as ever.
+"""
+
+import math
+
+from torch import Tensor
+
+from inference.drafters.base import Accepted, Drafter
+from inference.drafters.dynamic import DynamicTree
+from inference.sampling import Sampling
+from inference.tree import TokenTree
+
+
+class AdaptiveLength(Drafter):
+    def __init__(self, inner: DynamicTree, confidence: float = 0.2):
+        """inner: a head's or a draft model's tree or chain, with the most levels that may be drafted. confidence: the
+        probability, as the drafter scores it, of the best branch below which no row drafts on; 0 never stops so. To look at
+        it is one wait for the device per level."""
+        if not 0 <= confidence < 1:
+            raise ValueError(f"confidence={confidence} must be a probability below 1; 0 drafts all levels")
+        self.inner, self.layers, self.nodes, self.most = inner, inner.layers, inner.nodes, inner.depth
+        self.depth = self.most
+        if confidence > 0:
+            least = math.log(confidence)
+            inner.enough = lambda scores: bool(scores.max() < least)
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        self.inner.begin(batch, capacity, sampling)
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        self.inner.resize(self.nodes, self.depth)
+        return self.inner.propose(accepted, gumbel)
+
+    def learn(self, paths: list[list[int]], choices: Tensor) -> None:
+        deepest = max(len(path) for path in paths) - 1
+        self.depth = min(self.most, self.depth + 2) if deepest == self.depth else max(1, self.depth - 1)

@@ -1,0 +1,108 @@
+"""Suffix counting: draft what followed the longest suffixes of the text, in it and in past outputs, as a tree of the
+likeliest continuations (SuffixDecoding, Oliaro et al., arXiv:2411.04975, section 4). It needs no head.
+
+A trie counts every run of up to `longest` tokens. The text's own suffixes are a set of places in it, one per length, which
+every new token moves on by one; what hangs below such a place followed that suffix before, so often.
+"""
+
+import heapq
+
+from torch import Tensor
+
+from inference.drafters.base import Accepted, Drafter, trees
+from inference.sampling import Sampling
+from inference.tree import TokenTree
+
+
+class Trie:
+    __slots__ = ("children", "count")
+
+    def __init__(self) -> None:
+        self.children: dict[int, Trie] = {}
+        self.count = 0
+
+    def enter(self, token: int) -> "Trie":
+        child = self.children.setdefault(token, Trie())
+        child.count += 1
+        return child
+
+
+def likeliest(place: Trie, nodes: int, depth: int) -> tuple[list[tuple[int, int]], float]:
+    """The likeliest nodes below a place, (token, parent), and how many of them the counts expect to be right."""
+    drafts, expected, number = list[tuple[int, int]](), 0.0, 0  # number: so that tries are never compared
+    heap: list[tuple[float, int, int, int, int, Trie]] = []
+    opened: tuple[Trie, float, int, int] | None = (place, 1.0, 0, 1)
+    while len(drafts) < nodes:
+        if opened is not None:
+            above, chance, parent, level = opened
+            whole = sum(child.count for child in above.children.values())
+            for token, child in above.children.items():
+                number += 1
+                heapq.heappush(heap, (-chance * child.count / whole, number, token, parent, level, child))
+        if not heap:
+            break
+        negative, _, token, parent, level, child = heapq.heappop(heap)
+        drafts.append((token, parent))
+        expected -= negative
+        opened = (child, -negative, len(drafts), level + 1) if level < depth else None
+    return drafts, expected
+
+
+class SuffixDrafter(Drafter):
+    def __init__(self, longest: int = 8, nodes: int = 16, per_match: float = 2.0, past: int = 20_000):
+        """longest: tokens of a suffix and its continuation together. nodes: of a tree, its root counted. per_match:
+        nodes drafted per token of the suffix that was found, since a longer one is surer. past: tokens of past outputs
+        that are remembered; then it starts anew."""
+        if longest < 2 or nodes < 2:
+            raise ValueError(f"longest={longest} and nodes={nodes} must be at least 2")
+        if per_match <= 0 or past < 0:
+            raise ValueError(f"per_match={per_match} must be above 0 and past={past} not negative")
+        self.longest, self.nodes, self.per_match, self.room = longest, nodes, per_match, past
+        self.depth = min(nodes, longest) - 1
+        self.past, self.remembered = Trie(), 0
+        self.texts: list[list[int]] = []
+        self.prompts: list[int] = []
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        for text, prompt in zip(self.texts, self.prompts, strict=True):
+            self.remember(text[prompt:])
+        self.own = [Trie() for _ in range(batch)]
+        self.texts, self.prompts, self.read = [], [], [0] * batch
+        # [row][n]: the place of its suffix of n tokens, in its own trie, and as far as it is known in that of past outputs.
+        self.places = [[trie] for trie in self.own]
+        self.matches: list[list[Trie]] = [[self.past] for _ in range(batch)]
+
+    def remember(self, output: list[int]) -> None:
+        if self.remembered + len(output) > self.room:
+            self.past, self.remembered = Trie(), 0
+        if len(output) > self.room:
+            return
+        places = [self.past]
+        for token in output:
+            places = [self.past, *(place.enter(token) for place in places[: self.longest])]
+        self.remembered += len(output)
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        if not self.texts:
+            self.prompts = [len(text) - 1 for text in accepted.text]
+        self.texts = accepted.text
+        return trees(accepted, [self.draft(row, text) for row, text in enumerate(accepted.text)], self.depth)
+
+    def draft(self, row: int, text: list[int]) -> list[tuple[int, int]]:
+        """(token, parent) of the nodes below the root."""
+        for token in text[self.read[row] :]:
+            places = self.places[row][: self.longest]
+            self.places[row] = [self.own[row], *(place.enter(token) for place in places)]
+            found = (place.children.get(token) for place in self.matches[row][: self.longest])
+            self.matches[row] = [self.past, *(place for place in found if place is not None)]
+        self.read[row] = len(text)
+        best, score = list[tuple[int, int]](), 0.0
+        for suffixes in (self.places[row], self.matches[row]):
+            for length in range(len(suffixes) - 1, 0, -1):
+                nodes = min(self.nodes - 1, int(self.per_match * length))
+                if nodes <= score:
+                    break  # a node is worth a token at most, and shorter suffixes have fewer
+                drafts, expected = likeliest(suffixes[length], nodes, self.depth)
+                if expected > score:
+                    best, score = drafts, expected
+        return best

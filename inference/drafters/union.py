@@ -1,0 +1,90 @@
+"""Several drafters at once, their trees merged into one: an n-gram's branch beside a head's tree, or several draft models
+(SpecInfer, Miao et al., arXiv:2305.09781, section 3.2: merge-based construction).
+
+Two nodes are the same where their paths from the root name the same tokens. The first stays, and what hangs below the
+others hangs below it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from inference.drafters.base import Accepted, Drafter
+from inference.sampling import Sampling, mix
+from inference.tree import TokenTree, from_parents
+
+
+class Union(Drafter):
+    def __init__(self, drafters: Sequence[Drafter]):
+        """drafters: at least two; where their trees agree, the nodes count as the first one's."""
+        if len(drafters) < 2:
+            raise ValueError(f"a union needs two drafters or more, not {len(drafters)}")
+        self.drafters = list(drafters)
+        self.layers = sorted({layer for drafter in drafters for layer in drafter.layers})
+        self.nodes = 1 + sum(drafter.nodes - 1 for drafter in drafters)
+
+        self.depth = max(drafter.depth for drafter in drafters)
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        for drafter in self.drafters:
+            drafter.begin(batch, capacity, sampling)
+        self.depth = max(drafter.depth for drafter in self.drafters)
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        drafted = [drafter.propose(self.share(drafter, accepted), gumbel) for drafter in self.drafters]
+        tree, self.places = merge(drafted, self.depth)
+        return tree
+
+    def share(self, drafter: Drafter, accepted: Accepted) -> Accepted:
+        """What was accepted, with the features of the layers that this drafter asked for."""
+        if list(drafter.layers) == self.layers:
+            return accepted
+        by_layer = accepted.features.unflatten(-1, (max(1, len(self.layers)), -1))
+        wanted = [self.layers.index(layer) for layer in drafter.layers]
+        return accepted._replace(features=by_layer[..., wanted, :].flatten(-2))
+
+    def learn(self, paths: list[list[int]], choices: Tensor) -> None:
+        """Each drafter hears of its own nodes: those of a path that it drafted too are the path's first ones."""
+        nobodys = self.nodes
+        for drafter, place in zip(self.drafters, self.places, strict=True):
+            numbers = torch.arange(place.shape[1], device=place.device).expand_as(place)
+            own = choices.new_full((len(place), choices.shape[1] + 1), nobodys).scatter_reduce(
+                1, place, numbers, "amin"
+            )
+            rows = zip(paths, own.tolist(), strict=True)
+            mine = [[row[node] for node in path if row[node] < nobodys] for path, row in rows]
+            drafter.learn(mine, choices.gather(1, place.clamp(max=choices.shape[1] - 1)))
+        self.depth = max(drafter.depth for drafter in self.drafters)
+
+
+def merge(drafted: Sequence[TokenTree], depth: int) -> tuple[TokenTree, list[Tensor]]:
+    """One tree (batch, at most all their nodes), and per tree where its nodes went, (batch, its nodes); padding went behind
+    the last one."""
+    sizes = [tree.tokens.shape[1] for tree in drafted]
+    firsts = [sum(sizes[:number]) for number in range(len(sizes))]
+    tokens = torch.cat([tree.tokens for tree in drafted], 1)
+    parents = torch.cat([tree.parents + first for tree, first in zip(drafted, firsts, strict=True)], 1)
+    depths = torch.cat([tree.depths for tree in drafted], 1)
+    # A path has one token per depth, so a sum over it of mixed (depth, token) tells paths apart, but for 64-bit collisions,
+    # which would cost a draft, never a wrong token.
+    mixed = mix((tokens + 1) * 64 + mix(depths))
+    paths = torch.cat(
+        [(tree.ancestors * part[:, None]).sum(-1) for tree, part in zip(drafted, mixed.split(sizes, 1))], 1
+    )
+    alike = paths[:, :, None] == paths[:, None, :]
+    first = alike.int().argmax(2)  # (batch, n): the node that stands for each
+    batch, nodes = tokens.shape
+    order = torch.arange(nodes, device=tokens.device)
+    stays = (first == order) & (tokens >= 0)
+    # Nodes that stay come first, in their order, so parents stand before children; the others become padding.
+    ranked = torch.where(stays, order, order + nodes).argsort(1)
+    place = torch.empty_like(ranked).scatter(1, ranked, order.expand(batch, -1))
+    whole, tokens = tokens, torch.where(stays, tokens, -1).gather(1, ranked)
+    parents = torch.where(stays, place.gather(1, first.gather(1, parents)), 0).gather(1, ranked)
+    if tokens.device.type == "cpu":
+        # Columns that are padding in every row go. Elsewhere, to know how many would cost a wait for the device.
+        width = int(stays.sum(1).max())
+        tokens, parents = tokens[:, :width], parents[:, :width]
+    where = torch.where(whole >= 0, place.gather(1, first), tokens.shape[1])
+    return from_parents(tokens, parents, depth), list(where.split(sizes, 1))

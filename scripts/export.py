@@ -1,0 +1,45 @@
+"""Write a head in an engine's layout:  python scripts/export.py head=outputs/eagle3/head format=vllm output_dir=exported
+
+`head` may be in any layout that `load_drafter` reads, so this also converts published heads.
+"""
+
+import shutil
+from pathlib import Path
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from heads import hub
+from heads.checkpoint import read_config, read_head, write_head
+from train import ship
+from train.entry import CONF, entry
+
+
+@entry("export", CONF / "ship")
+def main(cfg: DictConfig) -> None:
+    out = Path(cfg.output_dir)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"output_dir={out} is there already: give another, or remove it")
+    target = ship.open_target(cfg.target, cfg.head)
+    found = hub.find(cfg.head)
+    head = read_head(found, target)
+    export = instantiate(cfg.format)(head, target)
+    recorded = read_config(found).get("foretoken", {})
+    facts = {name: recorded[name] for name in ("accuracies",) if name in recorded}
+    part = out.with_name(f"{out.name}.part")  # what is at output_dir has passed the gate
+    shutil.rmtree(part, ignore_errors=True)
+    write_head(head, part, target, export.form, export.form.files, **facts)
+    if cfg.gate:
+        print(ship.gate(found, target, part))
+    if out.exists():
+        out.rmdir()
+    part.rename(out)
+    print(f"{out}: {export.form.title}")
+    if export.note:
+        print(export.note)
+    depth = head.depth
+    print(f"use it: {export.use.format(target=target.name, head=out, depth=depth, method=head.kind)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""The parity gate as a command:  python scripts/parity.py head=outputs/eagle3/head [exported=exports/eagle3]
+
+Training forward, drafter and files must give the same draft logits, and trained head and export the same acceptance
+length. Exit code 2 where they do not.
+"""
+
+from omegaconf import DictConfig
+
+from heads import hub
+from train import ship
+from train.entry import CONF, entry
+
+
+@entry("parity", CONF / "ship")
+def main(cfg: DictConfig) -> None:
+    target = ship.open_target(cfg.target, cfg.head)
+    trained = hub.find(cfg.head)
+    print(ship.gate(trained, target, hub.find(cfg.exported) if cfg.exported else trained))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Put a head on the Hugging Face Hub:  python scripts/push.py head=outputs/eagle3/head repo=org/name dry_run=true
+
+Needs a login (`hf auth login`, or HF_TOKEN). What is sent has passed the parity gate; else nothing is.
+"""
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from train import ship
+from train.entry import CONF, entry
+
+
+@entry("push", CONF / "ship")
+def main(cfg: DictConfig) -> None:
+    target = ship.open_target(cfg.target, cfg.head)
+    print(ship.push(Path(cfg.head), target, cfg.repo, cfg.private, cfg.replace, cfg.dry_run, cfg.license))
+
+
+if __name__ == "__main__":
+    main()

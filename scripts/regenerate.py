@@ -1,0 +1,53 @@
+"""Answers by the target itself in place of a set's own:  python scripts/regenerate.py data=jsonl data.path=FILE endpoint=URL
+
+endpoint: any server that speaks OpenAI's protocol (vLLM, SGLang, a hosted one), with its /v1; without one the target answers
+in this process. The output is trained on with data=jsonl data.path=OUTPUT. Stopped, the same command goes on.
+"""
+
+import asyncio
+from pathlib import Path
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from train.answers import Server, in_process, through_server
+from train.chat import ChatFormat
+from train.conversations import source_of
+from train.entry import entry
+from train.regenerate import Output, Sampling, questions
+from train.rows import Source
+
+
+@entry("regenerate")
+def main(cfg: DictConfig) -> None:
+    source = source_of(cfg.data)
+    for name in ("concurrency", "batch", "max_tokens"):
+        if cfg[name] < 1:
+            raise ValueError(f"{name}={cfg[name]} must be at least 1")
+    sampling = Sampling(cfg.temperature, cfg.top_p, cfg.max_tokens, cfg.seed)
+    dropped: dict[str, int] = {}
+    if cfg.endpoint is not None:
+        output = asyncio.run(serve(cfg, source, sampling, dropped))
+    else:
+        target = instantiate(cfg.target)
+        if target.tokenizer is None:
+            raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and the questions are text")
+        form = ChatFormat(target.tokenizer, cfg.data.template, cfg.data.thinking)
+        output = Output(Path(cfg.output), sampling._asdict() | {"model": target.name, "template": form.digest})
+        in_process(target, form, output.remaining(questions(source, dropped)), cfg.batch, sampling, output)
+    print(f"{len(output.done)} rows in {output.path}; dropped: {dropped or 'none'}", flush=True)
+
+
+async def serve(cfg: DictConfig, source: Source, sampling: Sampling, dropped: dict[str, int]) -> Output:
+    thinking = cfg.data.thinking
+    extra = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking, "thinking": thinking}}
+    server = Server(cfg.endpoint, cfg.model, cfg.timeout, cfg.retries, sampling, extra)
+    await server.start()
+    output = Output(Path(cfg.output), sampling._asdict() | {"model": server.model, "thinking": thinking})
+    print(f"{server.model} at {cfg.endpoint} answers; {len(output.done)} rows are there already", flush=True)
+    await through_server(server, output.remaining(questions(source, dropped)), cfg.concurrency, output)
+    return output
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""The witness: heads that were trained here, in the files that we ship, drafted with by an engine that others wrote.
+
+    bash scripts/vllm_env.sh && python -m pytest -m serving tests/serving
+
+FORETOKEN_VLLM_ENV names the environment (default .venv-vllm). FORETOKEN_SERVING_HEADS names a folder with trained heads of
+the embedded target, <kind>/head each; without it some are trained here for a few minutes.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from heads import Target, load_head
+from heads.base import Text
+from inference.drafters import drafter_for
+from inference.evaluate import per_depth, run
+from train import stdlib
+
+pytestmark = pytest.mark.serving
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+HERE = Path(__file__).resolve().parent
+PYTHON = Path(os.environ.get("FORETOKEN_VLLM_ENV", ROOT / ".venv-vllm")) / "bin" / "python"
+EMBEDDED = ROOT / "scripts" / "embedded_target"
+KINDS = ("eagle3", "eagle", "medusa")
+DEPTH, PROMPTS, NEW_TOKENS = 3, 24, 128  # a chain of 3 over 3,072 tokens: 1,000 drafts below an acceptance length of 3
+SHORT = ("trainer.max_steps=60", "length=256", "data.max_files=150", "evaluate.eval_steps=0", "evaluate.proof=false")
+FEW = ("evaluate.prompts=4", "evaluate.timed_prompts=1", "evaluate.new_tokens=16")
+
+
+def call(python: Path | str, *arguments: str | Path) -> None:
+    """Run a script from the repository; its output is shown only where it fails."""
+    quiet = {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [str(python), *map(str, arguments)], cwd=ROOT, env=os.environ | quiet, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def environment() -> None:
+    if not PYTHON.is_file():
+        pytest.fail(f"{PYTHON} is not there: bash scripts/vllm_env.sh makes it")
+
+
+@pytest.fixture(scope="session")
+def embedded() -> Target:
+    return Target.from_pretrained(EMBEDDED, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def heads(tmp_path_factory) -> Path:
+    if "FORETOKEN_SERVING_HEADS" in os.environ:
+        return Path(os.environ["FORETOKEN_SERVING_HEADS"])
+    folder = tmp_path_factory.mktemp("heads")
+    for kind in KINDS:
+        call(sys.executable, "train/run.py", f"head={kind}", f"output_dir={folder / kind}", "written=0", *SHORT, *FEW)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def rows(embedded) -> list[list[int]]:
+    """Beginnings of files that nothing is trained on."""
+    texts = itertools.islice((text for _, text in stdlib.documents("test", tests=False) if len(text) > 2000), PROMPTS)
+    assert embedded.tokenizer is not None
+    return [embedded.tokenizer(text[:1000])["input_ids"][:64] for text in texts]
+
+
+def decode(folder: Path, rows: list[list[int]], speculative: dict[str, Any] | None) -> dict[str, Any]:
+    """What vLLM writes and counts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    job = {"target": str(EMBEDDED), "speculative": speculative, "prompts": rows, "new_tokens": NEW_TOKENS}
+    (folder / "job.json").write_text(json.dumps(job | {"output": str(folder / "out.json")}))
+    call(PYTHON, HERE / "engine.py", folder / "job.json")
+    return json.loads((folder / "out.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def plain(rows, tmp_path_factory) -> list[list[int]]:
+    return decode(tmp_path_factory.mktemp("plain"), rows, None)["texts"]
+
+
+def export(heads: Path, kind: str, name: str, folder: Path) -> Path:
+    where = ("head=" + str(heads / kind / "head"), f"format={name}", f"output_dir={folder / 'export'}")
+    call(sys.executable, "scripts/export.py", *where, f"target.path={EMBEDDED}")
+    return folder / "export"
+
+
+def chain(head: Path, target: Target, rows: list[list[int]]) -> tuple[list[list[int]], list[float]]:
+    """Our own texts, and the share of steps that accept d drafts of a chain, d = 1 .. DEPTH."""
+    loaded = load_head(head, target)
+    if loaded.recurrent:
+        drafter = drafter_for(loaded, target, width=1, depth=DEPTH, nodes=DEPTH + 1)
+    else:
+        drafter = drafter_for(loaded, target, accuracies=[[1.0]] * DEPTH, nodes=DEPTH + 1)
+    out = run(target, drafter, rows, max_new_tokens=NEW_TOKENS, eos_token_id=-1)
+    return [row for generation in out for row in generation.new_tokens], per_depth(out, DEPTH)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "method"),
+    [
+        ("eagle3", "vllm", "eagle3"),
+        ("eagle3", "speculators", "eagle3"),
+        ("eagle", "vllm", "eagle"),
+        ("medusa", "vllm", "medusa"),
+    ],
+)
+def test_the_engine_accepts_what_we_predict(heads, embedded, rows, plain, tmp_path, kind, name, method):
+    exported = export(heads, kind, name, tmp_path)
+    out = decode(tmp_path, rows, {"method": method, "model": str(exported), "num_speculative_tokens": DEPTH})
+    assert out["texts"] == plain
+    drafts = out["counted"]["drafts"]
+    theirs = [count / drafts for count in out["counted"]["accepted_tokens_per_pos"]]
+    texts, ours = chain(exported, embedded, rows)
+    print(f"{kind} as {name}: {drafts} drafts, accepted per position {theirs} in vLLM, {ours} here")
+    assert drafts >= 1000 and texts == plain
+    assert theirs == pytest.approx(ours, rel=0.05)
+    assert theirs[0] > 0.1  # nothing was left out without a word
+
+
+def test_vllm_finds_the_target_of_a_speculators_directory(heads, rows, plain, tmp_path):
+    exported = export(heads, "eagle3", "speculators", tmp_path)
+    folder = tmp_path / "found"
+    folder.mkdir()
+    job = {"target": str(exported), "speculative": None, "prompts": rows[:4], "new_tokens": NEW_TOKENS}
+    (folder / "job.json").write_text(json.dumps(job | {"output": str(folder / "out.json")}))
+    call(PYTHON, HERE / "engine.py", folder / "job.json")
+    out = json.loads((folder / "out.json").read_text())
+    assert out["texts"] == plain[:4] and out["counted"]["drafts"] > 0
+
+
+@torch.no_grad()
+def test_the_speculators_package_drafts_the_same_logits(heads, embedded, rows, tmp_path):
+    exported = export(heads, "eagle3", "speculators", tmp_path)
+    head = load_head(exported, embedded, dtype=torch.float32)
+    tokens = torch.tensor([rows[0] + rows[1][:1]])
+    length = tokens.shape[1]
+    positions = torch.arange(length)[None]
+    text = Text(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), positions)
+    features = embedded.read(tokens, layers=head.layers, keep_logits=1).features
+    # Its position t holds the token behind, as our slot t reads it.
+    behind = torch.cat([tokens[:, 1:], tokens.new_zeros(1, 1)], dim=1)
+    save_file({"features": features.contiguous(), "tokens": behind.contiguous()}, tmp_path / "in.safetensors")
+    call(PYTHON, HERE / "speculators_logits.py", exported, tmp_path / "in.safetensors", tmp_path / "out.safetensors")
+    theirs = load_file(tmp_path / "out.safetensors")
+    for step, hidden in enumerate(head(features, embedded.embed(tokens), text)[:DEPTH]):
+        # Our slot p is of the draft that began at p - step; the last slots know no token behind.
+        ours = head.logits(hidden, step + 1)[0, step : length - 1]
+        torch.testing.assert_close(ours, theirs[str(step)][0, : length - 1 - step], atol=1e-3, rtol=1e-3)

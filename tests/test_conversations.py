@@ -1,0 +1,200 @@
+"""Conversations from files: every published layout, what is dropped and why, and the same split every time."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+
+from train import datacard
+from train.conversations import corpus
+from train.data import Document, count_tokens, prompts
+from train.rows import Dropped, Row, Source
+
+from .chats import CHATML, tokenizer
+
+HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+LAYOUTS = {
+    "openai": {"messages": HI},
+    "openai parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, HI[1]]},
+    "sharegpt": {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
+    "ultrachat": {"prompt": "hi", "prompt_id": "1", "messages": HI},
+    "ultrachat, as first published": {"id": "0", "data": ["hi", "hello"]},
+    "prompt and response": {"prompt": "hi", "response": "hello"},
+    "gsm8k": {"question": "hi", "answer": "hello"},
+    "magicoder": {"problem": "hi", "solution": "hello", "lang": "python"},
+    "alpaca": {"instruction": "hi", "input": "", "output": "hello"},
+    "trl": {"prompt": HI[:1], "completion": HI[1:]},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_are_found_by_themselves(layout: str):
+    assert Source("x").conversation(Row("", LAYOUTS[layout])) == HI
+
+
+def test_columns_can_be_named():
+    row = Row("", {"q": "hi", "a": "hello", "t": "text", "chat": HI, "prompt": "other"})
+    assert Source("x", prompt="q", response="a").conversation(row) == HI
+    assert Source("x", messages="chat").conversation(row) == HI
+    assert Source("x", text="t", prompt="none").conversation(row) == "text"
+    assert (
+        Source("x").conversation(Row("", {"instruction": "add", "input": "1 2", "output": "3"}))[0]["content"]
+        == "add\n\n1 2"
+    )
+    asked = Source("x").conversation(Row("", {"turns": ["one", "two"]}))
+    assert asked == [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ([1], "not an object"),
+        ({"id": 3}, "no conversation and no text"),
+        ({"messages": []}, "without a turn"),
+        ({"messages": [{"role": "critic", "content": "no"}]}, "a role that is not known"),
+        ({"messages": [{"content": "no"}]}, "without a role"),
+        ({"messages": [{"role": "user", "content": " "}]}, "an empty turn"),
+        ({"messages": [{"role": "user", "content": None}]}, "an empty turn"),
+        ({"messages": [{"role": "user", "content": 7}]}, "not text"),
+        ({"messages": [None, None]}, "neither text nor a message"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "tool calls"),
+        ({"text": "  "}, "no text in it"),
+        ({"text": "\ud800"}, "surrogate"),
+    ],
+)
+def test_rows_that_are_no_conversation_say_why(row, reason: str):
+    with pytest.raises(Dropped, match=reason):
+        Source("x").conversation(Row("", row))
+
+
+def write(path: Path, rows: list) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    rows = [{"question": f"what is {i}?", "answer": f"it is {i}"} for i in range(120)]
+    return write(tmp_path / "rows.jsonl", rows)
+
+
+def test_a_corpus_says_what_it_dropped_and_where(file: Path, tmp_path: Path):
+    with file.open("ab") as more:
+        more.write(b'{"question": "cut\n\xff\xfe\n{"question": "no answer"}\n\n')
+    data = corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path))
+    assert data.card["rows"] == 123 and len(data.train) + data.card["held_out"] == 120
+    assert data.card["dropped"] == {"not JSON": 1, "not UTF-8": 1, "no answer in it": 1}
+    assert data.card["first_dropped"]["not UTF-8"] == "rows.jsonl:122"
+    assert "1 x not JSON (first: rows.jsonl:121)" in datacard.summary(data.card)
+
+
+def test_the_split_depends_on_what_is_said_alone(file: Path, tmp_path: Path):
+    def parts(path: Path) -> list[set[tuple[int, ...]]]:
+        data = corpus(tokenizer(CHATML), path=str(path), cache_dir=str(tmp_path), test_share=0.1)
+        return [{tuple(document.tokens) for document in part} for part in (data.train, data.validation, data.test)]
+
+    lines = file.read_text().splitlines(keepends=True)
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(reversed(lines)) + lines[0] * 3)  # another order, some rows twice
+    one, two = parts(file), parts(other)
+    assert one == two and all(one)
+    assert not one[0] & one[1] and not one[0] & one[2] and not one[1] & one[2]
+
+
+def test_a_tiny_set_still_holds_something_out(tmp_path: Path):
+    rows = [{"prompt": f"p{i}", "response": "r"} for i in range(3)]
+    data = corpus(tokenizer(CHATML), path=str(write(tmp_path / "a.jsonl", rows)), cache_dir=str(tmp_path))
+    assert [len(part) for part in (data.train, data.validation, data.test)] == [1, 1, 1]
+    with pytest.raises(ValueError, match="at least two"):
+        corpus(tokenizer(CHATML), path=str(write(tmp_path / "b.jsonl", rows[:1])), cache_dir=str(tmp_path))
+
+
+def test_the_same_set_as_json_lines_array_folder_and_parquet(file: Path, tmp_path: Path):
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    (tmp_path / "array.json").write_text(json.dumps(rows))
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "folder" / "1.jsonl", rows[:50]), write(tmp_path / "folder" / "2.jsonl", rows[50:])
+    found = []
+    for path in (file, tmp_path / "array.json", tmp_path / "rows.parquet", tmp_path / "folder"):
+        data = corpus(tokenizer(CHATML), path=str(path), cache_dir=str(tmp_path))
+        found.append(datacard.describe(data.train)["hash"])
+    assert len(set(found)) == 1
+    assert len(corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path), max_rows=50).train) < 50
+
+
+def test_a_second_run_reads_the_cache_and_a_changed_file_is_read_anew(file: Path, tmp_path: Path, monkeypatch):
+    first = corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(Source, "conversation", None)  # called, it would fail
+        again = corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path))
+    assert list(again.train) == list(first.train) and again.card == first.card
+    write(file, [{"text": f"line {i}"} for i in range(9)])
+    assert len(corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path)).train) < 9
+
+
+def test_raw_text_is_supervised_whole_and_held_out_as_text(tmp_path: Path):
+    path = write(tmp_path / "text.jsonl", [{"text": f"line {i}\n" * 5} for i in range(40)])
+    data = corpus(tokenizer(None), path=str(path), cache_dir=str(tmp_path), test_share=0.2)
+    assert all(all(document.supervised) for document in data.train)
+    assert data.test and all(isinstance(text, str) for text in data.test)
+
+
+def test_nothing_to_train_on_names_the_reasons_and_the_remedy(tmp_path: Path):
+    for rows, match in (
+        ([], "it has no rows"),
+        ([{"q": "x"}] * 4, r"4 x no conversation.*data\.prompt and data\.response"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            corpus(tokenizer(CHATML), path=str(write(tmp_path / "no.jsonl", rows)), cache_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="does not exist"):
+        corpus(tokenizer(CHATML), path=str(tmp_path / "none.jsonl"), cache_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("template", "share"),
+    [
+        ("{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}", "100 %"),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}",
+            "0 %",
+        ),
+    ],
+)
+def test_masks_of_all_or_nothing_are_an_error_that_names_the_template(
+    file: Path, tmp_path: Path, template: str, share: str
+):
+    own = tmp_path / "own.jinja"
+    own.write_text(template)
+    with pytest.raises(ValueError, match=share) as raised:
+        corpus(tokenizer(None), path=str(file), cache_dir=str(tmp_path), template=str(own))
+    assert "own.jinja" in str(raised.value) and "{% generation %}" in str(raised.value)
+
+
+def test_prompts_of_conversations_end_where_the_answer_begins(file: Path, tmp_path: Path):
+    form = tokenizer(CHATML)
+    data = corpus(form, path=str(file), cache_dir=str(tmp_path), test_share=0.1)
+    rows = prompts(form, data.test, 4, 16)
+    assert len(rows) == 4
+    assert all(form.decode(row).startswith("<|im_start|>user\nwhat is ") for row in rows)
+    assert all(form.decode(row).endswith("?<|im_end|>\n<|im_start|>assistant\n") for row in rows)
+    with pytest.raises(ValueError, match="more than 8 tokens"):
+        prompts(form, data.test, 4, 1)
+
+
+def test_the_card_counts_what_is_trained_on(tmp_path: Path):
+    documents = [Document([1, 2, 3, 4], [False, True, True, True]), Document([4, 4], [True, True])]
+    card = datacard.describe(documents)
+    assert (card["documents"], card["tokens"], card["longest"]) == (2, 6, 4)
+    assert card["supervised_share"] == round(5 / 6, 4) and sum(card["histogram"]["documents"]) == 2
+    changed = [documents[0]._replace(supervised=[True] * 4), documents[1]]
+    assert datacard.describe(changed)["hash"] != card["hash"]
+    counts = count_tokens(documents, 9)
+    found = datacard.coverage(counts, torch.tensor([3, 4]))
+    assert found == {"different_tokens": 3, "vocabulary_coverage": round(4 / 5, 6)}
+    assert datacard.coverage(counts, None)["vocabulary_coverage"] == 1.0
+    datacard.save(tmp_path, {"source": "here"} | card)
+    assert "<svg" in (tmp_path / "data_card.html").read_text()
+    assert json.loads((tmp_path / "data_card.json").read_text())["tokens"] == 6

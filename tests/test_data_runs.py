@@ -1,0 +1,122 @@
+"""Whole runs on conversations: train, preview, regenerate, as users call them."""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts import preview, regenerate
+from train.run import main as train
+
+from .conftest import TEXT
+
+ROOT = Path(__file__).resolve().parent.parent
+PLAIN = f"data.template={ROOT / 'train' / 'plain.jinja'}"
+SMALL = [
+    "target=hf",
+    "target.device=cpu",
+    "length=64",
+    "written=0",
+    "trainer.max_steps=6",
+    "trainer.logging_steps=1",
+    "trainer.warmup_steps=2",
+    "evaluate.prompts=2",
+    "evaluate.timed_prompts=1",
+    "evaluate.prompt_tokens=32",
+    "evaluate.new_tokens=8",
+    "evaluate.eval_steps=0",
+]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    lines = [json.dumps({"question": f"add {i}?", "answer": TEXT[: 40 + i]}) for i in range(60)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([*lines, "{broken", ""]))
+    return path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch, capfd) -> Callable[..., str]:
+    """here(main, *arguments): what `main` prints."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+    def run(main: Callable[[], None], *arguments: str) -> str:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["program", *arguments, "hydra/job_logging=disabled"])
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            main()
+        finally:
+            torch.set_num_threads(threads)
+        return capfd.readouterr().out
+
+    return run
+
+
+def steps(out: str) -> list[tuple[int, float]]:
+    return [(int(step), float(loss)) for step, loss in re.findall(r"^step (\d+)/\d+  loss (\S+)", out, re.M)]
+
+
+def test_a_run_on_conversations_online_and_from_disk(file: Path, tiny_path: Path, tmp_path: Path, here):
+    given = [
+        *SMALL,
+        "head=medusa",
+        f"target.path={tiny_path}",
+        "data=jsonl",
+        f"data.path={file}",
+        PLAIN,
+        "data.test_share=0.2",
+    ]
+    online = here(train, *given, "output_dir=online")
+    disk = here(train, *given, "output_dir=disk", "features=disk", "features.dtype=float32", "features.shard_rows=8")
+    assert len(steps(online)) == 6 and steps(online) == steps(disk)
+    assert (tmp_path / "disk.features" / "manifest.json").exists()
+    card = json.loads((tmp_path / "online" / "data_card.json").read_text())
+    assert card["rows"] == 61 and card["dropped"] == {"not JSON": 1} and card["used"] == 60
+    assert 0 < card["supervised_share"] < 1 and card["vocabulary_coverage"] == 1.0
+    assert "1 x not JSON (first: rows.jsonl:61)" in online
+    model_card = (tmp_path / "online" / "head" / "README.md").read_text()
+    assert card["hash"] in model_card and "not JSON" in model_card
+    assert "<svg" in (tmp_path / "online" / "data_card.html").read_text()
+    metrics = json.loads((tmp_path / "online" / "metrics.json").read_text())
+    assert metrics["prompts"] == 2 and metrics["identical_greedy"] == 1.0
+
+
+def test_preview_shows_what_is_supervised(file: Path, tiny_path: Path, tmp_path: Path, here):
+    out = here(
+        preview.main, "target=hf", f"target.path={tiny_path}", "data=jsonl", f"data.path={file}", PLAIN, "samples=2"
+    )
+    assert out.count("--- document") == 2 and "User: add " in out and "?\nAssistant:[[ def add(self" in out
+    assert re.search(r"<\|endoftext\|>\]\]", out) and "1 x not JSON" in out
+    page = (tmp_path / "preview.html").read_text()
+    assert page.count("<mark> def add(self") == 2 and "<svg" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_regenerated_in_process_and_trained_on(file: Path, tiny_path: Path, tmp_path: Path, here):
+    given = [
+        "target=hf",
+        f"target.path={tiny_path}",
+        "target.device=cpu",
+        "data=jsonl",
+        f"data.path={file}",
+        PLAIN,
+        "data.test_share=0.2",
+    ]
+    out = here(regenerate.main, *given, "max_tokens=8", "temperature=0.0", "data.max_rows=30")
+    assert "30 rows in regenerated.jsonl" in out
+    rows = [json.loads(line) for line in (tmp_path / "regenerated.jsonl").read_text().splitlines()]
+    assert [row["messages"][0]["content"] for row in rows] == [f"add {i}?" for i in range(30)]
+    assert {"seed", "finish_reasons", "settings", "where", "digest", "number", "messages"} == rows[0].keys()
+    again = here(regenerate.main, *given, "max_tokens=8", "temperature=0.0", "data.max_rows=30")
+    assert "30 rows in" in again and len((tmp_path / "regenerated.jsonl").read_text().splitlines()) == 30
+    shown = here(preview.main, *given[:2], "data=jsonl", "data.path=regenerated.jsonl", PLAIN)
+    assert "rows" in shown and "User: add " in shown

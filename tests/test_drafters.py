@@ -1,0 +1,378 @@
+"""What every drafter promises: the target's own text, whatever it drafts; and what each of them drafts."""
+
+import itertools
+from functools import partial
+from pathlib import Path
+
+import hydra
+import pytest
+import torch
+from hydra.utils import instantiate
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from heads import Target
+from heads.checkpoint import save_head
+from heads.eagle3 import Eagle3Head
+from heads.medusa import MedusaHead
+from inference import generate, load_drafter
+from inference.drafters import (
+    AdaptiveLength,
+    AutoTree,
+    Drafter,
+    DraftModel,
+    DynamicTree,
+    Lookahead,
+    NgramDrafter,
+    StaticTree,
+    SuffixDrafter,
+    Union,
+    drafter_for,
+)
+from inference.drafters.auto import FIRST, Costs
+from inference.drafters.base import Accepted, chains, root_only, trees
+from inference.drafters.union import merge
+from inference.sampling import Sampling
+
+from .conftest import tiny_config
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+SETTINGS = {
+    "greedy": {},
+    "top-p": {"temperature": 1.0, "top_p": 0.9},
+    "penalty": {"temperature": 1.0, "repetition_penalty": 1.3},
+}
+
+
+def random_model(seed: int, layers: int = 2, **changes) -> Target:
+    torch.manual_seed(seed)
+    return Target(LlamaForCausalLM(tiny_config(num_hidden_layers=layers, **changes)), None, f"random {seed}")
+
+
+@pytest.fixture(scope="module")
+def small() -> Target:
+    return random_model(1)
+
+
+def eagle(target: Target, **options) -> DynamicTree:
+    torch.manual_seed(2)
+    return DynamicTree(Eagle3Head.for_target(target, depth=4).eval(), target, **options)
+
+
+def medusa(target: Target) -> StaticTree:
+    return StaticTree(MedusaHead.for_target(target, depth=3).eval(), target, nodes=9)
+
+
+DRAFTERS = {
+    "ngram": lambda target: NgramDrafter(),
+    "ngram, frequent": lambda target: NgramDrafter(match="frequent"),
+    "suffix": lambda target: SuffixDrafter(),
+    "lookahead": lambda target: Lookahead(),
+    "lookahead of one column": lambda target: Lookahead(window=1, ngram=2, guesses=1),
+    "draft model": lambda target: DraftModel(random_model(3), target),
+    "draft model, auto": lambda target: AutoTree(DraftModel(random_model(3), target), target),
+    "draft chain, adaptive": lambda target: AdaptiveLength(DraftModel(random_model(3), target, 6, 5, 1)),
+    "head, adaptive": lambda target: AdaptiveLength(eagle(target), confidence=0.5),
+    "several draft models": lambda target: Union([DraftModel(random_model(seed), target) for seed in (3, 1)]),
+    "ngram and heads": lambda target: Union([NgramDrafter(), eagle(target), medusa(target)]),
+    "lookahead and suffix": lambda target: Union([Lookahead(), SuffixDrafter()]),
+    "auto beside ngram": lambda target: Union([AutoTree(medusa(target), target), NgramDrafter()]),
+}
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random tokens, said twice, so that there is something to look up."""
+    half = torch.randint(1, 300, (length // 2,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return (half + half + [7])[:length]
+
+
+def new_tokens(target: Target, drafter: Drafter | None, rows: list[list[int]], **settings) -> list[list[int]]:
+    longest = max(map(len, rows))
+    ids = torch.tensor([[5] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    return generate(target, drafter, ids, mask, **settings).new_tokens
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_drafter_writes_the_plain_text_alone_and_in_a_ragged_batch(small, name):
+    rows = [prompt(length, seed) for seed, length in enumerate((3, 17, 1, 8))]
+    settings = SETTINGS[name] | {"max_new_tokens": 32, "eos_token_id": -1}
+    alone = [new_tokens(small, None, [row], seed=seed, **settings)[0] for seed, row in enumerate(rows)]
+    ends = settings | {"eos_token_id": alone[1][9]}  # so that rows end at different times
+    ended = new_tokens(small, None, rows, **ends)
+    assert len({len(text) for text in ended}) > 1
+    for who, build in DRAFTERS.items():
+        drafter = build(small)
+        assert new_tokens(small, drafter, [rows[1]], seed=1, **settings) == [alone[1]], who
+        assert new_tokens(small, drafter, rows, **ends) == ended, who
+
+
+def test_text_up_to_the_last_position_of_the_context_whatever_is_drafted(small):
+    ids = torch.tensor([prompt(246)])
+    plain = generate(small, None, ids, max_new_tokens=100, eos_token_id=-1).sequences
+    assert plain.shape[1] == 256
+    for who, build in DRAFTERS.items():
+        assert torch.equal(generate(small, build(small), ids, max_new_tokens=100, eos_token_id=-1).sequences, plain), (
+            who
+        )
+    big = DynamicTree(eagle(small).head, small, nodes=300, depth=4, width=12)
+    assert torch.equal(generate(small, big, ids, max_new_tokens=100, eos_token_id=-1).sequences, plain)
+
+
+def accepted(*texts: list[int], width: int = 0) -> Accepted:
+    """What a first step sees of these texts."""
+    counts = [len(text) - 1 for text in texts]
+    tokens = torch.zeros(len(texts), max(counts), dtype=torch.int64)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text) - 1] = torch.tensor(text[1:])
+    return Accepted(tokens, torch.zeros(*tokens.shape, width), counts, [list(text) for text in texts])
+
+
+def begun(drafter: Drafter, batch: int = 1) -> Drafter:
+    drafter.begin(batch, 100, Sampling())
+    return drafter
+
+
+def branches(tree, row: int = 0) -> set[tuple[int, ...]]:
+    """The paths of all nodes below the root, as tokens."""
+    found = set()
+    for node in range(1, tree.tokens.shape[1]):
+        if tree.tokens[row, node] >= 0:
+            found.add(tuple(tree.tokens[row, tree.ancestors[row, node]].tolist()[1:]))
+    return found
+
+
+def test_an_ngram_goes_on_as_it_did_last_or_most_often():
+    text = [9, 1, 2, 3, 9, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2]
+    for match, first in (("latest", 4), ("frequent", 3)):
+        tree = begun(NgramDrafter(longest=2, depth=3, match=match)).propose(accepted(text), None)
+        assert tree.tokens[0, :2].tolist() == [2, first]
+    # the longest n-gram is asked first: what followed [9, 1] counts, not what followed [1]
+    text = [9, 1, 5, 8, 1, 6, 9, 1]
+    assert begun(NgramDrafter(longest=2, depth=1)).propose(accepted(text), None).tokens.tolist() == [[1, 5]]
+    nothing = begun(NgramDrafter()).propose(accepted([1, 2, 3]), None)
+    assert nothing.tokens.tolist() == [[3]]
+
+
+def test_suffixes_draft_a_tree_of_what_followed_and_more_of_a_longer_match():
+    text = [1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 8, 1, 2, 3]
+    tree = begun(SuffixDrafter(longest=6, nodes=16, per_match=2.0)).propose(accepted(text), None)
+    found = branches(tree)
+    assert {(4,), (6,), (4, 5), (6, 7)} <= found and tree.tokens.shape[1] == 7  # a match of three tokens, six drafts
+    few = begun(SuffixDrafter(longest=6, nodes=16, per_match=0.67)).propose(accepted(text), None)
+    assert branches(few) in ({(4,), (6,)}, {(4,), (4, 5)}, {(6,), (6, 7)})
+    often = [1, 2, 1, 2, 1, 3, 1]
+    first = begun(SuffixDrafter(per_match=1.0)).propose(accepted(often), None)
+    assert branches(first) == {(2,)}
+
+
+def test_suffixes_remember_past_outputs_but_not_past_prompts(small):
+    drafter = SuffixDrafter()
+    settings = {"max_new_tokens": 41, "eos_token_id": -1, "temperature": 1.0}
+    ids = torch.tensor([prompt(9)])
+    first, again = (generate(small, drafter, ids, **settings) for _ in range(2))
+    assert again.new_tokens == first.new_tokens
+    assert again.acceptance_length > 2 * first.acceptance_length
+    begun(drafter)
+    assert prompt(9)[0] not in drafter.past.children or prompt(9)[0] in first.new_tokens[0]
+    forgetful = SuffixDrafter(past=0)
+    generate(small, forgetful, ids, **settings)
+    assert not begun(forgetful).past.children
+
+
+def test_lookahead_learns_ngrams_that_the_target_wrote_and_drafts_them(small):
+    drafter = begun(Lookahead(window=3, ngram=3, guesses=2))
+    tree = drafter.propose(accepted([11, 12, 13, 14, 15, 16, 17]), None)
+    assert tree.tokens.tolist() == [[17, 12, 13, 14, 15, 16, 17]]
+    assert tree.depths.tolist() == [[0, 1, 2, 3, 2, 3, 4]]
+    assert branches(tree) == {(12,), (12, 13), (12, 13, 14), (12, 15), (12, 13, 16), (12, 13, 14, 17)}
+    # behind each column the target writes 21, 22, 23: its n-grams are (12, 15, 21), (13, 16, 22), (14, 17, 23)
+    drafter.learn([[0]], torch.tensor([[18, 0, 0, 0, 21, 22, 23]]))
+    tree = drafter.propose(accepted([17, 13]), None)
+    assert tree.tokens[0, 1:7].tolist() == [15, 16, 17, 21, 22, 23]  # the rounds moved down
+    assert tree.tokens[0, 7:].tolist() == [16, 22] and (16, 22) in branches(tree)
+    # two tokens accepted: the window moves one column
+    drafter.learn([[0, 1]], torch.tensor([[0, 0, 0, 0, 31, 32, 33, 0, 0]]))
+    assert drafter.lines[0, :, :2].tolist() == [[22, 23], [32, 33]]
+
+
+def test_lookahead_gains_where_the_text_repeats_itself():
+    forgetful = random_model(1)
+    for layer in forgetful.model.model.layers:  # what comes next depends on the last token alone: it runs in a circle
+        layer.self_attn.o_proj.weight.data.zero_(), layer.mlp.down_proj.weight.data.zero_()
+    out = generate(forgetful, Lookahead(), torch.tensor([prompt(9)]), max_new_tokens=100, eos_token_id=-1)
+    assert len(set(out.new_tokens[0])) < 50 and out.acceptance_length > 2
+
+
+def test_a_union_names_every_path_once_and_keeps_all_of_them():
+    step = accepted([1, 2, 3], [4, 5, 6])
+    one = chains(step, [[10, 11, 12], [20]])
+    two = trees(step, [[(10, 0), (13, 1), (14, 0)], [(21, 0), (22, 1)]], depth=2)
+    tree, (ours, theirs) = merge([one, two], depth=3)
+    assert branches(tree, 0) == {(10,), (10, 11), (10, 11, 12), (10, 13), (14,)}
+    assert branches(tree, 1) == {(20,), (21,), (21, 22)}
+    assert tree.tokens.shape == (2, 6)  # the first row's nodes, (10,) counted once
+    for row in range(2):
+        for source, places in ((one, ours), (two, theirs)):
+            for node, place in enumerate(places[row].tolist()):
+                if source.tokens[row, node] >= 0:
+                    assert tree.tokens[row, place] == source.tokens[row, node]
+
+
+class Told(Drafter):
+    """Drafts one branch and notes what it learns."""
+
+    def __init__(self, draft: list[int]):
+        self.drafted, self.depth, self.nodes = draft, len(draft), len(draft) + 1
+        self.heard: list = []
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        pass
+
+    def propose(self, step: Accepted, gumbel: Tensor | None):
+        return chains(step, [self.drafted] * len(step.text))
+
+    def learn(self, paths: list[list[int]], choices: Tensor) -> None:
+        self.heard.append((paths, choices.tolist()))
+
+
+def test_drafters_in_a_union_hear_of_their_own_nodes():
+    one, two = Told([10, 11]), Told([10, 12, 13])
+    both = begun(Union([one, two]))
+    tree = both.propose(accepted([1, 2]), None)
+    assert tree.tokens.tolist() == [[2, 10, 11, 12, 13]]
+    both.learn([[0, 1, 3]], torch.tensor([[10, 12, 0, 14, 15]]))
+    assert one.heard == [([[0, 1]], [[10, 12, 0]])]
+    assert two.heard == [([[0, 1, 2]], [[10, 12, 14, 15]])]
+
+
+def test_a_union_gives_each_drafter_the_features_it_asked_for():
+    class Wants(Told):
+        def propose(self, step, gumbel):
+            self.got = step.features
+            return root_only(step)
+
+    one, two, three = Wants([1]), Wants([1]), Wants([1])
+    one.layers, two.layers = [1, 6], [3]
+    both = begun(Union([one, two, three]))
+    assert both.layers == [1, 3, 6]
+    features = torch.tensor([1.0, 1, 3, 3, 6, 6]).expand(1, 1, -1)
+    both.propose(accepted([1, 2])._replace(features=features), None)
+    assert one.got.flatten().tolist() == [1, 1, 6, 6] and two.got.flatten().tolist() == [3, 3]
+    assert three.got.shape == (1, 1, 0)
+
+
+def test_a_union_accepts_at_least_what_each_accepts_alone(small):
+    ids, settings = torch.tensor([prompt(17)]), {"max_new_tokens": 60, "eos_token_id": -1}
+    alone = [DraftModel(random_model(seed), small, 5, 4, 1) for seed in (1, 3)]  # seed 1 is the target itself
+    steps = generate(small, Union(alone[::-1]), ids, **settings).steps
+    assert [step.accepted for step in steps[:-1]] == [[4]] * (len(steps) - 1)
+    assert max(step.nodes for step in steps) <= 9
+
+
+def test_adaptive_length_follows_what_was_accepted(small):
+    itself = DraftModel(small, small, nodes=8, depth=7, width=1)
+    drafter = AdaptiveLength(itself, confidence=0.0)
+    drafter.depth = 1
+    ids = torch.tensor([prompt(9)])
+    out = generate(small, drafter, ids, max_new_tokens=40, eos_token_id=-1)
+    assert [step.nodes for step in out.steps][:4] == [2, 4, 6, 8]
+    stranger = AdaptiveLength(DraftModel(random_model(8), small, nodes=8, depth=7, width=1), confidence=0.0)
+    out = generate(small, stranger, ids, max_new_tokens=20, eos_token_id=-1, temperature=1.0)
+    nodes = [step.nodes for step in out.steps]
+    assert nodes[0] == 8 and min(nodes) == 2 and all(a - b <= 1 for a, b in itertools.pairwise(nodes))
+
+
+@torch.inference_mode()
+def test_adaptive_length_stops_where_the_draft_is_not_sure(small):
+    sure = AdaptiveLength(eagle(small), confidence=1e-6)
+    unsure = AdaptiveLength(eagle(small), confidence=0.999)
+    for drafter, levels in ((sure, 4), (unsure, 1)):
+        begun(drafter)
+        step = accepted([1, 2, 3], width=len(drafter.layers) * small.hidden_size)
+        assert drafter.propose(step, None).depths.max() == levels
+
+
+def test_auto_ends_up_decoding_plainly_where_nothing_is_gained(small):
+    class Useless(Told):
+        """A tree that is never right; what AutoTree needs of an inner drafter."""
+
+        ranks = torch.arange(2)[None]
+
+        def resize(self, nodes: int, levels: int) -> None:
+            assert nodes > 1, "plain decoding asks no drafter"
+
+    drafter = AutoTree(Useless([-1, -1]), small)
+    drafter.costs[1] = Costs(read={1: 10.0, 2: 10.1, 3: 10.2}, draft=[0.0, 0.1, 0.2])
+    ids = torch.tensor([prompt(9)])
+    nodes = []
+    for seed in range(3):
+        out = generate(small, drafter, ids, max_new_tokens=101, eos_token_id=-1, temperature=1.0, seed=seed)
+        nodes += [step.nodes for step in out.steps]
+    full = [number for number, count in enumerate(nodes) if count > 1]
+    assert full[:FIRST] == list(range(FIRST)) and {nodes[i] for i in range(len(nodes)) if i not in full} == {1}
+    pauses = [b - a for a, b in zip(full[FIRST - 1 :], full[FIRST:])]
+    assert pauses == [32, 64, 128]  # it looks again ever more rarely
+
+
+def test_auto_drafts_where_it_pays(small):
+    drafter = AutoTree(DraftModel(small, small, nodes=5, depth=4, width=1), small)
+    drafter.costs[1] = Costs(read=dict.fromkeys((1, 2, 4, 5), 10.0), draft=[0.0, 0.1, 0.2, 0.3, 0.4])
+    out = generate(small, drafter, torch.tensor([prompt(9)]), max_new_tokens=101, eos_token_id=-1)
+    assert {step.nodes for step in out.steps} == {5}
+
+
+CONFIGS = sorted(path.stem for path in (CONF / "drafter").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_yaml_is_one_call_that_builds_a_drafter(target, tiny_path, tmp_path, name):
+    save_head(Eagle3Head.for_target(target, depth=2), tmp_path / "head", target)
+    specs = {
+        "head": tmp_path / "head",
+        "draft_model": f"draft:{tiny_path}",
+        "several": f"draft:{tiny_path}+draft:{tiny_path}",
+        "union": f"ngram+{tmp_path / 'head'}",
+    }
+    overrides = [f"+drafter={name}"] + ([f"drafter.spec={specs[name]}"] if name in specs else [])
+    with hydra.initialize_config_dir(str(CONF), version_base=None):
+        cfg = hydra.compose(overrides=overrides)
+    drafter = instantiate(cfg.drafter, target=target)
+    text = new_tokens(target, None, [prompt(9)], max_new_tokens=12, eos_token_id=-1)
+    assert new_tokens(target, drafter, [prompt(9)], max_new_tokens=12, eos_token_id=-1) == text
+
+
+def test_short_words_name_drafters(target, tiny_path):
+    load = partial(load_drafter, target=target)
+    assert isinstance(load("suffix", nodes=4), SuffixDrafter)
+    union = load(f"lookahead+draft:{tiny_path}")
+    assert isinstance(union, Union) and isinstance(union.drafters[1], DraftModel)
+    assert isinstance(load(f"draft:{tiny_path}", tree="adaptive", confidence=0.3), AdaptiveLength)
+    assert isinstance(load(f"draft:{tiny_path}", tree="auto", nodes=4), AutoTree)
+
+
+def test_bad_settings_are_named(target, tiny_path):
+    draft = f"draft:{tiny_path}"
+    for spec, options, message in (
+        ("ngrams", {}, "'ngrams' is not one of"),
+        ("ngram", {"longest": 0}, "longest=0"),
+        ("ngram", {"match": "first"}, "match=first"),
+        ("suffix", {"nodes": 1}, "nodes=1"),
+        ("suffix", {"per_match": 0}, "per_match=0"),
+        ("lookahead", {"window": 0}, "window=0"),
+        ("lookahead", {"ngram": 1}, "ngram=1"),
+        (draft, {"width": 0}, "width=0"),
+        (draft, {"tree": "wide"}, "tree=wide"),
+        (draft, {"confidence": 0.3}, "tree=adaptive"),
+        (draft, {"tree": "adaptive", "confidence": 1.5}, r"confidence=1\.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_drafter(spec, target, **options)
+    with pytest.raises(ValueError, match="random 9 knows 300 tokens"):
+        DraftModel(random_model(9, vocab_size=300), target)
+    with pytest.raises(ValueError, match="two drafters"):
+        Union([NgramDrafter()])
+    with pytest.raises(ValueError, match="nodes=1"):
+        StaticTree(MedusaHead.for_target(target), target, nodes=1)
+    with pytest.raises(ValueError, match="no adaptive length"):
+        drafter_for(MedusaHead.for_target(target), target, tree="adaptive")

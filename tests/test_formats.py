@@ -1,0 +1,682 @@
+"""Heads in every published layout are drafted with as their authors meant, and refused by name where they are not whole."""
+
+import copy
+import json
+import pickle
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from heads import Target, load_head, save_head
+from heads.checkpoint import read_head, write_head
+from heads.eagle import EagleHead
+from heads.eagle3 import Eagle3Head
+from heads.formats import engines
+from heads.hydra import HydraHead
+from heads.medusa import MedusaHead
+from inference import generate, load_drafter
+from tests import golden
+from tests.conftest import tiny_config
+from train import parity, ship
+from train.entry import CONF
+
+PROMPT = torch.randint(1, 300, (20,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory) -> Target:
+    """Eight layers: deep enough for the paper's choice of three."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_config(num_hidden_layers=golden.N))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 2.0)
+    path = tmp_path_factory.mktemp("deep")
+    model.save_pretrained(path)
+    return Target.from_pretrained(path, dtype="float32", device="cpu")
+
+
+def make(name: str, target: Target) -> golden.Golden:
+    torch.manual_seed(1)
+    if name in ("speculators", "safeailab_eagle"):  # these store the target's embeddings along
+        return getattr(golden, name)(target.model.get_input_embeddings().weight.detach())
+    return getattr(golden, name)()
+
+
+def write(directory: Path, config: Any, weights: dict[str, Tensor], file: str) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file(weights, directory / file)
+    else:
+        torch.save(weights, directory / file)
+    return directory
+
+
+def states(target: Target, layers: list[int]) -> list[Tensor]:
+    """Hidden states (length, H) of PROMPT, numbered as transformers does."""
+    out = target.model(torch.tensor([PROMPT]), output_hidden_states=True)
+    return [out.hidden_states[layer][0] for layer in layers]
+
+
+def drafted(directory: Path, target: Target, root: int) -> list[Tensor]:
+    """Logits of each depth, of the chain that the drafter of this directory proposes behind PROMPT and root."""
+    return parity.drafted_logits(load_head(directory, target, dtype=torch.float32), target, PROMPT, root)[1]
+
+
+EAGLE3 = {"safeailab_eagle3": "midlayer", "specforge": "midlayer", "modelopt": "layers.0", "speculators": "layers.0"}
+MEDUSA = {"medusa_v1": 5, "medusa_v2": 3, "vllm_medusa": 3}
+EAGLE = ("safeailab_eagle", "vllm_eagle")
+HYDRA = ("hydra", "hydra_pp")
+GOLDEN = (*EAGLE3, *EAGLE, *MEDUSA, *HYDRA)
+
+
+# -- import ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EAGLE3)
+def test_eagle3_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
+    config, weights, file = make(name, deep)
+    root = 7
+    ours = drafted(write(tmp_path, config, weights, file), deep, root)[0]
+    with torch.no_grad():
+        embedded = deep.embed(torch.tensor([*PROMPT[1:], root]))
+        layers = [2, golden.N // 2, golden.N - 3]
+        theirs = golden.eagle3_draft(config, weights, states(deep, layers), embedded, EAGLE3[name])
+    torch.testing.assert_close(ours, theirs[-1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", EAGLE)
+def test_eagle1_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
+    config, weights, file = make(name, deep)
+    root = 7
+    ours = drafted(write(tmp_path, config, weights, file), deep, root)[0]
+    embedded = deep.embed(torch.tensor([*PROMPT[1:], root]))
+    theirs = deep.logits(golden.eagle_draft(weights, states(deep, [golden.N])[0], embedded))
+    torch.testing.assert_close(ours, theirs[-1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MEDUSA)
+def test_medusa_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
+    config, weights, file = make(name, deep)
+    ours = drafted(write(tmp_path, config, weights, file), deep, root=7)
+    w = {key: tensor.float() for key, tensor in weights.items()}
+    last = states(deep, [golden.N])[0][-1]
+    assert len(ours) == MEDUSA[name]  # the first says two in its config and stores five
+    for i, logits in enumerate(ours):
+        x = last
+        for j in range(config.get("medusa_num_layers", 2)):
+            if name == "vllm_medusa":
+                x = x + torch.nn.functional.silu(w[f"blocks.{i}.layers.{j}.weight"] @ x)
+            else:
+                x = x + torch.nn.functional.silu(w[f"{i}.{j}.linear.weight"] @ x + w[f"{i}.{j}.linear.bias"])
+        rows = w.get(f"{i}.{config.get('medusa_num_layers')}.weight", w.get(f"lm_heads.{i}.weight"))
+        rows = deep.model.get_output_embeddings().weight if rows is None else rows
+        torch.testing.assert_close(logits, rows @ x, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", HYDRA)
+def test_hydra_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
+    config, weights, file = make(name, deep)
+    head, root = load_head(write(tmp_path, config, weights, file), deep, dtype=torch.float32), 7
+    chain, ours = parity.drafted_logits(head, deep, PROMPT, root)
+    last = states(deep, [golden.N])[0]
+    for depth, logits in enumerate(ours, start=1):
+        behind = list(deep.embed(torch.tensor([root, *chain[: depth - 1]])))
+        torch.testing.assert_close(logits, golden.hydra_draft(config, weights, last, behind), atol=1e-4, rtol=1e-4)
+    assert len(ours) == 3
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_heads_of_others_decode_what_the_target_writes_alone(deep, tmp_path, name):
+    drafter = load_drafter(str(write(tmp_path, *make(name, deep))), deep)
+    ids = torch.tensor([PROMPT])
+    settings = {"max_new_tokens": 12, "eos_token_id": -1}
+    out = generate(deep, drafter, ids, **settings)
+    assert out.new_tokens == generate(deep, None, ids, **settings).new_tokens
+    assert all(step.nodes > 1 for step in out.steps[:2])
+
+
+def test_shards_are_read_as_one(deep, tmp_path):
+    config, weights, _ = make("specforge", deep)
+    names = sorted(weights)
+    write(tmp_path / "whole", config, weights, "model.safetensors")
+    write(tmp_path, config, {name: weights[name] for name in names[:5]}, "part-1.safetensors")
+    save_file({name: weights[name] for name in names[5:]}, tmp_path / "part-2.safetensors")
+    parts = {name: f"part-{1 + (number >= 5)}.safetensors" for number, name in enumerate(names)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
+    ours, whole = load_head(tmp_path, deep).state_dict(), load_head(tmp_path / "whole", deep).state_dict()
+    assert all(torch.equal(ours[name], whole[name]) for name in whole)
+
+
+# -- mutations: every one is refused, and its name is said ----------------------------------------------------------------
+
+Change = Callable[[dict, dict], Any]
+Mutation = tuple[str, Change, str]
+
+
+def lose(name: str) -> Mutation:
+    return f"without {name}", lambda config, weights: weights.pop(name), f"{name} is missing"
+
+
+def reshape(name: str) -> Mutation:
+    return f"narrow {name}", lambda config, weights: weights.update({name: weights[name][:-1].clone()}), name
+
+
+def whole_numbers(name: str) -> Mutation:
+    change = lambda config, weights: weights.update({name: weights[name].to(torch.int8)})  # noqa: E731
+    return f"int8 {name}", change, f"{name} is torch.int8"
+
+
+def extra(name: str) -> Mutation:
+    return f"with {name}", lambda config, weights: weights.update({name: torch.ones(2)}), f"{name}"
+
+
+def say(key: str, value: Any, message: str, inside: str | None = None) -> Mutation:
+    """Config key set to another value (None takes it away)."""
+
+    def change(config: dict, weights: dict) -> None:
+        settings = config[inside] if inside else config
+        if value is None:
+            del settings[key]
+        else:
+            settings[key] = value
+
+    return f"{inside or ''} {key}={value}", change, message
+
+
+def store(name: str, tensor: Callable[[Tensor], Tensor], message: str) -> Mutation:
+    return f"other {name}", lambda config, weights: weights.update({name: tensor(weights[name]).contiguous()}), message
+
+
+def swapped(d2t: Tensor) -> Tensor:
+    ids = d2t + torch.arange(len(d2t))
+    ids[[3, 9]] = ids[[9, 3]]
+    return ids - torch.arange(len(d2t))
+
+
+def eagle3_mutations(layer: str, inside: str | None, pruned: bool = True) -> list[Mutation]:
+    """Of any EAGLE-3 layout. inside: where the layer's own settings stand."""
+    return [
+        lose("fc.weight"),
+        lose("norm.weight"),
+        lose("lm_head.weight"),
+        lose("d2t"),
+        lose(f"{layer}.hidden_norm.weight"),
+        lose(f"{layer}.self_attn.v_proj.weight"),
+        reshape("fc.weight"),
+        reshape("lm_head.weight"),
+        reshape(f"{layer}.self_attn.q_proj.weight"),
+        whole_numbers(f"{layer}.mlp.up_proj.weight"),
+        extra(f"{layer}.self_attn.q_proj.bias"),
+        extra("another.weight"),
+        store("d2t", lambda d2t: d2t + golden.V, "d2t names target ids"),
+        store("d2t", swapped, "d2t names target ids"),
+        store("d2t", lambda d2t: d2t.int(), "d2t is torch.int32"),
+        say("draft_vocab_size", golden.VD - 1, "lm_head.weight|d2t"),
+        say("vocab_size", 2 * golden.V, "vocab_size: the head says 640, the target|t2d", inside),
+        say("rope_theta", 10000.0, "rope_parameters: the head says .*10000.*the target .*5000", inside),
+        say("max_position_embeddings", 2048, "max_position_embeddings: the head says 2048, the target 256", inside),
+        say("num_hidden_layers", 2, "num_hidden_layers=2", inside),
+        say("hidden_act", "gelu", "hidden_act=gelu", inside),
+        say("num_key_value_heads", 4, "self_attn.k_proj.weight", inside),
+        say("auto_map", {"AutoModel": "evil.Model"}, "names code of its own"),
+    ]
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+T2D = store("t2d", lambda t2d: ~t2d, "t2d .* does not mark the tokens that d2t names")
+EAGLE1 = [
+    lose("fc.weight"),
+    lose("layers.0.self_attn.o_proj.weight"),
+    lose("layers.0.mlp.down_proj.weight"),
+    lose("layers.0.post_attention_layernorm.weight"),
+    reshape("fc.weight"),
+    reshape("layers.0.self_attn.k_proj.weight"),
+    reshape("layers.0.post_attention_layernorm.weight"),
+    whole_numbers("layers.0.mlp.gate_proj.weight"),
+    extra("layers.0.input_layernorm.weight"),
+    extra("norm.weight"),
+    extra("layers.1.mlp.up_proj.weight"),
+    extra("another.weight"),
+    say("hidden_size", 64, "fc.weight"),
+    say("vocab_size", 640, "vocab_size: the head says 640, the target 320"),
+    say("rope_theta", 10000.0, "rope_parameters: the head says .*10000.*the target .*5000"),
+    say("max_position_embeddings", 2048, "max_position_embeddings: the head says 2048, the target 256"),
+    say("num_hidden_layers", 2, "num_hidden_layers=2"),
+    say("hidden_act", "gelu", "hidden_act=gelu"),
+    say("num_key_value_heads", 4, "self_attn.k_proj.weight"),
+    say("auto_map", {"AutoModel": "evil.Model"}, "names code of its own"),
+]
+HYDRAS = [
+    extra("another.weight"),
+    extra("hydra_mlp.3.0.linear.weight"),
+    say("hydra_num_heads", 4, "hydra_mlp.3.*is missing"),
+    say("hydra_num_heads", 2, "hydra_lm_head.2.*belongs to no layer"),
+    say("hydra_num_layers", None, "has no 'hydra_num_layers'"),
+    say("hydra_head_arch", "eagle-attn", "hydra_head_arch=eagle-attn"),
+    say("hydra_head_arch", None, "has no 'hydra_head_arch'"),
+    say("grounded_heads", False, "grounded_heads=False"),
+    say("hidden_state_offset", 1, "hidden_state_offset=1"),
+    say("auto_map", {"AutoModel": "evil.Model"}, "names code of its own"),
+]
+MUTATIONS: dict[str, list[Mutation]] = {
+    "safeailab_eagle3": [
+        *eagle3_mutations("midlayer", None),
+        T2D,
+        say(IDS, [2, 4, 9], r"reads hidden states \[2, 4, 9\]"),
+        say(IDS, [4, 2, 5], "must ascend"),
+        say(IDS, [2, 4], r"fc.weight is \(32, 96\) in the file, \(32, 64\)"),
+    ],
+    "specforge": [
+        *eagle3_mutations("midlayer", None),
+        T2D,
+        say(IDS, [1, 3, 8], r"reads hidden states \[2, 4, 9\]", "eagle_config"),
+        say(IDS, [1, 1, 4], "must ascend", "eagle_config"),
+        say(IDS, [1, 3, 4], "do not name the same layers"),
+        say("use_aux_hidden_state", False, "use_aux_hidden_state=False", "eagle_config"),
+        say("fc_norm", False, "fc_norm.0.weight belongs to no layer"),
+        say("norm_before_fc", True, "input_norm.weight is missing"),
+        lose("fc_norm.1.weight"),
+    ],
+    "modelopt": [
+        *eagle3_mutations("layers.0", None),
+        say("use_last_layernorm", False, "use_last_layernorm=False", "eagle_config"),
+        say("use_mtp_layernorm", True, "use_mtp_layernorm=True", "eagle_config"),
+        say("parallel_draft_step", 4, "parallel_draft_step=4", "eagle_config"),
+    ],
+    "speculators": [
+        *eagle3_mutations("layers.0", "transformer_layer_config"),
+        T2D,
+        say("norm_before_residual", None, "norm_before_residual, which vLLM takes as true"),
+        say("speculators_model_type", "dflash", "speculators_model_type=dflash"),
+        say(IDS, [2, 4, 9], r"reads hidden states \[2, 4, 9\]"),
+        say("norm_before_fc", False, "input_norm.weight belongs to no layer"),
+        say("model_type", "qwen3", "model_type=qwen3", "transformer_layer_config"),
+        say("transformer_layer_config", None, "has no 'transformer_layer_config'"),
+        store("embed_tokens.weight", lambda rows: rows + 1, "embed_tokens.weight differs from the embeddings of"),
+        reshape("embed_tokens.weight"),
+        lose("input_norm.weight"),
+    ],
+    "safeailab_eagle": [
+        *EAGLE1,
+        lose("fc.bias"),
+        reshape("fc.bias"),
+        say("bias", False, "fc.bias belongs to no layer"),
+        store("embed_tokens.weight", lambda rows: rows + 1, "embed_tokens.weight differs from the embeddings of"),
+        reshape("embed_tokens.weight"),
+    ],
+    "vllm_eagle": [*EAGLE1, extra("fc.bias"), say("bias", None, "fc.bias is missing")],
+    "medusa_v1": [
+        *(lose(f"{i}.{name}") for i in (0, 3) for name in ("0.linear.weight", "0.linear.bias", "1.weight")),
+        *(reshape(f"{i}.{name}") for i in (1, 4) for name in ("0.linear.weight", "0.linear.bias", "1.weight")),
+        whole_numbers("2.0.linear.weight"),
+        extra("5.0.linear.weight"),
+        extra("0.2.weight"),
+        extra("another.weight"),
+        extra("medusa_head.0.1.weight"),
+        say("medusa_num_heads", 6, "medusa_num_heads=6, the weights are of 5"),
+        say("medusa_num_layers", 2, "0.2.weight is missing"),
+        say("medusa_num_layers", None, "has no 'medusa_num_layers'"),
+        say("version", "2", "version 2, .* but 0.1.weight is stored"),
+        say("version", "3", "version=3"),
+        say("auto_map", {"AutoModel": "evil.Model"}, "names code of its own"),
+        store("0.1.weight", lambda rows: rows[:, :16], r"0.1.weight is \(320, 16\)"),
+    ],
+    "medusa_v2": [
+        *(lose(f"{i}.{j}.linear.{name}") for i in (0, 1) for j in (0, 1) for name in ("weight", "bias")),
+        *(reshape(f"{i}.{j}.linear.{name}") for i in (1, 2) for j in (0, 1) for name in ("weight", "bias")),
+        whole_numbers("2.0.linear.weight"),
+        extra("0.2.weight"),
+        extra("another.weight"),
+        say("medusa_num_heads", 4, "medusa_num_heads=4, the weights are of 3"),
+        say("medusa_num_layers", 1, "version 2|belongs to no layer|0.1"),
+        say("version", None, "0.2.weight is missing"),
+        say("auto_map", {"AutoModel": "evil.Model"}, "names code of its own"),
+    ],
+    "vllm_medusa": [
+        *(lose(f"blocks.{i}.layers.{j}.weight") for i in (0, 1) for j in (0, 1)),
+        *(lose(f"lm_heads.{i}.weight") for i in range(3)),
+        *(reshape(f"blocks.{i}.layers.1.weight") for i in range(3)),
+        *(reshape(f"lm_heads.{i}.weight") for i in range(3)),
+        whole_numbers("blocks.0.layers.0.weight"),
+        extra("blocks.0.layers.0.bias"),
+        extra("token_map"),
+        extra("blocks.0.layers.2.weight"),
+        say("num_heads", 5, "num_heads=5, the weights are of 3"),
+        say("num_hidden_layers", 3, "blocks.0.layers.2.weight is missing"),
+        say("medusa_fc_bias", True, "blocks.0.layers.0.bias is missing"),
+        say("vocab_size", 319, "vocab_size: the head says 319, the target .* has 320"),
+        say("hidden_size", 16, "hidden_size: the head says 16, the target .* has 32"),
+        say("truncated_vocab_size", 100, "token_map is missing"),
+        say("original_lm_head", True, "original_lm_head=True"),
+        say("num_heads", None, "has no 'num_heads'"),
+    ],
+}
+MUTATIONS["hydra"] = [
+    *HYDRAS,
+    *(lose(f"hydra_mlp.{i}.0.res_connection.{part}") for i in (0, 2) for part in ("weight", "bias")),
+    lose("hydra_mlp.1.1.linear.bias"),
+    lose("hydra_lm_head.2.weight"),
+    reshape("hydra_mlp.0.0.linear.weight"),
+    reshape("hydra_lm_head.1.bias"),
+    extra("hydra_mlp.0.2.linear.weight"),
+    say("hydra_num_layers", 3, "hydra_mlp.0.2.linear.bias is missing"),
+]
+MUTATIONS["hydra_pp"] = [
+    *HYDRAS,
+    *(lose(f"prefix_embeding_layer.{name}.weight") for name in ("norm", "layers.0.input_layernorm")),
+    lose("prefix_embeding_layer.layers.0.self_attn.q_proj.weight"),
+    lose("hydra_mlp.1.5.linear.bias"),
+    lose("hydra_lm_head.2.1.weight"),
+    reshape("prefix_embeding_layer.layers.0.mlp.up_proj.weight"),
+    reshape("hydra_mlp.0.1.linear.weight"),
+    extra("prefix_embedding_layer.norm.weight"),
+    say("hydra_num_layers", 5, "hydra_mlp.0.9.linear.bias is missing"),
+    store("prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq", lambda f: f / 2, "is of another rope than"),
+]
+CASES = [(name, *mutation) for name in GOLDEN for mutation in MUTATIONS[name]]
+
+
+def test_there_are_twenty_mutations_of_each_layout():
+    assert all(len({case for case, *_ in MUTATIONS[name]}) >= 20 for name in GOLDEN)
+
+
+@pytest.mark.parametrize(("name", "case", "change", "message"), CASES, ids=[f"{n}: {c}" for n, c, *_ in CASES])
+def test_what_is_not_whole_is_refused_by_name(deep, tmp_path, name, case, change, message):
+    config, weights, file = make(name, deep)
+    config, weights = copy.deepcopy(config), dict(weights)
+    change(config, weights)
+    with pytest.raises(ValueError, match=message):
+        load_head(write(tmp_path, config, weights, file), deep)
+
+
+def test_a_shallow_target_needs_the_layers_said(target, tmp_path):
+    with pytest.raises(ValueError, match="a target of 6 layers is too shallow for the paper's three"):
+        load_head(write(tmp_path, *make("safeailab_eagle3", target)), target)
+
+
+def test_what_is_no_head_is_refused(deep, tmp_path):
+    with pytest.raises(ValueError, match="no head in a layout that is known here"):
+        load_head(write(tmp_path, {"architectures": ["BertModel"]}, {"x": torch.ones(2)}, "model.safetensors"), deep)
+
+
+# -- files are data ---------------------------------------------------------------------------------------------------------
+
+
+class Evil:
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return (Path.touch, (self.mark,))
+
+
+def test_a_pickle_with_code_in_it_is_not_executed(deep, tmp_path):
+    mark = tmp_path / "executed"
+    config, weights, _ = make("medusa_v1", deep)
+    write(tmp_path, config, weights | {"0.0.linear.weight": Evil(mark)}, "medusa_lm_head.pt")
+    with pytest.raises(ValueError, match="holds more than tensors, and was not executed"):
+        load_head(tmp_path, deep)
+    assert not mark.exists()
+    (tmp_path / "medusa_lm_head.pt").write_bytes(pickle.dumps({"x": Evil(mark)}))  # and as a bare pickle
+    with pytest.raises(ValueError, match="is no zip file"):
+        load_head(tmp_path, deep)
+    assert not mark.exists()
+
+
+def repack(path: Path, change: Callable[[zipfile.ZipFile], None], compression: int = zipfile.ZIP_STORED) -> None:
+    with zipfile.ZipFile(path) as old:
+        members = [(info.filename, old.read(info)) for info in old.infolist()]
+    with zipfile.ZipFile(path, "w", compression) as new:
+        for name, content in members:
+            new.writestr(name, content)
+        change(new)
+
+
+@pytest.mark.parametrize(
+    ("change", "compression", "message"),
+    [
+        (lambda z: z.writestr("archive/data/bomb", bytes(2**22)), zipfile.ZIP_DEFLATED, "has a compressed member"),
+        (lambda z: z.writestr("../../escaped", b"x"), zipfile.ZIP_STORED, "points out of it"),
+        (lambda z: z.writestr("/etc/escaped", b"x"), zipfile.ZIP_STORED, "points out of it"),
+    ],
+    ids=["zip bomb", "..", "absolute"],
+)
+def test_a_zip_that_is_no_checkpoint_is_not_opened(deep, tmp_path, monkeypatch, change, compression, message):
+    write(tmp_path, *make("medusa_v1", deep))
+    repack(tmp_path / "medusa_lm_head.pt", change, compression)
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("it was opened"))
+    with pytest.raises(ValueError, match=message):
+        load_head(tmp_path, deep)
+
+
+def test_members_that_overlap_are_a_bomb_too(deep, tmp_path, monkeypatch):
+    """Uncompressed, and still more than the file: the central directory names one member many times."""
+    write(tmp_path, *make("medusa_v1", deep))
+    whole = zipfile.ZipFile.infolist
+    monkeypatch.setattr(zipfile.ZipFile, "infolist", lambda self: whole(self) * 1000)
+    with pytest.raises(ValueError, match="would unpack"):
+        load_head(tmp_path, deep)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "sub/part.safetensors", "part.py"])
+def test_an_index_cannot_point_out_of_its_directory(deep, tmp_path, name):
+    config, weights, _ = make("specforge", deep)
+    write(tmp_path / "head", config, {}, "other.safetensors")
+    save_file(weights, tmp_path / "outside.safetensors")
+    (tmp_path / "head" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": name}}))
+    with pytest.raises(ValueError, match=r"must be a \.safetensors file in the same directory"):
+        load_head(tmp_path / "head", deep)
+
+
+def test_a_head_of_the_hub_cannot_make_python_import_a_module(deep, tmp_path):
+    pulled = tmp_path / "models--org--head" / "snapshots" / "abc"
+    write(pulled, {"foretoken": {"class": "antigravity:geohash"}}, {"x": torch.ones(2)}, "model.safetensors")
+    with pytest.raises(ValueError, match="antigravity:geohash, which is not imported"):
+        load_head(pulled, deep)
+    assert "antigravity" not in sys.modules
+    write(pulled, {"foretoken": {"class": "os:system"}}, {"x": torch.ones(2)}, "model.safetensors")
+    with pytest.raises(ValueError, match="os:system, which is no DraftHead"):
+        load_head(pulled, deep)
+
+
+def test_code_beside_a_head_is_not_executed(deep, tmp_path):
+    config, weights, file = make("specforge", deep)
+    mark = tmp_path / "executed"
+    (tmp_path / "modeling_head.py").write_text(f"open({str(mark)!r}, 'w')")
+    write(tmp_path, config | {"auto_map": {"AutoModel": "modeling_head.Head"}}, weights, file)
+    with pytest.raises(ValueError, match="nothing that comes with it is executed"):
+        load_head(tmp_path, deep)
+    write(tmp_path, config, weights, file)
+    with pytest.raises((ValueError, TypeError), match="trust_remote_code"):
+        load_drafter(str(tmp_path), deep, trust_remote_code=True)
+    assert not mark.exists()
+
+
+def test_configs_that_are_none_are_refused(deep, tmp_path):
+    write(tmp_path, *make("specforge", deep))
+    for text, message in (("[1, 2]", "holds no settings"), ("{", "is not JSON"), ("[" * 100_000, "is not JSON")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_head(tmp_path, deep)
+
+
+# -- export ---------------------------------------------------------------------------------------------------------------
+
+
+def ours(kind: str, target: Target):
+    if kind == "medusa":
+        head = MedusaHead.for_target(target, depth=3, blocks=2)
+    elif kind == "medusa pruned":
+        head = MedusaHead.for_target(target, 3, 1, golden.VD, torch.arange(target.vocab_size))
+    elif kind.startswith("hydra"):
+        head = HydraHead.for_target(target, depth=3, mlp_layers=2, prefix=kind == "hydra_pp", dropout=0.1)
+    elif kind.startswith("eagle1"):
+        head = EagleHead.for_target(target, depth=3, bias=kind.endswith("bias"))
+    else:
+        more = {"fc_norm": True, "norm_output": True} if kind == "eagle3.1" else {}
+        size = None if kind == "eagle3 full vocabulary" else golden.VD
+        head = Eagle3Head.for_target(target, 3, None, size, torch.arange(target.vocab_size), **more)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return head.eval().to(torch.bfloat16)  # coarser than float32: a cast on the way would show
+
+
+def choices(name: str) -> list[str]:
+    """The formats of `scripts/export.py` that take a head of this kind."""
+    known = {
+        "medusa": ["vllm", "medusa"],
+        "medusa pruned": ["vllm"],
+        "hydra": ["hydra"],
+        "hydra_pp": ["hydra"],
+        "eagle1": ["vllm", "eagle"],
+        "eagle1 with bias": ["sglang", "eagle"],
+    }
+    if name in known:
+        return known[name]
+    return ["vllm", "speculators"] if name == "eagle3.1" else ["vllm", "speculators", "sglang", "eagle"]
+
+
+ROUND = [
+    (k, f)
+    for k in (
+        "eagle3",
+        "eagle3 full vocabulary",
+        "eagle3.1",
+        "eagle1",
+        "eagle1 with bias",
+        "medusa",
+        "medusa pruned",
+        "hydra",
+        "hydra_pp",
+    )
+    for f in choices(k)
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), ROUND)
+def test_round_trips_are_equal_to_the_bit(deep, tmp_path, kind, name):
+    head = ours(kind, deep)
+    export = instantiate(OmegaConf.load(CONF / "ship" / "format" / f"{name}.yaml"))(head, deep)
+    write_head(head, tmp_path, deep, export.form, export.form.files)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", *export.form.files}
+    again = read_head(tmp_path, deep)
+    assert again.state_dict().keys() == head.state_dict().keys() and again.dtype == head.dtype
+    assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in head.state_dict().items())
+    assert (again.layers, again.depth) == (head.layers, head.depth)
+    for file in export.form.files:  # each of them alone too
+        other = tmp_path / file.replace(".", "-")
+        other.mkdir()
+        (tmp_path / file).rename(other / file)
+        (other / "config.json").write_text((tmp_path / "config.json").read_text())
+        assert torch.equal(next(iter(read_head(other, deep).parameters())), next(iter(head.parameters())))
+
+
+def test_both_numberings_of_fused_layers_are_written(deep, tmp_path):
+    """vLLM reads the first, SGLang the second, and each counts in its own way."""
+    save_head(ours("eagle3", deep), tmp_path, deep)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config[IDS] == [2, 4, 5] and config["eagle_config"][IDS] == [1, 3, 4]
+    assert config["rope_theta"] == golden.ROPE == config["rope_parameters"]["rope_theta"]
+    assert config["max_position_embeddings"] == 256 and config["norm_before_residual"] is False
+
+
+def test_no_vocabulary_map_is_written_where_nothing_is_pruned(deep, tmp_path):
+    save_head(ours("eagle3 full vocabulary", deep), tmp_path, deep)
+    assert not {"d2t", "t2d"} & load_file(tmp_path / "model.safetensors").keys()
+
+
+REFUSED = [
+    ("medusa", "sglang", "SGLang reads no medusa heads"),
+    ("medusa", "speculators", "speculators package reads no medusa"),
+    ("medusa", "eagle", "reads no medusa"),
+    ("medusa", "hydra", "reads no medusa"),
+    ("eagle3", "medusa", "reads no eagle3"),
+    ("eagle3", "hydra", "reads no eagle3"),
+    ("hydra", "vllm", "vLLM reads no hydra"),
+    ("hydra_pp", "sglang", "SGLang reads no hydra_pp"),
+    ("medusa pruned", "medusa", "knows no pruned vocabulary"),
+    ("eagle1 with bias", "vllm", "vLLM's EAGLE-1 has no fc.bias"),
+    ("eagle1", "speculators", "reads no eagle heads"),
+    ("eagle3.1", "sglang", "SGLang knows no fc_norm, norm_output"),
+    ("eagle3.1", "eagle", "knows no fc_norm, norm_output"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "message"), REFUSED)
+def test_what_an_engine_cannot_draft_with_is_not_written(deep, kind, name, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(engines, name)(ours(kind, deep), deep)
+
+
+def test_layers_that_an_engine_does_not_read_are_said(deep):
+    head = Eagle3Head.for_target(deep, 3, [1, 3, 5])
+    with pytest.raises(ValueError, match=r"reads hidden states \[2, 4, 5\] .* this head reads \[1, 3, 5\]"):
+        engines.eagle(head, deep)
+    with pytest.raises(ValueError, match="fuses three layers"):
+        engines.sglang(Eagle3Head.for_target(deep, 3, [1, 5]), deep)
+    with pytest.raises(ValueError, match="hidden state 0"):
+        engines.sglang(Eagle3Head.for_target(deep, 3, [0, 3, 5]), deep)
+
+
+def test_layers_that_zankners_code_would_tie_are_not_written(deep):
+    head = HydraHead.for_target(deep, depth=2, mlp_layers=4, prefix=True)
+    engines.hydra(head, deep)  # still alike, all of them
+    with torch.no_grad():
+        head.hydra_mlp[1][5].linear.bias.add_(1)
+    with pytest.raises(ValueError, match=r"one block in the place of layers 3, 5, 7 of hydra_mlp\.1"):
+        engines.hydra(head, deep)
+
+
+def test_sglang_gets_the_bias_it_insists_on(deep, tmp_path):
+    """Of zeros where the head has none: it drafts the same."""
+    head = ours("eagle1", deep)
+    export = engines.sglang(head, deep)
+    write_head(head, tmp_path, deep, export.form, export.form.files)
+    assert json.loads((tmp_path / "config.json").read_text())["bias"] is True
+    state = read_head(tmp_path, deep).state_dict()
+    assert not state.pop("fc.bias").any() and state.keys() == head.state_dict().keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in head.state_dict().items())
+
+
+def test_what_an_engine_dropped_is_said(deep):
+    assert "0.33 removed them" in engines.vllm(ours("medusa", deep), deep).note
+
+
+# -- the gate ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_the_gate_passes_an_export_and_stops_another_head(deep, tmp_path, kind):
+    head = ours(kind, deep)
+    save_head(head, tmp_path / "head", deep)
+    export = engines.vllm(head, deep)
+    write_head(head, tmp_path / "export", deep, export.form, export.form.files)
+    passed = ship.gate(tmp_path / "head", deep, tmp_path / "export")
+    assert passed.difference < 1e-4 and passed.acceptance >= 1
+    file = tmp_path / "export" / "model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if "lm_head" in name or "fc" in name)
+    save_file(weights | {name: weights[name].flip(0).contiguous()}, file)
+    with pytest.raises(ValueError, match="parity gate"):
+        ship.gate(tmp_path / "head", deep, tmp_path / "export")
+
+
+def test_the_gate_stops_files_that_gain_less(deep, tmp_path, monkeypatch):
+    save_head(ours("eagle3", deep), tmp_path / "head", deep)
+    lengths = iter([2.0, 1.9])
+    monkeypatch.setattr(ship, "acceptance", lambda generations: next(lengths))
+    with pytest.raises(ValueError, match=r"gains 2\.0000 tokens per forward and the files .* 1\.9000"):
+        ship.gate(tmp_path / "head", deep, tmp_path / "head")

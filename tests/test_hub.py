@@ -1,0 +1,266 @@
+"""Heads travel over the Hub whole: the real client against a server in this process (tests/hub_server.py)."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard, constants
+
+from heads import hub, load_head, save_head
+from heads.card import model_card
+from heads.eagle3 import Eagle3Head
+from inference import load_drafter
+from tests import golden
+from tests.hub_server import TOKEN, HubServer
+from train import ship
+
+NAME = "org/a-head"
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    """An empty Hub, an empty cache, a good token; the client as it is, without the waits between its retries."""
+    with HubServer() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr("time.sleep", lambda seconds: None)
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def run(target, tmp_path_factory) -> Path:
+    """What a training run leaves: a head with its card's figures, and a report beside it."""
+    directory = tmp_path_factory.mktemp("run")
+    torch.manual_seed(0)
+    save_head(Eagle3Head.for_target(target, 3, None, 200, torch.arange(target.vocab_size)), directory / "head", target)
+    metrics = {"acceptance_length": 2.5, "speedup": 1.75, "device": "a CPU", "date": "2026-01-02"}
+    about = {"kind": "eagle3", "target": target.name, "parameters": 12345}
+    (directory / "metrics.json").write_text(json.dumps(metrics))
+    recorded = metrics | {"about": about, "data": {"source": "some text"}}
+    (directory / "head" / "metrics.json").write_text(json.dumps(recorded))
+    (directory / "head" / "config.yaml").write_text("seed: 0\n")
+    (directory / "head" / "optimizer.pt").write_bytes(b"not for others")
+    (directory / "report.html").write_text("<html></html>")
+    return directory
+
+
+@pytest.fixture
+def folder(run, tmp_path, target) -> Path:
+    (tmp_path / "staged").mkdir()
+    ship.stage(run / "head", tmp_path / "staged", NAME, target, "apache-2.0")
+    return tmp_path / "staged"
+
+
+def push(folder: Path, **changes) -> str:
+    return hub.push(folder, NAME, **({"private": False, "replace": False, "dry_run": False} | changes))
+
+
+SENT = {"config.json", "config.yaml", "metrics.json", "model.safetensors", "README.md", "report.html"}
+
+
+def test_a_head_that_was_pushed_drafts_the_same_when_pulled(server, run, target):
+    said = ship.push(run / "head", target, NAME, private=True, license="mit")
+    assert server.repos[NAME].private and set(server.repos[NAME].files) == SENT
+    assert all(name in said for name in SENT) and TOKEN not in said
+    pulled, ours = load_head(NAME, target), load_head(run / "head", target)
+    assert all(torch.equal(tensor, pulled.state_dict()[name]) for name, tensor in ours.state_dict().items())
+
+
+def test_the_card_on_the_hub_says_what_the_head_is(server, run, target):
+    ship.push(run / "head", target, NAME, private=True, license="mit")
+    card = server.repos[NAME].files["README.md"].decode()
+    data = ModelCard(card).data.to_dict()
+    assert data["license"] == "mit" and data["tags"] == ["speculative-decoding", "draft-head", "eagle3"]
+    assert "base_model" not in data  # a path on this disk
+    assert hub.sha256(run / "head") in card and "2.50" in card and "1.75x" in card and "a CPU" in card
+    assert f'load_drafter("{NAME}", target)' in card and "some text" in card and "2026-01-02" in card
+    assert (
+        "vllm serve" in card
+        and "sglang.launch_server" in card
+        and NAME in re.findall(r"--speculative-config.*", card)[0]
+    )
+
+
+def test_a_folder_that_looks_like_a_hub_id_is_no_base_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "target").mkdir(parents=True)
+    about = {"kind": "eagle3", "target": "org/target"}
+    assert "base_model" not in ModelCard(model_card({}, about, None)).data.to_dict()
+    (tmp_path / "org" / "target").rmdir()
+    assert ModelCard(model_card({}, about, None)).data.to_dict()["base_model"] == "org/target"
+
+
+def test_a_dry_run_sends_nothing(server, folder):
+    said = push(folder, dry_run=True, private=True)
+    assert "would send to a new private repository" in said and all(name in said for name in SENT)
+    assert not server.repos and not any(line.startswith(("PUT", "POST")) for line in server.log)
+
+
+def test_the_same_head_is_sent_once(server, folder):
+    push(folder)
+    sent = [line for line in server.log if line.startswith("PUT")]
+    assert len(sent) == 2 and len(server.repos[NAME].commits) == 1  # weights and report; the rest is in the commit
+    push(folder)
+    assert [line for line in server.log if line.startswith("PUT")] == sent
+
+
+def test_a_different_head_is_not_overwritten_without_a_word(server, folder):
+    push(folder)
+    before = dict(server.repos[NAME].files)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ValueError, match=f"{NAME} holds a different head .*replace=true overwrites it"):
+        push(folder)
+    with pytest.raises(ValueError, match="holds a different head"):
+        push(folder, dry_run=True)
+    assert server.repos[NAME].files == before
+    push(folder, replace=True)
+    assert server.repos[NAME].files["model.safetensors"] != before["model.safetensors"]
+
+
+def test_what_is_public_does_not_become_private_by_itself(server, folder):
+    push(folder)
+    with pytest.raises(ValueError, match=f"{NAME} is public and private was asked for"):
+        push(folder, private=True)
+
+
+def test_an_upload_that_was_cut_goes_on(server, folder):
+    """The second file's connection breaks for good; run again, only that one is sent."""
+    report = hub.file_sha256(folder / "report.html")
+    server.trouble = lambda method, path: "drop" if method == "PUT" and path.endswith(report) else None
+    with pytest.raises(ValueError, match="did not take"):
+        push(folder)
+    assert not server.repos[NAME].commits  # nothing is visible of it
+    server.trouble, server.log = lambda method, path: None, []
+    push(folder)
+    assert [line for line in server.log if line.startswith("PUT")] == [f"PUT /lfs/{report}"]
+    assert set(server.repos[NAME].files) == SENT
+
+
+def test_a_download_that_was_cut_goes_on_where_it_was(server, folder, target):
+    push(folder)
+    cuts = iter([True])
+    server.trouble = lambda method, path: (
+        "cut" if method == "GET" and path.endswith("model.safetensors") and next(cuts, False) else None
+    )
+    load_head(NAME, target)
+    gets = [line for line in server.log if line.startswith("GET") and line.endswith("model.safetensors")]
+    assert len(gets) == 2
+
+
+REFUSALS = {401: "log in with `hf auth login`", 403: "has no right to this", 429: "wait some minutes"}
+
+
+@pytest.mark.parametrize("status", REFUSALS)
+@pytest.mark.parametrize("where", ["/api/repos/create", "/commit/", "/lfs/objects/batch"])
+def test_what_the_hub_refuses_is_said_in_a_sentence(server, folder, capfd, status, where):
+    server.trouble = lambda method, path: status if where in path else None
+    with pytest.raises(ValueError, match=REFUSALS[status]) as error:
+        push(folder)
+    shown = capfd.readouterr()
+    assert TOKEN not in str(error.value) + shown.out + shown.err
+    assert NAME in str(error.value) and "\n" not in str(error.value)
+    assert not (server.repos.get(NAME) and server.repos[NAME].commits)
+
+
+def test_a_wrong_token_is_said_and_not_shown(server, folder, monkeypatch, capfd):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong-but-secret")
+    with pytest.raises(ValueError, match="does not know the token") as error:
+        push(folder)
+    shown = capfd.readouterr()
+    assert "secret" not in str(error.value) + shown.out + shown.err and not server.repos
+
+
+def test_a_head_works_offline_once_it_was_pulled(server, folder, target, monkeypatch):
+    push(folder)
+    first = load_head(NAME, target)
+    server.server.shutdown()
+    server.server.server_close()
+    again = load_drafter(NAME, target).head  # the connection is refused
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    offline = load_head(NAME, target)
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]) and torch.equal(tensor, offline.state_dict()[name])
+
+
+def test_a_head_that_is_nowhere_is_said(server, target, monkeypatch):
+    with pytest.raises(ValueError, match="head org/nothing is no directory here, and the Hub does not give it"):
+        load_head("org/nothing", target)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="head org/nothing is no directory here"):
+        load_head("org/nothing", target)
+
+
+def test_code_and_needless_pickles_are_not_fetched(server, folder, target):
+    (folder / "modeling.py").write_text("raise SystemExit")
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    push(folder)
+    found = hub.find(NAME)
+    assert {path.name for path in found.iterdir()} == {
+        name for name in SENT if name.endswith((".json", ".md", "tensors"))
+    }
+
+
+def test_a_pickle_is_fetched_where_there_is_nothing_else(server, target, tmp_path):
+    torch.manual_seed(0)
+    config, weights, file = golden.medusa_v1()
+    folder = tmp_path / "medusa"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.save(weights, folder / file)
+    push(folder)
+    assert load_head(NAME, target).depth == 5
+
+
+def test_a_file_that_points_out_of_the_cache_is_refused(server, folder, target, tmp_path):
+    push(folder)
+    repo = server.repos[NAME]
+    repo.files["../../../../escaped.json"] = b"{}"
+    with pytest.raises(ValueError, match=f"head {NAME} is no directory here, and the Hub does not give it"):
+        load_head(NAME, target)
+    assert not list(tmp_path.rglob("escaped.json"))
+
+
+def test_nothing_is_pushed_that_fails_the_gate(server, run, target, monkeypatch):
+    def worse(head: Path, folder: Path, *args) -> None:
+        shutil.copytree(head, folder, dirs_exist_ok=True)
+        config = json.loads((folder / "config.json").read_text())
+        config["norm_before_residual"] = True  # loads, and drafts otherwise
+        (folder / "config.json").write_text(json.dumps(config))
+
+    monkeypatch.setattr(ship, "stage", worse)
+    with pytest.raises(ValueError, match="parity gate"):
+        ship.push(run / "head", target, NAME)
+    assert not server.repos
+
+
+@pytest.mark.parametrize("name", ["head", "a/b/c", "org/", "org/na me", "-org/x", "../x"])
+def test_a_name_that_cannot_be_is_refused_first(server, run, target, name):
+    with pytest.raises(ValueError, match=f"repo={re.escape(name)}"):
+        ship.push(run / "head", target, name)
+    assert not server.log
+
+
+def test_a_target_of_the_hub_has_its_revision_in_the_card(server, monkeypatch, tmp_path):
+    assert hub.revision(str(tmp_path)) is None
+    snapshot = tmp_path / "cache" / "models--org--target" / "snapshots" / ("ab" * 20)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (tmp_path / "cache" / "models--org--target" / "refs").mkdir()
+    (tmp_path / "cache" / "models--org--target" / "refs" / "main").write_text("ab" * 20)
+    assert hub.revision("org/target") == "ab" * 20
+    about = {"kind": "eagle3", "target": "org/target", "revision": "ab" * 20}
+    assert "ab" * 20 in model_card({}, about, None)
+
+
+def test_pushing_needs_a_directory(server, target):
+    with pytest.raises(ValueError, match="a head is pushed from where training wrote it"):
+        ship.push(Path("org/name"), target, NAME)

@@ -1,0 +1,112 @@
+"""Packing: nothing is lost uncounted, and a packed token has the loss that it has in a row of its own."""
+
+import hydra
+import pytest
+import torch
+from hydra.utils import instantiate
+from torch import Tensor
+
+from heads.base import Text, began
+from heads.target import Target
+from train.entry import CONF
+from train.packing import Document, Packed, best_fit
+from train.trainer import Lesson
+
+HEADS = sorted(file.stem for file in (CONF / "head").glob("*.yaml"))
+
+
+def documents(*lengths: int, prompt: int = 3) -> list[Document]:
+    return [
+        Document(torch.randint(1, 300, (length,)).tolist(), [place >= prompt for place in range(length)])
+        for length in lengths
+    ]
+
+
+def lesson(target: Target, kind: str) -> Lesson:
+    with hydra.initialize_config_dir(str(CONF), version_base=None):
+        cfg = hydra.compose("train", [f"head={kind}", "target.path=x"])
+    more = {"counts": torch.ones(target.vocab_size)} if "draft_vocab_size" in cfg.head else {}
+    head = instantiate(cfg.head, target=target, **more)
+    with torch.no_grad():
+        for parameter in head.parameters():  # layers that start as nothing would hide what reaches them
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return Lesson(head, target, lambda draft, answer: draft)
+
+
+@torch.no_grad()
+def token_losses(lesson: Lesson, batch: dict[str, Tensor]) -> Tensor:
+    """(depth, batch, length): the cross-entropy of every draft with the target's law, NaN where none is counted."""
+    text = Text(**batch)
+    features, last = lesson.read(text)
+    answer = lesson.target.logits(last).roll(-1, dims=1).softmax(-1)
+    losses = []
+    for depth, out in enumerate(lesson.head(features, lesson.target.embed(text.tokens), text), start=1):
+        loss = -(answer * lesson.head.logits(out, depth).log_softmax(-1)).sum(-1)
+        losses.append(loss.masked_fill(~began(text, depth), torch.nan))
+    return torch.stack(losses)
+
+
+def batch_of(packed: Packed) -> dict[str, Tensor]:
+    rows = [packed[row] for row in range(len(packed))]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+@pytest.mark.parametrize("long", ["split", "truncate"])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_packed_token_has_the_loss_that_it_has_alone(target, kind: str, long: str):
+    texts = documents(20, 9, 15, 26, 14, 12)
+    packed = batch_of(Packed(texts, length=48, seed=1, long=long))
+    teacher = lesson(target, kind)
+    together = token_losses(teacher, packed)
+    seen = 0
+    for row, numbers in enumerate(packed["documents"]):
+        for number in numbers.unique():
+            here = numbers == number
+            if number < 0:
+                assert together[:, row, here].isnan().all()
+                continue
+            alone = {name: values[row, here][None] for name, values in packed.items()}
+            apart = token_losses(teacher, alone)[:, 0]
+            torch.testing.assert_close(together[:, row, here], apart, atol=1e-5, rtol=0, equal_nan=True)
+            seen += int((~apart.isnan()).sum())
+    assert seen > 100
+
+
+def test_split_goes_on_in_the_next_row_and_counts_it(target):
+    texts = documents(30, 5, 46, 7)
+    packed = Packed(texts, length=16, seed=0)
+    assert packed.card["documents_longer_than_a_row"] == 2 and packed.card["tokens_cut_off"] == 0
+    assert packed.card["rows_packed"] + packed.card["rows_left_out"] == -(-88 // 16)
+    assert packed.card["padding_share"] == round(8 / (16 * packed.card["rows_packed"]), 6)
+
+
+def test_truncated_documents_stay_whole_or_are_cut_at_the_row_and_counted():
+    texts = documents(30, 5, 40, 7, 4, 12)
+    packed = batch_of(first := Packed(texts, length=16, seed=0, long="truncate"))
+    kept = [
+        row[numbers == number].tolist()
+        for row, numbers in zip(packed["tokens"], packed["documents"], strict=True)
+        for number in numbers.unique()
+        if number >= 0
+    ]
+    assert sorted(kept) == sorted(document.tokens[:16] for document in texts)
+    assert first.card["tokens_cut_off"] == 14 + 24 and first.card["documents_longer_than_a_row"] == 2
+    assert len(first) == 4  # 16, 16, 12 + 4, 7 + 5
+
+
+def test_best_fit_fills_rows():
+    sizes = torch.randint(1, 40, (200,)).tolist()
+    rows = best_fit(sizes, 64)
+    assert sorted(number for row in rows for number in row) == list(range(200))
+    assert all(sum(sizes[number] for number in row) <= 64 for row in rows)
+    assert len(rows) <= 1.05 * sum(sizes) / 64 + 1
+
+
+def test_rows_that_teach_nothing_are_left_out_and_counted():
+    texts = [Document([1] * 32, [False] * 32), *documents(16)]
+    packed = Packed(texts, length=16, seed=0)
+    assert len(packed) == 1 and packed.card["rows_left_out"] == 2
+    with pytest.raises(ValueError, match="no supervised token"):
+        Packed(texts[:1], length=16, seed=0)
+    with pytest.raises(ValueError, match="long=drop is not known"):
+        Packed(texts, length=16, seed=0, long="drop")

@@ -1,0 +1,89 @@
+"""A 4-bit and an 8-bit target: loaded, drafted for and decoded as any other."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from heads import Target, load_head
+from heads.checkpoint import save_head
+from heads.eagle3 import Eagle3Head
+from heads.medusa import MedusaHead
+from inference import drafter_for, generate, load_drafter
+from inference.drafters import NgramDrafter
+from train.prove import float32
+
+from .conftest import tiny_config
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+
+OUTLIER = 300  # a token with one large feature, which LLM.int8 would take out of all rows of a forward
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    """Wider than other tests' target: 4-bit weights are packed in blocks of 64 of a row."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("wider")
+    model = LlamaForCausalLM(tiny_config(hidden_size=64, intermediate_size=128, num_hidden_layers=3))
+    model.model.embed_tokens.weight.data[OUTLIER] = 5.0 * torch.nn.functional.one_hot(torch.tensor(3), 64)
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(path) -> Target:
+    return Target.from_pretrained(path, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module", params=["4bit", "8bit"])
+def packed(request, path) -> Target:
+    return Target.from_pretrained(path, dtype="float32", device="cpu", quantization=request.param)
+
+
+def prompt() -> torch.Tensor:
+    return torch.tensor([[5, 9, 17, 5, 9, 17, 5, 9]])
+
+
+def test_its_weights_are_packed_and_its_logits_are_near_the_whole_models(packed, whole):
+    weight = packed.model.model.layers[0].mlp.down_proj.weight
+    assert weight.dtype == (torch.uint8 if packed.quantization == "4bit" else torch.int8)
+    ours, theirs = packed.read(prompt()).logits, whole.read(prompt()).logits
+    assert 0 < (ours - theirs).abs().mean() < 0.5 * theirs.std()
+    packed.check_logits()
+
+
+def test_what_it_makes_of_a_text_does_not_depend_on_what_is_read_beside_it(packed):
+    both = torch.cat([prompt(), torch.full((1, 8), OUTLIER)])
+    assert torch.allclose(packed.read(both).logits[:1], packed.read(prompt()).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafting_changes_nothing(packed, temperature):
+    settings = {"max_new_tokens": 24, "eos_token_id": -1, "temperature": temperature}
+    plain = generate(packed, None, prompt(), **settings).new_tokens
+    medusa, eagle = MedusaHead.for_target(packed, depth=3).eval(), Eagle3Head.for_target(packed, depth=3).eval()
+    for drafter in (NgramDrafter(), drafter_for(medusa, packed, nodes=6), drafter_for(eagle, packed, nodes=6)):
+        assert generate(packed, drafter, prompt(), **settings).new_tokens == plain
+
+
+def test_a_head_of_it_is_saved_and_loaded(packed, tmp_path):
+    head = Eagle3Head.for_target(packed, depth=2)
+    save_head(head, tmp_path, packed)
+    again = load_head(tmp_path, packed)
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    assert generate(packed, load_drafter(str(tmp_path), packed), prompt(), max_new_tokens=4).new_tokens
+
+
+def test_its_float32_copy_is_packed_too(packed, path):
+    half = Target.from_pretrained(path, dtype="bfloat16", device="cpu", quantization=packed.quantization)
+    exact = float32(half)
+    assert exact.quantization == packed.quantization and exact.dtype == torch.float32
+    assert torch.equal(exact.read(prompt()).logits, packed.read(prompt()).logits)
+
+
+def test_another_width_is_refused(path):
+    with pytest.raises(ValueError, match="quantization=3bit is not one of 4bit, 8bit"):
+        Target.from_pretrained(path, quantization="3bit")
