@@ -37,7 +37,7 @@ def measure(directory: Path) -> dict[str, Any]:
     data = instantiate(cfg.data, tokenizer=target.tokenizer)
     rows = prompts(target.tokenizer, data.test, cfg.evaluate.prompts, cfg.evaluate.prompt_tokens)
     drafter = load_drafter(str(directory / "head"), target)
-    found: dict[str, Any] = {"supervised": data.card.get("supervised")}
+    found: dict[str, Any] = {}
     for temperature in (0.0, 1.0):
         limits: dict[str, Any] = {
             "max_new_tokens": cfg.evaluate.new_tokens,
@@ -61,7 +61,7 @@ def main() -> None:
             results[name] = measure(DIRECTORY / name)
     (DIRECTORY / "results.json").write_text(json.dumps({"settings": settings, **results}, indent=2) + "\n")
     for name, found in results.items():
-        print(f"{name:10}", "  ".join(f"{what}: {value}" for what, value in found.items() if value is not None))
+        print(f"{name:10}", "  ".join(f"{what}: {value:.2f}" for what, value in found.items()))
 
 
 if __name__ == "__main__":

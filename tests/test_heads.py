@@ -177,10 +177,30 @@ def test_gate_sees_fused_layers_off_by_one(target, monkeypatch):
         parity.check(head, target, PROMPT)
 
 
-def test_gate_sees_hidden_states_that_are_not_moved(target, monkeypatch):
-    head = make("eagle3", target)
-    monkeypatch.setattr("heads.eagle3.later", lambda x, steps: later(x, steps) if x.dtype == torch.bool else x)
+MOVES = {"eagle3": "heads.eagle3", "hass": "heads.eagle", "hydra": "heads.hydra", "hydra_pp": "heads.hydra"}
+
+
+@pytest.mark.parametrize("kind", MOVES)
+def test_gate_sees_hidden_states_that_are_not_moved(target, kind, monkeypatch):
+    head = make(kind, target)
+    monkeypatch.setattr(f"{MOVES[kind]}.later", lambda x, steps: later(x, steps) if x.dtype == torch.bool else x)
     with pytest.raises(ValueError, match="parity gate: at depth 2"):
+        parity.check(head, target, PROMPT)
+
+
+def test_gate_sees_a_prefix_layer_that_reads_other_text(target, monkeypatch):
+    """Hydra++'s layer looks at the whole row in training, the future included, and at the past alone in drafting."""
+    head = make("hydra_pp", target)
+    monkeypatch.setattr(Text, "mask", lambda text: torch.ones(1, text.tokens.shape[1], text.tokens.shape[1]).bool())
+    with pytest.raises(ValueError, match="parity gate: at depth 1"):
+        parity.check(head, target, PROMPT)
+
+
+def test_gate_sees_a_draft_model_one_position_off(target, monkeypatch):
+    head = make("draft_model", target)
+    forward = type(head).forward
+    monkeypatch.setattr(type(head), "forward", lambda self, *batch: [out.roll(1, 1) for out in forward(self, *batch)])
+    with pytest.raises(ValueError, match="parity gate: at depth 1"):
         parity.check(head, target, PROMPT)
 
 

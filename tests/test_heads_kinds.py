@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
@@ -177,6 +179,26 @@ def test_a_head_may_choose_loss_and_lesson_and_the_command_line_overrules_it():
     assert losses["head=eagle loss=hard"] == "hard"
     assert chosen["head=medusa2"].lesson["_target_"] == "train.joint.JointLesson"
     assert chosen["head=eagle3_1"].head.fc_norm and chosen["head=eagle3_1"].head.norm_output
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "conf" / "head").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_yaml_builds_its_head_and_its_lesson(path, tiny_path):
+    target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
+        cfg = compose("train", [f"head={path.stem}"])
+    head = instantiate(cfg.head, target=target)
+    lesson = instantiate(cfg.lesson, head=head, target=target, loss=instantiate(cfg.loss))
+    assert lesson.head is head and lesson.target is target  # not copies of them
+    places = torch.arange(12)[None]
+    text = Text(torch.tensor([PROMPT[:12]]), places >= 4, torch.zeros_like(places), places)
+    assert torch.isfinite(lesson(*text).loss)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "conf" / "loss").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_yaml_of_a_loss_builds_it(path):
+    loss = instantiate(OmegaConf.load(path))
+    draft, answer = (Said(torch.randn(3, 12), torch.randn(3, 5)) for _ in range(2))
+    assert loss(draft, answer).shape == (3,)
 
 
 def test_medusa2_ends_with_adapter_heads_and_a_warning(train):

@@ -150,10 +150,11 @@ def peak_memory(target: Target) -> int:
 
 
 def facts_of_run(head: DraftHead, target: Target) -> dict[str, Any]:
+    trained = [*head.parameters(), *adapter.layers(target).parameters()]
     return {
         "head": head.kind,
         "target": target.name,
-        "parameters": sum(parameter.numel() for parameter in head.parameters()),
+        "parameters": sum(parameter.numel() for parameter in trained),
         "peak_memory_bytes": peak_memory(target),
         "device": device_name(target),
         "dtype": str(target.dtype).removeprefix("torch."),
