@@ -55,9 +55,9 @@ def small() -> Target:
     return random_model(1)
 
 
-def eagle(target: Target, **options) -> DynamicTree:
+def eagle(target: Target) -> DynamicTree:
     torch.manual_seed(2)
-    return DynamicTree(Eagle3Head.for_target(target, depth=4).eval(), target, **options)
+    return DynamicTree(Eagle3Head.for_target(target, depth=4).eval(), target, nodes=10, depth=4, width=3)
 
 
 def medusa(target: Target) -> StaticTree:
