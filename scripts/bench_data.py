@@ -14,7 +14,6 @@ from torch import Tensor
 
 from train.data import Document, Packed, count_tokens
 from train.entry import entry
-from train.trainer import Lesson
 
 
 @entry("bench_data")
@@ -23,9 +22,11 @@ def main(cfg: DictConfig) -> None:
     if target.tokenizer is None:
         raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and the data are text")
     data = instantiate(cfg.data, tokenizer=target.tokenizer)
-    more = {"counts": count_tokens(data.train, target.vocab_size)} if "draft_vocab_size" in cfg.head else {}
-    head = instantiate(cfg.head, target=target, **more)
-    lesson = Lesson(head, target, instantiate(cfg.loss), cfg.depth_decay)
+    counts = count_tokens(data.train, target.vocab_size)
+    head = instantiate(cfg.head, target=target, **({"counts": counts} if "draft_vocab_size" in cfg.head else {}))
+    if head.pruned:
+        head.start_projections(target, counts)
+    lesson = instantiate(cfg.lesson, head=head, target=target, loss=instantiate(cfg.loss))
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-4)
     some = islice((d for d in data.train if any(d.supervised[8 : cfg.length])), 4 * cfg.steps * cfg.rows)
     documents = list(some)

@@ -21,7 +21,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from transformers import AutoModelForCausalLM
 
-from heads import Target
+from heads import Target, adapter
 from inference import load_drafter
 from inference.drafters import Drafter
 from inference.evaluate import REPETITIVE, acceptance, distinct, per_depth, run, texts
@@ -113,7 +113,7 @@ def load(cfg: DictConfig, target: Target, drafter: dict[str, Any]) -> tuple[Targ
     """A drafter and the target that it drafts for: another copy for heads with an adapter of the target beside them."""
     options = dict(drafter)
     spec = options.pop("spec")
-    if any((Path(part) / "adapter_config.json").is_file() for part in spec.split("+")):
+    if any((Path(part) / adapter.CONFIG).is_file() for part in spec.split("+")):
         target = instantiate(cfg.target, dtype=str(target.dtype).removeprefix("torch."))
     return target, load_drafter(spec, target, **options)
 

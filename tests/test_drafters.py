@@ -27,9 +27,10 @@ from inference.drafters import (
     StaticTree,
     SuffixDrafter,
     Union,
+    auto,
     drafter_for,
 )
-from inference.drafters.auto import FIRST, Costs
+from inference.drafters.auto import FIRST, PLAIN, TIMED, Costs
 from inference.drafters.base import Accepted, chains, root_only, trees
 from inference.drafters.union import merge
 from inference.sampling import Sampling
@@ -54,9 +55,9 @@ def small() -> Target:
     return random_model(1)
 
 
-def eagle(target: Target, **options) -> DynamicTree:
+def eagle(target: Target) -> DynamicTree:
     torch.manual_seed(2)
-    return DynamicTree(Eagle3Head.for_target(target, depth=4).eval(), target, **options)
+    return DynamicTree(Eagle3Head.for_target(target, depth=4).eval(), target, nodes=10, depth=4, width=3)
 
 
 def medusa(target: Target) -> StaticTree:
@@ -293,33 +294,65 @@ def test_adaptive_length_stops_where_the_draft_is_not_sure(small):
         assert drafter.propose(step, None).depths.max() == levels
 
 
-def test_auto_ends_up_decoding_plainly_where_nothing_is_gained(small):
-    class Useless(Told):
-        """A tree that is never right; what AutoTree needs of an inner drafter."""
+class Clock:
+    """Stands for the time module: every step of an AutoTree takes what its tree should."""
 
-        ranks = torch.arange(2)[None]
+    def __init__(self, drafter: AutoTree, seconds):
+        self.drafter, self.seconds, self.now = drafter, seconds, 0.0
 
-        def resize(self, nodes: int, levels: int) -> None:
-            assert nodes > 1, "plain decoding asks no drafter"
+    def perf_counter(self) -> float:
+        if self.drafter.started is not None:
+            self.now += self.seconds(self.drafter.last)
+        return self.now
 
-    drafter = AutoTree(Useless([-1, -1]), small)
-    drafter.costs[1] = Costs(read={1: 10.0, 2: 10.1, 3: 10.2}, draft=[0.0, 0.1, 0.2])
-    ids = torch.tensor([prompt(9)])
-    nodes = []
-    for seed in range(3):
-        out = generate(small, drafter, ids, max_new_tokens=101, eos_token_id=-1, temperature=1.0, seed=seed)
+
+def calibrated(monkeypatch, drafter: AutoTree, seconds) -> None:
+    """Calibration sees no difference between trees; steps take `seconds(plan)`."""
+    flat = Costs(read=dict.fromkeys(range(1, 9), 1.0), draft=[0.0] * 9)
+    monkeypatch.setattr(auto, "measure", lambda *args: flat)
+    monkeypatch.setattr(auto, "time", Clock(drafter, seconds))
+
+
+class Useless(Told):
+    """A tree that is never right; what AutoTree needs of an inner drafter."""
+
+    ranks = torch.arange(2)[None]
+
+    def resize(self, nodes: int, levels: int) -> None:
+        assert nodes > 1, "plain decoding asks no drafter"
+
+
+def nodes_of_steps(target: Target, drafter: AutoTree, count: int) -> list[int]:
+    ids, nodes = torch.tensor([prompt(9)]), []
+    while len(nodes) < count:
+        seed = len(nodes)
+        out = generate(target, drafter, ids, max_new_tokens=101, eos_token_id=-1, temperature=1.0, seed=seed)
         nodes += [step.nodes for step in out.steps]
+    return nodes[:count]
+
+
+def test_auto_ends_up_decoding_plainly_where_nothing_is_gained(small, monkeypatch):
+    drafter = AutoTree(Useless([-1, -1]), small)
+    calibrated(monkeypatch, drafter, lambda plan: 1.0 + 0.1 * plan.nodes)
+    nodes = nodes_of_steps(small, drafter, 300)
     full = [number for number, count in enumerate(nodes) if count > 1]
-    assert full[:FIRST] == list(range(FIRST)) and {nodes[i] for i in range(len(nodes)) if i not in full} == {1}
-    pauses = [b - a for a, b in zip(full[FIRST - 1 :], full[FIRST:])]
-    assert pauses == [32, 64, 128]  # it looks again ever more rarely
+    assert full[:FIRST] == list(range(FIRST))
+    pauses = [b - a for a, b in itertools.pairwise(full[FIRST - 1 :])]
+    assert pauses == [TIMED + 1 + 33, 65, 129]  # it looks again ever more rarely
 
 
-def test_auto_drafts_where_it_pays(small):
+def test_auto_decodes_plainly_where_drafts_are_right_but_cost_more_than_they_gain(small, monkeypatch):
+    drafter = AutoTree(DraftModel(small, small, nodes=5, depth=4, width=1), small)  # five tokens a step
+    calibrated(monkeypatch, drafter, lambda plan: 1.0 if plan == PLAIN else 6.0 * plan.nodes)
+    nodes = nodes_of_steps(small, drafter, 200)
+    assert nodes[-100:].count(1) >= 98
+
+
+def test_auto_drafts_where_it_pays(small, monkeypatch):
     drafter = AutoTree(DraftModel(small, small, nodes=5, depth=4, width=1), small)
-    drafter.costs[1] = Costs(read=dict.fromkeys((1, 2, 4, 5), 10.0), draft=[0.0, 0.1, 0.2, 0.3, 0.4])
-    out = generate(small, drafter, torch.tensor([prompt(9)]), max_new_tokens=101, eos_token_id=-1)
-    assert {step.nodes for step in out.steps} == {5}
+    calibrated(monkeypatch, drafter, lambda plan: 1.0 + 0.1 * plan.levels)
+    nodes = nodes_of_steps(small, drafter, 60)
+    assert nodes[-20:].count(5) >= 18  # all but a look at plain decoding
 
 
 CONFIGS = sorted(path.stem for path in (CONF / "drafter").glob("*.yaml"))

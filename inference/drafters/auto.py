@@ -1,19 +1,20 @@
 """Choose the tree, or none, by what it costs and gains here and now: tokens per second, not acceptance length.
 
-    gain(N, D)   tokens per step of the best N nodes down to depth D, counted on the largest tree: a smaller tree is a part
-                 of it (its best nodes), so one full step tells what every smaller one would have gained
-    cost(N, D)   seconds: reading N rows and drafting D levels, measured at the first use for this batch size, plus what
-                 the rest of a step was seen to take
+    gain(N, D)     tokens per step of the best N nodes down to depth D, counted on the largest tree: a smaller tree is a
+                   part of it (its best nodes), so one full step tells what every smaller one would have gained
+    seconds(N, D)  of a whole step: the median of those seen; of a tree not used yet, between plain decoding and the largest
+                   tree as reading N rows and drafting D levels is, measured at the first use for this batch size
 
-The first steps, and later one in `EXPLORE`, use the largest tree and refresh the gains; all others use the best tree of
-gain / cost. Where plain decoding is best it decodes plainly, and looks again after twice as many steps each time, so
-that a drafter which never helps costs next to nothing.
+The first steps use the largest tree and none in turn; from then on the tree of best gain / seconds, and now and then the
+largest and none again. Where plain decoding is best it decodes plainly, and looks again after twice as many steps each
+time, so that a drafter which never helps costs next to nothing.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +28,9 @@ from inference.sampling import Sampling
 from inference.tree import TokenTree, chain
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-FIRST, EXPLORE, REMEMBER = 6, 16, 64  # full steps at first; one full step in so many; full steps remembered
-RARELY = 1024  # plain decoding looks again after so many steps at most
+FIRST, REMEMBER = 6, 64  # full steps at first; full steps remembered
+EXPLORE, RARELY = 16, 1024  # steps until it looks again; at most, where it decodes plainly
+TIMED = 3  # steps of a tree before their median counts
 MARGIN = 1.03  # what speculation must promise over plain decoding: below it lies what the measured costs are wrong by
 TEXT = 256  # entries of text in the cache that costs are measured over
 
@@ -36,6 +38,9 @@ TEXT = 256  # entries of text in the cache that costs are measured over
 class Plan(NamedTuple):
     nodes: int  # 1 is plain decoding
     levels: int
+
+
+PLAIN = Plan(1, 0)
 
 
 class Costs(NamedTuple):
@@ -50,8 +55,9 @@ class AutoTree(Drafter):
         self.layers, self.nodes, self.full = inner.layers, inner.nodes, Plan(inner.nodes, inner.depth)
         self.costs: dict[int, Costs] = {}
         self.seen: deque[list[int]] = deque(maxlen=REMEMBER)  # ranks of the nodes along each accepted path
-        self.other, self.best = 0.0, self.full
-        self.pause, self.left = EXPLORE, 0  # steps from one full step to the next; how many of them are left
+        self.taken: dict[tuple[int, Plan], deque[float]] = {}  # seconds of whole steps, by batch size and tree
+        self.batch, self.pause = 0, EXPLORE
+        self.plans: list[Plan] = []  # of the next steps, the next one last
         self.use(self.full)
 
     def use(self, plan: Plan) -> None:
@@ -61,17 +67,29 @@ class AutoTree(Drafter):
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         if batch not in self.costs:
             self.costs[batch] = measure(self.inner, self.target, batch, self.full)
-        self.batch, self.waiting = batch, list[Accepted]()
+            self.plans = [PLAIN] * (TIMED + 1) + [self.full] * FIRST
+        elif batch != self.batch:
+            self.plans = []
+        if batch != self.batch:
+            self.batch = batch
+            self.use_next()
+        self.waiting = list[Accepted]()
         self.inner.begin(batch, capacity, sampling)
         self.started: float | None = None
-        if len(self.seen) >= FIRST:
-            self.best = self.choose()  # for this batch size
-        self.use(self.best if self.left else self.full)
+
+    def use_next(self) -> None:
+        if not self.plans:
+            best = self.choose()
+            self.pause = min(2 * self.pause, RARELY) if best == PLAIN else EXPLORE
+            looks = [self.full] if best == PLAIN else [PLAIN, self.full]
+            self.plans = looks + [best] * self.pause if self.timed(best) else [best] * (TIMED + 1)
+        self.use(self.plans.pop())
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         self.note_time()
+        self.last = self.plan
         self.waiting.append(accepted)
-        if self.plan.nodes == 1:
+        if self.plan == PLAIN:
             return root_only(accepted)
         merged, self.waiting = merge(self.waiting), []
         self.inner.resize(*self.plan)
@@ -81,20 +99,28 @@ class AutoTree(Drafter):
         if self.plan == self.full:
             ranks = self.inner.ranks.tolist()
             self.seen.extend([ranks[row][node - 1] for node in path[1:]] for row, path in enumerate(paths) if path)
-            if len(self.seen) >= FIRST:
-                self.best = self.choose()
-                self.pause = min(2 * self.pause, RARELY) if self.best.nodes == 1 else EXPLORE
-                self.left = self.pause
-        self.left = max(0, self.left - 1)
-        self.use(self.best if self.left else self.full)
+        self.use_next()
 
     def note_time(self) -> None:
-        """What the last step took beyond its read and draft: verifying, keeping, the host. A running mean."""
+        """What the last step took."""
         now = time.perf_counter()
         if self.started is not None:
-            rest = now - self.started - self.predicted(self.plan)
-            self.other += 0.1 * (max(0.0, rest) - self.other)
+            seconds = now - self.started
+            self.taken.setdefault((self.batch, self.last), deque(maxlen=2 * TIMED + 1)).append(seconds)
         self.started = now
+
+    def timed(self, plan: Plan) -> bool:
+        return len(self.taken.get((self.batch, plan), ())) >= TIMED
+
+    def seconds(self, plan: Plan) -> float:
+        if self.timed(plan):
+            return median(self.taken[self.batch, plan])
+        if not (self.timed(PLAIN) and self.timed(self.full)):
+            return self.predicted(plan)
+        # Between the two that were seen, where calibration puts it.
+        low, high, most = self.seconds(PLAIN), self.seconds(self.full), self.predicted(self.full)
+        room = most - self.predicted(PLAIN)
+        return high - (high - low) * min(1.0, (most - self.predicted(plan)) / room) if room > 0 else high
 
     def predicted(self, plan: Plan) -> float:
         costs = self.costs[self.batch]
@@ -106,15 +132,14 @@ class AutoTree(Drafter):
         kept = sum(sum(rank < plan.nodes - 1 for rank in ranks[: plan.levels]) for ranks in self.seen)
         return 1 + kept / max(1, len(self.seen))
 
-    def speed(self, plan: Plan) -> float:
-        """Tokens per second, expected."""
-        return self.gain(plan) / (self.predicted(plan) + self.other)
-
     def choose(self) -> Plan:
+        def speed(plan: Plan) -> float:
+            return self.gain(plan) / self.seconds(plan)
+
         sizes = [size for size in SIZES if 1 < size < self.full.nodes] + [self.full.nodes]
         plans = [Plan(size, levels) for size in sizes for levels in range(1, self.full.levels + 1) if levels < size]
-        plain, best = Plan(1, 0), max(plans, key=self.speed)
-        return best if self.speed(best) > MARGIN * self.speed(plain) else plain
+        best = max(plans, key=speed)
+        return best if speed(best) > MARGIN * speed(PLAIN) else PLAIN
 
 
 def merge(pieces: list[Accepted]) -> Accepted:
