@@ -85,7 +85,7 @@ def test_prompts_start_at_lines_and_have_their_length(target):
 
 def test_the_target_writes_its_own_training_text(target, tmp_path):
     text = Document(torch.randint(1, 300, (400,)).tolist(), [True] * 400)
-    corpus = data.Corpus([text], [], [], {})
+    corpus = data.Corpus([text], [], [], {"source": "a test"})
     file = tmp_path / "written.json"
     written = data.written_by(target, corpus, 100, 1, file, begin=16, new=20)
     assert len(written.train) == 5 and written.card["written_by_target"] >= 5
