@@ -137,8 +137,7 @@ def eagle(tiny_path: Path, folder: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def wide_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose vocabulary is larger than the 2048 that conf/head/eagle3.yaml prunes to: a sweep over heads cannot
-    set what only one of them has."""
+    """A target with a vocabulary larger than its tokenizer's, as many real ones have."""
     path = tmp_path_factory.mktemp("wide")
     torch.manual_seed(0)
     LlamaForCausalLM(tiny_config(vocab_size=2304)).save_pretrained(path)
