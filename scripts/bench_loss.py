@@ -1,6 +1,6 @@
 """Peak memory of the EAGLE-3 loss, chunked and not:  python scripts/bench_loss.py [--batch 4 --length 2048 --skip-whole]
 
-A random target and head, thin (hidden 64, one layer, one attention head) so that logits are all that counts, with the
+A random target and head, thin (hidden 16, one layer, one attention head) so that logits are all that counts, with the
 vocabulary of Llama 3 and the paper's 7 steps. Each case runs forward and backward in a process of its own; counted is the
 growth of its peak memory over what it held before, gradients included, in bytes and in float32 logits of one step.
 """
@@ -20,7 +20,7 @@ from heads.target import Target
 from train import losses
 from train.trainer import CHUNK, Lesson
 
-HIDDEN, STEPS = 64, 7
+HIDDEN, STEPS = 16, 7
 
 
 def peak(device: torch.device) -> int:
