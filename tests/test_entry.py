@@ -10,7 +10,8 @@ import hydra
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from train.entry import entry, nearest
+from train.entry import entry
+from train.overrides import nearest
 
 FILES = {
     "tiny.yaml": """

@@ -26,9 +26,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from heads import Target, load_head
 from inference import generate, load_drafter
-from train import session
+from train import checkpoints, session
 from train.run import main
-from train.session import newest_checkpoint
 
 from .conftest import TEXT, VOCAB, tiny_config
 
@@ -56,6 +55,7 @@ SMALL = [
     "target.device=cpu",
     "length=64",
     "written=0",
+    "keep_checkpoints=true",
     "trainer.per_device_train_batch_size=4",
     "trainer.logging_steps=1",
     "trainer.warmup_steps=2",
@@ -204,14 +204,14 @@ def resumed(eagle: list[str], stopped: Stopped) -> tuple[Path, Ended]:
 
 def entries(directory: Path) -> list[dict]:
     """What the newest checkpoint remembers of training."""
-    newest = newest_checkpoint(directory / "checkpoints")
+    newest = checkpoints.newest(directory / "checkpoints")
     assert newest is not None
     return json.loads((Path(newest) / "trainer_state.json").read_text())["log_history"]
 
 
 def history(directory: Path) -> list[dict]:
     """The same without what clocks said: losses, gradients and agreement in full precision."""
-    clocks = ("tokens_per_second", "train_seconds")
+    clocks = ("tokens_per_second", "train_seconds", "memory_gib")
     return [{name: value for name, value in entry.items() if name not in clocks} for entry in entries(directory)]
 
 
@@ -302,7 +302,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(stopped: Stopped):
     last = int(printed(stopped.ended.out)[-1][0])
     assert 10 <= last < STEPS
     assert f"stopped at step {last}; the same command goes on from there" in stopped.ended.out
-    assert newest_checkpoint(stopped.copy / "checkpoints") == str(stopped.copy / "checkpoints" / f"checkpoint-{last}")
+    assert checkpoints.newest(stopped.copy / "checkpoints") == str(stopped.copy / "checkpoints" / f"checkpoint-{last}")
     assert not (stopped.copy / "metrics.json").exists() and "Traceback" not in stopped.ended.err
 
 
@@ -355,7 +355,7 @@ def test_a_checkpoint_that_was_cut_off_is_not_gone_on_from(tmp_path: Path):
         (tmp_path / f"checkpoint-{step}").mkdir()
         if whole:
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
-    assert newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
+    assert checkpoints.newest(tmp_path) == str(tmp_path / "checkpoint-20")
 
 
 def test_a_signal_may_come_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPatch):
@@ -537,7 +537,7 @@ def test_a_disk_that_fills_up_while_training(small_disk: Path, eagle: list[str],
     ended = here(*eagle, f"output_dir={small_disk}/out", "trainer.max_steps=2", "evaluate.eval_steps=0")
     assert ended.code == 2 and len(printed(ended.out)) == 2
     assert ended.err.rstrip().endswith(f"error: no space left in {small_disk}/out") and "Traceback" not in ended.err
-    assert newest_checkpoint(small_disk / "out" / "checkpoints") is None
+    assert checkpoints.newest(small_disk / "out" / "checkpoints") is None
     assert signal.getsignal(signal.SIGINT) == before  # the next job of a sweep can be stopped
 
 

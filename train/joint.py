@@ -65,7 +65,7 @@ class JointLesson(Lesson):
         for start in range(0, len(now), size):
             part = slice(start, start + size)
             total = total + checkpoint(self.divergence, before[part], now[part], use_reentrant=False)
-        return total / max(1, len(now))
+        return total / (max(1, len(now)) if self.whole is None else self.whole[0].clamp(min=1))
 
     def divergence(self, before: Tensor, now: Tensor) -> Tensor:
         p, q = (exact(self.target.logits(states)).log_softmax(-1) for states in (before, now))

@@ -1,4 +1,4 @@
-"""Keep what the C library frees, on a CPU with glibc.
+"""How much memory a process has had, and how to keep what the C library frees, on a CPU with glibc.
 
 By default every large tensor is a mapping of its own, given back to the kernel when it is freed and paged in again,
 zeroed, for the next one: a third of a training step's time went there (measured: 1.78 s and 1.19 s a step of 8,192 tokens,
@@ -6,7 +6,10 @@ zeroed, for the next one: a third of a training step's time went there (measured
 """
 
 import ctypes
+import resource
 import sys
+
+import torch
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # mallopt's names, from malloc.h
 
@@ -17,3 +20,11 @@ def keep_freed() -> None:
         if mallopt is not None:
             mallopt(M_MMAP_MAX, 0)
             mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of the device, or of this process where the device is the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    kilo = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilo

@@ -13,25 +13,29 @@ from torch import nn
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Two optimizers whose groups a scheduler sees as one list."""
+    """Two optimizers that look like one: what shards, saves or schedules it sees one list of groups and one state."""
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW):
         self.parts = (muon, adamw)
         super().__init__([group for part in self.parts for group in part.param_groups], {})
-        self.param_groups = [group for part in self.parts for group in part.param_groups]  # theirs, not copies
+        self.share()
 
+    def share(self) -> None:
+        """The parts work on this one's groups and state."""
+        first, second = self.parts
+        count = len(first.param_groups)
+        first.param_groups, second.param_groups = self.param_groups[:count], self.param_groups[count:]
+        first.state = second.state = self.state
+
+    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None
         for part in self.parts:
             part.step()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"parts": [part.state_dict() for part in self.parts]}
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
+        super().load_state_dict(state_dict)
+        self.share()
 
 
 def split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

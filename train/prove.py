@@ -4,7 +4,6 @@ import datetime
 import importlib.metadata
 import json
 import platform
-import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from inference.evaluate import evaluate, identical
 from inference.report import RunRecord, Sample, table, write_report
 from train import datacard, parity
 from train.data import Corpus, Held, Packed, prompts, tokenized
+from train.memory import peak_memory
+from train.session import METRICS, write_whole
 from train.trainer import Lesson
 
 
@@ -141,21 +142,13 @@ def device_name(target: Target) -> str:
     return f"{model}, {torch.get_num_threads()} threads"
 
 
-def peak_memory(target: Target) -> int:
-    """Bytes: of the device, or of this process where the device is the CPU."""
-    if target.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(target.device)
-    kilo = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilo
-
-
 def facts_of_run(head: DraftHead, target: Target) -> dict[str, Any]:
     trained = [*head.parameters(), *adapter.layers(target).parameters()]
     return {
         "head": head.kind,
         "target": target.name,
         "parameters": sum(parameter.numel() for parameter in trained),
-        "peak_memory_bytes": peak_memory(target),
+        "peak_memory_bytes": peak_memory(target.device),
         "device": device_name(target),
         "dtype": str(target.dtype).removeprefix("torch."),
         "versions": versions(),
@@ -193,6 +186,6 @@ def publish(
     )
     title = f"{head.kind} for {metrics['target']}"
     write_report(directory / "report.html", RunRecord(title, metrics, history, [shown], config))
-    (directory / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    write_whole(directory / METRICS, json.dumps(metrics, indent=2) + "\n")
     print(table(metrics), flush=True)
     print(f"head: {directory / 'head'}   report: {directory / 'report.html'}", flush=True)

@@ -1,27 +1,52 @@
 """Train a draft head and prove what it gained:  python train/run.py head=eagle3 target=hf target.path=... data=..."""
 
+import json
+import math
+import os
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from transformers import PrinterCallback, set_seed
 
 from heads import hub
+from heads.base import DraftHead
 from inference.drafters import drafter_for
 from inference.evaluate import acceptance
 from inference.evaluate import run as decode
+from train import checkpoints, datacard, engine, loggers, prove, ship, team
 from train import data as text
-from train import datacard, prove, ship
 from train.entry import entry
 from train.memory import keep_freed
-from train.session import Measure, Progress, StopOnSignal, end_of_training, open_directory, seconds_of
+from train.session import (
+    CHECKPOINTS,
+    Measure,
+    Progress,
+    StopOnSignal,
+    done_before,
+    open_directory,
+    rows_per_step,
+    seconds_of,
+)
+from train.stream import Stream
 from train.trainer import HeadTrainer
 
 
 @entry("train")
 def main(cfg: DictConfig) -> None:
+    if HydraConfig.get().mode == RunMode.MULTIRUN and done_before(cfg):
+        print(f"{cfg.output_dir} holds a finished run of this config; delete it to train again", flush=True)
+        return
+    engine.check(cfg.engine.name, cfg.optimizer._target_)
+    if team.rank() > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- one process tells, to its end
+    engine.choose_device()
     set_seed(cfg.seed)
     keep_freed()
     if cfg.push_to_hub is not None:
@@ -35,62 +60,101 @@ def main(cfg: DictConfig) -> None:
     more: dict[str, Any] = {"counts": counts} if "draft_vocab_size" in cfg.head else {}
     head = instantiate(cfg.head, target=target, **more)
     parameters = sum(parameter.numel() for parameter in head.parameters())
-    # Two checkpoints of weights and two AdamW moments in float32, and the head itself.
-    directory, checkpoint = open_directory(cfg, need_bytes=2 * 3 * 4 * parameters + 2 * parameters + 2**20)
+    # From here on the processes know of each other.
+    args = instantiate(
+        cfg.trainer,
+        use_cpu=target.device.type == "cpu",
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+        **instantiate(cfg.engine.arguments, _convert_="all"),
+    )
+    # Three checkpoints of weights and two moments in float32, the best weights twice, and the head itself.
+    need_bytes = (3 * 3 * 4 + 2 * 4 + 2) * parameters + 2**20
+    directory, checkpoint = team.told(open_directory(cfg, need_bytes) if team.rank() == 0 else (Path(), None))
     if cfg.written:
-        data = text.written_by(target, data, cfg.written, cfg.seed, directory / "written.json")
+        written = directory / "written.json"
+        if team.rank() == 0:
+            data = text.written_by(target, data, cfg.written, cfg.seed, written)
+        team.wait()
+        data = text.written_by(target, data, cfg.written, cfg.seed, written)
     if head.pruned:  # by what the target writes, which is what the head will draft
         head.start_projections(target, text.count_tokens(data.train, target.vocab_size))
     packed = text.Packed(data.train, cfg.length, cfg.seed, cfg.long)
     counts = text.count_tokens(data.train, target.vocab_size)
     card = datacard.describe(data.train) | datacard.coverage(counts, head.draft_ids)
     data = data._replace(card=data.card | card | packed.card)
-    datacard.save(directory, data.card)
+    if team.rank() == 0:
+        datacard.save(directory, data.card)
+    loggers.prepare(args.report_to, directory)
     print(f"{head.kind}: {parameters:,} parameters for {target.name}\n{datacard.summary(data.card)}", flush=True)
+    if len(packed) < team.size():
+        raise ValueError(
+            f"the data gives {len(packed)} rows of length={cfg.length} for {team.size()} processes: take fewer"
+        )
 
-    def validate() -> float:
-        rows = text.prompts(target.tokenizer, data.validation, cfg.evaluate.eval_prompts, cfg.evaluate.prompt_tokens)
-        head.eval()
-        length = acceptance(decode(target, drafter_for(head, target), rows, max_new_tokens=64, eos_token_id=-1))
-        head.train()
-        return length
-
+    if team.rank() > 0:
+        team.wait()  # the first process writes what features=disk keeps
     dataset = instantiate(cfg.features)(packed, target, head.layers, cfg.trainer.per_device_train_batch_size)
+    if team.rank() == 0:
+        team.wait()
     lesson = instantiate(cfg.lesson, head=head, target=target, loss=instantiate(cfg.loss))
+    rows = rows_per_step(cfg)
+    if args.max_steps <= 0:
+        args.max_steps = math.ceil(args.num_train_epochs * len(dataset) / rows)
+
+    def validate(head: DraftHead) -> float:
+        some = text.prompts(target.tokenizer, data.validation, cfg.evaluate.eval_prompts, cfg.evaluate.prompt_tokens)
+        return acceptance(decode(target, drafter_for(head, target), some, max_new_tokens=64, eos_token_id=-1))
+
     stop = StopOnSignal()
     trainer = HeadTrainer(
-        model=lesson,
-        args=instantiate(
-            cfg.trainer, use_cpu=target.device.type == "cpu", remove_unused_columns=False, disable_tqdm=True
-        ),
-        train_dataset=dataset,
+        lesson,
+        args,
+        train_dataset=Stream(dataset, args.max_steps * rows, cfg.seed),
         build_optimizer=instantiate(cfg.optimizer),
-        callbacks=[stop, Progress(), Measure(cfg.evaluate.eval_steps, validate)],
+        measure=validate,
+        callbacks=[stop, Progress(), Measure(cfg.evaluate.eval_steps)],
     )
     trainer.remove_callback(PrinterCallback)
-    if checkpoint is not None and (end := end_of_training(checkpoint)) is not None:
-        lesson.load_state_dict(load_file(Path(checkpoint) / "model.safetensors"))
-        trainer.state = end  # Trainer would go one step too far: it looks where it is only behind a step
-    else:
-        try:
-            trainer.train(resume_from_checkpoint=checkpoint)
-        finally:
-            stop.restore()
+    engine.check_spread(cfg.engine.name, trainer.accelerator.distributed_type)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    finally:
+        stop.restore()
+    head = trainer.plain_head()
+    team.leave()
     if stop.stopped:
         print(f"stopped at step {trainer.state.global_step}; the same command goes on from there", flush=True)
         raise SystemExit(130)
+    if team.rank() > 0:
+        return  # what follows is one process's work
 
+    engine.forget_sharding(cfg.engine.name)
+    history = trainer.state.log_history
+    # Where more than the head learns (the target's adapter), the head of an earlier step would not fit to it.
+    alone = all(name.startswith("head.") for name, _ in lesson.named_parameters())
+    best = checkpoints.best_step(history) if cfg.evaluate.keep_best and alone else None
+    if best is not None and best != trainer.state.global_step:
+        print(f"the weights of step {best}, which drafted best on validation prompts, are kept", flush=True)
+        head.load_state_dict(load_file(checkpoints.best_file(directory / CHECKPOINTS, best)))
+    lesson.head = head
     prove.save_final(lesson, directory / "head", data, cfg.length)
     metrics, shown = prove.measure(target, directory / "head", data, cfg.evaluate)
-    trained = [entry["tokens_per_second"] for entry in trainer.state.log_history if "tokens_per_second" in entry]
+    trained = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry]
     metrics["train_tokens_per_second"] = round(sum(trained) / max(1, len(trained)), 1)
     metrics["train_seconds"] = round(seconds_of(trainer.state), 1)
+    metrics["step"] = best or trainer.state.global_step
     metrics |= prove.facts_of_run(head, target)
     config = OmegaConf.to_yaml(cfg, resolve=True)
     (directory / "head" / "config.yaml").write_text(config)
-    prove.publish(directory, metrics, head, data, trainer.state.log_history, shown, config)
+    (directory / "history.json").write_text(json.dumps(history, indent=1) + "\n")
+    prove.publish(directory, metrics, head, data, history, shown, config)
     if cfg.push_to_hub is not None:
         print(ship.push(directory / "head", target, cfg.push_to_hub, private=cfg.push_private), flush=True)
+    loggers.finish(args.report_to, directory, config, metrics)
+    if not cfg.keep_checkpoints:
+        shutil.rmtree(directory / CHECKPOINTS)
 
 
 if __name__ == "__main__":

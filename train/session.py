@@ -5,16 +5,27 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from train import checkpoints, team
+
 CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.json", "checkpoints"
-STATE = "trainer_state.json"  # what Trainer writes last into a checkpoint
+REPLICATED = {"single", "ddp"}  # engines whose checkpoints are the same
+# What does not change a run: how rows are spread over processes (`rows_per_step` is compared), and where it is written.
+SPREAD = {"engine", "processes", "trainer.per_device_train_batch_size", "trainer.gradient_accumulation_steps"}
+PLACES = {"output_dir"}
+
+
+def done_before(cfg: DictConfig) -> bool:
+    """Does `cfg.output_dir` hold a finished run of this very config? A sweep that is started again passes over it."""
+    directory = Path(cfg.output_dir)
+    return (directory / METRICS).exists() and not differences(saved_config(directory), as_saved(cfg))
 
 
 def open_directory(cfg: DictConfig, need_bytes: int) -> tuple[Path, str | None]:
@@ -39,30 +50,58 @@ def open_directory(cfg: DictConfig, need_bytes: int) -> tuple[Path, str | None]:
         print(f"{directory} holds a finished run; it is kept as {directory}.{number}", flush=True)
         directory.rename(f"{directory}.{number}")
     directory.mkdir(parents=True, exist_ok=True)
-    checkpoint = newest_checkpoint(directory / CHECKPOINTS)
+    checkpoint = checkpoints.newest(directory / CHECKPOINTS)
+    now = as_saved(cfg)
     if checkpoint is not None:
-        before = OmegaConf.load(directory / CONFIG) if (directory / CONFIG).exists() else OmegaConf.create()
-        different = differences(OmegaConf.to_container(before), OmegaConf.to_container(cfg, resolve=True))
-        if different:
-            raise ValueError(
-                f"output_dir={directory} holds an unfinished run with another config ({'; '.join(different[:3])}): "
-                f"give another output_dir, the old settings to go on, or delete {directory / CHECKPOINTS}"
-            )
+        check_same_run(directory, saved_config(directory), now)
         print(f"going on from {checkpoint}", flush=True)
-    (directory / CONFIG).write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    write_whole(directory / CONFIG, OmegaConf.to_yaml(now))
     return directory, checkpoint
 
 
-def newest_checkpoint(directory: Path) -> str | None:
-    """The newest one that was written whole."""
-    found = [path for path in directory.glob("checkpoint-*") if (path / STATE).is_file()]
-    return str(max(found, key=lambda path: int(path.name.split("-")[1]))) if found else None
+def rows_per_step(cfg: DictConfig) -> int:
+    """The global batch."""
+    return cfg.trainer.per_device_train_batch_size * cfg.trainer.gradient_accumulation_steps * team.size()
 
 
-def end_of_training(checkpoint: str) -> TrainerState | None:
-    """The state in `checkpoint` if it is of the last step: the run was stopped later, while it measured."""
-    state = TrainerState.load_from_json(str(Path(checkpoint) / STATE))
-    return state if state.global_step >= state.max_steps else None
+def as_saved(cfg: DictConfig) -> dict[str, Any]:
+    facts = {"processes": team.size(), "rows_per_step": rows_per_step(cfg)}
+    return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True)) | facts
+
+
+def saved_config(directory: Path) -> dict[str, Any]:
+    file = directory / CONFIG
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(file))) if file.exists() else {}
+
+
+def check_same_run(directory: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise ValueError unless a run of config `now` may go on from a checkpoint of `before`: all must be the same but how
+    the steps' rows are spread over processes, where the engine's checkpoints allow that."""
+    different = differences(before, now)
+    if different:
+        raise ValueError(
+            f"output_dir={directory} holds an unfinished run with another config ({'; '.join(different[:3])}): "
+            f"give another output_dir, the old settings to go on, or delete {directory / CHECKPOINTS}"
+        )
+    engines = before["engine"]["name"], now["engine"]["name"]
+    if engines[0] != engines[1] and not set(engines) <= REPLICATED:
+        raise ValueError(
+            f"output_dir={directory} holds checkpoints of engine={engines[0]}, which engine={engines[1]} cannot read: "
+            f"go on with engine={engines[0]}"
+        )
+    counts = before["processes"], now["processes"]
+    if counts[0] != counts[1] and engines[1].startswith("zero"):
+        raise ValueError(
+            f"engine={engines[1]} has cut its checkpoints in {directory} for {counts[0]} processes and here are "
+            f"{counts[1]}: go on with {counts[0]} (engine=fsdp and engine=ddp go on with any number)"
+        )
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Whole or not at all, whatever happens meanwhile."""
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text)
+    part.replace(file)
 
 
 def seconds_of(state: TrainerState) -> float:
@@ -71,11 +110,11 @@ def seconds_of(state: TrainerState) -> float:
 
 
 def differences(old: Any, new: Any, name: str = "") -> list[str]:
-    """Dotted keys that differ, as `trainer.max_steps is 160 there, 80 here`. Where it is written does not count."""
+    """Dotted keys that differ, as `trainer.max_steps is 160 there, 80 here`. What SPREAD and PLACES name does not count."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = sorted(old.keys() | new.keys())
         return [d for key in keys for d in differences(old.get(key), new.get(key), f"{name}.{key}".lstrip("."))]
-    same = old == new or name.split(".")[-1] == "output_dir"
+    same = old == new or name.partition(".")[0] in SPREAD or name in SPREAD or name.split(".")[-1] in PLACES
     return [] if same else [f"{name} is {old} there, {new} here"]
 
 
@@ -83,7 +122,7 @@ class StopOnSignal(TrainerCallback):
     """Ctrl-C or SIGTERM: finish the step, save a checkpoint, stop. A second one stops at once."""
 
     def __init__(self) -> None:
-        self.stopped = False
+        self.stopped = False  # has this process been told to?
         self.before: dict[int, Any] = {}
 
     def on_train_begin(
@@ -103,6 +142,8 @@ class StopOnSignal(TrainerCallback):
             signal.signal(number, handler)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # A signal does not reach all processes in the same step, and they must stop in the same one.
+        self.stopped = team.total(torch.tensor(float(self.stopped))).item() > 0
         if self.stopped:
             # Logged too: losses since the last entry are in no checkpoint.
             control.should_log = control.should_save = control.should_training_stop = True
@@ -122,10 +163,10 @@ class Progress(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
+        if "loss" not in (logs or {}):
+            return
         seconds = time.perf_counter() - self.start
         state.log_history[-1]["train_seconds"] = round(self.earlier + seconds, 3)
-        if not state.is_world_process_zero or "loss" not in (logs or {}):
-            return
         done = state.global_step - self.first
         left = seconds / max(1, done) * (state.max_steps - state.global_step)
         agree = " ".join(f"{logs[key]:.3f}" for key in logs if key.startswith("agree_"))
@@ -137,15 +178,11 @@ class Progress(TrainerCallback):
 
 
 class Measure(TrainerCallback):
-    """Every `every` steps, `measure()` gives the acceptance length of the very weights in training."""
+    """Asks for `HeadTrainer.evaluate` every `every` steps (0: never), and after the last step."""
 
-    def __init__(self, every: int, measure: Callable[[], float]):
-        self.every, self.measure = every, measure
+    def __init__(self, every: int):
+        self.every = every
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.every and state.global_step % self.every == 0:
-            length = round(self.measure(), 4)
-            state.log_history.append({"step": state.global_step, "acceptance_length": length})
-            if state.is_world_process_zero:
-                at = f"step {state.global_step}/{state.max_steps}"
-                print(f"{at}  acceptance length {length:.2f} (validation)", flush=True)
+        if self.every and (state.global_step % self.every == 0 or state.global_step == state.max_steps):
+            control.should_evaluate = True

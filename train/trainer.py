@@ -1,18 +1,24 @@
-"""transformers' Trainer with one change: the loss comes from the target, not from labels."""
+"""From a batch of text to a loss, which comes from the target and not from labels; and transformers' Trainer around it."""
 
+import contextlib
+import copy
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from heads.base import DraftHead, Text, began
 from heads.target import Target
+from train import checkpoints, team
+from train.engine import load_plain, sharded_on_cpus_too
 from train.features import read, sparse, unpack
 from train.losses import Said
+from train.memory import peak_memory
 
 Loss = Callable[[Said, Said], Tensor]
 CHUNK = 1 << 22  # numbers in a chunk's logits: the loss never holds more of one depth at a time
@@ -35,6 +41,9 @@ class Lesson(nn.Module):
         self.target: Target = target  # frozen, and no module: not a part of this one's state
         self.few = False  # are answers the target's k best logits (features=disk, top_k)?
         self.progress = 0.0  # share of the training that is done; HeadTrainer keeps it
+        # (depth,) drafts to learn from in the whole step, all its batches and processes together, which HeadTrainer counts;
+        # None where a batch is all of it.
+        self.whole: Tensor | None = None
         head.bind(target)
         target.check_logits()
 
@@ -51,32 +60,37 @@ class Lesson(nn.Module):
         """The head's loss on what `read` gave."""
         outs = self.head(features, self.target.embed(text.tokens), text)
         counted = torch.stack([began(text, depth).flatten() for depth in range(1, len(outs) + 1)])
-        rows = counted.any(0).nonzero()[:, 0]
+        rows = self.rows(counted)
         counted = counted[:, rows]
         states = [out.flatten(0, 1)[rows] for out in outs]
         last = last.roll(-1, dims=1).flatten(0, 1)[rows]  # the answer for slot p is what the target says at p + 1
         size = max(1, self.chunk // self.target.vocab_size)
         # Where all depths' logits are small there is nothing to save by computing them twice.
         small = len(rows) * len(outs) * self.target.vocab_size <= 16 * self.chunk
-        sums = torch.zeros(3, len(outs), device=features.device)
-        for start in range(0, len(rows), size):
+        sums = torch.zeros(2, len(outs), device=features.device)
+        for start in range(0, max(1, len(rows)), size):  # at least once: every weight must have a gradient
             part = slice(start, start + size)
             chunk = [state[part] for state in states]
             if small:
                 sums = sums + self.compare(last[part], counted[:, part], *chunk)
             else:
                 sums = sums + checkpoint(self.compare, last[part], counted[:, part], *chunk, use_reentrant=False)
-        losses, hits, learnt = sums
+        losses, hits = sums
+        counts = counted.sum(1)
         weights = self.depth_decay ** torch.arange(len(outs), device=features.device)
-        loss = (weights * losses / learnt.clamp(min=1)).sum()
-        return Outcome(loss, hits.detach(), counted.sum(1))
+        loss = (weights * losses / (counts if self.whole is None else self.whole).clamp(min=1)).sum()
+        return Outcome(loss, hits.detach(), counts)
+
+    def rows(self, counted: Tensor) -> Tensor:
+        """Slots at which a draft of some depth counts, (n,), of `counted` (depth, slots): no others need logits."""
+        return counted.any(0).nonzero()[:, 0]
 
     def read(self, text: Text) -> tuple[Tensor, Tensor]:
         """The features that the head reads (batch, length, width), and the last hidden state, which gives the answers."""
         return read(self.target, text, self.head.layers)
 
     def compare(self, last: Tensor, counted: Tensor, *states: Tensor) -> Tensor:
-        """Per depth: sum of losses, number of hits, number of drafts learnt from, (3, depth)."""
+        """Per depth: sum of losses and number of hits, (2, depth)."""
         last = last.detach()  # answers are no way into the target (train/joint.py)
         with torch.no_grad():
             answer = sparse(last, self.target.vocab_size) if self.few else self.target.logits(last)
@@ -93,7 +107,7 @@ class Lesson(nn.Module):
             learnt = counts & able
             hits = (self.head.to_target(draft.argmax(-1)) == best) & counts
             loss = torch.where(learnt, self.loss(Said(draft, state), Said(answer, last)), 0.0).sum()
-            sums.append(torch.stack([loss, hits.sum().to(loss.dtype), learnt.sum().to(loss.dtype)]))
+            sums.append(torch.stack([loss, hits.sum().to(loss.dtype)]))
         return torch.stack(sums, dim=1)
 
     @torch.no_grad()
@@ -111,41 +125,122 @@ class Lesson(nn.Module):
 
 
 class HeadTrainer(Trainer):
-    """Logs, besides the loss, the share of drafts the target agrees with per depth, and tokens per second."""
+    """Trainer with the loss, measurements and checkpoints of this project.
+
+    A loss is a sum over drafts, divided by how many there are in the whole step: so neither it nor its gradient knows how
+    a step is spread over batches and processes.
+    """
 
     optimizer: Any
+    control: Any
+    loss_is_scaled_for_ga = True
+    hits: Tensor | float  # since the last log entry: (depth,) hits, (depth,) drafts, tokens
+    counts: Tensor | float
+    tokens: Tensor | int
 
-    def __init__(self, *args: Any, build_optimizer: Callable[..., torch.optim.Optimizer], **kwargs: Any):
-        """build_optimizer: one of train/optimizer.py; the schedule stays with the trainer's arguments."""
-        super().__init__(*args, **kwargs)
-        self.build_optimizer = build_optimizer
+    def __init__(
+        self,
+        lesson: Lesson,
+        args: TrainingArguments,
+        build_optimizer: Callable[..., torch.optim.Optimizer],
+        measure: Callable[[DraftHead], float],
+        **kwargs: Any,
+    ):
+        """build_optimizer: one of train/optimizer.py; the schedule stays with the trainer's arguments. measure: the
+        acceptance length of a head."""
+        self.lesson, self.build_optimizer, self.measure = lesson, build_optimizer, measure
+        self.spare = copy.deepcopy(lesson.head, {id(lesson.target): lesson.target}).to("meta")
+        self.folder = Path(args.output_dir)
+        super().__init__(lesson, args, **kwargs)
         self.forget()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        with sharded_on_cpus_too(self.args):
+            super().create_accelerator_and_postprocess()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            lesson: Any = model or self.model
-            ids = lesson.head.draft_ids
-            vocabularies = {lesson.target.vocab_size} | (set() if ids is None else {len(ids)})
+            ids = self.lesson.head.draft_ids
+            vocabularies = {self.lesson.target.vocab_size} | (set() if ids is None else {len(ids)})
             betas = (self.args.adam_beta1, self.args.adam_beta2)
-            self.optimizer = self.build_optimizer(lesson, vocabularies, self.args.learning_rate, betas)
+            self.optimizer = self.build_optimizer(model or self.model, vocabularies, self.args.learning_rate, betas)
         return self.optimizer
 
-    def forget(self) -> None:
-        self.hits: Tensor | float = 0.0
-        self.counts: Tensor | float = 0.0
-        self.tokens, self.since = 0, time.perf_counter()
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
+        """(depth,) drafts to learn from in all batches of a step, on all processes. It stays on the device."""
+        texts = [Text(*(batch[name] for name in Text._fields)) for batch in batch_samples]
+        depths = range(1, self.lesson.head.depth + 1)
+        counts = torch.stack([torch.stack([began(text, depth).sum() for depth in depths]) for text in texts]).sum(0)
+        return self.accelerator.reduce(counts, "sum")
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        self.model.progress = self.state.global_step / max(1, self.state.max_steps)
+        self.lesson.progress = self.state.global_step / max(1, self.state.max_steps)
+        self.lesson.whole = num_items_in_batch
         outcome = model(**inputs)
         self.hits, self.counts = self.hits + outcome.hits, self.counts + outcome.counts
-        self.tokens += int((inputs["documents"] >= 0).sum())
-        return (outcome.loss, outcome) if return_outputs else outcome.loss
+        self.tokens = self.tokens + (inputs["documents"] >= 0).sum()
+        loss = outcome.loss * team.size()  # every engine averages gradients over its processes
+        return (loss, outcome) if return_outputs else loss
+
+    # Logging
+
+    def forget(self) -> None:
+        self.hits, self.counts, self.tokens = 0.0, 0.0, 0
+        self.since = time.perf_counter()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """What happens inside is no training: it counts in no rate."""
+        start = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - start
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs and isinstance(self.hits, Tensor) and isinstance(self.counts, Tensor):
-            shares = (self.hits / self.counts.clamp(min=1)).tolist()
+        if "loss" in logs and isinstance(self.hits, Tensor):
+            hits, counts, tokens = (team.total(torch.as_tensor(x)) for x in (self.hits, self.counts, self.tokens))
+            shares = (hits / counts.clamp(min=1)).tolist()
             logs |= {f"agree_{depth}": round(share, 4) for depth, share in enumerate(shares, start=1)}
-            logs["tokens_per_second"] = round(self.tokens / (time.perf_counter() - self.since), 1)
+            logs["tokens_per_second"] = round(tokens.item() / (time.perf_counter() - self.since), 1)
+            logs["memory_gib"] = round(peak_memory(self.args.device) / 2**30, 3)
             self.forget()
         super().log(logs, *args, **kwargs)
+
+    # Whole weights
+
+    def plain_head(self) -> DraftHead:
+        """The head with its whole weights, in the first process; every process must ask. Without shards, the tensors are
+        those in training. In the other processes nothing is in it."""
+        state = self.accelerator.get_state_dict(self.model_wrapped)
+        if team.rank() == 0:
+            load_plain(self.spare, state, self.lesson.target.device)
+        return self.spare.eval()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Measure the very weights in training; the best so far are kept."""
+        with self.aside(), torch.no_grad():
+            head = self.plain_head()
+            length = team.told(round(self.measure(head), 4) if team.rank() == 0 else 0.0)
+            self.log({"acceptance_length": length})
+            if team.rank() == 0:
+                print(
+                    f"step {self.state.global_step}/{self.state.max_steps}  acceptance length {length:.2f} (validation)",
+                    flush=True,
+                )
+                if checkpoints.best_step(self.state.log_history) == self.state.global_step:
+                    checkpoints.keep_best(Path(self.args.output_dir), self.state.global_step, head.state_dict())
+        metrics = {"eval_acceptance_length": length}
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # Checkpoints
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self.folder)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with self.aside(), checkpoints.written_whole(Path(self.args.output_dir), self.state.global_step) as self.folder:
+            super()._save_checkpoint(model, trial)
+        self.folder = Path(self.args.output_dir)
+        if team.rank() == 0:
+            best = checkpoints.best_step(self.state.log_history)
+            checkpoints.rotate(self.folder, self.args.save_total_limit, best)

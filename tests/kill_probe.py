@@ -1,0 +1,86 @@
+"""Runs train/run.py until it is done, and kills it on the way:  python tests/kill_probe.py SEED KILLS OVERRIDE ...
+
+The runs are forks of this process, which spares each its imports. Where one dies is drawn with SEED among the moments that
+matter (a step, the optimizer, a measurement, each file of a save, its renaming, the deletion of old ones); a file that is
+being written then stays half written. Prints how each run ended, as JSON.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from transformers import TrainerState
+
+from train import checkpoints, prove, run, session
+from train.trainer import HeadTrainer
+
+
+class Fate:
+    """Counts moments, and dies at one of them."""
+
+    def __init__(self, moment: int, number: int):
+        self.left, self.number = moment, number
+
+    def at(self, place: Any, name: str, writes: int | None = None) -> None:
+        """Calls of place.name are moments; `writes`: its argument of this number is the file that it writes."""
+        original: Callable[..., Any] = getattr(place, name)
+
+        def met(*args: Any, **kwargs: Any) -> Any:
+            self.left -= 1
+            if self.left == 0:
+                if writes is not None and self.number == signal.SIGKILL:
+                    Path(args[writes]).write_bytes(b"half of")
+                os.kill(os.getpid(), self.number)
+            return original(*args, **kwargs)
+
+        setattr(place, name, met)
+
+
+def child(moment: int, number: int, overrides: list[str]) -> None:
+    fate = Fate(moment, number)
+    fate.at(HeadTrainer, "training_step")
+    fate.at(HeadTrainer, "evaluate")
+    fate.at(torch.optim.AdamW, "step")
+    fate.at(torch, "save", writes=1)
+    fate.at(safetensors.torch, "save_file", writes=1)
+    fate.at(checkpoints, "save_file", writes=1)
+    fate.at(TrainerState, "save_to_json", writes=1)
+    fate.at(Path, "rename")
+    fate.at(shutil, "rmtree")
+    fate.at(prove, "write_report", writes=0)
+    fate.at(session, "write_whole")
+    sys.argv = ["train/run.py", *overrides, "hydra/job_logging=disabled"]
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- to its end
+    code = 0
+    try:
+        run.main()
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    os._exit(code)
+
+
+def main() -> None:
+    draw, kills = random.Random(int(sys.argv[1])), int(sys.argv[2])
+    ends: list[int] = []
+    for attempt in range(kills + 1):
+        number = signal.SIGTERM if attempt % 4 == 3 else signal.SIGKILL
+        moment = draw.randint(1, 16) if attempt < kills else 0
+        pid = os.fork()
+        if pid == 0:
+            child(moment, number, sys.argv[3:])
+        ends.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        if ends[-1] == 0:
+            break
+    print(json.dumps(ends))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""scripts/plan.py: its memory is that of a real step, its arithmetic adds up, and what will not fit is said."""
+
+from pathlib import Path
+
+import hydra
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from heads import Target
+from heads.base import Text
+from heads.eagle3 import Eagle3Head
+from scripts import plan
+from train.losses import soft
+from train.optimizer import adamw
+from train.trainer import Lesson
+
+CONF = str(Path(__file__).resolve().parent.parent / "conf")
+ROWS, LENGTH = 2, 192
+
+
+@pytest.fixture(scope="module")
+def small(tiny_path: Path) -> DictConfig:
+    with hydra.initialize_config_dir(CONF, version_base=None):
+        given = ["target.dtype=float32", "bf16=false", "head.draft_vocab_size=128", f"rows={ROWS}", f"length={LENGTH}"]
+        return hydra.compose("plan", [f"target.path={tiny_path}", *given])
+
+
+@pytest.fixture(scope="module")
+def planned(small: DictConfig) -> dict:
+    return plan.plan(small)
+
+
+def test_planned_bytes_are_those_of_a_real_step(planned: dict, tiny_path: Path):
+    """The head's share is counted, the target's is estimated; real tensors are what both are held against."""
+    target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+    head = Eagle3Head.for_target(target, depth=4, draft_vocab_size=128, counts=torch.ones(target.vocab_size).long())
+    lesson = Lesson(head, target, soft)
+    for parameter in lesson.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    shape = ROWS, LENGTH
+    text = Text(
+        torch.randint(target.vocab_size, shape),
+        torch.ones(shape).bool(),
+        torch.zeros(shape).long(),
+        torch.arange(LENGTH).expand(shape),
+    )
+    with plan.Live() as live:
+        lesson(*text).loss.backward()
+    optimizer = adamw(lesson, set(), 1e-3, (0.9, 0.95))
+    optimizer.step()
+    gib = {name: size * plan.GIB for name, (size, _) in planned["gib"].items()}
+    assert gib["head weights"] == sum(t.nbytes for t in [*head.parameters(), *head.buffers()])
+    state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
+    assert gib["optimizer state"] == sum(t.nbytes for t in state)
+    assert gib["target weights"] == sum(p.nbytes for p in target.model.parameters())
+    working = gib["activations"] + gib["features"]
+    assert working == pytest.approx(live.peak, rel=0.15)
+
+
+def test_the_sum_is_the_sum(planned: dict):
+    assert planned["total"] == pytest.approx(sum(size for size, _ in planned["gib"].values()))
+    body, head = planned["flops_per_token"]
+    assert planned["tokens_per_second"] == pytest.approx(989e12 * 0.35 / (body + head))
+    assert planned["hours"] == pytest.approx(500_000_000 / planned["tokens_per_second"] / 3600)
+    assert planned["disk"] == 500_000_000 * 4 * 32 * 2  # three layers and the last one, hidden 32, bfloat16
+
+
+@pytest.mark.parametrize("engine", plan.SHARDS)
+def test_shards_are_shares(engine: str, small: DictConfig, planned: dict):
+    one, eight = planned["gib"], plan.plan(DictConfig({**small, "engine": engine, "gpus": 8}))["gib"]
+    for name, cut in zip(("head weights", "gradients", "optimizer state"), plan.SHARDS[engine], strict=True):
+        assert eight[name][0] == pytest.approx(one[name][0] / (8 if cut else 1))
+
+
+def test_what_does_not_fit_has_a_remedy(small: DictConfig, planned: dict):
+    tight = DictConfig({**small, "gpu_gib": planned["total"] - 1e-6})
+    found = plan.fitting(tight)
+    assert found is not None and found[1] <= tight.gpu_gib
+    assert plan.fitting(DictConfig({**small, "gpu_gib": 0.1})) is None
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ({"engine": "zero4"}, "engine=zero4 is not one of single, ddp"),
+        ({"target": {"path": "no.json", "dtype": "auto", "quantization": None}}, "target=no.json does not exist"),
+        (
+            {"target": {"path": "x/y", "dtype": "auto", "quantization": "2bit"}},
+            "target.quantization=2bit is not one of",
+        ),
+    ],
+)
+def test_bad_input_to_a_plan(change: dict, told: str, small: DictConfig):
+    with pytest.raises(ValueError, match=told):
+        plan.plan(DictConfig({**small, **change}))
+
+
+def test_a_target_may_be_named_without_its_group():
+    assert plan.spelled_out("target=ORG/NAME") == "target.path=ORG/NAME"
+    assert [plan.spelled_out(word) for word in ("target=hf", "gpus=8")] == ["target=hf", "gpus=8"]

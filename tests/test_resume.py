@@ -1,0 +1,186 @@
+"""A run that is stopped, however and whenever, is the run that was not: tests/test_run.py stops one by Ctrl-C."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from train import checkpoints, session
+
+from .test_engines import ONE, ROOT, SMALL, TWO, complaint, folder, here, torchrun  # noqa: F401 -- fixtures
+from .test_run import end, program
+
+RUN = [*SMALL, ONE, "optimizer=adamw", "trainer.max_steps=24", "trainer.save_steps=3", "evaluate.eval_steps=8"]
+
+
+@pytest.fixture(scope="module")
+def given(tiny_path: Path, folder: Path) -> list[str]:  # noqa: F811
+    return [*RUN, f"target.path={tiny_path}", f"data.path={folder}"]
+
+
+def killed(seed: int, kills: int, *arguments: str, cwd: Path) -> list[int]:
+    """How the runs ended: negative numbers are signals."""
+    command = [sys.executable, str(ROOT / "tests/kill_probe.py"), str(seed), str(kills), *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def reference(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cwd = tmp_path_factory.mktemp("reference")
+    assert killed(0, 0, *given, "output_dir=out", cwd=cwd) == [0]
+    return cwd / "out"
+
+
+def test_ten_kills_change_nothing(given: list[str], reference: Path, tmp_path: Path):
+    seed = int(os.environ.get("FORETOKEN_KILL_SEED", "0"))
+    ends = killed(seed, 10, *given, "output_dir=out", cwd=tmp_path)
+    # A SIGTERM before the first step or after the last one finds nothing to save, and kills.
+    assert ends[-1] == 0 and set(ends[:-1]) <= {-signal.SIGKILL, -signal.SIGTERM, 130}
+    assert len(ends) > 4 and -signal.SIGKILL in ends
+    weights = [load_file(path / "head/model.safetensors") for path in (tmp_path / "out", reference)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    histories = [json.loads((path / "history.json").read_text()) for path in (tmp_path / "out", reference)]
+    losses = [[(entry["step"], entry["loss"]) for entry in history if "loss" in entry] for history in histories]
+    assert losses[0] == losses[1] and len(losses[0]) == 24
+
+
+def test_a_finished_run_keeps_no_checkpoints(reference: Path):
+    assert {path.name for path in reference.iterdir()} == {
+        "config.yaml",
+        "head",
+        "history.json",
+        "metrics.json",
+        "report.html",
+    }
+
+
+def test_a_checkpoint_appears_only_when_it_is_whole(tmp_path: Path):
+    with pytest.raises(KeyError), checkpoints.written_whole(tmp_path, 5) as unfinished:
+        (unfinished / "checkpoint-5").mkdir()
+        (unfinished / "checkpoint-5" / checkpoints.STATE).write_text("{")
+        raise KeyError("killed here")
+    assert checkpoints.newest(tmp_path) is None
+    with checkpoints.written_whole(tmp_path, 5) as unfinished:
+        assert not list(unfinished.iterdir())  # what was left there is gone
+        (unfinished / "checkpoint-5").mkdir()
+        (unfinished / "checkpoint-5" / checkpoints.STATE).write_text("{}")
+    assert checkpoints.newest(tmp_path) == str(tmp_path / "checkpoint-5")
+
+
+def test_old_checkpoints_and_weights_that_are_best_no_more_go(tmp_path: Path):
+    (tmp_path / "unfinished").mkdir()
+    for step in (9, 20, 100):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    for step in (8, 16):
+        checkpoints.keep_best(tmp_path, step, {"x": torch.zeros(1)})
+    checkpoints.rotate(tmp_path, 2, best=16)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"checkpoint-20", "checkpoint-100", "best-16.safetensors", "unfinished"}
+
+
+def test_the_best_weights_are_those_that_drafted_best():
+    history = [
+        {"step": 2, "loss": 1.0},
+        *({"step": s, "acceptance_length": a} for s, a in ((2, 1.5), (4, 1.9), (6, 1.9))),
+    ]
+    assert checkpoints.best_step(history) == 6 and checkpoints.best_step(history[:1]) is None
+
+
+def test_a_run_ships_its_best_weights(given: list[str], here, tmp_path: Path, monkeypatch):  # noqa: F811
+    """Here the first ones, since measurements are made to fall."""
+    lengths = iter([3.0, 2.0, 1.0])
+    monkeypatch.setattr("train.run.acceptance", lambda generations: next(lengths))
+    ended = here(*given, "output_dir=out", "keep_checkpoints=true")
+    assert ended.code == 0, ended.err
+    assert "the weights of step 8, which drafted best on validation prompts, are kept" in ended.out
+    best = load_file(tmp_path / "out/checkpoints/best-8.safetensors")
+    saved = load_file(tmp_path / "out/head/model.safetensors")
+    assert all(torch.equal(saved[name], best[name]) for name in saved)
+    assert json.loads((tmp_path / "out/metrics.json").read_text())["step"] == 8
+
+
+# Sweeps, other heads, other processes
+
+
+def test_a_sweep_that_is_repeated_passes_over_what_is_done(given: list[str], reference: Path, here, tmp_path):  # noqa: F811
+    shutil.copytree(reference, tmp_path / "out/optimizer-adamw")
+    config = tmp_path / "out/optimizer-adamw/config.yaml"
+    config.write_text(config.read_text().replace("output_dir: out", "output_dir: out/optimizer-adamw"))
+    ended = here("-m", *given, "output_dir=out", "optimizer=adamw,muon", "trainer.max_steps=24")
+    assert ended.code == 0, ended.err
+    assert "out/optimizer-adamw holds a finished run of this config; delete it to train again" in ended.out
+    assert not (tmp_path / "out/optimizer-adamw.1").exists()
+    assert (tmp_path / "out/optimizer-muon/metrics.json").exists()
+
+
+def unfinished(reference: Path, directory: Path, **changes: object) -> Path:
+    """A directory with a checkpoint, whose run had other facts."""
+    (directory / "checkpoints/checkpoint-3").mkdir(parents=True)
+    (directory / "checkpoints/checkpoint-3" / checkpoints.STATE).write_text("{}")
+    before = session.saved_config(reference) | changes
+    (directory / "config.yaml").write_text(json.dumps(before))
+    return directory
+
+
+def test_a_directory_with_checkpoints_of_another_head(given: list[str], reference: Path, here, tmp_path: Path):  # noqa: F811
+    unfinished(reference, tmp_path / "out")
+    told = complaint(here(*given[2:], "head=medusa", "output_dir=out"))
+    assert "holds an unfinished run with another config" in told and "head._target_ is heads.eagle3" in told
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"processes": 2, "rows_per_step": 8}, "rows_per_step is 8 there, 4 here"),
+        ({"engine": {"name": "fsdp"}}, "holds checkpoints of engine=fsdp, which engine=single cannot read"),
+        ({"engine": {"name": "ddp"}, "processes": 2}, None),
+    ],
+)
+def test_checkpoints_of_other_processes(changes, told, reference: Path, tmp_path: Path):
+    directory = unfinished(reference, tmp_path / "out", **changes)
+    before, now = session.saved_config(directory), session.saved_config(reference)
+    if told is None:
+        session.check_same_run(directory, before, now)
+    else:
+        with pytest.raises(ValueError, match=told):
+            session.check_same_run(directory, before, now)
+
+
+def test_zero_checkpoints_are_cut_for_their_processes(reference: Path, tmp_path: Path):
+    now = session.saved_config(reference) | {"engine": {"name": "zero2"}, "processes": 4}
+    with pytest.raises(ValueError, match=r"cut its checkpoints in .* for 2 processes and here are 4: go on with 2"):
+        session.check_same_run(tmp_path, now | {"processes": 2}, now)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_two_processes_stop_together_and_one_may_go_on(name: str, given: list[str], reference: Path, tmp_path: Path):
+    """SIGTERM to torchrun, as a scheduler sends it; then the same run in one process, where the engine allows that."""
+    arguments = [*given, TWO, f"engine={name}", "output_dir=out"]
+    process = torchrun(str(ROOT / "train/run.py"), *arguments, cwd=tmp_path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 5/"):
+            process.send_signal(signal.SIGTERM)
+            break
+    ended = end(process)
+    assert "the same command goes on from there" in ended.out, ended.err
+    assert checkpoints.newest(tmp_path / "out/checkpoints") is not None
+    if name == "ddp":
+        ended = end(program(*given, "output_dir=out", cwd=tmp_path))
+    else:
+        ended = end(torchrun(str(ROOT / "train/run.py"), *arguments, cwd=tmp_path))
+    assert ended.code == 0, ended.err
+    weights = [load_file(path / "head/model.safetensors") for path in (tmp_path / "out", reference)]
+    for key in weights[0]:
+        torch.testing.assert_close(weights[0][key], weights[1][key], rtol=1e-3, atol=1e-4)

@@ -1,0 +1,30 @@
+"""In which order rows are learnt from."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+
+class Stream(Dataset):
+    """`size` rows out of `rows`, epoch after epoch, each epoch in an order of its own.
+
+    A step takes the next rows of the stream. What it learns from depends therefore on how many rows a step takes, and not
+    on how many processes, batches and restarts they are spread over; no epoch ends with a smaller batch.
+    """
+
+    def __init__(self, rows: Any, size: int, seed: int):
+        """rows: any dataset with a length and an index; seed: of the orders."""
+        self.rows, self.size, self.seed = rows, size, seed
+        self.epoch, self.order = -1, torch.empty(0)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        epoch, place = divmod(index, len(self.rows))
+        if epoch != self.epoch:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            self.epoch, self.order = epoch, torch.randperm(len(self.rows), generator=generator)
+        return self.rows[int(self.order[place])]

@@ -1,0 +1,56 @@
+"""The processes of one run, as torchrun starts them. All of it works in a run of one process too.
+
+What they say to each other here goes from host to host, so that no accelerator waits for it.
+"""
+
+import functools
+import os
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@functools.cache
+def host_group() -> dist.ProcessGroup:
+    return dist.new_group(backend="gloo")
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum over all processes of `x`, which every process must hand over. On the host."""
+    x = x.detach().cpu()
+    if size() > 1:
+        x = x.clone()
+        dist.all_reduce(x, group=host_group())
+    return x
+
+
+def told(value: T) -> T:
+    """What the first process has as `value`, which may be anything that can be pickled; the others wait for it."""
+    if size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, group=host_group())
+    return box[0]
+
+
+def wait() -> None:
+    """Until every process is here."""
+    told(None)
+
+
+def leave() -> None:
+    """The processes have nothing more to say to each other."""
+    if dist.is_initialized():
+        dist.barrier(group=host_group())
+        dist.destroy_process_group()
