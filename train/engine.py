@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
+from heads.base import DraftHead
 from train import team
 
 
@@ -66,6 +67,14 @@ def forget_sharding(engine: str) -> None:
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config  # brings DeepSpeed, seconds
 
         unset_hf_deepspeed_config()
+
+
+def without_weights(module: DraftHead) -> DraftHead:
+    """The module itself, its parameters emptied. Buffers stay: a state does not hold all of them (rotary frequencies)."""
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
+    return module
 
 
 def load_plain(spare: nn.Module, state: dict[str, Tensor], device: torch.device) -> None:

@@ -143,7 +143,7 @@ def main(cfg: DictConfig) -> None:
     metrics, shown = prove.measure(target, directory / "head", data, cfg.evaluate)
     trained = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry]
     metrics["train_tokens_per_second"] = round(sum(trained) / max(1, len(trained)), 1)
-    metrics["train_seconds"] = round(seconds_of(trainer.state), 1)
+    metrics["train_seconds"] = round(seconds_of(trainer.state), 3)
     metrics["step"] = best or trainer.state.global_step
     metrics |= prove.facts_of_run(head, target)
     config = OmegaConf.to_yaml(cfg, resolve=True)

@@ -160,6 +160,11 @@ class Progress(TrainerCallback):
     ) -> None:
         self.start, self.first, self.earlier = time.perf_counter(), state.global_step, seconds_of(state)
 
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        state.log_history[-1]["train_seconds"] = round(self.earlier + time.perf_counter() - self.start, 3)
+
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from heads.base import DraftHead, Text, began
 from heads.target import Target
 from train import checkpoints, team
-from train.engine import load_plain, sharded_on_cpus_too
+from train.engine import load_plain, sharded_on_cpus_too, without_weights
 from train.features import read, sparse, unpack
 from train.losses import Said
 from train.memory import peak_memory
@@ -149,7 +149,7 @@ class HeadTrainer(Trainer):
         """build_optimizer: one of train/optimizer.py; the schedule stays with the trainer's arguments. measure: the
         acceptance length of a head."""
         self.lesson, self.build_optimizer, self.measure = lesson, build_optimizer, measure
-        self.spare = copy.deepcopy(lesson.head, {id(lesson.target): lesson.target}).to("meta")
+        self.spare = without_weights(copy.deepcopy(lesson.head, {id(lesson.target): lesson.target}))
         self.folder = Path(args.output_dir)
         super().__init__(lesson, args, **kwargs)
         self.forget()
