@@ -60,8 +60,6 @@ class Target:
             window = None  # a config may name a window that none of its layers uses
         self.window: int | None = window
         self._mixed = window is not None and types is not None
-        # A model whose mask may be a bool tensor; `eager` adds the mask to the scores and needs a float one.
-        self._bool_masks = model.config._attn_implementation != "eager"
 
     @classmethod
     def from_pretrained(
@@ -200,12 +198,11 @@ class Target:
         return self.read(tokens.clamp(min=0), positions, mask, cache, layers, keep_logits, key_positions)
 
     def _shape_mask(self, mask: Tensor, positions: Tensor | None, key_positions: Tensor | None) -> Any:
-        """The form in which this model takes a (batch, length, keys) mask: 4D, cut to its windows, bool or float."""
+        """The form in which this model takes a (batch, length, keys) mask: 4D, cut to its windows, added to the scores."""
 
         def shape(mask: Tensor) -> Tensor:
             mask = mask[:, None]
-            if self._bool_masks:
-                return mask
+            # Added, not bool: attention would turn a bool mask into this one anew in every layer.
             lowest = torch.finfo(self.dtype).min
             return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill(~mask, lowest)
 
