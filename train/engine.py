@@ -25,13 +25,13 @@ def check(engine: str, optimizer: str) -> None:
             f"engine={engine} ..."
         )
     if engine.startswith("zero"):
-        if importlib.util.find_spec("deepspeed") is None:
-            raise ValueError(f"engine={engine} needs DeepSpeed: pip install -c constraints.txt '.[deepspeed]'")
         if optimizer.endswith(".muon"):
             raise ValueError(
                 f"engine={engine} cuts matrices into pieces and Muon updates whole ones: take optimizer=adamw, or "
                 "engine=fsdp"
             )
+        if importlib.util.find_spec("deepspeed") is None:
+            raise ValueError(f"engine={engine} needs DeepSpeed: pip install -c constraints.txt '.[deepspeed]'")
 
 
 def choose_device() -> None:

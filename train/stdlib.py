@@ -50,6 +50,8 @@ def documents(wanted: str, root: Path | None = None, tests: bool = True) -> Iter
         relative = path.relative_to(root)
         if LEFT_OUT & set(relative.parts) or part(relative) != wanted:
             continue
+        if relative.name.startswith("_sysconfigdata"):
+            continue  # generated when Python was built; a distribution may have two that are nearly the same
         if is_test(relative) and not tests:
             continue
         try:
