@@ -273,7 +273,7 @@ def write_text(directory: Path) -> None:
 def save(model: LlamaForCausalLM, output: Path) -> None:
     """A bf16 copy; training itself goes on in float32."""
     copied = copy.deepcopy(model).to(torch.bfloat16)
-    copied.config.use_cache = True
+    copied.config.use_cache = copied.generation_config.use_cache = True
     copied.save_pretrained(output)
 
 
