@@ -38,13 +38,14 @@ TEMPERATURES = {"T=0": 0.0, "T=1": 1.0}
 @entry("compare")
 def main(cfg: DictConfig) -> None:
     output = Path(cfg.output_dir)
-    known = sorted(path.stem for path in (CONF / "head").glob("*.yaml"))
+    known = {path.stem: [f"head={path.stem}"] for path in sorted((CONF / "head").glob("*.yaml"))}
+    known |= {str(name): list(given) for name, given in cfg.variants.items()}
     if unknown := set(cfg.heads or []) - set(known):
-        raise ValueError(f"heads={sorted(unknown)} are not in conf/head, which has {', '.join(known)}")
+        raise ValueError(f"heads={sorted(unknown)} are not among conf/head and variants, which have {', '.join(known)}")
     typed = [o for o in HydraConfig.get().overrides.task if re.match(r"\+*(target|data)[.=@]", o)]
     trained: dict[str, Path] = {}
     for name in cfg.heads or known:
-        trained[name] = train(name, output, typed + overrides(cfg.train), list(trained.values()))
+        trained[name] = train(output / name, [*known[name], *typed, *overrides(cfg.train)], list(trained.values()))
     target: Target = instantiate(cfg.target)
     if target.tokenizer is None:
         raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and the prompts are text")
@@ -77,13 +78,12 @@ def overrides(settings: DictConfig, name: str = "") -> list[str]:
     return typed
 
 
-def train(name: str, output: Path, given: list[str], before: list[Path]) -> Path:
-    """The directory of a finished training of this head, given these overrides, now or earlier."""
-    directory = output / name
-    arguments = [str(ROOT / "train" / "run.py"), f"head={name}", f"output_dir={directory}", *given]
+def train(directory: Path, given: list[str], before: list[Path]) -> Path:
+    """The directory of a training with these overrides, finished now or earlier."""
+    arguments = [str(ROOT / "train" / "run.py"), f"output_dir={directory}", *given]
     metrics = directory / "metrics.json"
     if metrics.exists() and json.loads(metrics.read_text())["command"] == " ".join(["python", *arguments]):
-        print(f"{name}: trained before, {directory}", flush=True)
+        print(f"{directory.name}: trained before, {directory}", flush=True)
         return directory
     # What the target writes to train on is the same for every head: the first one's is passed on.
     written = next((run / "written.json" for run in before if (run / "written.json").exists()), None)
@@ -93,7 +93,7 @@ def train(name: str, output: Path, given: list[str], before: list[Path]) -> Path
     print("$ python " + " ".join(arguments), flush=True)
     done = subprocess.run([sys.executable, *arguments])
     if done.returncode:
-        raise ValueError(f"training {name} ended with exit code {done.returncode}; the same command goes on from there")
+        raise ValueError(f"training {directory.name} ended with exit code {done.returncode}; the same command goes on from there")
     return directory
 
 

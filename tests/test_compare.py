@@ -24,7 +24,8 @@ SMALL = [
     "+train.length=64",
     "+train.written=0",
     "+train.trainer={max_steps:2,warmup_steps:1}",
-    "+train.evaluate={prompts:2,prompt_tokens:16,new_tokens:8,eval_steps:0,timed_prompts:1}",
+    "train.evaluate.prompts=2",
+    "+train.evaluate={prompt_tokens:16,new_tokens:8,eval_steps:0}",
 ]
 
 
