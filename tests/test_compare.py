@@ -78,7 +78,7 @@ def test_heads_are_trained_once_and_every_drafter_has_its_row(compare):
 
 def test_a_head_that_is_not_there_is_named(compare):
     code, out = compare("heads=[medusae]")
-    assert code == 2 and "heads=['medusae'] are not in conf/head" in out
+    assert code == 2 and "heads=['medusae'] are not among conf/head and variants" in out
 
 
 def test_heads_in_braces_are_found_wherever_a_row_names_them():
