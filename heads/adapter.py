@@ -17,9 +17,15 @@ CONFIG = "adapter_config.json"
 
 
 def add(target: Target, rank: int, alpha: int) -> None:
-    """Put a new adapter, at first without effect, on every linear layer but the lm_head. Its weights are float32."""
+    """Put a new adapter, at first without effect, on every linear layer but the lm_head. Its weights are float32.
+
+    Raises ValueError for a target in pieces."""
     from peft import LoraConfig
 
+    if target.together:
+        raise ValueError(
+            f"an adapter is put on whole layers, and spread={target.spread} cuts them: choose spread=layers"
+        )
     target.model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"))
     for layer in layers(target):
         layer.float()

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from heads import vocab
 from heads.cache import KVCache
+from heads.spread import whole
 from heads.target import Target
 
 
@@ -168,7 +169,7 @@ class DraftHead(nn.Module, ABC):
     def start_projections(self, target: Target, counts: Tensor | None) -> None:
         """Start its projections as the target's lm_head, pruned ones as its rows of the most frequent tokens by `counts`
         (vocab,). A quantised lm_head gives no rows."""
-        rows = target.model.get_output_embeddings().weight
+        rows = whole(target.model.get_output_embeddings().weight)
         if self.pruned:
             assert counts is not None, "pruning needs the tokens' counts"
             ids = vocab.most_frequent(counts, len(self.d2t))

@@ -22,7 +22,7 @@ SMALL = 1 << 22  # parameters; 16 MB in float32
 
 def fingerprint(target: Target) -> dict:
     """What ties a head to the target it was trained on. The digest is of the final norm and of some embedding rows."""
-    rows = target.model.get_input_embeddings().weight[:: max(1, target.vocab_size // 64)]
+    rows = target.embeddings[:: max(1, target.vocab_size // 64)]
     digest = hashlib.sha256(rows.detach().float().cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
     facts = {"name": target.name, "model_type": target.config.model_type, "vocab_size": target.vocab_size}
     return facts | {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "embedding_digest": digest}

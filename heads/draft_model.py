@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from heads.base import DraftHead, Text
 from heads.cache import KVCache
+from heads.spread import whole
 from heads.target import Target
 
 
@@ -104,7 +105,8 @@ def first_layers(target: Target, count: int) -> PreTrainedModel:
     if not 0 < count < target.num_layers:
         raise ValueError(f"head.num_layers={count} must lie between 1 and {target.num_layers - 1}, below the target's")
     config = copy.deepcopy(target.model.config)
-    vars(config).pop("quantization_config", None)
+    for facts in ("quantization_config", "distributed_config"):
+        vars(config).pop(facts, None)
     shape = config.get_text_config()
     shape.num_hidden_layers = count
     if target.layer_types is not None:
@@ -112,7 +114,7 @@ def first_layers(target: Target, count: int) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     wanted, known = model.state_dict(), target.model.state_dict()
     same = {
-        name: known[name].float()
+        name: whole(known[name]).float()
         for name, tensor in wanted.items()
         if name in known and known[name].is_floating_point() and known[name].shape == tensor.shape
     }

@@ -20,6 +20,7 @@ from transformers import (
 
 from heads import attention
 from heads.cache import KVCache
+from heads.spread import TOGETHER, arguments, whole
 
 # The layer types, as transformers names them, that remember keys and values alone and whose masks we know how to cut.
 BRANCHING = {"full_attention", "sliding_attention"}
@@ -40,6 +41,7 @@ class Target:
     """
 
     quantization: str | None = None  # how `from_pretrained` packed its weights
+    spread: str | None = None  # and how it spread them over devices (heads/spread.py)
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = ""):
         self.model = model.eval().requires_grad_(False)
@@ -68,11 +70,13 @@ class Target:
         dtype: str | torch.dtype = "auto",
         device: str | torch.device | None = None,
         quantization: str | None = None,
+        spread: str | None = None,
         **kwargs: Any,
     ) -> "Target":
         """Load a target from a directory or the Hub.
 
-        dtype: "auto" (as saved), "float32", "bfloat16" ...; quantization: None, "4bit" or "8bit" (bitsandbytes).
+        dtype: "auto" (as saved), "float32", "bfloat16" ...; quantization: None, "4bit" or "8bit" (bitsandbytes);
+        spread: None, "layers", "fsdp" or "tensor" (heads/spread.py), for one that no device holds alone.
         Raises ValueError that names the path when there is no model, or its tokenizer does not fit its vocabulary.
         """
         path = str(path)
@@ -87,6 +91,8 @@ class Target:
         if quantization is not None:
             kwargs["quantization_config"] = quantization_config(quantization, dtype)
             kwargs.setdefault("device_map", device)
+        if spread is not None:
+            kwargs |= arguments(path, spread, quantization)
         try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs)
         except (OSError, json.JSONDecodeError) as error:
@@ -96,10 +102,10 @@ class Target:
             tokenizer = AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError, KeyError):
             tokenizer = None  # decoding and drafting need only ids; what needs text says so itself
-        if quantization is None and "device_map" not in kwargs:
+        if quantization is None and spread is None and "device_map" not in kwargs:
             model = model.to(device)
         target = cls(model, tokenizer, name=path)
-        target.quantization = quantization
+        target.quantization, target.spread = quantization, spread
         if tokenizer is not None and len(tokenizer) > target.vocab_size:
             raise ValueError(
                 f"the tokenizer of {path} knows {len(tokenizer)} tokens, its model only {target.vocab_size}: "
@@ -126,6 +132,16 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    @property
+    def together(self) -> bool:
+        """Must every process of the run take part in every read?"""
+        return self.spread in TOGETHER
+
+    @property
+    def embeddings(self) -> Tensor:
+        """(vocab, hidden) rows of its input embedding; where `together`, every process must ask."""
+        return whole(self.model.get_input_embeddings().weight)
 
     @property
     def context(self) -> int | None:

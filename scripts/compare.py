@@ -93,7 +93,9 @@ def train(directory: Path, given: list[str], before: list[Path]) -> Path:
     print("$ python " + " ".join(arguments), flush=True)
     done = subprocess.run([sys.executable, *arguments])
     if done.returncode:
-        raise ValueError(f"training {directory.name} ended with exit code {done.returncode}; the same command goes on from there")
+        raise ValueError(
+            f"training {directory.name} ended with exit code {done.returncode}; the same command goes on from there"
+        )
     return directory
 
 

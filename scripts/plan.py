@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads.base import Text
+from heads.spread import TOGETHER
 from heads.target import Reading, Target, resolve_dtype
 from train.entry import CONF, entry
 from train.losses import soft
@@ -115,7 +116,8 @@ class Head(NamedTuple):
 class Body(NamedTuple):
     """Of the target."""
 
-    weights: float  # bytes
+    weights: float  # bytes, without its ends
+    ends: float  # bytes of embedding and lm_head
     working: float  # bytes, while it reads a batch
     flops: float  # per batch
     parameters: int
@@ -175,7 +177,7 @@ def study_target(cfg: DictConfig, target: Target) -> Body:
     size = target.dtype.itemsize
     bits = BITS[cfg.target.quantization] if cfg.target.quantization else 8.0 * size
     packed = mixed if cfg.target.quantization == "mxfp4" else mixed + dense
-    weights = packed * bits / 8 + (mixed + dense - packed + edge) * size
+    weights = packed * bits / 8 + (mixed + dense - packed) * size
     tokens = cfg.rows * cfg.length
     head_dim = facts.get("head_dim") or config.hidden_size // config.num_attention_heads
     active = dense + mixed * share
@@ -183,12 +185,12 @@ def study_target(cfg: DictConfig, target: Target) -> Body:
     # One layer at its widest (the two halves of the MLP and their product), the residual stream, and the mask.
     wide = 3 * facts.get("intermediate_size", 4 * config.hidden_size) * (facts.get("num_experts_per_tok") or 1)
     working = tokens * (wide + 4 * config.hidden_size) * size + cfg.rows * cfg.length**2 * (1 + size)
-    return Body(weights, working, tokens * (2 * active + attention), sum(body.values()) + edge, active)
+    return Body(weights, edge * size, working, tokens * (2 * active + attention), sum(body.values()) + edge, active)
 
 
 def lines(cfg: DictConfig, head: Head, body: Body, layers: int, target: Target) -> dict[str, tuple[float, str]]:
     """GiB per GPU and how each came to be."""
-    pieces = SHARDS[cfg.engine]
+    pieces = SHARDS[cfg.engine.name]
     n = cfg.gpus
 
     def part(size: int, cut: bool, what: str) -> tuple[float, str]:
@@ -199,14 +201,23 @@ def lines(cfg: DictConfig, head: Head, body: Body, layers: int, target: Target) 
         if cfg.target.quantization
         else str(target.dtype).removeprefix("torch.")
     )
-    captured = cfg.rows * cfg.length * (layers + 1) * target.hidden_size * 2
+    spread = cfg.target.spread if n > 1 else None
+    rows = cfg.rows * (n if spread == "tensor" else 1)  # a slice of a layer reads the rows of all
+    captured = rows * cfg.length * (layers + 1) * target.hidden_size * 2
+    held = {
+        "fsdp": ((body.weights + body.ends) / n, f"one of {n} pieces on every GPU"),
+        "tensor": (body.weights / n + body.ends, f"one of {n} slices on every GPU, embedding and lm_head whole"),
+    }.get(spread, (body.weights + body.ends, "whole on every GPU"))
     found = {
         "target weights": (
-            body.weights / GIB,
-            f"{body.parameters / 1e9:.2f}B parameters in {bits}, whole on every GPU",
+            held[0] / GIB,
+            f"{body.parameters / 1e9:.2f}B parameters in {bits}, {held[1]}",
         ),
-        "target at work": (body.working / GIB, f"one layer on {cfg.rows} x {cfg.length} tokens, its mask"),
-        "features": (captured / GIB, f"{layers} layers and the last, {cfg.rows} x {cfg.length} x {target.hidden_size}"),
+        "target at work": (
+            body.working * rows / cfg.rows / GIB,
+            f"one layer on {rows} x {cfg.length} tokens, its mask",
+        ),
+        "features": (captured / GIB, f"{layers} layers and the last, {rows} x {cfg.length} x {target.hidden_size}"),
         "head weights": part(head.weights, pieces[0], "float32"),
         "gradients": part(head.gradients, pieces[1], "float32"),
         "optimizer state": part(head.optimizer, pieces[2], cfg.optimizer._target_.rpartition(".")[2]),
@@ -218,24 +229,29 @@ def lines(cfg: DictConfig, head: Head, body: Body, layers: int, target: Target) 
             head.weights / GIB * (0.5 if cfg.bf16 else 1),
             "whole while a batch is learnt from",
         )
+    if spread == "fsdp":
+        gathered = 2 * body.weights / target.num_layers + body.ends
+        found["gathered target"] = (gathered / GIB, "a layer at work and the next one, embedding and lm_head")
     return found
 
 
 def remedies(cfg: DictConfig) -> list[list[str]]:
     """What could be changed where it does not fit, the cheapest first."""
     rows = [[f"accumulation={cfg.accumulation * cfg.rows}", "rows=1"]] if cfg.rows > 1 else []
-    engine = [["engine=fsdp"]] if cfg.gpus > 1 and not SHARDS[cfg.engine][0] else []
-    four = [] if cfg.target.quantization else [["target.quantization=4bit"]]
+    engine = [["engine=fsdp"]] if cfg.gpus > 1 and not SHARDS[cfg.engine.name][0] else []
+    smaller = [] if cfg.target.quantization or cfg.target.spread else [["target.quantization=4bit"]]
+    if smaller and cfg.gpus > 1:
+        smaller.insert(0, ["target.spread=fsdp"])
     shorter = [[f"length={cfg.length // part}"] for part in (2, 4)]
-    return [*rows, *engine, *four, *shorter, *[a + b for a in four for b in engine + shorter]]
+    return [*rows, *engine, *smaller, *shorter, *[a + b for a in smaller for b in engine + shorter]]
 
 
 def plan(cfg: DictConfig) -> dict[str, Any]:
     """gib: {line: (GiB per GPU, how)}; total; tokens_per_second and hours; disk (bytes of features)."""
-    if cfg.engine not in SHARDS:
-        raise ValueError(f"engine={cfg.engine} is not one of {', '.join(SHARDS)}")
     if cfg.target.quantization and cfg.target.quantization not in BITS:
         raise ValueError(f"target.quantization={cfg.target.quantization} is not one of {', '.join(BITS)}")
+    if cfg.target.spread not in (None, *TOGETHER):
+        raise ValueError(f"target.spread={cfg.target.spread}: a plan knows {', '.join(TOGETHER)}, or null")
     config = read_config(cfg.target.path)
     dtype = torch.bfloat16 if cfg.target.dtype == "auto" else resolve_dtype(cfg.target.dtype)
     # Fake tensors cannot be moved, and have nowhere to go.
@@ -267,7 +283,10 @@ def instantiate_layers(cfg: DictConfig, target: Target) -> list[int]:
 def fitting(cfg: DictConfig) -> tuple[list[str], float] | None:
     """The first remedy with which it fits, and the GiB it then takes."""
     for change in remedies(cfg):
-        changed = cast(DictConfig, OmegaConf.merge(cfg, OmegaConf.from_dotlist(change)))
+        changed = cast(
+            DictConfig,
+            OmegaConf.merge(cfg, OmegaConf.from_dotlist([one.replace("engine=", "engine.name=") for one in change])),
+        )
         total = plan(changed)["total"]
         if total <= cfg.gpu_gib:
             return change, total
@@ -285,7 +304,7 @@ def spelled_out(argument: str) -> str:
 def main(cfg: DictConfig) -> None:
     found = plan(cfg)
     print(f"{cfg.head._target_.split('.')[1]} ({found['head_parameters'] / 1e6:.0f}M parameters) for {cfg.target.path}")
-    print(f"on {cfg.gpus} GPUs of {cfg.gpu_gib} GiB, engine={cfg.engine}; GiB on each:")
+    print(f"on {cfg.gpus} GPUs of {cfg.gpu_gib} GiB, engine={cfg.engine.name}; GiB on each:")
     for name, (size, how) in found["gib"].items():
         print(f"  {name:17}{size:8.2f}  {how}")
     print(f"  {'sum':17}{found['total']:8.2f}  of {cfg.gpu_gib}")

@@ -30,6 +30,7 @@ def facts(trainer: HeadTrainer) -> dict:
         "processes": trainer.accelerator.num_processes,
         "wrapped": type(engine).__name__,
         "local_weights": sum(local.values()),
+        "local_target": sum(getattr(p, "_local_tensor", p).numel() for p in trainer.lesson.target.model.parameters()),
         "local_moments": sum(getattr(value, "_local_tensor", value).numel() for value in state),
     }
 

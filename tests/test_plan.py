@@ -68,7 +68,7 @@ def test_the_sum_is_the_sum(planned: dict):
 
 @pytest.mark.parametrize("engine", plan.SHARDS)
 def test_shards_are_shares(engine: str, small: DictConfig, planned: dict):
-    one, eight = planned["gib"], plan.plan(DictConfig({**small, "engine": engine, "gpus": 8}))["gib"]
+    one, eight = planned["gib"], plan.plan(DictConfig({**small, "engine": {"name": engine}, "gpus": 8}))["gib"]
     for name, cut in zip(("head weights", "gradients", "optimizer state"), plan.SHARDS[engine], strict=True):
         assert eight[name][0] == pytest.approx(one[name][0] / (8 if cut else 1))
 
@@ -83,10 +83,9 @@ def test_what_does_not_fit_has_a_remedy(small: DictConfig, planned: dict):
 @pytest.mark.parametrize(
     "change, told",
     [
-        ({"engine": "zero4"}, "engine=zero4 is not one of single, ddp"),
-        ({"target": {"path": "no.json", "dtype": "auto", "quantization": None}}, "target=no.json does not exist"),
+        ({"target": {"path": "no.json", "dtype": "auto", "quantization": None, "spread": None}}, "target=no.json does not exist"),
         (
-            {"target": {"path": "x/y", "dtype": "auto", "quantization": "2bit"}},
+            {"target": {"path": "x/y", "dtype": "auto", "quantization": "2bit", "spread": None}},
             "target.quantization=2bit is not one of",
         ),
     ],
@@ -94,6 +93,20 @@ def test_what_does_not_fit_has_a_remedy(small: DictConfig, planned: dict):
 def test_bad_input_to_a_plan(change: dict, told: str, small: DictConfig):
     with pytest.raises(ValueError, match=told):
         plan.plan(DictConfig({**small, **change}))
+
+
+def test_a_plan_as_it_is_typed(tiny_path: Path, monkeypatch, capfd):
+    given = [f"target.path={tiny_path}", "target.spread=fsdp", "engine=fsdp", "gpus=2", "hydra/job_logging=disabled"]
+    monkeypatch.setattr("sys.argv", ["scripts/plan.py", *given])
+    plan.main()
+    said = capfd.readouterr().out
+    assert "engine=fsdp" in said and "one of 2 pieces on every GPU" in said and "gathered target" in said
+
+
+@pytest.mark.parametrize("spread", ["fsdp", "tensor"])
+def test_a_target_in_pieces_takes_less(spread: str, small: DictConfig, planned: dict):
+    pieces = plan.plan(DictConfig({**small, "target": {**small.target, "spread": spread}, "gpus": 4}))["gib"]
+    assert pieces["target weights"][0] < 0.6 * planned["gib"]["target weights"][0]
 
 
 def test_a_target_may_be_named_without_its_group():

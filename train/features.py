@@ -6,6 +6,7 @@ from torch.utils.data import Dataset
 
 from heads.base import Text
 from heads.target import Target
+from train import team
 from train.packing import Packed
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -21,6 +22,10 @@ def read(target: Target, text: Text, layers: list[int]) -> tuple[Tensor, Tensor]
     """The features (batch, length, width) and the last hidden state (batch, length, hidden) of a packed batch.
 
     In the target's own precision, as decoding reads it: a trainer's autocast would round what a float32 target says."""
+    rows = slice(None)
+    if target.spread == "tensor":  # its slices can only read one thing: the rows of all processes
+        rows = slice(len(text.tokens) * team.rank(), len(text.tokens) * (team.rank() + 1))
+        text = Text(*map(team.gathered, text))
     packed = bool((text.documents != text.documents[:, :1]).any())
     with torch.autocast(text.tokens.device.type, enabled=False):
         reading = target.read(
@@ -32,7 +37,8 @@ def read(target: Target, text: Text, layers: list[int]) -> tuple[Tensor, Tensor]
             key_positions=text.positions,
         )
     width = target.hidden_size
-    return reading.features[..., :-width], reading.features[..., -width:]
+    features = reading.features[rows]
+    return features[..., :-width], features[..., -width:]
 
 
 def store(name: str, tensor: Tensor, dtype: str, layers: int) -> dict[str, Tensor]:

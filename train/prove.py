@@ -90,7 +90,8 @@ def float32(target: Target) -> Target:
     stays quantised and computes in float32: its features are its own."""
     if target.dtype == torch.float32:
         return target
-    return Target.from_pretrained(target.name, dtype="float32", device=target.device, quantization=target.quantization)
+    same: dict[str, Any] = {"device": target.device, "quantization": target.quantization, "spread": target.spread}
+    return Target.from_pretrained(target.name, dtype="float32", **same)
 
 
 def measure(target: Target, directory: Path, data: Corpus, settings: Any) -> tuple[dict[str, Any], Sample]:

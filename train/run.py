@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
-from transformers import PrinterCallback, set_seed
+from transformers import PrinterCallback, TrainingArguments, set_seed
 
 from heads import hub
 from heads.base import DraftHead
+from heads.target import Target
 from inference.drafters import drafter_for
 from inference.evaluate import acceptance
 from inference.evaluate import run as decode
@@ -52,6 +54,11 @@ def main(cfg: DictConfig) -> None:
     if cfg.push_to_hub is not None:
         hub.check_name(cfg.push_to_hub)  # not after hours of training
     target = instantiate(cfg.target)
+    if target.together and cfg.push_to_hub is not None:
+        raise ValueError(
+            f"push_to_hub={cfg.push_to_hub}: one process pushes, and target.spread={target.spread} needs all of them to "
+            "read: push the finished head with scripts/push.py"
+        )
     if target.tokenizer is None:
         raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and training reads text: save one beside it")
     data: text.Corpus = instantiate(cfg.data, tokenizer=target.tokenizer)
@@ -59,7 +66,6 @@ def main(cfg: DictConfig) -> None:
     counts = text.count_tokens(data.train, target.vocab_size)
     more: dict[str, Any] = {"counts": counts} if "draft_vocab_size" in cfg.head else {}
     head = instantiate(cfg.head, target=target, **more)
-    parameters = sum(parameter.numel() for parameter in head.parameters())
     # From here on the processes know of each other.
     args = instantiate(
         cfg.trainer,
@@ -69,15 +75,12 @@ def main(cfg: DictConfig) -> None:
         train_sampling_strategy="sequential",
         **instantiate(cfg.engine.arguments, _convert_="all"),
     )
+    parameters = sum(parameter.numel() for parameter in head.parameters())
     # Three checkpoints of weights and two moments in float32, the best weights twice, and the head itself.
     need_bytes = (3 * 3 * 4 + 2 * 4 + 2) * parameters + 2**20
     directory, checkpoint = team.told(open_directory(cfg, need_bytes) if team.rank() == 0 else (Path(), None))
     if cfg.written:
-        written = directory / "written.json"
-        if team.rank() == 0:
-            data = text.written_by(target, data, cfg.written, cfg.seed, written)
-        team.wait()
-        data = text.written_by(target, data, cfg.written, cfg.seed, written)
+        data = write_text(cfg, target, data, directory)
     if head.pruned:  # by what the target writes, which is what the head will draft
         head.start_projections(target, text.count_tokens(data.train, target.vocab_size))
     packed = text.Packed(data.train, cfg.length, cfg.seed, cfg.long)
@@ -92,7 +95,37 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(
             f"the data gives {len(packed)} rows of length={cfg.length} for {team.size()} processes: take fewer"
         )
+    trainer = train(cfg, args, target, head, data, packed, checkpoint)
+    if not target.together:
+        team.leave()
+    if trainer.measures:  # what follows is one process's work, unless the target needs all to read
+        finish(cfg, trainer, data, directory)
+    team.leave()
 
+
+def write_text(cfg: DictConfig, target: Target, data: text.Corpus, directory: Path) -> text.Corpus:
+    """The corpus with text that the target wrote, which one process keeps for all."""
+    file = directory / "written.json"
+    known = team.told(file.exists())
+    if team.rank() == 0:
+        data = text.written_by(target, data, cfg.written, cfg.seed, file)
+    elif target.together and not known:
+        with tempfile.TemporaryDirectory() as name:
+            text.written_by(target, data, cfg.written, cfg.seed, Path(name) / file.name)
+    team.wait()
+    return data if team.rank() == 0 else text.written_by(target, data, cfg.written, cfg.seed, file)
+
+
+def train(
+    cfg: DictConfig,
+    args: TrainingArguments,
+    target: Target,
+    head: DraftHead,
+    data: text.Corpus,
+    packed: text.Packed,
+    checkpoint: str | None,
+) -> HeadTrainer:
+    """The trainer at the end of its steps. Ends the process where it was told to stop before."""
     if team.rank() > 0:
         team.wait()  # the first process writes what features=disk keeps
     dataset = instantiate(cfg.features)(packed, target, head.layers, cfg.trainer.per_device_train_batch_size)
@@ -122,37 +155,42 @@ def main(cfg: DictConfig) -> None:
         trainer.train(resume_from_checkpoint=checkpoint)
     finally:
         stop.restore()
-    head = trainer.plain_head()
-    team.leave()
+    lesson.head = trainer.plain_head()
     if stop.stopped:
+        team.leave()
         print(f"stopped at step {trainer.state.global_step}; the same command goes on from there", flush=True)
         raise SystemExit(130)
-    if team.rank() > 0:
-        return  # what follows is one process's work
+    return trainer
 
+
+def finish(cfg: DictConfig, trainer: HeadTrainer, data: text.Corpus, directory: Path) -> None:
+    """Choose the best weights, save and measure them, and tell. Processes that only help to read leave nothing behind."""
+    lesson, target, history = trainer.lesson, trainer.lesson.target, trainer.state.log_history
     engine.forget_sharding(cfg.engine.name)
-    history = trainer.state.log_history
     # Where more than the head learns (the target's adapter), the head of an earlier step would not fit to it.
     alone = all(name.startswith("head.") for name, _ in lesson.named_parameters())
     best = checkpoints.best_step(history) if cfg.evaluate.keep_best and alone else None
     if best is not None and best != trainer.state.global_step:
         print(f"the weights of step {best}, which drafted best on validation prompts, are kept", flush=True)
-        head.load_state_dict(load_file(checkpoints.best_file(directory / CHECKPOINTS, best)))
-    lesson.head = head
-    prove.save_final(lesson, directory / "head", data, cfg.length)
-    metrics, shown = prove.measure(target, directory / "head", data, cfg.evaluate)
+        lesson.head.load_state_dict(load_file(checkpoints.best_file(directory / CHECKPOINTS, best)))
+    with tempfile.TemporaryDirectory() as aside:
+        saved = (directory if team.rank() == 0 else Path(aside)) / "head"
+        prove.save_final(lesson, saved, data, cfg.length)
+        metrics, shown = prove.measure(target, saved, data, cfg.evaluate)
+    if team.rank() > 0:
+        return
     trained = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry]
     metrics["train_tokens_per_second"] = round(sum(trained) / max(1, len(trained)), 1)
     metrics["train_seconds"] = round(seconds_of(trainer.state), 3)
     metrics["step"] = best or trainer.state.global_step
-    metrics |= prove.facts_of_run(head, target)
+    metrics |= prove.facts_of_run(lesson.head, target)
     config = OmegaConf.to_yaml(cfg, resolve=True)
     (directory / "head" / "config.yaml").write_text(config)
     (directory / "history.json").write_text(json.dumps(history, indent=1) + "\n")
-    prove.publish(directory, metrics, head, data, history, shown, config)
+    prove.publish(directory, metrics, lesson.head, data, history, shown, config)
     if cfg.push_to_hub is not None:
         print(ship.push(directory / "head", target, cfg.push_to_hub, private=cfg.push_private), flush=True)
-    loggers.finish(args.report_to, directory, config, metrics)
+    loggers.finish(trainer.args.report_to, directory, config, metrics)
     if not cfg.keep_checkpoints:
         shutil.rmtree(directory / CHECKPOINTS)
 

@@ -60,6 +60,10 @@ def disk(
         raise ValueError(
             f"features.shard_rows={shard_rows} and features.top_k={top_k} must be at least 1 (top_k null: none)"
         )
+    if target.together:
+        raise ValueError(
+            f"features=disk: processes write shards of their own, and target.spread={target.spread} needs all to read as one"
+        )
     directory = Path(path)
     facts = describe(packed, target, layers, dtype, top_k, shard_rows)
     if (directory / MANIFEST).exists():

@@ -7,6 +7,7 @@ import functools
 import os
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -33,6 +34,15 @@ def total(x: Tensor) -> Tensor:
         x = x.clone()
         dist.all_reduce(x, group=host_group())
     return x
+
+
+def gathered(x: Tensor) -> Tensor:
+    """The rows of all processes behind each other; every process must hand over as many. On the device."""
+    if size() == 1:
+        return x
+    parts = [torch.empty_like(x) for _ in range(size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts)
 
 
 def told(value: T) -> T:

@@ -207,11 +207,18 @@ class HeadTrainer(Trainer):
 
     # Whole weights
 
+    @property
+    def measures(self) -> bool:
+        """One process measures, unless the target needs all to read."""
+        return team.rank() == 0 or self.lesson.target.together
+
     def plain_head(self) -> DraftHead:
-        """The head with its whole weights, in the first process; every process must ask. Without shards, the tensors are
-        those in training. In the other processes nothing is in it."""
+        """The head with its whole weights, in the processes that may measure it; every process must ask. Without shards, the
+        tensors are those in training. In the other processes nothing is in it."""
         state = self.accelerator.get_state_dict(self.model_wrapped)
-        if team.rank() == 0:
+        if self.lesson.target.together:
+            state = team.told({name: tensor.cpu() for name, tensor in state.items()})
+        if self.measures:
             load_plain(self.spare, state, self.lesson.target.device)
         return self.spare.eval()
 
@@ -219,7 +226,7 @@ class HeadTrainer(Trainer):
         """Measure the very weights in training; the best so far are kept."""
         with self.aside(), torch.no_grad():
             head = self.plain_head()
-            length = team.told(round(self.measure(head), 4) if team.rank() == 0 else 0.0)
+            length = team.told(round(self.measure(head), 4) if self.measures else 0.0)
             self.log({"acceptance_length": length})
             if team.rank() == 0:
                 print(

@@ -113,7 +113,7 @@ def one_rope(found: Found, settings: dict[str, Any]) -> None:
 
 def same_as_target(found: Found, name: str, target: Target) -> None:
     """Raise ValueError unless tensor `name` is the target's embedding: a frozen copy is let go, another one is not."""
-    stored, ours = found.weights[name], target.model.get_input_embeddings().weight
+    stored, ours = found.weights[name], target.embeddings
     if stored.shape != ours.shape:
         raise found.wrong(
             f"{name} is {tuple(stored.shape)} in the file, {tuple(ours.shape)} in the target {target.name}"

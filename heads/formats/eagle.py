@@ -55,6 +55,6 @@ class EagleFormat(Format):
         if self.bias:
             weights.setdefault("fc.bias", torch.zeros(target.hidden_size, dtype=head.dtype))
         if self.embeddings:
-            rows = target.model.get_input_embeddings().weight.detach().cpu()
+            rows = target.embeddings.detach().cpu()
             weights[EMBEDDINGS] = rows.to(head.dtype, copy=True).contiguous()
         return weights

@@ -9,6 +9,7 @@ from torch import Tensor
 from heads.base import DraftHead
 from heads.formats.base import Format, Found, expect
 from heads.medusa import MedusaHead
+from heads.spread import whole
 from heads.target import Target
 
 
@@ -63,7 +64,7 @@ class MedusaFormat(Format):
             raise found.wrong(
                 f"config.json says version 2, whose heads share the target's lm_head, but {own[0]} is stored"
             )
-        rows = target.model.get_output_embeddings().weight
+        rows = whole(target.model.get_output_embeddings().weight)
         if not rows.is_floating_point():
             raise found.wrong(f"version 2 shares the lm_head of {target.name}, which is quantized: load it unquantized")
         return found.weights | dict.fromkeys(names, rows.detach().cpu())

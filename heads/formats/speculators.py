@@ -76,5 +76,5 @@ class SpeculatorsFormat(Eagle3Format):
         }
 
     def weights_of(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        rows = target.model.get_input_embeddings().weight.detach().cpu().to(head.dtype, copy=True)
+        rows = target.embeddings.detach().cpu().to(head.dtype, copy=True)
         return super().weights_of(head, target) | {EMBEDDINGS: rows.contiguous()}
