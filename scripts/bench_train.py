@@ -27,7 +27,7 @@ from train.data import Document, Packed
 from train.entry import entry
 from train.memory import keep_freed, peak_memory
 from train.stream import Stream
-from train.trainer import HeadTrainer, Lesson
+from train.trainer import HeadTrainer, Lesson, arguments
 
 
 @entry("bench_train")
@@ -59,13 +59,7 @@ def ours(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, flo
     more = {"counts": torch.bincount(tokens.flatten(), minlength=target.vocab_size)}
     head = instantiate(cfg.head, target=target, **(more if "draft_vocab_size" in cfg.head else {}))
     lesson = Lesson(head, target, instantiate(cfg.loss))
-    args = instantiate(
-        cfg.trainer,
-        use_cpu=target.device.type == "cpu",
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        train_sampling_strategy="sequential",
-    )
+    args = arguments(cfg.trainer, target)
     packed = Packed(documents, cfg.length, cfg.seed)
     trainer = HeadTrainer(
         lesson,

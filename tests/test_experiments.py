@@ -7,6 +7,8 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
+from scripts.plan import spelled_out
+
 CONF = Path(__file__).resolve().parent.parent / "conf"
 RECIPES = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
@@ -27,5 +29,8 @@ def test_a_recipe_composes(name: str):
     assert cfg.output_dir == f"outputs/{name}" and cfg.trainer.output_dir == f"outputs/{name}/checkpoints"
     assert cfg.target.path.count("/") == 1 and cfg.trainer.num_train_epochs >= 1 and cfg.trainer.max_steps == -1
     assert f"experiment={name} data.path=FOLDER" in text and re.search(r"80 GB", text)
-    planned = re.search(r"# What it needs:  python scripts/plan.py target=(\S+)", text)
-    assert planned is not None and (CONF.parent / planned[1]).is_file()
+    planned = re.search(r"# What it needs:  python scripts/plan.py (.+)", text)
+    assert planned is not None
+    with hydra.initialize_config_dir(str(CONF), version_base=None):
+        plan = hydra.compose("plan", [spelled_out(argument) for argument in planned[1].split()])
+    assert (CONF.parent / plan.target.path).is_file() and plan.engine.name == cfg.engine.name

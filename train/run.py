@@ -37,7 +37,7 @@ from train.session import (
     seconds_of,
 )
 from train.stream import Stream
-from train.trainer import HeadTrainer
+from train.trainer import HeadTrainer, arguments
 
 
 @entry("train")
@@ -66,15 +66,7 @@ def main(cfg: DictConfig) -> None:
     counts = text.count_tokens(data.train, target.vocab_size)
     more: dict[str, Any] = {"counts": counts} if "draft_vocab_size" in cfg.head else {}
     head = instantiate(cfg.head, target=target, **more)
-    # From here on the processes know of each other.
-    args = instantiate(
-        cfg.trainer,
-        use_cpu=target.device.type == "cpu",
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        train_sampling_strategy="sequential",
-        **instantiate(cfg.engine.arguments, _convert_="all"),
-    )
+    args = arguments(cfg.trainer, target, **instantiate(cfg.engine.arguments, _convert_="all"))
     parameters = sum(parameter.numel() for parameter in head.parameters())
     # Three checkpoints of weights and two moments in float32, the best weights twice, and the head itself.
     need_bytes = (3 * 3 * 4 + 2 * 4 + 2) * parameters + 2**20

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from hydra.utils import instantiate
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
@@ -122,6 +123,18 @@ class Lesson(nn.Module):
             slots = began(text, depth)
             logits = self.head.logits(out[slots], depth)
             yield depth, self.head.to_target(logits.topk(ranks).indices), best[slots]
+
+
+def arguments(settings: Any, target: Target, **more: Any) -> TrainingArguments:
+    """Of a config's `trainer`, what every training here needs said; then the processes of a run know of each other."""
+    return instantiate(
+        settings,
+        use_cpu=target.device.type == "cpu",
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        train_sampling_strategy="sequential",
+        **more,
+    )
 
 
 class HeadTrainer(Trainer):
