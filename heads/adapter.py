@@ -28,7 +28,7 @@ def add(target: Target, rank: int, alpha: int) -> None:
         )
     target.model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"))
     for layer in layers(target):
-        layer.float()
+        layer.weight = nn.Parameter(layer.get_parameter("weight").float())
 
 
 def layers(target: Target) -> nn.ModuleList:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from heads import adapter
 from heads.base import Text
 from heads.spread import TOGETHER
 from heads.target import Reading, Target, resolve_dtype
@@ -111,6 +112,7 @@ class Head(NamedTuple):
     optimizer: int
     activations: int
     flops: int
+    layers: list[int]  # that it reads
 
 
 class Body(NamedTuple):
@@ -160,7 +162,15 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
     state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))
     held = sum(tensor.nbytes for tensor in [*head.parameters(), *head.buffers()])
     gradients = sum(parameter.nbytes for parameter in parameters)
-    return Head(held, gradients, state, live.peak, flops.get_total_flops())
+    added = sum(parameter.nbytes for parameter in adapter.layers(target).parameters())
+    if added == 0:
+        return Head(held, gradients, state, live.peak, flops.get_total_flops(), head.layers)
+    # Gradients of an adapter pass through all of the target, which keeps what every layer made of the batch for them.
+    with Live() as kept:
+        reading = Target.read(target, text.tokens, layers=[target.num_layers], keep_logits=1)
+        between = kept.now - reading.features.nbytes
+    work = flops.get_total_flops() + 4 * text.tokens.numel() * sum(p.numel() for p in target.model.parameters())
+    return Head(held + added, gradients + added, state + 2 * added, live.peak + between, work, head.layers)
 
 
 def study_target(cfg: DictConfig, target: Target) -> Body:
@@ -207,7 +217,7 @@ def lines(cfg: DictConfig, head: Head, body: Body, layers: int, target: Target) 
     held = {
         "fsdp": ((body.weights + body.ends) / n, f"one of {n} pieces on every GPU"),
         "tensor": (body.weights / n + body.ends, f"one of {n} slices on every GPU, embedding and lm_head whole"),
-    }.get(spread, (body.weights + body.ends, "whole on every GPU"))
+    }.get(str(spread), (body.weights + body.ends, "whole on every GPU"))
     found = {
         "target weights": (
             held[0] / GIB,
@@ -252,6 +262,8 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
         raise ValueError(f"target.quantization={cfg.target.quantization} is not one of {', '.join(BITS)}")
     if cfg.target.spread not in (None, *TOGETHER):
         raise ValueError(f"target.spread={cfg.target.spread}: a plan knows {', '.join(TOGETHER)}, or null")
+    if cfg.head._target_.startswith("heads.draft_model."):
+        raise ValueError("head=draft_model is a model of its own, and a plan counts heads: plan one of those")
     config = read_config(cfg.target.path)
     dtype = torch.bfloat16 if cfg.target.dtype == "auto" else resolve_dtype(cfg.target.dtype)
     # Fake tensors cannot be moved, and have nowhere to go.
@@ -259,7 +271,7 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         target = PaperTarget(model, name=cfg.target.path)
         head = study_head(cfg, target)
-        layers = len(instantiate_layers(cfg, target))
+        layers = len(head.layers)
         body = study_target(cfg, target)
     found = lines(cfg, head, body, layers, target)
     flops = (body.flops + head.flops * cfg.supervised) / (cfg.rows * cfg.length)
@@ -273,11 +285,6 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
         "disk": cfg.tokens * (layers + 1) * target.hidden_size * 2,
         "head_parameters": head.gradients // 4,
     }
-
-
-def instantiate_layers(cfg: DictConfig, target: Target) -> list[int]:
-    more = {"counts": torch.ones(target.vocab_size, dtype=torch.int64)} if "draft_vocab_size" in cfg.head else {}
-    return instantiate(cfg.head, target=target, **more).layers
 
 
 def fitting(cfg: DictConfig) -> tuple[list[str], float] | None:

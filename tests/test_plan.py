@@ -7,7 +7,7 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from heads import Target
+from heads import Target, adapter
 from heads.base import Text
 from heads.eagle3 import Eagle3Head
 from scripts import plan
@@ -83,16 +83,14 @@ def test_what_does_not_fit_has_a_remedy(small: DictConfig, planned: dict):
 @pytest.mark.parametrize(
     "change, told",
     [
-        ({"target": {"path": "no.json", "dtype": "auto", "quantization": None, "spread": None}}, "target=no.json does not exist"),
-        (
-            {"target": {"path": "x/y", "dtype": "auto", "quantization": "2bit", "spread": None}},
-            "target.quantization=2bit is not one of",
-        ),
+        ({"path": "no.json"}, "target=no.json does not exist"),
+        ({"path": "x/y", "quantization": "2bit"}, "target.quantization=2bit is not one of"),
+        ({"path": "x/y", "spread": "layers"}, "target.spread=layers: a plan knows fsdp, tensor"),
     ],
 )
 def test_bad_input_to_a_plan(change: dict, told: str, small: DictConfig):
     with pytest.raises(ValueError, match=told):
-        plan.plan(DictConfig({**small, **change}))
+        plan.plan(DictConfig({**small, "target": {**small.target, **change}}))
 
 
 def test_a_plan_as_it_is_typed(tiny_path: Path, monkeypatch, capfd):
@@ -107,6 +105,22 @@ def test_a_plan_as_it_is_typed(tiny_path: Path, monkeypatch, capfd):
 def test_a_target_in_pieces_takes_less(spread: str, small: DictConfig, planned: dict):
     pieces = plan.plan(DictConfig({**small, "target": {**small.target, "spread": spread}, "gpus": 4}))["gib"]
     assert pieces["target weights"][0] < 0.6 * planned["gib"]["target weights"][0]
+
+
+def test_an_adapter_makes_the_target_keep_what_it_made(small: DictConfig, tiny_path: Path):
+    with hydra.initialize_config_dir(CONF, version_base=None):
+        given = [f"target.path={tiny_path}", "target.dtype=float32", "bf16=false", f"rows={ROWS}", f"length={LENGTH}"]
+        ways = {
+            name: plan.plan(hydra.compose("plan", [f"head={name}", *given]))["gib"] for name in ("medusa", "medusa2")
+        }
+    target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+    adapter.add(target, 32, 16)
+    with plan.Live() as live:
+        reading = target.read(torch.zeros(ROWS, LENGTH, dtype=torch.long), layers=[target.num_layers], keep_logits=1)
+        kept = live.now - reading.features.nbytes
+    more = (ways["medusa2"]["activations"][0] - ways["medusa"]["activations"][0]) * plan.GIB
+    # On fake tensors attention makes its mask anew in every layer, which counts in so small a model only.
+    assert 0 < kept <= more < 2 * kept
 
 
 def test_a_target_may_be_named_without_its_group():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from heads import Target
-from heads.spread import TOGETHER
+from heads.spread import TOGETHER, arguments
 
 from .test_engines import ONE, ROOT, SMALL, STEPS, TWO, losses, torchrun
 from .test_run import end, folder, here, program  # noqa: F401 -- fixtures
@@ -61,13 +61,13 @@ def test_layers_may_lie_on_several_devices(target: Target, tiny_path: Path, tmp_
     """Here these are the host and its disk."""
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     places |= {f"model.layers.{i}": "disk" if i > 2 else "cpu" for i in range(target.num_layers)}
-    more = {"dtype": "float32", "device_map": places, "offload_folder": str(tmp_path)}
-    spread = Target.from_pretrained(tiny_path, **more)
     tokens = torch.arange(12)[None]
-    ours, theirs = (t.read(tokens, layers=[1, 5]) for t in (spread, target))
-    torch.testing.assert_close(ours.logits, theirs.logits)
-    torch.testing.assert_close(ours.features, theirs.features)
-    assert Target.from_pretrained(tiny_path, spread="layers").model.hf_device_map
+    for how in ({"device_map": places, "offload_folder": str(tmp_path)}, {"spread": "layers"}):
+        spread = Target.from_pretrained(tiny_path, dtype="float32", **how)
+        ours, theirs = (t.read(tokens, layers=[1, 5]) for t in (spread, target))
+        torch.testing.assert_close(ours.logits, theirs.logits)
+        torch.testing.assert_close(ours.features, theirs.features)
+    assert arguments(str(tiny_path), "layers", None) == {"device_map": "auto"}
 
 
 @pytest.mark.parametrize(
