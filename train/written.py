@@ -10,7 +10,7 @@ from heads.checkpoint import fingerprint
 from heads.target import Target
 from train.packing import Document
 
-NAME = "written.safetensors"
+NAME = "written/written.safetensors"  # in a folder: engines take every such file beside the weights for weights
 
 
 def keep(documents: list[Document], source: str, target: Target, directory: Path) -> None:
@@ -22,6 +22,7 @@ def keep(documents: list[Document], source: str, target: Target, directory: Path
         "given": torch.tensor([len(d.tokens) - sum(d.supervised) for d in documents], dtype=torch.int16),
     }
     facts = {"source": source, "embedding_digest": fingerprint(target)["embedding_digest"]}
+    (directory / NAME).parent.mkdir(exist_ok=True)
     save_file(tensors, directory / NAME, metadata=facts)
 
 
