@@ -47,6 +47,11 @@ SMALL = [
     f"evaluate.eval_steps={STEPS}",
     "evaluate.proof=false",
 ]
+SPREAD = {  # a target in pieces beside it; and one that writes first, which all processes do together
+    "ddp-fsdp": "ddp,optimizer=adamw,target.spread=fsdp",
+    "fsdp-tensor": "fsdp,optimizer=adamw,target.spread=tensor",
+    "ddp-512": "ddp,optimizer=adamw,target.spread=fsdp,trainer.max_steps=4,written=512",
+}
 ONE, TWO = "trainer.per_device_train_batch_size=4", "trainer.per_device_train_batch_size=2"
 
 
@@ -90,7 +95,7 @@ def together(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path
     whole = "engine.arguments.deepspeed.zero_optimization.stage3_param_persistence_threshold=0"
     names = [f"{name},{whole}" if name == "zero3" else name for name in HALVES]
     # Muon before DeepSpeed, which leaves marks in the process that a later run stumbles over.
-    runs = ["fsdp,optimizer=muon"] + [f"{name},optimizer=adamw" for name in names]
+    runs = ["fsdp,optimizer=muon", *SPREAD.values(), *(f"{name},optimizer=adamw" for name in names)]
     ended = end(torchrun(str(ROOT / "tests/engine_probe.py"), str(cwd), *runs, "--", *given, TWO, cwd=cwd))
     assert ended.code == 0, ended.err[-3000:]
     return cwd
@@ -110,6 +115,24 @@ def test_two_processes_learn_what_one_does(alone: Path, together: Path, name: st
 def test_muon_learns_the_same_in_shards(alone: Path, together: Path):
     ours, theirs = losses(of(together, "fsdp", "muon")), losses(alone / "outputs/eagle3/optimizer-muon")
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", ["ddp-fsdp", "fsdp-tensor"])
+def test_a_head_learns_the_same_from_a_target_in_pieces(alone: Path, together: Path, tiny_path: Path, name: str):
+    whole = alone / "outputs/eagle3/optimizer-adamw"
+    torch.testing.assert_close(*map(torch.tensor, (losses(together / name), losses(whole))), rtol=1e-3, atol=0)
+    gained = [json.loads((run / "metrics.json").read_text())["acceptance_length"] for run in (together / name, whole)]
+    assert gained[0] == gained[1]
+    parameters = sum(p.numel() for p in Target.from_pretrained(tiny_path, device="cpu").model.parameters())
+    for rank in (0, 1):
+        facts = json.loads((together / name / f"facts-{rank}.json").read_text())
+        assert facts["local_target"] < 0.7 * parameters  # its embedding and lm_head may stay whole
+
+
+def test_a_target_in_pieces_writes_its_own_text(together: Path):
+    written = json.loads((together / "ddp-512" / "written.json").read_text())
+    assert len(written) == 3 and all(len(row) > given for given, row in written)  # rows of 224 new tokens at most
+    assert len(losses(together / "ddp-512")) == 4
 
 
 def test_a_step_in_two_batches_is_the_same_step(alone: Path):

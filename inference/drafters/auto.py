@@ -28,7 +28,7 @@ from inference.sampling import Sampling
 from inference.tree import TokenTree, chain
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-FIRST, REMEMBER = 6, 64  # full steps at first; full steps remembered
+FIRST, REMEMBER = 24, 64  # full steps at first (of fewer, what a tree gains is a guess); full steps remembered
 EXPLORE, RARELY = 16, 1024  # steps until it looks again; at most, where it decodes plainly
 TIMED = 3  # steps of a tree before their median counts
 MARGIN = 1.03  # what speculation must promise over plain decoding: below it lies what the measured costs are wrong by
