@@ -61,10 +61,11 @@ def ours(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, flo
     lesson = Lesson(head, target, instantiate(cfg.loss))
     args = arguments(cfg.trainer, target)
     packed = Packed(documents, cfg.length, cfg.seed)
+    dataset = instantiate(cfg.features)(packed, target, head.layers, cfg.trainer.per_device_train_batch_size)
     trainer = HeadTrainer(
         lesson,
         args,
-        train_dataset=Stream(packed, len(packed), cfg.seed),
+        train_dataset=Stream(dataset, len(packed), cfg.seed),
         build_optimizer=instantiate(cfg.optimizer),
         measure=lambda head: 0.0,
     )
@@ -73,7 +74,7 @@ def ours(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, flo
     rates = [e["tokens_per_second"] for e in trainer.state.log_history if "tokens_per_second" in e][cfg.warmup :]
     rate = len(rates) / sum(1 / rate for rate in rates)
     peak = peak_memory(target.device)
-    row = {name: value[None].to(target.device) for name, value in packed[0].items()}
+    row = {name: value[None].to(target.device) for name, value in dataset[0].items()}
     with FlopCounterMode(display=False) as flops:
         lesson(**row).loss.backward()
     work = flops.get_total_flops() / cfg.length
@@ -105,12 +106,12 @@ def rival(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
             "data-path": folder,
             "hidden-states-path": folder / "hidden_states",
             "on-missing": "raise",
-            "draft-vocab-size": cfg.head.draft_vocab_size or target.vocab_size,
+            "draft-vocab-size": min(cfg.head.draft_vocab_size or target.vocab_size, target.vocab_size),
             "token-freq-path": folder / "token_freq.pt",
             "total-seq-len": cfg.length,
             "num-workers": 0,
             "ttt-steps": cfg.head.depth,
-            "hidden-states-dtype": "float32",
+            "hidden-states-dtype": str(target.dtype).removeprefix("torch."),
             "loss-implementation": "eager",
             "draft-attn-impl": "sdpa",
             "lr": cfg.trainer.learning_rate,
@@ -161,7 +162,7 @@ def write_rows(target: Target, layers: list[int], tokens: torch.Tensor, folder: 
         features = target.read(row[None].to(target.device), layers=layers, keep_logits=1).features[0]
         states = torch.cat([features.view(len(row), len(layers), -1), before.pop()[0][:, None]], dim=1)
         save_file(
-            {"token_ids": row, "hidden_states": states.float().cpu().contiguous()},
+            {"token_ids": row, "hidden_states": states.to(target.dtype).cpu().contiguous()},
             folder / "hidden_states" / f"hs_{number}.safetensors",
         )
     hook.remove()
