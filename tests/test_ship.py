@@ -14,7 +14,7 @@ from heads import load_head, save_head
 from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
 from tests.hub_server import TOKEN, HubServer
-from tests.test_run import Ended
+from tests.test_run import SMALL, Ended, end, folder, program  # noqa: F401 -- a fixture
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,13 +47,13 @@ def script(tmp_path, monkeypatch, capfd) -> Callable[..., Ended]:
 @pytest.fixture(scope="module")
 def trained(target, tmp_path_factory) -> Path:
     """Heads as training leaves them: <kind>/head."""
-    folder = tmp_path_factory.mktemp("trained")
+    place = tmp_path_factory.mktemp("trained")
     torch.manual_seed(0)
     save_head(
-        Eagle3Head.for_target(target, 3, None, 200, torch.arange(target.vocab_size)), folder / "eagle3/head", target
+        Eagle3Head.for_target(target, 3, None, 200, torch.arange(target.vocab_size)), place / "eagle3/head", target
     )
-    save_head(MedusaHead.for_target(target, 3), folder / "medusa/head", target, accuracies=[[0.5, 0.25]] * 3)
-    return folder
+    save_head(MedusaHead.for_target(target, 3), place / "medusa/head", target, accuracies=[[0.5, 0.25]] * 3)
+    return place
 
 
 def test_export_writes_what_has_passed_the_gate(script, trained, target, tmp_path):
@@ -113,3 +113,16 @@ def test_push_as_it_is_typed(script, trained, monkeypatch, tmp_path):
         monkeypatch.setenv("HF_TOKEN", "hf_wrong-but-secret")
         ended = script(*given)
         assert ended.code == 2 and "hf auth login" in ended.err and "secret" not in ended.out + ended.err
+
+
+def test_a_training_pushes_what_it_ends_with(tiny_path: Path, folder: Path, tmp_path: Path):  # noqa: F811
+    given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "head=medusa", "evaluate.proof=false"]
+    given += ["trainer.max_steps=2", "evaluate.eval_steps=0", "push_to_hub=org/mine", "push_private=false"]
+    with HubServer() as hub:
+        environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+        ended = end(program(*given, cwd=tmp_path, **environment, HF_HOME=str(tmp_path / "cache")))
+        assert ended.code == 0, ended.err
+        assert "parity gate passed" in ended.out and TOKEN not in ended.out + ended.err
+        sent = hub.repos["org/mine"]
+        weights = (tmp_path / "outputs/medusa/head/model.safetensors").read_bytes()
+        assert not sent.private and sent.files["model.safetensors"] == weights and "report.html" in sent.files
