@@ -63,11 +63,20 @@ def push(folder: Path, repo: str, private: bool, replace: bool, dry_run: bool) -
     check_name(repo)
     files = sorted(path for path in folder.iterdir() if path.is_file())
     api = HfApi()
+    listing = "".join(f"\n  {path.name}  {path.stat().st_size:,} bytes" for path in files)
     with plain_errors(f"the Hub ({api.endpoint}) did not take {repo}"):
-        there = look(api, repo)
+        try:
+            there = look(api, repo)
+        except HfHubHTTPError:
+            raise
+        except Exception:  # of the client's transport, whichever library that is
+            if not dry_run:
+                raise
+            return (
+                f"the Hub ({api.endpoint}) cannot be reached; would send to {repo}, if no other head is there:{listing}"
+            )
         if there is not None:
             refuse_other(there, folder, repo, private, replace)
-        listing = "".join(f"\n  {path.name}  {path.stat().st_size:,} bytes" for path in files)
         if dry_run:
             kind = "private" if private else "public"
             return f"would send to {'the' if there else 'a new'} {kind} repository {repo}, dry_run=false does:{listing}"

@@ -104,6 +104,15 @@ def test_a_dry_run_sends_nothing(server, folder):
     assert not server.repos and not any(line.startswith(("PUT", "POST")) for line in server.log)
 
 
+def test_a_dry_run_needs_no_network(folder, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    said = push(folder, dry_run=True)
+    assert "cannot be reached; would send to org/a-head" in said and "model.safetensors" in said
+    with pytest.raises(ValueError, match=r"the Hub .* did not take org/a-head"):
+        push(folder)
+
+
 def test_the_same_head_is_sent_once(server, folder):
     push(folder)
     sent = [line for line in server.log if line.startswith("PUT")]
