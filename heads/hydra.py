@@ -129,7 +129,8 @@ class HydraHead(DraftHead):
             llama.start_quietly(layer.self_attn.o_proj, layer.mlp.down_proj)
             probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
             size = target.read(probe, layers=head.layers, keep_logits=1).features.float().pow(2).mean().sqrt()
-            norm.weight.data = size.to(norm.weight.device).expand_as(norm.weight).clone()  # the identity, nearly
+            with torch.no_grad():
+                norm.weight.copy_(size)  # the identity, nearly
         return head.to(target.device)
 
     def bind(self, target: Target) -> None:

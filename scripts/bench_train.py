@@ -97,9 +97,9 @@ def rival(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
     """speculators on the same rows. Two runs, of one epoch and of two: the second epoch is what training takes."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write_rows(target, list(cfg.head.layers or lesson_layers(cfg, target)), tokens, folder)
+        layers = list(cfg.head.layers or lesson_layers(cfg, target))
+        write_rows(target, layers, tokens, folder)
         command = [cfg.rival, *([cfg.rival_driver] if cfg.rival_driver else ["-m", "speculators"]), "train"]
-        layers = cfg.head.layers or lesson_layers(cfg, target)
         settings = {
             "speculator-type": "eagle3",
             "verifier-name-or-path": target.name,

@@ -165,7 +165,8 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
     added = sum(parameter.nbytes for parameter in adapter.layers(target).parameters())
     if added == 0:
         return Head(held, gradients, state, live.peak, flops.get_total_flops(), head.layers)
-    # Gradients of an adapter pass through all of the target, which keeps what every layer made of the batch for them.
+    # Gradients of an adapter pass through all of the target, which keeps what every layer made of the batch for them; and
+    # it reads the batch once more without the adapter. AdamW has two moments of each weight.
     with Live() as kept:
         reading = Target.read(target, text.tokens, layers=[target.num_layers], keep_logits=1)
         between = kept.now - reading.features.nbytes

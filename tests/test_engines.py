@@ -47,10 +47,11 @@ SMALL = [
     f"evaluate.eval_steps={STEPS}",
     "evaluate.proof=false",
 ]
-SPREAD = {  # a target in pieces beside it; and one that writes first, which all processes do together
+SPREAD = {  # a target in pieces beside it, and one that writes first, which all processes do together; features by both
     "ddp-fsdp": "ddp,optimizer=adamw,target.spread=fsdp",
     "fsdp-tensor": "fsdp,optimizer=adamw,target.spread=tensor",
     "ddp-512": "ddp,optimizer=adamw,target.spread=fsdp,trainer.max_steps=4,written=512",
+    "ddp-disk": "ddp,optimizer=adamw,features.dtype=float32,features.shard_rows=4,features=disk",
 }
 ONE, TWO = "trainer.per_device_train_batch_size=4", "trainer.per_device_train_batch_size=2"
 
@@ -127,6 +128,13 @@ def test_a_head_learns_the_same_from_a_target_in_pieces(alone: Path, together: P
     for rank in (0, 1):
         facts = json.loads((together / name / f"facts-{rank}.json").read_text())
         assert facts["local_target"] < 0.7 * parameters  # its embedding and lm_head may stay whole
+
+
+def test_features_are_stored_by_all_processes(alone: Path, together: Path):
+    whole = alone / "outputs/eagle3/optimizer-adamw"
+    torch.testing.assert_close(*map(torch.tensor, (losses(together / "ddp-disk"), losses(whole))), rtol=1e-3, atol=0)
+    stored = sorted((together / "ddp-disk.features").glob("shard-*.safetensors"))
+    assert len(stored) > 2  # so that each wrote some
 
 
 def test_a_target_in_pieces_writes_its_own_text(together: Path):

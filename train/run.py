@@ -98,14 +98,13 @@ def main(cfg: DictConfig) -> None:
 def write_text(cfg: DictConfig, target: Target, data: text.Corpus, directory: Path) -> text.Corpus:
     """The corpus with text that the target wrote, which one process keeps for all."""
     file = directory / "written.json"
-    known = team.told(file.exists())
-    if team.rank() == 0:
-        data = text.written_by(target, data, cfg.written, cfg.seed, file)
-    elif target.together and not known:
-        with tempfile.TemporaryDirectory() as name:
-            text.written_by(target, data, cfg.written, cfg.seed, Path(name) / file.name)
-    team.wait()
-    return data if team.rank() == 0 else text.written_by(target, data, cfg.written, cfg.seed, file)
+    if target.together and not team.told(file.exists()):
+        # All must read, in step, for the target to write: each has the whole text then, and one leaves it to later runs.
+        with tempfile.TemporaryDirectory() as aside:
+            kept = file if team.rank() == 0 else Path(aside) / file.name
+            return text.written_by(target, data, cfg.written, cfg.seed, kept)
+    with team.first_alone():
+        return text.written_by(target, data, cfg.written, cfg.seed, file)
 
 
 def train(
@@ -118,11 +117,7 @@ def train(
     checkpoint: str | None,
 ) -> HeadTrainer:
     """The trainer at the end of its steps. Ends the process where it was told to stop before."""
-    if team.rank() > 0:
-        team.wait()  # the first process writes what features=disk keeps
     dataset = instantiate(cfg.features)(packed, target, head.layers, cfg.trainer.per_device_train_batch_size)
-    if team.rank() == 0:
-        team.wait()
     lesson = instantiate(cfg.lesson, head=head, target=target, loss=instantiate(cfg.loss))
     rows = rows_per_step(cfg)
     if args.max_steps <= 0:

@@ -3,8 +3,10 @@
 What they say to each other here goes from host to host, so that no accelerator waits for it.
 """
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
@@ -57,6 +59,16 @@ def told(value: T) -> T:
 def wait() -> None:
     """Until every process is here."""
     told(None)
+
+
+@contextlib.contextmanager
+def first_alone() -> Iterator[None]:
+    """The first process does what is inside, and then the others, which find what it has left."""
+    if rank() > 0:
+        wait()
+    yield
+    if rank() == 0:
+        wait()
 
 
 def leave() -> None:
