@@ -57,7 +57,7 @@ def small() -> Target:
 
 def eagle(target: Target) -> DynamicTree:
     torch.manual_seed(2)
-    return DynamicTree(Eagle3Head.for_target(target, depth=4).eval(), target, nodes=10, depth=4, width=3)
+    return DynamicTree(Eagle3Head.for_target(target, depth=4).eval(), target, nodes=10, depth=4, width=3, least=0)
 
 
 def medusa(target: Target) -> StaticTree:
@@ -70,11 +70,11 @@ DRAFTERS = {
     "suffix": lambda target: SuffixDrafter(),
     "lookahead": lambda target: Lookahead(),
     "lookahead of one column": lambda target: Lookahead(window=1, ngram=2, guesses=1),
-    "draft model": lambda target: DraftModel(random_model(3), target),
-    "draft model, auto": lambda target: AutoTree(DraftModel(random_model(3), target), target),
+    "draft model": lambda target: DraftModel(random_model(3), target, least=0),
+    "draft model, auto": lambda target: AutoTree(DraftModel(random_model(3), target, least=0), target),
     "draft chain, adaptive": lambda target: AdaptiveLength(DraftModel(random_model(3), target, 6, 5, 1)),
     "head, adaptive": lambda target: AdaptiveLength(eagle(target), confidence=0.5),
-    "several draft models": lambda target: Union([DraftModel(random_model(seed), target) for seed in (3, 1)]),
+    "several draft models": lambda target: Union([DraftModel(random_model(seed), target, least=0) for seed in (3, 1)]),
     "ngram and heads": lambda target: Union([NgramDrafter(), eagle(target), medusa(target)]),
     "lookahead and suffix": lambda target: Union([Lookahead(), SuffixDrafter()]),
     "auto beside ngram": lambda target: Union([AutoTree(medusa(target), target), NgramDrafter()]),
@@ -116,7 +116,7 @@ def test_text_up_to_the_last_position_of_the_context_whatever_is_drafted(small):
         assert torch.equal(generate(small, build(small), ids, max_new_tokens=100, eos_token_id=-1).sequences, plain), (
             who
         )
-    big = DynamicTree(eagle(small).head, small, nodes=300, depth=4, width=12)
+    big = DynamicTree(eagle(small).head, small, nodes=300, depth=4, width=12, least=0)
     assert torch.equal(generate(small, big, ids, max_new_tokens=100, eos_token_id=-1).sequences, plain)
 
 
@@ -265,7 +265,7 @@ def test_a_union_gives_each_drafter_the_features_it_asked_for():
 
 def test_a_union_accepts_at_least_what_each_accepts_alone(small):
     ids, settings = torch.tensor([prompt(17)]), {"max_new_tokens": 60, "eos_token_id": -1}
-    alone = [DraftModel(random_model(seed), small, 5, 4, 1) for seed in (1, 3)]  # seed 1 is the target itself
+    alone = [DraftModel(random_model(seed), small, 5, 4, 1, least=0) for seed in (1, 3)]  # seed 1 is the target itself
     steps = generate(small, Union(alone[::-1]), ids, **settings).steps
     assert [step.accepted for step in steps[:-1]] == [[4]] * (len(steps) - 1)
     assert max(step.nodes for step in steps) <= 9
@@ -292,6 +292,22 @@ def test_adaptive_length_stops_where_the_draft_is_not_sure(small):
         begun(drafter)
         step = accepted([1, 2, 3], width=len(drafter.layers) * small.hidden_size)
         assert drafter.propose(step, None).depths.max() == levels
+
+
+@torch.inference_mode()
+def test_a_tree_stops_where_little_is_left_to_gain_in_any_row(small):
+    head = eagle(small).head
+    texts, features = [[1, 2, 3], [4, 5]], len(head.layers) * small.hidden_size
+    for least, levels in ((0.0, 4), (1.1, 1)):
+        drafter = DynamicTree(head, small, nodes=10, depth=4, width=3, least=least)
+        drafter.begin(2, 64, Sampling())
+        assert drafter.propose(accepted(*texts, width=features), None).depths.max() == levels
+    scores = []
+    drafter = DynamicTree(head, small, nodes=10, depth=4, width=3)
+    assert drafter.enough is not None
+    for shares in ([[0.05, 0.04, 0.03], [0.3, 0.1, 0.1]], [[0.05, 0.04, 0.03], [0.1, 0.02, 0.02]]):
+        scores.append(drafter.enough(torch.tensor(shares).log()))
+    assert scores == [False, True]
 
 
 class Clock:
@@ -342,14 +358,14 @@ def test_auto_ends_up_decoding_plainly_where_nothing_is_gained(small, monkeypatc
 
 
 def test_auto_decodes_plainly_where_drafts_are_right_but_cost_more_than_they_gain(small, monkeypatch):
-    drafter = AutoTree(DraftModel(small, small, nodes=5, depth=4, width=1), small)  # five tokens a step
+    drafter = AutoTree(DraftModel(small, small, nodes=5, depth=4, width=1, least=0), small)  # five tokens a step
     calibrated(monkeypatch, drafter, lambda plan: 1.0 if plan == PLAIN else 6.0 * plan.nodes)
     nodes = nodes_of_steps(small, drafter, 200)
     assert nodes[-100:].count(1) >= 98
 
 
 def test_auto_drafts_where_it_pays(small, monkeypatch):
-    drafter = AutoTree(DraftModel(small, small, nodes=5, depth=4, width=1), small)
+    drafter = AutoTree(DraftModel(small, small, nodes=5, depth=4, width=1, least=0), small)
     calibrated(monkeypatch, drafter, lambda plan: 1.0 + 0.1 * plan.levels)
     nodes = nodes_of_steps(small, drafter, 60)
     assert nodes[-20:].count(5) >= 18  # all but a look at plain decoding

@@ -78,11 +78,11 @@ def drafters(target) -> dict[str, Drafter]:
         "random": Random(),
         "ngram": NgramDrafter(),
         "medusa": StaticTree(medusa.eval(), target, nodes=9),
-        "eagle3": DynamicTree(head, target, nodes=10, depth=4, width=3),
-        "eagle3 auto": AutoTree(DynamicTree(head, target, nodes=12, depth=4, width=3), target),
+        "eagle3": DynamicTree(head, target, nodes=10, depth=4, width=3, least=0),
+        "eagle3 auto": AutoTree(DynamicTree(head, target, nodes=12, depth=4, width=3, least=0), target),
         "medusa auto": AutoTree(StaticTree(medusa.eval(), target, nodes=9), target),
-        "draft model": DraftModel(smaller(target), target),
-        "eagle3 chain": DynamicTree(head, target, nodes=5, depth=4, width=1),
+        "draft model": DraftModel(smaller(target), target, least=0),
+        "eagle3 chain": DynamicTree(head, target, nodes=5, depth=4, width=1, least=0),
     }
 
 
@@ -200,14 +200,14 @@ def test_streaming_gives_all_tokens_once(target):
 
 def test_tree_wider_than_the_vocabulary(target):
     head = Eagle3Head.for_target(target, depth=3, draft_vocab_size=3, counts=torch.arange(target.vocab_size))
-    drafter = DynamicTree(head.eval(), target, nodes=64, depth=3, width=10)
+    drafter = DynamicTree(head.eval(), target, nodes=64, depth=3, width=10, least=0)
     plain = generate(target, None, prompt(9), max_new_tokens=20, eos_token_id=-1)
     assert generate(target, drafter, prompt(9), max_new_tokens=20, eos_token_id=-1).new_tokens == plain.new_tokens
 
 
 def test_the_target_as_its_own_draft_model_is_accepted_whole(target):
     for settings in ({}, {"temperature": 1.0}):
-        drafter = DraftModel(target, target, nodes=5, depth=4, width=1)
+        drafter = DraftModel(target, target, nodes=5, depth=4, width=1, least=0)
         out = generate(target, drafter, prompt(9), max_new_tokens=41, eos_token_id=-1, **settings)
         assert [step.emitted for step in out.steps] == [[5]] * 8
 
@@ -235,7 +235,9 @@ def test_settings_beyond_the_vocabulary_have_a_defined_result(target):
     settings = {"temperature": 1.0, "max_new_tokens": 12, "eos_token_id": -1}
     plain = generate(target, None, prompt(5), **settings).new_tokens
     assert generate(target, None, prompt(5), top_k=10_000, **settings).new_tokens == plain
-    assert generate(target, DynamicTree(eager_head(target), target, width=10_000, nodes=9), prompt(5), **settings)
+    assert generate(
+        target, DynamicTree(eager_head(target), target, width=10_000, nodes=9, least=0), prompt(5), **settings
+    )
     assert generate(target, None, prompt(5), max_new_tokens=0).new_tokens == [[]]
     assert generate(target, NgramDrafter(), prompt(256), max_new_tokens=5).new_tokens == [[]]  # the context is full
 

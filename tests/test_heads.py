@@ -267,7 +267,7 @@ def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
         return seen[-1]
 
     def drafts(pieces: list[tuple[int, int]]) -> list[torch.Tensor]:
-        drafter = DynamicTree(head, target, nodes=12, depth=4, width=3)
+        drafter = DynamicTree(head, target, nodes=12, depth=4, width=3, least=0)
         drafter.begin(1, 100, Sampling())
         for first, last in pieces:
             seen.clear()

@@ -64,7 +64,7 @@ def test_drafting_changes_nothing(packed, temperature):
     settings = {"max_new_tokens": 24, "eos_token_id": -1, "temperature": temperature}
     plain = generate(packed, None, prompt(), **settings).new_tokens
     medusa, eagle = MedusaHead.for_target(packed, depth=3).eval(), Eagle3Head.for_target(packed, depth=3).eval()
-    for drafter in (NgramDrafter(), drafter_for(medusa, packed, nodes=6), drafter_for(eagle, packed, nodes=6)):
+    for drafter in (NgramDrafter(), drafter_for(medusa, packed, nodes=6), drafter_for(eagle, packed, nodes=6, least=0)):
         assert generate(packed, drafter, prompt(), **settings).new_tokens == plain
 
 

@@ -23,7 +23,7 @@ TOLERANCE = 1e-3
 
 def drafted_logits(head: DraftHead, target: Target, prompt: list[int], root: int) -> tuple[list[int], list[Tensor]]:
     """What the drafter itself drafts behind `prompt` and `root`: a chain, and the logits of each depth."""
-    options: dict[str, Any] = {"width": 1, "depth": head.depth} if head.recurrent else {}
+    options: dict[str, Any] = {"width": 1, "depth": head.depth, "least": 0.0} if head.recurrent else {}
     only_first = [[1.0] for _ in range(head.depth)]  # for a static tree: the best guess of every depth, a chain
     drafter = drafter_for(head, target, accuracies=only_first, nodes=head.depth + 1, **options)
     seen: list[Tensor] = []

@@ -24,9 +24,7 @@ class AdaptiveLength(Drafter):
             raise ValueError(f"confidence={confidence} must be a probability below 1; 0 drafts all levels")
         self.inner, self.layers, self.nodes, self.most = inner, inner.layers, inner.nodes, inner.depth
         self.depth = self.most
-        if confidence > 0:
-            least = math.log(confidence)
-            inner.enough = lambda scores: bool(scores.max() < least)
+        inner.enough = (lambda scores: bool(scores.max() < math.log(confidence))) if confidence else None
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.inner.begin(batch, capacity, sampling)

@@ -9,13 +9,21 @@ from torch import Tensor
 from heads.draft_model import DraftModelHead, check_vocabulary
 from heads.target import Target
 from inference.drafters.base import Accepted
-from inference.drafters.dynamic import DynamicTree
+from inference.drafters.dynamic import LEAST, DynamicTree
 from inference.sampling import Sampling
 from inference.tree import TokenTree
 
 
 class DraftModel(DynamicTree):
-    def __init__(self, model: Target | DraftModelHead, target: Target, nodes: int = 8, depth: int = 5, width: int = 2):
+    def __init__(
+        self,
+        model: Target | DraftModelHead,
+        target: Target,
+        nodes: int = 8,
+        depth: int = 5,
+        width: int = 2,
+        least: float = LEAST,
+    ):
         """width 1 with nodes depth + 1 is the chain of the papers. Raises ValueError where the vocabularies differ."""
         if isinstance(model, DraftModelHead):
             head = model
@@ -23,7 +31,7 @@ class DraftModel(DynamicTree):
             check_vocabulary(model, target)
             model.check_logits()
             head = DraftModelHead(model, target.vocab_size)
-        super().__init__(head, target, nodes, depth, width)
+        super().__init__(head, target, nodes, depth, width, least)
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         super().begin(batch, capacity, sampling)

@@ -103,7 +103,7 @@ def chain(head: Path, target: Target, rows: list[list[int]]) -> tuple[list[list[
     """Our own texts, and the share of steps that accept d drafts of a chain, d = 1 .. DEPTH."""
     loaded = load_head(head, target)
     if loaded.recurrent:
-        drafter = drafter_for(loaded, target, width=1, depth=DEPTH, nodes=DEPTH + 1)
+        drafter = drafter_for(loaded, target, width=1, depth=DEPTH, nodes=DEPTH + 1, least=0)
     else:
         drafter = drafter_for(loaded, target, accuracies=[[1.0]] * DEPTH, nodes=DEPTH + 1)
     out = run(target, drafter, rows, max_new_tokens=NEW_TOKENS, eos_token_id=-1)
