@@ -2,7 +2,7 @@
 
 Every contender decodes the same prompts (inference/race.py). Then where a step's time goes, and what `keep` costs at a short
 and a long context. `untrained=true` adds heads that never help, which `auto` must stop asking; `target=random` is a model of
-58M parameters, for costs.
+57M parameters, for costs.
 """
 
 import json
@@ -45,7 +45,8 @@ def main(cfg: DictConfig) -> None:
     if cfg.untrained:
         for head in (Eagle3Head.for_target(target), MedusaHead.for_target(target)):
             head.to(target.dtype).eval()
-            drafters[f"untrained {head.kind}"] = drafter_for(head, target)
+            whole = {"least": 0.0} if head.recurrent else {}  # all levels, as a trained head drafts them
+            drafters[f"untrained {head.kind}"] = drafter_for(head, target, **whole)
             drafters[f"untrained {head.kind}, auto"] = drafter_for(head, target, tree="auto")
     if cfg.draft_model:
         small = Target.from_pretrained(cfg.draft_model, dtype=target.dtype, device=target.device)
