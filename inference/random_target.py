@@ -3,7 +3,8 @@
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from heads.target import Target, resolve_dtype
+from heads.loading import resolve_dtype
+from heads.target import Target
 
 
 def random_target(

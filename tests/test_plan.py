@@ -11,6 +11,7 @@ from heads import Target, adapter
 from heads.base import Text
 from heads.eagle3 import Eagle3Head
 from scripts import plan
+from train.cost import Live
 from train.losses import soft
 from train.optimizer import adamw
 from train.trainer import Lesson
@@ -45,7 +46,7 @@ def test_planned_bytes_are_those_of_a_real_step(planned: dict, tiny_path: Path):
         torch.zeros(shape).long(),
         torch.arange(LENGTH).expand(shape),
     )
-    with plan.Live() as live:
+    with Live() as live:
         lesson(*text).loss.backward()
     optimizer = adamw(lesson, set(), 1e-3, (0.9, 0.95))
     optimizer.step()
@@ -115,7 +116,7 @@ def test_an_adapter_makes_the_target_keep_what_it_made(small: DictConfig, tiny_p
         }
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     adapter.add(target, 32, 16)
-    with plan.Live() as live:
+    with Live() as live:
         reading = target.read(torch.zeros(ROWS, LENGTH, dtype=torch.long), layers=[target.num_layers], keep_logits=1)
         kept = live.now - reading.features.nbytes
     more = (ways["medusa2"]["activations"][0] - ways["medusa"]["activations"][0]) * plan.GIB
