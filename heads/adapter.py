@@ -7,6 +7,7 @@ Files: `adapter_config.json` and `adapter_model.safetensors` beside the head's, 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,6 +40,23 @@ def layers(target: Target) -> nn.ModuleList:
     return nn.ModuleList(found)
 
 
+def adapted(target: Target) -> list[Any]:
+    """The target's layers that have an adapter beside them (peft's BaseTunerLayer), none where it has no adapter."""
+    if not layers(target):
+        return []
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in target.model.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def merge(target: Target) -> None:
+    """Add the adapter to the weights beside it: but for rounding the same text, without the adapter's products in every
+    step. For decoding; 4- and 8-bit weights would lose too much, and stay as they are."""
+    for layer in adapted(target):
+        if target.quantization is None and not layer.merged:
+            layer.merge()
+
+
 @contextmanager
 def without(target: Target) -> Iterator[None]:
     """The target as it was."""
@@ -55,5 +73,8 @@ def save(target: Target, directory: Path) -> None:
 
 def load(target: Target, directory: Path) -> None:
     """Put the adapter of these files on the target, in the place of the one it may have."""
+    for layer in adapted(target):
+        if layer.merged:
+            layer.unmerge()
     with torch.no_grad():
         target.model.load_adapter(str(directory), adapter_name="default", hotswap=len(layers(target)) > 0)

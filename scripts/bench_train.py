@@ -3,7 +3,8 @@
 Tokens per second of the trainer's own steps, the process's peak memory, and model-flops utilisation: products of the
 target's forward and of the head's forward and backward per second, as a share of what one large matrix product reaches on
 this device. With `rival`, speculators 0.9.0 trains its EAGLE-3 in the same run: same target, rows, length, steps, dtype and
-threads, from hidden states on disk, while ours runs the target. Its start-up is taken off as the difference of two runs.
+threads, from hidden states on disk; ours runs the target, or reads such states too with features=disk. Its start-up is taken
+off as the difference of two runs.
 """
 
 import json

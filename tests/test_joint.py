@@ -83,6 +83,26 @@ def test_the_adapted_target_is_held_to_what_it_said(fresh):
     assert loss == pytest.approx(divergence, rel=1e-4) and loss > 1e-3
 
 
+def test_decoding_merges_the_adapter_and_another_head_finds_it_apart(fresh, tiny_path, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for directory in (first, second):
+        other = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+        head = Medusa2Head.for_target(other, depth=2)
+        disturb(other)
+        save_head(head, directory, other)
+    load_head(first, fresh)
+    apart = fresh.read(IDS).logits
+    load_drafter(str(first), fresh)
+    assert all(layer.merged for layer in adapter.adapted(fresh)) and len(adapter.adapted(fresh)) > 0
+    torch.testing.assert_close(fresh.read(IDS).logits, apart, atol=1e-3, rtol=1e-3)
+    load_drafter(str(second), fresh)
+    merged = fresh.read(IDS).logits
+    assert (merged - apart).abs().max() > 0.1
+    load_head(second, fresh)
+    assert not any(layer.merged for layer in adapter.adapted(fresh))
+    torch.testing.assert_close(fresh.read(IDS).logits, merged, atol=1e-3, rtol=1e-3)
+
+
 def test_heads_learn_faster_than_the_adapter(fresh):
     lesson = JointLesson(Medusa2Head.for_target(fresh, depth=2), fresh, soft)
     ids = {id(parameter) for parameter in lesson.adapter.parameters()}
@@ -107,8 +127,9 @@ def test_adapter_and_heads_are_saved_and_come_back(fresh, tiny_path, tmp_path):
     save_head(head, tmp_path, fresh)
     again = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     assert text_of(again) == original
-    drafter = load_drafter(str(tmp_path), again)
+    load_head(tmp_path, again)
     assert torch.equal(again.read(IDS).logits, logits)
+    drafter = load_drafter(str(tmp_path), again)
     assert text_of(again) == adapted == text_of(again, drafter)
     assert parity.check(head, fresh, PROMPT, saved=tmp_path) < 1e-4
     # peft itself reads the same files.

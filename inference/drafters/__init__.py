@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from heads import adapter
 from heads.base import DraftHead
 from heads.checkpoint import find, load_head, read_config
 from heads.draft_model import DraftModelHead
@@ -44,6 +45,7 @@ def load_drafter(spec: str, target: Target, **options: Any) -> Drafter:
     if "/" not in spec and not Path(spec).is_dir():
         raise ValueError(f"drafter {spec!r} is not one of: {WORDS}; or several of them joined by +")
     head = load_head(spec, target)
+    adapter.merge(target)
     own = read_config(find(spec)).get("foretoken", {})
     return drafter_for(head, target, accuracies=own.get("accuracies"), **options)
 

@@ -38,11 +38,14 @@ class DynamicTree(Drafter):
         least: float = LEAST,
     ):
         """nodes: of the tree at most, its root counted. depth: levels below the root. width: branches kept per level. least:
-        on a CPU, the probability of all branches of a level together below which no row drafts on; 0 drafts all levels."""
+        on a CPU, the probability of a level's branches together, as the draft scores them, below which no row drafts on; 0
+        drafts all levels."""
         if not head.recurrent:
             raise ValueError(f"a {head.kind} head drafts all depths at once: give it a static tree, not a dynamic one")
-        if depth < 1 or width < 1 or nodes < 2:
-            raise ValueError(f"a dynamic tree needs depth={depth} and width={width} of at least 1, nodes={nodes} of 2")
+        if depth < 1 or width < 1 or nodes < 2 or least < 0:
+            raise ValueError(
+                f"a dynamic tree needs depth={depth} and width={width} of at least 1, nodes={nodes} of 2, least={least} of 0"
+            )
         self.head, self.target, self.layers = head, target, head.layers
         depth = depth if head.limit is None else min(depth, head.limit)
         self.depth = self.levels = depth
