@@ -25,7 +25,7 @@ class JointLesson(Lesson):
         loss: Loss,
         depth_decay: float = 0.8,
         heads_only: float = 0.4,
-        head_weight: float = 2.0,
+        head_weight: float = 1.0,
     ):
         """heads_only: share of the training in which the heads learn alone. Their loss counts fully there."""
         super().__init__(head, target, loss, depth_decay)
