@@ -97,8 +97,8 @@ def top_speed(target: Target, size: int = 2048, repeats: int = 5) -> float:
 
 
 def rival(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, float]:
-    """speculators on the same rows. Two runs, of one epoch and of more: what the others take is training alone. Of many, since
-    starting takes as long as an epoch, and never twice the same."""
+    """speculators on the same rows. Two runs, of one epoch and of more: what the others take is training alone. They are
+    several, since starting takes as long as an epoch, and never twice the same."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         layers = list(cfg.head.layers or lesson_layers(cfg, target))
