@@ -86,6 +86,7 @@ def test_a_plain_run_leaves_nothing_behind(run: Run, tmp_path: Path) -> None:
         ("seed=null", "seed=null: a whole number is wanted, not null (the default is 0); ++seed=null"),
         ("deterministic=1", "deterministic=1: true or false is wanted"),
         ("trainer.lr=fast", "trainer.lr=fast: a number is wanted, not text"),
+        ("head.layers=a", "head.layers=a: a whole number is wanted, not text"),
         ("head.layers=[a]", "head.layers=['a']: a whole number is wanted, not text"),
         ("head.name=7", "as text it is written head.name=\"'7'\""),
         ("seed=${trainer.lr}", "seed=0.0001: a whole number is wanted"),
@@ -117,6 +118,11 @@ def test_well_typed(run: Run) -> None:
     code, (cfg,) = run(*wanted)
     assert code == 0
     assert {key: OmegaConf.select(cfg, key) for key, _ in wanted.values()} == dict(wanted.values())
+
+
+def test_a_list_of_one_may_go_without_brackets(run: Run) -> None:
+    code, (cfg,) = run("head.layers=2")
+    assert code == 0 and cfg.head.layers == 2
 
 
 def test_nearest_prefers_the_last_part_and_the_first_letter() -> None:

@@ -197,7 +197,8 @@ def misfit(value: Any, default: Any) -> tuple[Any, Any] | None:
     """A value and the default whose type it lacks. A whole number is a number; a null default takes anything."""
     if default is None or (isinstance(default, float) and type(value) is int):
         return None
-    if isinstance(default, list) and isinstance(value, list):
+    if isinstance(default, list):
+        value = value if isinstance(value, list) else [value]  # a list of one may go without brackets
         alike = len({type(item) for item in default}) == 1
         return next((wrong for item in value if alike and (wrong := misfit(item, default[0]))), None)
     return None if type(value) is type(default) else (value, default)
