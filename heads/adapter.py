@@ -74,7 +74,7 @@ def save(target: Target, directory: Path) -> None:
 def load(target: Target, directory: Path) -> None:
     """Put the adapter of these files on the target, in the place of the one it may have."""
     for layer in adapted(target):
-        if layer.merged:
+        if layer.merged:  # the next one is not to be added to it
             layer.unmerge()
     with torch.no_grad():
         target.model.load_adapter(str(directory), adapter_name="default", hotswap=len(layers(target)) > 0)

@@ -24,6 +24,8 @@ from heads.cache import KVCache
 from heads.layers import MLP, Attention, RMSNorm, Rotary
 from heads.target import Target
 
+BLOCK = 256  # queries that a lesson attends with at a time
+
 
 class MidLayer(nn.Module):
     """The decoder layer: attention over (embedding, hidden) side by side, the residual is the hidden state alone."""
@@ -199,9 +201,6 @@ class Eagle3Head(DraftHead):
         x = self.midlayer.side_by_side(embeddings.to(hidden.dtype), hidden)
         attended = self.midlayer.self_attn.cached(x, cos, sin, mask, cache, layer=0)
         return self.midlayer.finish(self.residual(hidden), attended)
-
-
-BLOCK = 256  # queries at a time
 
 
 def paper_layers(n: int) -> list[int]:

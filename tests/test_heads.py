@@ -280,6 +280,18 @@ def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
         torch.testing.assert_close(once, again, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "hass"])
+def test_a_lesson_does_not_depend_on_the_blocks_it_is_read_in(target, kind, monkeypatch):
+    lesson, text, found = Lesson(make(kind, target), target, soft), batch(20, 12), []
+    for block in (256, 7):
+        monkeypatch.setattr("heads.eagle3.BLOCK", block)
+        lesson.zero_grad()
+        outcome = lesson(*text)
+        outcome.loss.backward()
+        found.append([outcome.loss.detach(), *(parameter.grad for parameter in lesson.parameters())])
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+
+
 # -- files: strict ----------------------------------------------------------------------------------------------------
 
 
