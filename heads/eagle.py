@@ -18,8 +18,8 @@ from transformers import LlamaConfig
 from heads import llama
 from heads.base import DraftHead, Text, later
 from heads.cache import KVCache
-from heads.eagle3 import attend_steps
 from heads.layers import DecoderLayer, Rotary
+from heads.steps import attend_steps
 from heads.target import Target
 
 
@@ -89,11 +89,11 @@ class EagleHead(DraftHead):
             hidden = hidden + (torch.rand_like(hidden) - 0.5) * self.noise * 512 / length
         cos, sin = self.rotary(text.positions, length, self.dtype)
         mask, steps, outs = text.mask(), [], []
-        for i in range(self.depth):
+        for _ in range(self.depth):
             fused = self.fuse(hidden, beside)
             q, k, v = attention.project(fused, cos, sin)
             steps.append((k, v))
-            attended = attention.merge(attend_steps(q, steps, later(mask, i)))
+            attended = attention.merge(attend_steps(q, steps, mask))
             outs.append(self.layer.finish(fused, attended))
             hidden = later(outs[-1], 1)
         return outs

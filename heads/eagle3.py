@@ -14,7 +14,6 @@ lies one slot further back:
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -22,9 +21,8 @@ from heads import llama
 from heads.base import DraftHead, Text, later
 from heads.cache import KVCache
 from heads.layers import MLP, Attention, RMSNorm, Rotary
+from heads.steps import attend_steps
 from heads.target import Target
-
-BLOCK = 256  # queries that a lesson attends with at a time
 
 
 class MidLayer(nn.Module):
@@ -179,10 +177,10 @@ class Eagle3Head(DraftHead):
         hidden, beside = self.fuse(features), embeddings.to(self.fc.weight.dtype).roll(-1, dims=1)
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], hidden.dtype)
         mask, steps, outs = text.mask(), [], []
-        for i in range(self.depth):
+        for _ in range(self.depth):
             q, k, v = self.midlayer.self_attn.project(self.midlayer.side_by_side(beside, hidden), cos, sin)
             steps.append((k, v))
-            attended = self.midlayer.self_attn.merge(attend_steps(q, steps, later(mask, i)))
+            attended = self.midlayer.self_attn.merge(attend_steps(q, steps, mask))
             outs.append(self.midlayer.finish(self.residual(hidden), attended))
             hidden = later(self.feed_back(outs[-1]), 1)
         return outs
@@ -208,42 +206,3 @@ def paper_layers(n: int) -> list[int]:
     too shallow for the paper's rule they are spread evenly; id n is avoided, since engines differ on its norm."""
     rule = [2, n // 2, n - 3]
     return rule if 0 < rule[0] < rule[1] < rule[2] else sorted({max(1, n * quarter // 4) for quarter in (1, 2, 3)})
-
-
-def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
-    """Attention of step i = len(steps) - 1: over the text's keys (step 0) under `mask` (batch, length, length), and one
-    key of every later step, which lies as many slots back as steps have passed since. (batch, heads, length, dim).
-
-    Block by block of queries, each with the text up to its own end: half of all scores are never made, and those of a
-    block stay in the cache (or in shared memory) until they are used."""
-    (k0, v0), drafted = steps[0], steps[1:]
-    ages = range(len(drafted) - 1, -1, -1)
-    own = [(k.roll(age, 2), v.roll(age, 2)) for age, (k, v) in zip(ages, drafted, strict=True)]
-    keys = [k.split(BLOCK, 2) for k, _ in own]
-    values = [v.split(BLOCK, 2) for _, v in own]
-    outs, end = [], 0
-    for number, rows in enumerate(q.split(BLOCK, 2)):
-        start, end = end, end + rows.shape[2]
-        beside = [(k[number], v[number]) for k, v in zip(keys, values, strict=True)]
-        outs.append(attend_block(rows, k0[:, :, :end], v0[:, :, :end], mask[:, start:end, :end], beside))
-    return torch.cat(outs, dim=2)
-
-
-def attend_block(q: Tensor, k0: Tensor, v0: Tensor, mask: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """q (batch, heads, rows, dim) over k0, v0 (batch, kv heads, keys, dim) under mask (batch, rows, keys), and each row over
-    its own key of every pair in `own` (batch, kv heads, rows, dim)."""
-    batch, heads, rows, dim = q.shape
-    kv_heads, keys = k0.shape[1:3]
-    if not own:
-        groups = heads // kv_heads
-        k0, v0 = k0.repeat_interleave(groups, 1), v0.repeat_interleave(groups, 1)
-        return F.scaled_dot_product_attention(q, k0, v0, attn_mask=mask[:, None])
-    q = q.reshape(batch, kv_heads, heads // kv_heads, rows, dim) * dim**-0.5
-    text = (q.flatten(2, 3) @ k0.transpose(-1, -2)).view(*q.shape[:-1], keys)
-    text = text.masked_fill(~mask[:, None, None], torch.finfo(text.dtype).min)
-    beside = torch.stack([(q * k[:, :, None]).sum(-1) for k, _ in own], dim=-1)
-    weights = torch.cat([text, beside.to(text.dtype)], dim=-1).softmax(-1, dtype=torch.float32).to(v0.dtype)
-    out = (weights[..., :keys].flatten(2, 3) @ v0).view_as(q)
-    for number, (_, v) in enumerate(own):
-        out = out + weights[..., keys + number, None] * v[:, :, None]
-    return out.view(batch, heads, rows, dim)

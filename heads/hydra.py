@@ -16,8 +16,8 @@ from transformers import LlamaConfig
 from heads import llama
 from heads.base import DraftHead, Text, later
 from heads.cache import KVCache
-from heads.eagle3 import attend_steps
 from heads.layers import DecoderLayer, ResidualBlock, RMSNorm, Rotary
+from heads.steps import attend_steps
 from heads.target import Target
 
 

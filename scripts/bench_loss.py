@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from heads.eagle3 import Eagle3Head
 from heads.target import Target
 from train import losses
-from train.trainer import CHUNK, Lesson
+from train.trainer import Lesson
 
 HIDDEN, STEPS = 16, 7
 
@@ -31,7 +31,7 @@ def peak(device: torch.device) -> int:
 
 
 def measure(batch: int, length: int, vocab: int, chunk: int) -> dict:
-    """One forward and backward. chunk: numbers in the largest piece of logits."""
+    """One forward and backward. chunk: rows of logits at a time, 0 for the default."""
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = LlamaConfig(
@@ -44,7 +44,7 @@ def measure(batch: int, length: int, vocab: int, chunk: int) -> dict:
         max_position_embeddings=length,
     )
     target = Target(LlamaForCausalLM(shape).to(device))
-    lesson = Lesson(Eagle3Head.for_target(target, depth=STEPS, layers=[0, 1]), target, losses.soft, chunk=chunk)
+    lesson = Lesson(Eagle3Head.for_target(target, depth=STEPS, layers=[0, 1]), target, losses.soft, chunk=chunk or None)
     tokens = torch.randint(vocab, (batch, length), device=device)
     places = torch.arange(length, device=device).repeat(batch, 1)
     before, start = peak(device), time.perf_counter()
@@ -72,7 +72,7 @@ def main() -> None:
         print(json.dumps(measure(args.batch, args.length, args.vocab, args.chunk)))
         return
     print(f"EAGLE-3 loss, {STEPS} steps, batch {args.batch} x {args.length}, vocabulary {args.vocab:,}", flush=True)
-    for name, chunk in {"chunked": CHUNK, **({} if args.skip_whole else {"in one piece": 1 << 62})}.items():
+    for name, chunk in {"chunked": 0, **({} if args.skip_whole else {"in one piece": 1 << 62})}.items():
         sizes = ["--batch", str(args.batch), "--length", str(args.length), "--vocab", str(args.vocab)]
         run = subprocess.run(
             [sys.executable, __file__, *sizes, "--chunk", str(chunk)], capture_output=True, text=True, check=False

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from heads import Target, load_head, save_head, vocab
+from heads import Target, load_head, save_head, steps, vocab
 from heads.base import Text, began, later
 from heads.draft_model import DraftModelHead
 from heads.eagle import EagleHead
@@ -206,7 +206,8 @@ def test_gate_sees_a_draft_model_one_position_off(target, monkeypatch):
 
 def test_gate_sees_training_steps_that_look_at_text_they_have_not_got(target, monkeypatch):
     head = make("eagle3", target)
-    monkeypatch.setattr("heads.eagle3.later", lambda x, steps: x if x.dtype == torch.bool else later(x, steps))
+    scores = steps.text_scores
+    monkeypatch.setattr(steps, "text_scores", lambda q, k, mask, back, *rest: scores(q, k, mask, 0, *rest))
     with pytest.raises(ValueError, match="parity gate: at depth 2"):
         parity.check(head, target, PROMPT)
 
@@ -284,7 +285,7 @@ def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
 def test_a_lesson_does_not_depend_on_the_blocks_it_is_read_in(target, kind, monkeypatch):
     lesson, text, found = Lesson(make(kind, target), target, soft), batch(20, 12), []
     for block in (256, 7):
-        monkeypatch.setattr("heads.eagle3.BLOCK", block)
+        monkeypatch.setattr("heads.steps.BLOCK", block)
         lesson.zero_grad()
         outcome = lesson(*text)
         outcome.loss.backward()

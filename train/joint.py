@@ -60,10 +60,9 @@ class JointLesson(Lesson):
 
     def drift(self, before: Tensor, now: Tensor) -> Tensor:
         """Mean KL(before, now) of the target's laws, from its last hidden states (n, hidden)."""
-        size = max(1, self.chunk // self.target.vocab_size)
         total = now.new_zeros((), dtype=torch.float32)
-        for start in range(0, len(now), size):
-            part = slice(start, start + size)
+        for start in range(0, len(now), self.chunk):
+            part = slice(start, start + self.chunk)
             total = total + checkpoint(self.divergence, before[part], now[part], use_reentrant=False)
         return total / (max(1, len(now)) if self.whole is None else self.whole[0].clamp(min=1))
 

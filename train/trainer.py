@@ -22,7 +22,9 @@ from train.losses import Said
 from train.memory import peak_memory
 
 Loss = Callable[[Said, Said], Tensor]
-CHUNK = 1 << 22  # numbers in a chunk's logits: the loss never holds more of one depth at a time
+# The loss holds the logits of so many numbers, or of so many rows, at a time; less would read the lm_head once for very few.
+CHUNK, ROWS = 1 << 20, 128
+SMALL = 1 << 23  # up to so many logits of all depths there is nothing to save by computing them twice
 
 
 class Outcome(NamedTuple):
@@ -35,10 +37,11 @@ class Lesson(nn.Module):
     """A head with everything that turns a batch of text into a loss. What is wrapped by DDP or FSDP is this, so that all
     uses of the head's weights lie inside one forward."""
 
-    def __init__(self, head: DraftHead, target: Target, loss: Loss, depth_decay: float = 0.8, chunk: int = CHUNK):
-        """depth_decay: depth d counts by depth_decay^(d - 1). chunk: most numbers in a piece of logits."""
+    def __init__(self, head: DraftHead, target: Target, loss: Loss, depth_decay: float = 0.8, chunk: int | None = None):
+        """depth_decay: depth d counts by depth_decay^(d - 1). chunk: rows of logits at a time, if not as many as suit the vocabulary."""
         super().__init__()
-        self.head, self.loss, self.depth_decay, self.chunk = head, loss, depth_decay, chunk
+        self.head, self.loss, self.depth_decay = head, loss, depth_decay
+        self.chunk = chunk or max(ROWS, CHUNK // target.vocab_size)
         self.target: Target = target  # frozen, and no module: not a part of this one's state
         self.few = False  # are answers the target's k best logits (features=disk, top_k)?
         self.progress = 0.0  # share of the training that is done; HeadTrainer keeps it
@@ -65,17 +68,15 @@ class Lesson(nn.Module):
         counted = counted[:, rows]
         states = [out.flatten(0, 1)[rows] for out in outs]
         last = last.roll(-1, dims=1).flatten(0, 1)[rows]  # the answer for slot p is what the target says at p + 1
-        size = max(1, self.chunk // self.target.vocab_size)
-        # Where all depths' logits are small there is nothing to save by computing them twice.
-        small = len(rows) * len(outs) * self.target.vocab_size <= 16 * self.chunk
+        small = len(rows) * len(outs) * self.target.vocab_size <= SMALL
         sums = torch.zeros(2, len(outs), device=features.device)
-        for start in range(0, max(1, len(rows)), size):  # at least once: every weight must have a gradient
-            part = slice(start, start + size)
-            chunk = [state[part] for state in states]
+        for start in range(0, max(1, len(rows)), self.chunk):  # at least once: every weight must have a gradient
+            part = slice(start, start + self.chunk)
+            some = [state[part] for state in states]
             if small:
-                sums = sums + self.compare(last[part], counted[:, part], *chunk)
+                sums = sums + self.compare(last[part], counted[:, part], *some)
             else:
-                sums = sums + checkpoint(self.compare, last[part], counted[:, part], *chunk, use_reentrant=False)
+                sums = sums + checkpoint(self.compare, last[part], counted[:, part], *some, use_reentrant=False)
         losses, hits = sums
         counts = counted.sum(1)
         weights = self.depth_decay ** torch.arange(len(outs), device=features.device)
