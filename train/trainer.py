@@ -38,7 +38,7 @@ class Lesson(nn.Module):
     uses of the head's weights lie inside one forward."""
 
     def __init__(self, head: DraftHead, target: Target, loss: Loss, depth_decay: float = 0.8, chunk: int | None = None):
-        """depth_decay: depth d counts by depth_decay^(d - 1). chunk: rows of logits at a time, if not as many as suit the vocabulary."""
+        """depth_decay: depth d counts by depth_decay^(d - 1). chunk: rows of logits at a time; None suits the vocabulary."""
         super().__init__()
         self.head, self.loss, self.depth_decay = head, loss, depth_decay
         self.chunk = chunk or max(ROWS, CHUNK // target.vocab_size)
