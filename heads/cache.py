@@ -17,6 +17,10 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from heads.replay import Replays
+
+SHORTEST = 256  # columns that a read over fixed shapes sees, at least
+
 
 class Slots(CacheLayerMixin):
     """One layer's share of a KVCache."""
@@ -35,7 +39,7 @@ class Slots(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         cache, new = self.cache, key_states.shape[2]
-        if cache.even:
+        if cache.even and cache.reach is None:
             first = cache.lengths[0] + cache.pending
             self.keys[:, :, first : first + new] = key_states
             self.values[:, :, first : first + new] = value_states
@@ -61,22 +65,58 @@ class KVCache(Cache):
 
     lengths: entries of accepted text per row, known on the host, so that no step has to ask the device for them.
     pending: entries behind the text that the next read shall not overwrite: a head drafts level by level.
+    starts: (batch, 1) int64, the lengths on the device.
+    reach: None where reads see what is there, up to the longest row's newest entry. A number where they are to be replayed
+    (heads/replay.py): they see so many columns, and learn from `starts` alone where the text ends.
     """
 
-    def __init__(self, layers: int, batch: int, capacity: int, device: torch.device | str):
+    def __init__(self, layers: int, batch: int, capacity: int, device: torch.device | str, replays: bool = False):
+        """replays: shall reads over it be recorded, where the device can?"""
         super().__init__(layers=[Slots(self, i) for i in range(layers)])
         self.batch, self.capacity, self.device = batch, capacity, torch.device(device)
+        self.replays = Replays(self.device, replays)
         self.blocks: dict[tuple, Tensor] = {}
         self.rows = torch.arange(batch, device=self.device)[:, None]
-        self.set_lengths([0] * batch)
+        self.home = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all text. What was recorded stays."""
+        self.reach: int | None = None
+        self.set_lengths([0] * self.batch)
 
     def set_lengths(self, lengths: list[int]) -> None:
         self.lengths, self.pending = lengths, 0
         self.even = min(lengths) == max(lengths)
-        self.starts = torch.tensor(lengths, device=self.device)[:, None]  # (batch, 1)
+        self.starts = torch.tensor(lengths, device=self.device)[:, None]
+        if self.replays.active:  # recordings look for it in one place
+            self.starts = self.home.copy_(self.starts)
+
+    def rewind(self) -> None:
+        """To where the last `set_lengths` left it: a function that is to be replayed begins with this."""
+        self.pending = 0
+        if self.reach is not None:
+            self.starts = self.home
+
+    def extend(self, lengths: list[int], counts: Tensor) -> None:
+        """Rows are `lengths` long now, by counts (batch, 1); where reads are replayed until the next `set_lengths` only,
+        since this must happen on the device, and to nothing that another replay starts from."""
+        if self.reach is None:
+            self.set_lengths(lengths)
+        else:
+            self.starts = self.starts + counts
+
+    def fix(self, room: int) -> None:
+        """Before a replayed read of at most `room` entries. `reach` is a power of two: few lengths, so few recordings."""
+        if self.replays.active:
+            most = max(self.lengths) + room
+            assert most <= self.capacity, f"{most} entries in a cache of {self.capacity}"
+            self.reach = min(self.capacity, max(SHORTEST, 1 << (most - 1).bit_length()))
 
     def width(self, new: int) -> int:
-        """Columns that a read of `new` entries sees: up to the longest row's newest entry."""
+        """Columns that a read of `new` entries sees."""
+        if self.reach is not None:
+            return self.reach
         width = max(self.lengths) + self.pending + new
         assert width <= self.capacity, f"{width} entries in a cache of {self.capacity}"
         return width
@@ -110,18 +150,22 @@ class KVCache(Cache):
         """
         new, behind = among.shape[-2:]
         among = among.expand(self.batch, -1, -1)
-        if self.even:
+        if self.even and self.reach is None:
             return torch.cat([among.new_ones(self.batch, new, self.lengths[0]), among], -1)
         offset = torch.arange(self.width(new), device=self.device) - self.starts  # (batch, width)
         inside = (offset >= 0) & (offset < behind)
         seen = among.gather(2, offset.clamp(0, behind - 1)[:, None, :].expand(-1, new, -1))
         return (offset < 0)[:, None, :] | (inside[:, None, :] & seen)
 
-    def keep(self, path: list[list[int]]) -> None:
-        """Keep entries `path[row]` (ascending) of the newest read, in this order, behind the row's text."""
+    def keep(self, path: list[list[int]], wide: Tensor | None = None) -> None:
+        """Keep entries `path[row]` (ascending) of the newest read, in this order, behind the row's text. wide: (batch, n)
+        int64, the same on the device, with more behind it that does no harm; needed where reads are replayed."""
         counts = [len(nodes) for nodes in path]
         longest = max(counts)
-        if any(nodes[-1] != len(nodes) - 1 for nodes in path if nodes):  # else they lie in their places already
+        if self.reach is not None:
+            assert wide is not None
+            self.replays("keep", self.move, wide)
+        elif any(nodes[-1] != len(nodes) - 1 for nodes in path if nodes):  # else they lie in their places already
             padded = [nodes + [longest - 1] * (longest - len(nodes)) for nodes in path]
             source = self.starts + torch.tensor(padded, device=self.device)
             target = self.columns(longest)
@@ -135,6 +179,12 @@ class KVCache(Cache):
                     kept = block[:, :, rows, :, source.to(block.device)]
                     block[:, :, rows, :, target.to(block.device)] = kept
         self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
+
+    def move(self, path: Tensor) -> None:
+        """Entries (batch, n) of the newest read go behind the text."""
+        for block in self.blocks.values():
+            kept = block[:, :, self.rows, :, self.starts + path]
+            block[:, :, self.rows, :, self.columns(path.shape[1])] = kept
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.lengths)

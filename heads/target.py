@@ -36,6 +36,7 @@ class Target:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = ""):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.name = tokenizer, name
+        self._spare: KVCache | None = None
         self.config = model.config.get_text_config()
         refuse_unfit(model)
         if model.config._attn_implementation == "sdpa":
@@ -129,6 +130,11 @@ class Target:
         return self.spread in TOGETHER
 
     @property
+    def replays(self) -> bool:
+        """May its reads be recorded (heads/replay.py)? A recording knows one process and one device."""
+        return self.spread is None and len({parameter.device for parameter in self.model.parameters()}) == 1
+
+    @property
     def embeddings(self) -> Tensor:
         """(vocab, hidden) rows of its input embedding; where `together`, every process must ask."""
         return whole(self.model.get_input_embeddings().weight)
@@ -146,6 +152,18 @@ class Target:
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         return KVCache(self.num_layers, batch, capacity, self.device)
+
+    def take_cache(self, batch: int, capacity: int) -> KVCache:
+        """A cache whose reads are recorded where the device can: the one that was given back last, if it suits."""
+        found, self._spare = self._spare, None
+        if found is None or found.batch != batch or found.capacity < capacity:
+            found = KVCache(self.num_layers, batch, capacity, self.device, replays=self.replays)
+        found.clear()
+        return found
+
+    def give_back(self, cache: KVCache) -> None:
+        if cache.replays.active:
+            self._spare = cache
 
     def read(
         self,

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heads.replay import Replays
 from inference.rules import RULES
 from inference.sampling import Noise, Sampling
 from inference.tree import TokenTree
@@ -34,34 +35,41 @@ class Chooser:
             return None
         return self.noise.at(starts + torch.arange(count, device=starts.device))
 
-    def choose(self, logits: Tensor, tree: TokenTree, gumbel: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Tokens (batch, nodes), and whether any logit was not a number (a bool scalar, on the device)."""
-        logits = self.warped(logits, tree)
-        if gumbel is not None:
-            rows = torch.arange(len(gumbel), device=logits.device)[:, None]
-            logits = logits + gumbel[rows, tree.depths]
-        best = logits.max(-1)  # `max` carries a NaN on, so looking for one costs nothing more
-        return best.indices, best.values.isnan().any()
-
-    def warped(self, logits: Tensor, tree: TokenTree) -> Tensor:
-        """Logits (batch, nodes, vocab) after penalties and warpers, each node with the text that leads to it."""
-        if self.seen is None:
-            return self.sampling.warp(logits)
-        # A node's text is the row's and its ancestors'; where it has fewer, its root stands in.
-        above = torch.where(tree.ancestors, tree.tokens[:, None, :], tree.tokens[:, :1, None]).clamp(min=0)
-        seen = self.seen[:, None].expand(-1, above.shape[1], -1).clone()
-        return self.sampling.warp(logits.float(), seen.scatter_(2, above, True))
-
     def note(self, tokens: Tensor, counts: Tensor) -> None:
         """Text that was added: of each row of `tokens` (batch, new) the first `counts` (batch,)."""
         if self.seen is not None:
             real = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
             self.seen.scatter_(1, torch.where(real, tokens, tokens[:, :1]), True)
 
-    def verdict(self, logits: Tensor, tree: TokenTree, gumbel: Tensor | None, depth: int) -> tuple[Verdict, Tensor]:
-        """What is accepted of a tree at most `depth` deep, and whether any logit was not a number."""
-        choices, broken = self.choose(logits, tree, gumbel)
-        return verify(tree, choices, depth), broken
+    def verdict(
+        self, logits: Tensor, tree: TokenTree, gumbel: Tensor | None, depth: int, replays: Replays
+    ) -> tuple[Verdict, Tensor]:
+        """What is accepted of a tree at most `depth` deep, and whether any logit was not a number (a bool scalar)."""
+        judge = partial(judged, self.sampling, depth)
+        return replays(("verify", self.sampling, depth), judge, logits, gumbel, self.seen, *tree)
+
+
+def judged(
+    sampling: Sampling, depth: int, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None, *parts: Tensor
+) -> tuple[Verdict, Tensor]:
+    tree = TokenTree(*parts)
+    logits = warped(sampling, logits, tree, seen)
+    if gumbel is not None:
+        rows = torch.arange(len(gumbel), device=logits.device)[:, None]
+        logits = logits + gumbel[rows, tree.depths]
+    best = logits.max(-1)  # `max` carries a NaN on, so looking for one costs nothing more
+    return verify(tree, best.indices, depth), best.values.isnan().any()
+
+
+def warped(sampling: Sampling, logits: Tensor, tree: TokenTree, seen: Tensor | None) -> Tensor:
+    """Logits (batch, nodes, vocab) after penalties and warpers, each node with the text that leads to it. seen: (batch,
+    vocab) bool, tokens of the text so far."""
+    if seen is None:
+        return sampling.warp(logits)
+    # A node's text is the row's and its ancestors'; where it has fewer, its root stands in.
+    above = torch.where(tree.ancestors, tree.tokens[:, None, :], tree.tokens[:, :1, None]).clamp(min=0)
+    of_nodes = seen[:, None].expand(-1, above.shape[1], -1).clone()
+    return sampling.warp(logits.float(), of_nodes.scatter_(2, above, True))
 
 
 class ClassicalChooser(Chooser):
@@ -75,8 +83,10 @@ class ClassicalChooser(Chooser):
         self.rule = partial(RULES[rule], lossless=lossless) if rule == "typical" else RULES[rule]
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
-    def verdict(self, logits: Tensor, tree: TokenTree, gumbel: Tensor | None, depth: int) -> tuple[Verdict, Tensor]:
-        logits = self.warped(logits, tree)
+    def verdict(
+        self, logits: Tensor, tree: TokenTree, gumbel: Tensor | None, depth: int, replays: Replays
+    ) -> tuple[Verdict, Tensor]:
+        logits = warped(self.sampling, logits, tree, self.seen)
         if self.sampling.temperature == 0:
             laws = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
         else:

@@ -3,17 +3,18 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from heads.cache import KVCache
-from heads.target import Target
+from heads.target import Reading, Target
 from inference.choose import Chooser, ClassicalChooser
 from inference.drafters.base import Accepted, Drafter, Nothing
 from inference.sampling import Noise, Sampling
-from inference.tree import TokenTree
+from inference.tree import TokenTree, padded
 from inference.verify import Verdict
 
 
@@ -170,18 +171,22 @@ def generate(
         depth = drafter.depth
         gumbel = chooser.gumbel(cache.starts + 1, depth + 1)
         tree = drafter.propose(accepted, gumbel)
+        nodes = tree.tokens.shape[1]
+        if cache.replays.active:
+            tree = padded(tree, 1 << (nodes - 1).bit_length())  # few sizes, so few recordings
+            cache.fix(tree.tokens.shape[1])
         clock.lap("draft")
-        positions = cache.starts + tree.depths
-        reading = target.read_tree(tree.tokens, positions, cache.mask(tree.ancestors), cache, drafter.layers)
+        read = partial(read_nodes, target, cache, drafter.layers)
+        reading = cache.replays(("read", cache.reach, *drafter.layers), read, tree.tokens, tree.depths, tree.ancestors)
         clock.lap("read")
-        verdict, broken = chooser.verdict(reading.logits, tree, gumbel, depth)
+        verdict, broken = chooser.verdict(reading.logits, tree, gumbel, depth, cache.replays)
         counts, paths, tokens = to_host(verdict, broken, target.name)
         clock.lap("verify")
         counts = [0 if finished else count for finished, count in zip(done, counts, strict=True)]
         paths = [path[:count] for path, count in zip(paths, counts, strict=True)]
         drafter.learn(paths, verdict.choices)
-        cache.keep(paths)
-        width = max(counts)
+        cache.keep(paths, verdict.path)
+        width = max(counts) if cache.reach is None else depth + 1
         kept = verdict.path[:, :width, None].expand(-1, -1, reading.features.shape[-1])
         features = reading.features.gather(1, kept)
         chooser.note(verdict.tokens[:, :width], verdict.counts)
@@ -195,14 +200,21 @@ def generate(
             written[row] += new
             accepted.text[row].extend(new)
             emitted.append(new)
-        steps.append(Step([c - 1 for c in counts if c], [len(new) for new in emitted if new], tree.tokens.shape[1]))
+        steps.append(Step([c - 1 for c in counts if c], [len(new) for new in emitted if new], nodes))
         accepted = Accepted(verdict.tokens[:, :width], features, counts, accepted.text)
         emit(streamer, emitted)
         clock.lap("host")
+    target.give_back(cache)
     if streamer is not None:
         streamer.end()
     pad = min(eos, default=0) if eos and min(eos) >= 0 else 0
     return Generation(finish(input_ids, written, pad), written, steps, clock.seconds)
+
+
+def read_nodes(
+    target: Target, cache: KVCache, layers: Sequence[int], tokens: Tensor, depths: Tensor, ancestors: Tensor
+) -> Reading:
+    return target.read_tree(tokens, cache.starts + depths, cache.mask(ancestors), cache, layers)
 
 
 def prefill(
@@ -212,7 +224,7 @@ def prefill(
     batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
     longest, device = max(lengths), target.device
     tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
-    cache = target.new_cache(batch, capacity)
+    cache = target.take_cache(batch, capacity)
     last = tokens.new_tensor(lengths)[:, None] - 1
     positions = torch.arange(longest, device=device).expand(batch, -1)
     ends = sorted({length - 1 for length in lengths})
@@ -225,7 +237,7 @@ def prefill(
     tree = TokenTree(
         root, torch.zeros_like(root), torch.ones(batch, 1, 1, dtype=torch.bool, device=device), torch.zeros_like(root)
     )
-    verdict, broken = chooser.verdict(logits, tree, chooser.gumbel(cache.starts, 1), 0)
+    verdict, broken = chooser.verdict(logits, tree, chooser.gumbel(cache.starts, 1), 0, cache.replays)
     _, _, first = to_host(verdict, broken, target.name)
     chooser.note(verdict.tokens, verdict.counts)
     shifted = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1).scatter(1, last, verdict.tokens)

@@ -45,3 +45,18 @@ def chain(tokens: Tensor) -> TokenTree:
     ancestors = order[:, None] >= order
     expand = (order - 1).clamp(min=0).expand(batch, -1), ancestors.expand(batch, -1, -1), order.expand(batch, -1)
     return TokenTree(tokens, *expand)
+
+
+def padded(tree: TokenTree, nodes: int) -> TokenTree:
+    """The same tree with nodes of token -1 below the root, up to so many."""
+    batch, more = len(tree.tokens), nodes - tree.tokens.shape[1]
+    if more == 0:
+        return tree
+    whole = torch.eye(nodes, dtype=torch.bool, device=tree.tokens.device).repeat(batch, 1, 1)
+    whole[:, :, 0] = True
+    whole[:, :-more, :-more] = tree.ancestors
+    tokens, parents, depths = (
+        torch.cat([part, part.new_full((batch, more), value)], 1)
+        for part, value in ((tree.tokens, -1), (tree.parents, 0), (tree.depths, 1))
+    )
+    return TokenTree(tokens, parents, whole, depths)

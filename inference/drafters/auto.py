@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from heads.target import Target
-from inference.drafters.base import Accepted, Drafter, root_only
+from inference.drafters.base import Accepted, Drafter, root_only, unpadded
 from inference.drafters.dynamic import DynamicTree
 from inference.drafters.static import StaticTree
 from inference.sampling import Sampling
@@ -150,7 +150,7 @@ def merge(pieces: list[Accepted]) -> Accepted:
     counts = [
         sum(piece.counts[row] for piece in pieces) if rest[-1].counts[row] else 0 for row in range(len(first.counts))
     ]
-    if len(set(first.counts)) == 1:
+    if all(unpadded(piece) for piece in pieces):
         tokens, features = torch.cat([p.tokens for p in pieces], 1), torch.cat([p.features for p in pieces], 1)
         return Accepted(tokens, features, counts, pieces[-1].text)
     # The first piece is ragged: put what follows behind each row's own end.

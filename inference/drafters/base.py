@@ -12,7 +12,7 @@ from inference.tree import TokenTree, chain, from_parents
 
 
 class Accepted(NamedTuple):
-    """What the last step (or the prompt) added to the text. Rows are padded on the right up to the longest."""
+    """What the last step (or the prompt) added to the text. Rows are padded on the right, up to the longest at least."""
 
     tokens: Tensor  # (batch, new) int64: the accepted tokens, each row's root last
     features: Tensor  # (batch, new, width): of the position before each of them, in the layers the drafter asked for
@@ -54,10 +54,15 @@ class Nothing(Drafter):
 
 def roots(accepted: Accepted) -> Tensor:
     """(batch, 1): each row's newest token."""
-    if len(set(accepted.counts)) == 1:
+    if unpadded(accepted):
         return accepted.tokens[:, -1:]
     last = accepted.tokens.new_tensor([[max(count, 1) - 1] for count in accepted.counts])
     return accepted.tokens.gather(1, last)
+
+
+def unpadded(accepted: Accepted) -> bool:
+    """Is no row padded?"""
+    return min(accepted.counts) == accepted.tokens.shape[1]
 
 
 def root_only(accepted: Accepted) -> TokenTree:

@@ -6,6 +6,7 @@ parent, so the best always hang together.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from heads.base import DraftHead
 from heads.cache import KVCache
 from heads.target import Target
-from inference.drafters.base import Accepted, Drafter, roots
+from inference.drafters.base import Accepted, Drafter
 from inference.sampling import Sampling
 from inference.tree import TokenTree, from_parents
 
@@ -57,6 +58,7 @@ class DynamicTree(Drafter):
         if least > 0 and target.device.type == "cpu":
             self.enough = lambda scores: bool((scores.exp().sum(1) < least).all())
         self.draft_ids = head.draft_ids
+        self.cache: KVCache | None = None
 
     def resize(self, nodes: int, levels: int) -> None:
         """Propose trees of this many nodes and levels from now on; `depth` stays the most that may be asked for."""
@@ -73,9 +75,12 @@ class DynamicTree(Drafter):
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.sampling = sampling
-        room = capacity + self.depth * self.width
-        self.cache = KVCache(self.head.cache_layers, batch, room, self.target.device)
-        self.own = torch.eye(self.width, dtype=torch.bool, device=self.target.device).expand(batch, -1, -1)
+        room = capacity + (1 + self.depth) * (1 + self.width)
+        cache = self.cache
+        if cache is None or not cache.replays.active or cache.batch != batch or cache.capacity < room:
+            cache = KVCache(self.head.cache_layers, batch, room, self.target.device, replays=self.target.replays)
+        cache.clear()
+        self.cache = cache
 
     def log_probs(self, hidden: Tensor, depth: int, gumbel: Tensor | None) -> Tensor:
         """Log of the draft's law, seen through the noise: (batch, n, draft vocab) float32."""
@@ -89,21 +94,45 @@ class DynamicTree(Drafter):
         return logits.log_softmax(-1).clamp(max=-STEP)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        cache = self.cache
+        assert cache is not None
+        new, counts = accepted.tokens.shape[1], cache.starts.new_tensor(accepted.counts)[:, None]
+        lengths = [length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)]
+        grow = partial(self.grow, lengths)
+        if self.enough is None and new <= 1 + self.depth:  # neither looks at scores nor reads the prompt
+            cache.fix(new + self.levels * self.width)
+            key = "grow", cache.reach, self.nodes, self.levels, self.sampling
+            tree, self.ranks = cache.replays(key, grow, accepted.tokens, accepted.features, counts, gumbel)
+        else:
+            cache.reach = None
+            tree, self.ranks = grow(accepted.tokens, accepted.features, counts, gumbel)
+        cache.set_lengths(lengths)
+        return tree
+
+    def grow(
+        self, lengths: list[int], tokens: Tensor, features: Tensor, counts: Tensor, gumbel: Tensor | None
+    ) -> tuple[TokenTree, Tensor]:
+        """The tree below tokens (batch, new), of which the first `counts` (batch, 1) are real, and its nodes' ranks.
+        lengths: of the rows with them."""
         head, cache, width = self.head, self.cache, self.width
-        hidden = head.read(accepted.features, self.embed(accepted.tokens), cache)
+        assert cache is not None
+        cache.rewind()
+        hidden = head.read(features, self.embed(tokens), cache)
         batch, new, _ = hidden.shape
-        if new > 1 or min(accepted.counts) < 1:
-            last = cache.starts.new_tensor([[[max(count, 1) - 1]] for count in accepted.counts])
-            hidden = hidden.gather(1, last.expand(-1, 1, hidden.shape[-1]))
-        cache.set_lengths([length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)])
+        last = (counts - 1).clamp(min=0)
+        root = tokens.gather(1, last)
+        if new > 1:
+            hidden = hidden.gather(1, last[:, :, None].expand(-1, 1, hidden.shape[-1]))
+        cache.extend(lengths, counts)
 
         best = self.log_probs(hidden, 1, gumbel).topk(width)
         tokens, scores = self.to_target(best.indices[:, 0]), best.values[:, 0]  # (batch, width)
         hidden = hidden.expand(-1, width, -1)
         frontier = torch.arange(1, width + 1, device=tokens.device).expand(batch, -1)  # as candidates, the root is 0
-        candidates = [roots(accepted), tokens]
+        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
+        candidates = [root, tokens]
         parents = [frontier.new_zeros(batch, width + 1)]
-        ranked, among, size = [scores], self.own, 1 + width
+        ranked, among, size = [scores], own, 1 + width
         for depth in range(2, self.levels + 1):
             if self.enough is not None and self.enough(scores):
                 break
@@ -122,16 +151,15 @@ class DynamicTree(Drafter):
             parent = chosen // width
             tokens, frontier = named.gather(1, chosen), chosen + size
             hidden = hidden.gather(1, parent[:, :, None].expand(-1, -1, hidden.shape[-1]))
-            among = torch.cat([among.gather(1, parent[:, :, None].expand(-1, -1, among.shape[-1])), self.own], -1)
+            among = torch.cat([among.gather(1, parent[:, :, None].expand(-1, -1, among.shape[-1])), own], -1)
             size += width * width
-        cache.pending = 0
         return self.rerank(torch.cat(candidates, 1), torch.cat(parents, 1), torch.cat(ranked, 1))
 
-    def rerank(self, tokens: Tensor, parents: Tensor, scores: Tensor) -> TokenTree:
-        """The best `nodes` of all candidates (batch, n), in their order, which puts parents first."""
-        chosen, self.ranks = scores.topk(min(self.nodes, tokens.shape[1]) - 1).indices.sort(1)
+    def rerank(self, tokens: Tensor, parents: Tensor, scores: Tensor) -> tuple[TokenTree, Tensor]:
+        """The best `nodes` of all candidates (batch, n), in their order, which puts parents first, and their ranks."""
+        chosen, ranks = scores.topk(min(self.nodes, tokens.shape[1]) - 1).indices.sort(1)
         chosen = chosen + 1
         chosen = torch.cat([chosen.new_zeros(len(chosen), 1), chosen], 1)
         order = torch.arange(chosen.shape[1], device=tokens.device).expand(len(chosen), -1)
         place = torch.zeros_like(parents).scatter(1, chosen, order)
-        return from_parents(tokens.gather(1, chosen), place.gather(1, parents.gather(1, chosen)), self.levels)
+        return from_parents(tokens.gather(1, chosen), place.gather(1, parents.gather(1, chosen)), self.levels), ranks

@@ -5,13 +5,16 @@ grown greedily from measured accuracies: how often the guess of rank r at depth 
 """
 
 import heapq
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from heads.base import DraftHead
+from heads.replay import Replays
 from heads.target import Target
-from inference.drafters.base import Accepted, Drafter, roots
+from inference.drafters.base import Accepted, Drafter, unpadded
 from inference.sampling import Sampling
 from inference.tree import TokenTree, from_parents
 
@@ -50,37 +53,65 @@ class StaticTree(Drafter):
         accuracies = [row[:vocab] for row in (accuracies or TYPICAL)[: head.depth]]
         self.paths = grow(accuracies, nodes)
         self.depth, self.nodes = max(map(len, self.paths)), len(self.paths) + 1
+        self.shapes: dict[tuple[int, int], Shape] = {}
+        self.replays = Replays(target.device, target.replays)
         self.resize(self.nodes, self.depth)
 
     def resize(self, nodes: int, levels: int) -> None:
         """Propose the best `nodes` of the tree, `levels` deep at most, from now on."""
+        if (nodes, levels) not in self.shapes:
+            self.shapes[nodes, levels] = self.shape(nodes, levels)
+        self.size, self.levels = (nodes, levels), self.shapes[nodes, levels].levels
+
+    def shape(self, nodes: int, levels: int) -> "Shape":
         best = [path for path in self.paths if len(path) <= levels][: nodes - 1]
-        self.levels = max(map(len, best))
         order = sorted(range(len(best)), key=lambda number: (len(best[number]), best[number]))
         paths = [best[number] for number in order]
-        self.order = torch.tensor([order])
-        self.guessed = 1 + max(max(path) for path in paths)
+        guessed = 1 + max(max(path) for path in paths)
         index = {(): 0} | {path: number for number, path in enumerate(paths, start=1)}
         parents = torch.tensor([[0] + [index[path[:-1]] for path in paths]])
-        shape = from_parents(torch.zeros_like(parents), parents, self.depth)
-        self.shape = TokenTree(*(tensor.to(self.target.device) for tensor in shape))
-        flat = [(len(path) - 1) * self.guessed + path[-1] for path in paths]
-        self.guesses = torch.tensor(flat, device=self.target.device)  # which of (depth, rank) each node is
+        tree = from_parents(torch.zeros_like(parents), parents, self.depth)
+        flat = [(len(path) - 1) * guessed + path[-1] for path in paths]
+        device = self.target.device
+        return Shape(
+            max(map(len, best)),
+            torch.tensor([order]),
+            guessed,
+            torch.tensor(flat, device=device),
+            TokenTree(*(tensor.to(device) for tensor in tree)),
+        )
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.sampling = sampling
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        features = accepted.features[:, -1]
-        if len(set(accepted.counts)) > 1:
-            rows = torch.arange(len(accepted.counts), device=features.device)
-            features = accepted.features[rows, rows.new_tensor([max(count, 1) - 1 for count in accepted.counts])]
-        logits = self.head.drafts(features)[:, : self.levels].float()
+        tokens, features = accepted.tokens, accepted.features
+        if unpadded(accepted):
+            tokens, features = tokens[:, -1:], features[:, -1]
+        else:
+            last = tokens.new_tensor([[max(count, 1) - 1] for count in accepted.counts])
+            tokens = tokens.gather(1, last)
+            features = features.gather(1, last[:, :, None].expand(-1, 1, features.shape[-1]))[:, 0]
+        self.ranks = self.shapes[self.size].order.expand(len(tokens), -1)
+        grow = partial(self.grow, self.shapes[self.size])
+        return self.replays((self.size, self.sampling), grow, tokens, features, gumbel)
+
+    def grow(self, shape: "Shape", root: Tensor, features: Tensor, gumbel: Tensor | None) -> TokenTree:
+        """The tree below root (batch, 1), from features (batch, width)."""
+        logits = self.head.drafts(features)[:, : shape.levels].float()
         if gumbel is not None:
             noise = gumbel if self.head.draft_ids is None else gumbel[..., self.head.draft_ids]
-            logits = self.sampling.warp(logits) + noise[:, : self.levels]
-        guesses = self.head.to_target(logits.topk(self.guessed).indices).flatten(1)
-        tokens = torch.cat([roots(accepted), guesses[:, self.guesses]], dim=1)
-        batch = len(tokens)
-        self.ranks = self.order.expand(batch, -1)
-        return TokenTree(tokens, *(tensor.expand(batch, *tensor.shape[1:]) for tensor in self.shape[1:]))
+            logits = self.sampling.warp(logits) + noise[:, : shape.levels]
+        guesses = self.head.to_target(logits.topk(shape.guessed).indices).flatten(1)
+        tokens = torch.cat([root, guesses[:, shape.guesses]], dim=1)
+        return TokenTree(tokens, *(part.expand(len(tokens), *part.shape[1:]) for part in shape.tree[1:]))
+
+
+class Shape(NamedTuple):
+    """Some of the best paths as a tree, of tokens not known yet."""
+
+    levels: int
+    order: Tensor  # (1, nodes - 1): which of all paths each node is, on the host
+    guessed: int  # guesses of each depth that it uses
+    guesses: Tensor  # (nodes - 1,): which of (depth, rank) each node is
+    tree: TokenTree
