@@ -31,7 +31,7 @@ SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 FIRST, REMEMBER = 24, 64  # full steps at first (of fewer, what a tree gains is a guess); full steps remembered
 EXPLORE, RARELY = 16, 1024  # steps until it looks again; at most, where it decodes plainly
 TIMED = 3  # steps of a tree before their median counts
-MARGIN = 1.03  # what speculation must promise over plain decoding: below it lies what the measured costs are wrong by
+MARGIN = 1.03  # what speculation must promise over plain decoding: nearer lies what the measured costs are wrong by
 TEXT = 256  # entries of text in the cache that costs are measured over
 
 
@@ -138,7 +138,9 @@ class AutoTree(Drafter):
 
         sizes = [size for size in SIZES if 1 < size < self.full.nodes] + [self.full.nodes]
         plans = [Plan(size, levels) for size in sizes for levels in range(1, self.full.levels + 1) if levels < size]
-        best = max(plans, key=speed)
+        most = max(map(speed, plans))
+        # The smallest of those that are as good: it leaves most of the device to others.
+        best = next(plan for plan in plans if speed(plan) * MARGIN >= most)
         return best if speed(best) > MARGIN * speed(PLAIN) else PLAIN
 
 
