@@ -45,8 +45,8 @@ def main(cfg: DictConfig) -> None:
     if cfg.untrained:
         for head in (Eagle3Head.for_target(target), MedusaHead.for_target(target)):
             head.to(target.dtype).eval()
-            every_level: dict[str, Any] = {"least": 0.0} if head.recurrent else {}  # as a trained head drafts
-            drafters[f"untrained {head.kind}"] = drafter_for(head, target, **every_level)
+            fixed: dict[str, Any] = {"least": 0.0, **cfg.untrained_tree} if head.recurrent else {}
+            drafters[f"untrained {head.kind}"] = drafter_for(head, target, **fixed)
             drafters[f"untrained {head.kind}, auto"] = drafter_for(head, target, tree="auto")
     if cfg.draft_model:
         small = Target.from_pretrained(cfg.draft_model, dtype=target.dtype, device=target.device)

@@ -6,8 +6,8 @@
                    tree as reading N rows and drafting D levels is, measured at the first use for this batch size
 
 The first steps use the largest tree and none in turn; from then on the tree of best gain / seconds, and now and then the
-largest and none again. Where plain decoding is best it decodes plainly, and looks again after twice as many steps each
-time, so that a drafter which never helps costs next to nothing.
+largest and none again. Where plain decoding is best it decodes plainly, and looks again so rarely that looking costs one
+step in a hundred, after twice as many steps each time: a drafter which never helps costs next to nothing.
 """
 
 import time
@@ -80,10 +80,14 @@ class AutoTree(Drafter):
     def use_next(self) -> None:
         if not self.plans:
             best = self.choose()
-            self.pause = min(2 * self.pause, RARELY) if best == PLAIN else EXPLORE
+            self.pause = min(max(2 * self.pause, self.worth()), RARELY) if best == PLAIN else EXPLORE
             looks = [self.full] if best == PLAIN else [PLAIN, self.full]
             self.plans = looks + [best] * self.pause if self.timed(best) else [best] * (TIMED + 1)
         self.use(self.plans.pop())
+
+    def worth(self) -> int:
+        """Plain steps between two looks at the largest tree, for those to cost one in a hundred."""
+        return round(100 * (self.seconds(self.full) / self.seconds(PLAIN) - self.gain(self.full)))
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         self.note_time()
