@@ -13,5 +13,8 @@ check ruff check .
 check ruff format --check .
 check mypy
 [ ${#failed[@]} -eq 0 ] || say "failed so far: ${failed[*]}"
-check pytest -q "$@" # last, so that its summary ends the output
+# Two workers, of one thread each: threads of two torch processes would wait for each other. Last, so that its summary ends
+# the output.
+export OMP_NUM_THREADS=1
+check pytest -q -n 2 --dist loadfile "$@"
 [ ${#failed[@]} -eq 0 ]
