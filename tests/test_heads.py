@@ -293,6 +293,43 @@ def test_a_lesson_does_not_depend_on_the_blocks_it_is_read_in(target, kind, monk
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
+def plainly(q, parts, mask):
+    """`attend_steps` with all scores at once, for autograd to differentiate."""
+    later_steps, length = len(parts) - 1, q.shape[2]
+    groups = q.shape[1] // parts[0][0].shape[1]
+    (k0, v0), *own = [[x.repeat_interleave(groups, 1) for x in pair] for pair in parts]
+    text = (q @ k0.mT).masked_fill(~mask.roll(later_steps, 1)[:, None], -torch.inf)
+    rolled = [[x.roll(later_steps - 1 - i, 2) for x in pair] for i, pair in enumerate(own)]
+    beside = [(q * k).sum(-1, keepdim=True) for k, _ in rolled]
+    weights = (torch.cat([text, *beside], -1) * q.shape[-1] ** -0.5).softmax(-1)
+    out = weights[..., :length] @ v0
+    return out + sum(weights[..., length + i, None] * v for i, (_, v) in enumerate(rolled))
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_attention_of_a_lesson_and_its_gradients(count, monkeypatch):
+    monkeypatch.setattr("heads.steps.BLOCK", 7)
+    torch.manual_seed(0)
+    length, mask = 25, batch(15, 10).mask()
+    q = torch.randn(1, 6, length, 4, dtype=torch.float64)
+    parts = [[torch.randn(1, 2, length, 4, dtype=torch.float64) for _ in range(2)] for _ in range(count)]
+    found = []
+    for way in (steps.attend_steps, plainly):
+        leaves = [q.clone().requires_grad_(), *(x.clone().requires_grad_() for pair in parts for x in pair)]
+        out = way(leaves[0], list(zip(leaves[1::2], leaves[2::2], strict=True)), mask)[:, :, count - 1 :]
+        (out * torch.linspace(-1, 1, 4)).sum().backward()
+        found.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(*found)
+
+
+def test_attention_of_a_lesson_keeps_no_scores():
+    length, kept = 300, []
+    x = torch.randn(1, 1, length, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        steps.attend_steps(x, [(x, x)] * 3, batch(length).mask())
+    assert kept and max(t.numel() for t in kept if t.is_floating_point()) < length * length
+
+
 # -- files: strict ----------------------------------------------------------------------------------------------------
 
 
