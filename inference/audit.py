@@ -16,7 +16,7 @@ from heads.target import Target
 from inference.drafters.base import Accepted, Drafter, root_only
 from inference.engine import generate
 from inference.sampling import Noise, Sampling
-from inference.tree import TokenTree, chain
+from inference.tree import TokenTree, chain, padded
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -38,6 +38,26 @@ class Rows(Drafter):
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         tokens = root_only(accepted).tokens
         return chain(torch.cat([tokens, tokens.new_full((len(tokens), self.nodes - 1), -1)], dim=1))
+
+
+class Filled(Drafter):
+    """`inner`, all of whose trees have as many rows as its largest: a drafter may propose fewer."""
+
+    def __init__(self, inner: Drafter):
+        self.inner, self.layers, self.nodes = inner, inner.layers, max(2, inner.nodes)
+
+    @property
+    def depth(self) -> int:  # type: ignore[override]  # some drafters change it from step to step
+        return self.inner.depth
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        self.inner.begin(batch, capacity, sampling)
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        return padded(self.inner.propose(accepted, gumbel), self.nodes)
+
+    def learn(self, paths: list[list[int]], choices: Tensor) -> None:
+        self.inner.learn(paths, choices)
 
 
 class Parting(NamedTuple):

@@ -9,7 +9,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from heads import Target
-from inference.audit import Rows, partings, shares
+from inference.audit import Filled, Rows, partings, shares
 from train.data import prompts
 from train.entry import entry
 
@@ -31,8 +31,9 @@ def main(cfg: DictConfig) -> None:
         wrong += share < 1
     half: Target = instantiate(cfg.target, dtype=cfg.dtype)
     drafter = instantiate(cfg.drafter, target=half)
-    nodes = max(2, drafter.nodes)
-    for name, share in shares(half, drafter, Rows(nodes), rows, cfg.new_tokens).items():
+    filled = Filled(drafter)
+    nodes = filled.nodes
+    for name, share in shares(half, filled, Rows(nodes), rows, cfg.new_tokens).items():
         print(f"L2  {cfg.dtype}, {name}: {share:.1%} identical to plain decoding with {nodes} rows a forward")
     for temperature in (0.0, 1.0):
         found = partings(half, drafter, rows, cfg.new_tokens, nodes, temperature)

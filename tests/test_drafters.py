@@ -16,6 +16,7 @@ from heads.checkpoint import save_head
 from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
 from inference import generate, load_drafter
+from inference.audit import Filled
 from inference.drafters import (
     AdaptiveLength,
     AutoTree,
@@ -425,3 +426,14 @@ def test_bad_settings_are_named(target, tiny_path):
         StaticTree(MedusaHead.for_target(target), target, nodes=1)
     with pytest.raises(ValueError, match="no adaptive length"):
         drafter_for(MedusaHead.for_target(target), target, tree="adaptive")
+
+
+def test_a_filled_tree_has_the_rows_of_the_largest(small):
+    """For lossless.py, which compares with plain decoding of as many rows a forward."""
+    filled = Filled(Union([eagle(small), NgramDrafter()]))
+    out = generate(small, filled, torch.arange(1, 12)[None], max_new_tokens=20, eos_token_id=-1)
+    assert {step.nodes for step in out.steps} == {filled.nodes}
+    assert (
+        out.new_tokens
+        == generate(small, None, torch.arange(1, 12)[None], max_new_tokens=20, eos_token_id=-1).new_tokens
+    )
