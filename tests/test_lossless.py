@@ -1,0 +1,39 @@
+"""scripts/lossless.py as it is typed: what is lossless is said to be, and a verifier that lets drafts through is caught."""
+
+import random
+
+import pytest
+
+from inference import choose
+from scripts import lossless
+
+
+@pytest.fixture
+def typed(tiny_path, tmp_path, monkeypatch):
+    words = ["def", "self", "return", "other", "value", "class", "Pair", "pass", "add", "import"]
+    luck = random.Random(0)
+    for number in range(12):  # each a document of its own
+        (tmp_path / f"{number}.py").write_text(" ".join(luck.choices(words, k=400)))
+    given = ["target=hf", f"target.path={tiny_path}", "data=text", f"data.path={tmp_path}", "prompts=2"]
+    given += ["prompt_tokens=24", "new_tokens=16", "hydra/job_logging=disabled"]
+    monkeypatch.setattr("sys.argv", ["scripts/lossless.py", *given])
+
+
+def test_the_ngram_drafter_is_lossless(typed, capfd):
+    lossless.main()
+    said = capfd.readouterr().out
+    assert said.count("L1  float32") == 4 == said.count("100.0% identical\n") and said.endswith("lossless\n")
+
+
+def test_a_verifier_that_changes_the_text_is_caught(typed, monkeypatch, capfd):
+    judged = choose.judged
+
+    def careless(*given):
+        verdict, broken = judged(*given)
+        drafted = verdict.choices.shape[1] > 1  # then it writes another token than the right one
+        return verdict._replace(tokens=(verdict.tokens + drafted) % 300), broken
+
+    monkeypatch.setattr(choose, "judged", careless)
+    with pytest.raises(SystemExit):
+        lossless.main()
+    assert "drafting changes the text" in capfd.readouterr().err
