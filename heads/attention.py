@@ -5,9 +5,13 @@ context per layer and step. Folding the group into the query rows gives the same
 
     query (batch, groups * kv_heads, rows, dim) -> (batch, kv_heads, groups * rows, dim)
 
-It is registered under a name of its own, which is transformers' door for this; no modelling file changes.
+On a CPU the rows of a single text are then cut so that its threads get equal work. It is registered under a name of
+its own, which is transformers' door for this; no modelling file changes.
 """
 
+import math
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -19,17 +23,37 @@ NAME = "foretoken"
 EXTRAS = ("softcap", "s_aux", "position_bias", "output_attentions")
 
 
-def fold(query: Tensor, mask: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Query and mask with the query heads of one key/value head laid out as rows of it."""
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float = 0.0, scale: float | None = None
+) -> Tensor:
+    """Attention of query (batch, heads, rows, dim) over key and value (batch, kv_heads, keys, dim); mask (batch, 1 or
+    heads, rows, keys). Returns (batch, heads, rows, value dim)."""
     batch, heads, rows, dim = query.shape
+    kv_heads, keys = key.shape[1:3]
     groups = heads // kv_heads
-    if groups == 1:
-        return query, mask
-    query = query.reshape(batch, kv_heads, groups * rows, dim)
-    if mask.shape[1] == 1:
-        mask = mask.expand(-1, groups, -1, -1)
-        return query, mask.reshape(mask.shape[0], 1, groups * rows, mask.shape[-1])
-    return query, mask.reshape(mask.shape[0], kv_heads, groups * rows, mask.shape[-1])
+    folded = groups * rows
+    if groups > 1:
+        query = query.reshape(batch, kv_heads, folded, dim)
+        mask = mask.expand(-1, groups, -1, -1) if mask.shape[1] == 1 else mask
+        mask = mask.reshape(batch, -1, folded, keys)
+    parts = shares(query) if batch == 1 else 1
+    if parts > 1:  # as rows of a batch over the same keys
+        query = query.view(kv_heads, parts, -1, dim).transpose(0, 1)
+        mask = mask.view(mask.shape[1], parts, -1, keys).transpose(0, 1)
+        key, value = key.expand(parts, -1, -1, -1), value.expand(parts, -1, -1, -1)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
+    return out.transpose(0, 1).reshape(batch, heads, rows, -1) if parts > 1 else out.reshape(batch, heads, rows, -1)
+
+
+def shares(query: Tensor) -> int:
+    """Into how many parts to cut a folded query (1, kv_heads, rows, dim), so that the threads of a CPU get equal work: its
+    kernel deals out blocks of 32 rows, and two threads take twice as long over three blocks as over two halves."""
+    if query.device.type != "cpu":
+        return 1
+    kv_heads, rows = query.shape[1:3]
+    threads = torch.get_num_threads()
+    parts = threads // math.gcd(kv_heads, threads)
+    return parts if rows % parts == 0 and rows // parts >= 8 else 1
 
 
 def grouped_sdpa(
@@ -48,10 +72,7 @@ def grouped_sdpa(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
         )
-    batch, heads, rows, _ = query.shape
-    query, mask = fold(query, attention_mask, key.shape[1])
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
-    return out.reshape(batch, heads, rows, value.shape[-1]).transpose(1, 2).contiguous(), None
+    return attend(query, key, value, attention_mask, dropout, scaling).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, grouped_sdpa)

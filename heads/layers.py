@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from heads.attention import fold
+from heads.attention import attend
 from heads.cache import KVCache
 
 
@@ -84,9 +84,7 @@ class Attention(nn.Module):
         """Attend over the cache and x (batch, length, width); mask (batch, length, keys) bool."""
         q, k, v = self.project(x, cos, sin)
         keys, values = cache.update(k, v, layer)
-        folded, wide = fold(q, mask[:, None], self.kv_heads)
-        out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=wide)
-        return self.merge(out.reshape(q.shape))
+        return self.merge(attend(q, keys, values, mask[:, None]))
 
     def merge(self, out: Tensor) -> Tensor:
         """(batch, heads, length, dim) -> (batch, length, hidden)."""

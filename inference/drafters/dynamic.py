@@ -5,6 +5,7 @@ probabilities along the path. *Rerank*: of all candidates the `nodes` best make 
 parent, so the best always hang together.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -56,7 +57,7 @@ class DynamicTree(Drafter):
         # Stop at a level of these scores (batch, width)?
         self.enough: Callable[[Tensor], bool] | None = None
         if least > 0 and target.device.type == "cpu":
-            self.enough = lambda scores: bool((scores.exp().sum(1) < least).all())
+            self.enough = lambda scores: all(sum(map(math.exp, row)) < least for row in scores.tolist())
         self.draft_ids = head.draft_ids
         self.cache: KVCache | None = None
 

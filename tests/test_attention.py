@@ -1,0 +1,49 @@
+"""Masked attention without copies, folded and cut, against its definition."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads.attention import attend, shares
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = (query @ key.mT) * query.shape[-1] ** -0.5
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value
+
+
+@pytest.mark.parametrize("per_head", [False, True], ids=["one mask", "a mask per head"])
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "rows"), [(1, 3, 1, 16), (1, 6, 2, 24), (1, 3, 3, 17), (2, 4, 1, 12), (1, 4, 4, 36)]
+)
+def test_any_grouping_and_cut_equals_the_definition(threads, batch, heads, kv_heads, rows, per_head):
+    torch.manual_seed(0)
+    keys, dim = rows + 20, 8
+    query = torch.randn(batch, rows, heads, dim, dtype=torch.float64).transpose(1, 2)  # as projections lay it out
+    cache = torch.randn(2, batch, kv_heads, keys + 9, dim, dtype=torch.float64)
+    key, value = cache[:, :, :, :keys]
+    mask = torch.rand(batch, heads if per_head else 1, rows, keys) < 0.5
+    mask[..., 0] = True
+    torch.testing.assert_close(attend(query, key, value, mask), plain(query, key, value, mask))
+
+
+def test_it_cuts_where_the_threads_would_get_unequal_work(threads):
+    def query(kv_heads: int, rows: int) -> Tensor:
+        return torch.zeros(1, kv_heads, rows, 8)
+
+    assert shares(query(1, 96)) == threads
+    assert shares(query(threads, 96)) == 1  # each thread has a head of its own
+    assert shares(query(1, 97)) == 1
+    assert threads == 1 or shares(query(1, 6)) == 1  # too small to share
