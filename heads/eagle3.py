@@ -174,7 +174,8 @@ class Eagle3Head(DraftHead):
         return self.lm_head(self.norm(hidden))
 
     def forward(self, features: Tensor, embeddings: Tensor, text: Text) -> list[Tensor]:
-        hidden, beside = self.fuse(features), embeddings.to(self.fc.weight.dtype).roll(-1, dims=1)
+        hidden = self.fuse(features)
+        beside = embeddings.to(hidden.dtype).roll(-1, dims=1)
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], hidden.dtype)
         mask, steps, outs = text.mask(), [], []
         for _ in range(self.depth):

@@ -1,13 +1,43 @@
 """The few layers that heads share. Names of submodules are the names of the weights on disk, in every published format."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from heads.attention import attend
 from heads.cache import KVCache
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if x.dtype != weight.dtype:  # mixed precision: norms keep float32
+        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+class Normed(torch.autograd.Function):
+    """`rms_norm`, of which the backward has the input alone, in the dtype that it came in."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return rms_norm(x, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        saved = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        x, weight = (tensor.detach().requires_grad_(needed) for tensor, needed in saved)
+        with torch.enable_grad():
+            out = rms_norm(x, weight, ctx.eps).to(gradient.dtype)
+        wanted = [tensor for tensor in (x, weight) if tensor.requires_grad]
+        found = iter(torch.autograd.grad(out, wanted, gradient))
+        return *(next(found) if tensor.requires_grad else None for tensor in (x, weight)), None
 
 
 class RMSNorm(nn.Module):
@@ -16,9 +46,8 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype != self.weight.dtype:  # mixed precision: norms keep float32
-            return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        apply = Normed.apply if torch.is_grad_enabled() else rms_norm
+        return apply(x, self.weight, self.eps)
 
 
 class ResidualBlock(nn.Module):
@@ -91,7 +120,24 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
+class Gated(torch.autograd.Function):
+    """silu(gate) * up, of which the backward needs the two factors only."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(gradient * up, gate), gradient * F.silu(gate)
+
+
 class MLP(nn.Module):
+    """In training it keeps what its two first products made, half of what autograd would: the rest is soon made anew."""
+
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -99,7 +145,20 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if not torch.is_grad_enabled():
+            return self.down_proj(F.silu(gate) * up)
+        made = Gated.apply(gate, up)
+        place = made.untyped_storage()._cdata  # not `made`, which would then live as long as the hooks
+
+        def pack(saved: Tensor) -> Any:  # what down_proj keeps: its weight, and for its gradient `made`
+            return saved.shape if saved.untyped_storage()._cdata == place else saved
+
+        def unpack(packed: Any) -> Tensor:
+            return (F.silu(gate) * up).view(packed) if isinstance(packed, torch.Size) else packed
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return self.down_proj(made)
 
 
 class DecoderLayer(nn.Module):

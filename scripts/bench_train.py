@@ -1,4 +1,4 @@
-"""How fast a head trains:  python scripts/bench_train.py head=eagle3 length=1024 steps=40 [rival=PYTHON]
+"""How fast a head trains:  python scripts/bench_train.py head=eagle3 length=4096 steps=8 [rival=PYTHON]
 
 Tokens per second of the trainer's own steps, the process's peak memory, and model-flops utilisation: products of the
 target's forward and of the head's forward and backward per second, as a share of what one large matrix product reaches on

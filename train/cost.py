@@ -6,7 +6,7 @@ arithmetic on its config.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -30,12 +30,13 @@ BITS = {"4bit": 4.5, "8bit": 8.0, "mxfp4": 4.25}  # per weight, with the scales 
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of tensors made inside, while they live: `peak` is the most at any moment."""
+    """Counts the bytes of tensors made inside, while they live: `peak` is the most at any moment. before: tensors whose
+    memory was there before, of which views are no new bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Iterable[Tensor]) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.seen: set[int] = set()
+        self.seen = {tensor.untyped_storage()._cdata for tensor in before}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -131,10 +132,14 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
     shape = cfg.rows, cfg.length
     positions = torch.arange(cfg.length).expand(shape)
     text = Text(torch.zeros(shape, dtype=torch.int64), torch.ones(shape).bool(), torch.zeros(shape).long(), positions)
-    with FlopCounterMode(display=False) as flops, Live() as live:
-        with torch.autocast("cpu", torch.bfloat16, enabled=cfg.bf16):
-            loss = lesson(*text).loss
-        loss.backward()
+    before = [*lesson.parameters(), *lesson.buffers(), *target.model.parameters(), *target.model.buffers(), *text]
+    before += [parameter.grad for parameter in parameters if parameter.grad is not None]
+    flops, live = FlopCounterMode(display=False), Live(before)
+    for counter in (flops, live):  # one at a time: what counts products holds on to tensors
+        with counter:
+            with torch.autocast("cpu", torch.bfloat16, enabled=cfg.bf16):
+                loss = lesson(*text).loss
+            loss.backward()
     ids = head.draft_ids
     vocabularies = {target.vocab_size} | (set() if ids is None else {len(ids)})
     optimizer = instantiate(cfg.optimizer)(lesson, vocabularies, 1e-4, (0.9, 0.95))
@@ -147,7 +152,7 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
         return Head(held, gradients, state, live.peak, flops.get_total_flops(), head.layers)
     # Gradients of an adapter pass through all of the target, which keeps what every layer made of the batch for them; and
     # it reads the batch once more without the adapter. AdamW has two moments of each weight.
-    with Live() as kept:
+    with Live(before) as kept:
         reading = Target.read(target, text.tokens, layers=[target.num_layers], keep_logits=1)
         between = kept.now - reading.features.nbytes
     work = flops.get_total_flops() + 4 * text.tokens.numel() * sum(p.numel() for p in target.model.parameters())

@@ -23,7 +23,7 @@ from train.memory import peak_memory
 
 Loss = Callable[[Said, Said], Tensor]
 # The loss holds the logits of so many numbers, or of so many rows, at a time; less would read the lm_head once for very few.
-CHUNK, ROWS = 1 << 20, 128
+CHUNK, ROWS = 1 << 20, 256
 SMALL = 1 << 23  # up to so many logits of all depths there is nothing to save by computing them twice
 
 

@@ -1,0 +1,64 @@
+"""What layers keep for their gradients: as little as they say, and the same gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig
+
+from heads.layers import MLP, RMSNorm
+from train.cost import Live
+
+WIDTH, INNER, ROWS = 16, 48, 10
+
+
+def learn(way, parameters, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    out = way(x)
+    (out.float() * torch.linspace(-1, 1, WIDTH)).sum().backward()
+    found = [out.detach(), x.grad, *(parameter.grad.clone() for parameter in parameters)]
+    for parameter in parameters:
+        parameter.grad = None
+    return found
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_mlp_learns_as_its_definition_and_keeps_two_products(autocast):
+    torch.manual_seed(0)
+    mlp = MLP(LlamaConfig(hidden_size=WIDTH, intermediate_size=INNER, num_attention_heads=1))
+    x = torch.randn(2, ROWS, WIDTH)
+
+    def plainly(x: Tensor) -> Tensor:
+        return mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for mine, plain in zip(*(learn(way, list(mlp.parameters()), x) for way in (mlp, plainly)), strict=True):
+            assert torch.equal(mine, plain)
+        if not autocast:
+            with Live([x, *mlp.parameters()]) as live:
+                out = mlp(x)
+            assert live.now == out.nbytes + 2 * (2 * ROWS * INNER * 4)
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
+def test_the_norm_learns_as_its_definition_and_keeps_its_input_alone(dtypes):
+    torch.manual_seed(0)
+    x = torch.randn(2, ROWS, WIDTH).to(getattr(torch, dtypes[0]))
+    norm = RMSNorm(WIDTH, 1e-5)
+    norm.weight.data = torch.randn(WIDTH).to(getattr(torch, dtypes[1]))
+
+    def plainly(x: Tensor) -> Tensor:
+        weight = norm.weight.to(torch.promote_types(x.dtype, norm.weight.dtype))
+        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, 1e-5).to(x.dtype)
+
+    for mine, plain in zip(*(learn(way, [norm.weight], x) for way in (norm, plainly)), strict=True):
+        assert torch.equal(mine, plain)
+    with Live([x, norm.weight]) as live:
+        out = norm(x)
+    assert live.now == out.nbytes
+
+
+def test_a_norm_whose_input_is_given_learns_its_weight():
+    norm = RMSNorm(WIDTH, 1e-5)
+    norm(torch.ones(1, WIDTH)).sum().backward()
+    torch.testing.assert_close(norm.weight.grad, torch.ones(WIDTH), atol=1e-4, rtol=0)
