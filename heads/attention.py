@@ -36,16 +36,17 @@ def attend(
         query = query.reshape(batch, kv_heads, folded, dim)
         mask = mask.expand(-1, groups, -1, -1) if mask.shape[1] == 1 else mask
         mask = mask.reshape(batch, -1, folded, keys)
-    parts = shares(query) if batch == 1 else 1
+    parts = even_parts(query) if batch == 1 else 1
     if parts > 1:  # as rows of a batch over the same keys
         query = query.view(kv_heads, parts, -1, dim).transpose(0, 1)
         mask = mask.view(mask.shape[1], parts, -1, keys).transpose(0, 1)
         key, value = key.expand(parts, -1, -1, -1), value.expand(parts, -1, -1, -1)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
-    return out.transpose(0, 1).reshape(batch, heads, rows, -1) if parts > 1 else out.reshape(batch, heads, rows, -1)
+    out = out.transpose(0, 1) if parts > 1 else out
+    return out.reshape(batch, heads, rows, -1)
 
 
-def shares(query: Tensor) -> int:
+def even_parts(query: Tensor) -> int:
     """Into how many parts to cut a folded query (1, kv_heads, rows, dim), so that the threads of a CPU get equal work: its
     kernel deals out blocks of 32 rows, and two threads take as long over three blocks as over four."""
     if query.device.type != "cpu":

@@ -166,25 +166,21 @@ class KVCache(Cache):
             assert wide is not None
             self.replays("keep", self.move, wide)
         elif any(nodes[-1] != len(nodes) - 1 for nodes in path if nodes):  # else they lie in their places already
-            padded = [nodes + [longest - 1] * (longest - len(nodes)) for nodes in path]
-            source = self.starts + torch.tensor(padded, device=self.device)
-            target = self.columns(longest)
-            for block in self.blocks.values():
-                if self.batch == 1:
-                    first = self.lengths[0]
-                    kept = block.index_select(4, source[0].to(block.device))
-                    block[..., first : first + longest, :] = kept
-                else:
-                    rows = self.rows.to(block.device)
-                    kept = block[:, :, rows, :, source.to(block.device)]
-                    block[:, :, rows, :, target.to(block.device)] = kept
+            path = [nodes + [longest - 1] * (longest - len(nodes)) for nodes in path]
+            self.move(torch.tensor(path, device=self.device))
         self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
 
     def move(self, path: Tensor) -> None:
         """Entries (batch, n) of the newest read go behind the text."""
+        source, target, new = self.starts + path, self.columns(path.shape[1]), path.shape[1]
         for block in self.blocks.values():
-            kept = block[:, :, self.rows, :, self.starts + path]
-            block[:, :, self.rows, :, self.columns(path.shape[1])] = kept
+            if self.batch == 1 and self.reach is None:
+                first = self.lengths[0]  # a slice costs less than an index
+                block[..., first : first + new, :] = block.index_select(4, source[0].to(block.device))
+            else:
+                rows = self.rows.to(block.device)
+                kept = block[:, :, rows, :, source.to(block.device)]
+                block[:, :, rows, :, target.to(block.device)] = kept
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.lengths)

@@ -52,6 +52,7 @@ class Chooser:
 def judged(
     sampling: Sampling, depth: int, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None, *parts: Tensor
 ) -> tuple[Verdict, Tensor]:
+    """`Chooser.verdict` as a function of tensors, which can be replayed. parts: of a TokenTree."""
     tree = TokenTree(*parts)
     logits = warped(sampling, logits, tree, seen)
     if gumbel is not None:

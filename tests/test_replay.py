@@ -16,7 +16,6 @@ from .tape import Tape
 from .test_architectures import VOCAB, every_family, pair
 from .test_engine import SETTINGS, Random, drafters, prompt
 
-MIXTURES: set[str] = set()  # ask the device how many tokens each expert got
 LIMITS = {"max_new_tokens": 20, "eos_token_id": -1, "seed": 7}
 
 
@@ -163,4 +162,4 @@ def test_every_architecture(family, attention, monkeypatch):
         warnings.simplefilter("always")
         for drafter in (None, Random()):
             assert generate(again(target), drafter, ids, **facts).new_tokens == plain
-    assert any("cannot be recorded" in str(warning.message) for warning in told) == (family in MIXTURES)
+    assert not any("cannot be recorded" in str(warning.message) for warning in told)
