@@ -23,9 +23,9 @@ def add(target: Target, rank: int, alpha: int) -> None:
     Raises ValueError for a target in pieces."""
     from peft import LoraConfig
 
-    if target.together:
+    if target.reads_collectively:
         raise ValueError(
-            f"an adapter is put on whole layers, and spread={target.spread} cuts them: choose spread=layers"
+            f"an adapter is put on whole layers, and sharding={target.sharding} cuts them: choose sharding=layers"
         )
     target.model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"))
     for layer in layers(target):

@@ -27,16 +27,16 @@ import torch
 from torch import Tensor, nn
 
 from heads import vocab
-from heads.cache import KVCache
-from heads.spread import whole
 from heads.target import Target
+from heads.target.cache import KVCache
+from heads.target.sharding import full_tensor
 
 
-class Text(NamedTuple):
+class PackedBatch(NamedTuple):
     """A packed training batch. Rows hold several documents, one behind the other."""
 
     tokens: Tensor  # (batch, length) int64
-    supervised: Tensor  # (batch, length) bool: is this token the target's to write?
+    loss_mask: Tensor  # (batch, length) bool: is this token the target's to write?
     documents: Tensor  # (batch, length) int64: which document a token belongs to, -1 for padding
     positions: Tensor  # (batch, length) int64, from 0 in every document
 
@@ -47,30 +47,29 @@ class Text(NamedTuple):
         return (self.documents[:, :, None] == self.documents[:, None, :]) & causal
 
 
-def later(x: Tensor, steps: int) -> Tensor:
+def shift_right(x: Tensor, steps: int) -> Tensor:
     """`x` (batch, length, ...) moved right: slot p holds what stood at p - steps. What wraps around is masked out."""
     return x.roll(steps, dims=1) if steps else x
 
 
-def began(text: Text, depth: int) -> Tensor:
+def draft_loss_mask(text: PackedBatch, depth: int) -> Tensor:
     """(batch, length) bool: slots whose depth-d draft counts. The token it names is supervised, it exists, and the
     draft began in the same document. The one place where supervision meets the alignment rule."""
     length = text.tokens.shape[1]
     slots = torch.arange(length, device=text.tokens.device)
-    named, start = text.documents.roll(-2, dims=1), later(text.documents, depth - 1)
+    named, start = text.documents.roll(-2, dims=1), shift_right(text.documents, depth - 1)
     inside = (slots + 2 < length) & (slots >= depth - 1)
-    return text.supervised.roll(-2, dims=1) & (named == start) & (named >= 0) & inside
+    return text.loss_mask.roll(-2, dims=1) & (named == start) & (named >= 0) & inside
 
 
 class DraftHead(nn.Module, ABC):
     """A small network that guesses the target's next tokens from the target's hidden states."""
 
     kind: str
-    recurrent: ClassVar[bool]  # does a draft depend on the drafts before it (EAGLE), or only on the text (Medusa)?
     cache_layers: int = 0  # layers of keys and values that it keeps of the text
-    format: ClassVar[str] = "foretoken's own"  # of its files, for people
+    format: ClassVar[str] = "foredraft's own"  # of its files, for people
     renamed: ClassVar[dict[str, str]] = {}  # beginnings of weights' names, here and on disk, where these differ
-    layers: list[int]  # which hidden states it reads, numbered as in heads/target.py
+    layers: list[int]  # which hidden states it reads, numbered as in heads/target/model.py
     depth: int  # deepest draft that it was trained for
     limit: int | None = None  # deepest draft that it can make; None for no limit
     pruned: bool = False  # does it draft from a part of the vocabulary?
@@ -102,7 +101,7 @@ class DraftHead(nn.Module, ABC):
     def finish(self) -> None:
         """Training is over: become what is shipped."""
 
-    def misfits(self, target: Target) -> list[str]:
+    def incompatibilities(self, target: Target) -> list[str]:
         """Where the head and this target disagree, in words; a shape that differs is found without its help."""
         return []
 
@@ -115,38 +114,17 @@ class DraftHead(nn.Module, ABC):
         return names
 
     @abstractmethod
-    def forward(self, features: Tensor, embeddings: Tensor, text: Text) -> list[Tensor]:
+    def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         """Training: per depth the hidden states (batch, length, hidden) of a draft at every slot.
 
         embeddings: (batch, length, hidden), the target's, of text.tokens. `logits` turns a hidden state into a draft.
         """
 
     @abstractmethod
-    def read(self, features: Tensor, embeddings: Tensor, cache: KVCache | None) -> Tensor:
-        """Drafting: take in accepted text and return the hidden states (batch, new, hidden) of its depth-1 drafts.
-
-        features (batch, new, width) of the newly accepted positions; embeddings (batch, new, hidden) of the token
-        *behind* each of them, the root last.
-        """
-
-    def step(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
-        """Drafting, recurrent heads only: hidden states (batch, nodes, hidden) one level below these nodes.
-
-        hidden: of the draft that named each node; embeddings: of the node; positions (batch, nodes) its slot; mask
-        (batch, nodes, keys) bool: its text and its ancestors.
-        """
-        raise NotImplementedError(f"a {self.kind} head drafts all depths at once")
-
-    def drafts(self, features: Tensor) -> Tensor:
-        """Drafting, other heads only: logits of all depths (batch, depth, draft vocab), from the features (batch, width) of
-        the newest position."""
-        raise NotImplementedError(f"a {self.kind} head drafts depth by depth")
-
-    @abstractmethod
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         """(..., draft vocab) for hidden states of drafts of this depth, counted from 1."""
 
-    def prune(self, size: int | None, vocab_size: int) -> int:
+    def prune_vocabulary(self, size: int | None, vocab_size: int) -> int:
         """Make room for a draft vocabulary of `size` tokens, if that is not all of them; how many it drafts from."""
         if size is None or size >= vocab_size:
             return vocab_size
@@ -166,10 +144,10 @@ class DraftHead(nn.Module, ABC):
         return []
 
     @torch.no_grad()
-    def start_projections(self, target: Target, counts: Tensor | None) -> None:
+    def init_projections(self, target: Target, counts: Tensor | None) -> None:
         """Start its projections as the target's lm_head, pruned ones as its rows of the most frequent tokens by `counts`
         (vocab,). A quantised lm_head gives no rows."""
-        rows = whole(target.model.get_output_embeddings().weight)
+        rows = full_tensor(target.model.get_output_embeddings().weight)
         if self.pruned:
             assert counts is not None, "pruning needs the tokens' counts"
             ids = vocab.most_frequent(counts, len(self.d2t))
@@ -184,7 +162,7 @@ class DraftHead(nn.Module, ABC):
         """(draft vocab,) target ids of a pruned vocabulary, ascending; None where the head drafts from all of it."""
         return vocab.from_offsets(self.d2t) if self.pruned else None
 
-    def to_target(self, ids: Tensor) -> Tensor:
+    def to_target_ids(self, ids: Tensor) -> Tensor:
         """Target token ids of draft vocabulary ids."""
         known = self.draft_ids
         return ids if known is None else known[ids]
@@ -196,3 +174,35 @@ class DraftHead(nn.Module, ABC):
     @property
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
+
+
+class ParallelHead(DraftHead):
+    """Drafts all depths at once: a draft depends on the text alone, never on the drafts before it (Medusa)."""
+
+    @abstractmethod
+    def draft_all(self, features: Tensor) -> Tensor:
+        """Logits of all depths (batch, depth, draft vocab), from the features (batch, width) of the newest position."""
+
+
+class RecurrentHead(DraftHead):
+    """Drafts depth by depth: a draft depends on the drafts before it (EAGLE, Hydra, a draft model)."""
+
+    def embed(self, tokens: Tensor, target: Target) -> Tensor:
+        """What the head reads of tokens (batch, n): the target's embeddings (batch, n, hidden)."""
+        return target.embed(tokens)
+
+    @abstractmethod
+    def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
+        """Take in accepted text; the hidden states (batch, new, hidden) of its depth-1 drafts.
+
+        features: (batch, new, width) of the newly accepted positions. embeddings: (batch, new, hidden) of the token
+        *behind* each of them, the root last.
+        """
+
+    @abstractmethod
+    def draft_step(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+        """Hidden states (batch, nodes, hidden) one level below these nodes.
+
+        hidden: of the draft that named each node. embeddings: of the node. positions: (batch, nodes), its slot. mask:
+        (batch, nodes, keys) bool, its text and its ancestors.
+        """

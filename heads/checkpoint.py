@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from heads import adapter, formats
 from heads.base import DraftHead
 from heads.formats.files import CONFIG, SAFE, read_config
-from heads.hub import find
+from heads.hub.client import find
 from heads.target import Target
 
 WEIGHTS = SAFE[0]
@@ -29,7 +29,7 @@ def fingerprint(target: Target) -> dict:
 
 
 def save_head(head: DraftHead, directory: str | Path, target: Target, **facts: Any) -> None:
-    """Write model.safetensors and config.json. `facts` (JSON values) go under "foretoken", beside what loading uses."""
+    """Write model.safetensors and config.json. `facts` (JSON values) go under "foredraft", beside what loading uses."""
     write_head(head, directory, target, formats.own(head), (WEIGHTS,), **facts)
 
 
@@ -42,7 +42,7 @@ def write_head(
     weights, config = form.weights_of(head, target), form.config_of(head, target)
     config["dtype"] = str(head.dtype).removeprefix("torch.")
     own = {"kind": head.kind, "depth": head.depth, "target": fingerprint(target)}
-    config["foretoken"] = own | config.get("foretoken", {}) | facts
+    config["foredraft"] = own | config.get("foredraft", {}) | facts
     try:
         for name in files:
             if name.endswith(".safetensors"):
@@ -65,7 +65,7 @@ def read_head(path: str | Path, target: Target) -> DraftHead:
     Raises ValueError that names what is missing, left over, of another shape, or at odds with `target`.
     """
     found = formats.read(find(path))
-    head = formats.build(formats.recognise(found), found, target)
+    head = formats.build(formats.detect(found), found, target)
     if (found.where / adapter.CONFIG).is_file():
         adapter.load(target, found.where)
     elif len(adapter.layers(target)):
@@ -88,15 +88,15 @@ def drafting_dtype(head: DraftHead, target: Target) -> torch.dtype:
     return torch.float32 if small and target.device.type == "cpu" else target.dtype
 
 
-def check_fit(found: formats.Found, head: DraftHead, target: Target) -> None:
+def check_fit(found: formats.HeadFiles, head: DraftHead, target: Target) -> None:
     """Raise ValueError where the head and this target disagree, saying which side says what."""
-    saved, now = found.config.get("foretoken", {}).get("target", {}), fingerprint(target)
+    saved, now = found.config.get("foredraft", {}).get("target", {}), fingerprint(target)
     problems = [
         f"{name}: the head was trained for {saved[name]}, the target has {now[name]}"
         for name in ("vocab_size", "hidden_size", "num_layers", "embedding_digest")
         if name in saved and saved[name] != now[name]
     ]
-    problems += head.misfits(target)
+    problems += head.incompatibilities(target)
     if problems:
         raise ValueError(f"the head in {found.where} does not fit {target.name}: " + "; ".join(dict.fromkeys(problems)))
 

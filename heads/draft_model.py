@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from heads.base import DraftHead, Text
-from heads.cache import KVCache
-from heads.spread import whole
+from heads.base import PackedBatch, RecurrentHead
 from heads.target import Target
+from heads.target.cache import KVCache
+from heads.target.sharding import full_tensor
 
 
-class DraftModelHead(DraftHead):
-    kind, recurrent, depth = "draft_model", True, 1
+class DraftModelHead(RecurrentHead):
+    kind, depth = "draft_model", 1
     format = "a causal language model as transformers saves it"
     renamed: ClassVar[dict[str, str]] = {"model.": ""}
 
@@ -72,26 +72,28 @@ class DraftModelHead(DraftHead):
 
     @classmethod
     def from_config(cls, config: dict) -> "DraftModelHead":
-        own = config["foretoken"]
-        facts = {name: value for name, value in config.items() if name not in ("foretoken", "model_type")}
+        own = config["foredraft"]
+        facts = {name: value for name, value in config.items() if name not in ("foredraft", "model_type")}
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **facts))
         return cls(Target(model), own["target"]["vocab_size"])
 
     def to_config(self) -> dict:
         return self.model.config.to_dict() | {"architectures": [type(self.model).__name__]}
 
-    def forward(self, features: Tensor, embeddings: Tensor, text: Text) -> list[Tensor]:
+    def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         facts: dict[str, Any] = {"mask": text.mask(), "key_positions": text.positions}
         reading = self.reader.read(text.tokens, text.positions, layers=[self.reader.num_layers], keep_logits=1, **facts)
         return [reading.features.roll(-1, dims=1)]  # what it makes of token p + 1 names token p + 2
 
-    def read(self, features: Tensor, tokens: Tensor, cache: KVCache | None) -> Tensor:
-        assert cache is not None
+    def embed(self, tokens: Tensor, target: Target) -> Tensor:
+        return tokens
+
+    def read_accepted(self, features: Tensor, tokens: Tensor, cache: KVCache) -> Tensor:
         new = tokens.shape[1]
         causal = torch.ones(1, new, new, dtype=torch.bool, device=tokens.device).tril()
-        return self.step(features, tokens, cache.columns(new), cache.mask(causal), cache)
+        return self.draft_step(features, tokens, cache.columns(new), cache.mask(causal), cache)
 
-    def step(self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+    def draft_step(self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
         last = [self.reader.num_layers]
         return self.reader.read_tree(tokens, positions, mask, cache, last, keep_logits=1).features
 
@@ -114,7 +116,7 @@ def first_layers(target: Target, count: int) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     wanted, known = model.state_dict(), target.model.state_dict()
     same = {
-        name: whole(known[name]).float()
+        name: full_tensor(known[name]).float()
         for name, tensor in wanted.items()
         if name in known and known[name].is_floating_point() and known[name].shape == tensor.shape
     }

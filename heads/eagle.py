@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from heads import llama
-from heads.base import DraftHead, Text, later
-from heads.cache import KVCache
+from heads import llama_config
+from heads.base import PackedBatch, RecurrentHead, shift_right
 from heads.layers import DecoderLayer, Rotary
-from heads.steps import attend_steps
+from heads.step_attention import attend_steps
 from heads.target import Target
+from heads.target.cache import KVCache
 
 
-class EagleHead(DraftHead):
+class EagleHead(RecurrentHead):
     """On disk its weights are named as SafeAILab, vLLM and SGLang name them: fc, layers.0.*. The embedding and the lm_head
     are the target's and not saved."""
 
-    kind, recurrent, cache_layers = "eagle", True, 1
+    kind, cache_layers = "eagle", 1
     format = "EAGLE-1 as SafeAILab and SGLang read it (LlamaForCausalLMEagle)"
     renamed: ClassVar[dict[str, str]] = {"layer.": "layers.0."}
     target: Target
@@ -46,10 +46,10 @@ class EagleHead(DraftHead):
         depth: steps of training, 1 is EAGLE-1's, 3 are HASS's. noise: width of the uniform noise on features in training,
         at the paper's 512 tokens a row. bias: of fc, which vLLM reads without one.
         """
-        head = cls(llama.config_like(target, "EAGLE"), depth, bias, noise)
+        head = cls(llama_config.config_like(target, "EAGLE"), depth, bias, noise)
         width = head.config.hidden_size
         with torch.no_grad():
-            llama.start_quietly(head.layer.self_attn.o_proj, head.layer.mlp.down_proj)
+            llama_config.init_near_identity(head.layer.self_attn.o_proj, head.layer.mlp.down_proj)
             head.fc.weight[:, width:].copy_(torch.eye(width))
             if head.fc.bias is not None:
                 head.fc.bias.zero_()
@@ -65,16 +65,16 @@ class EagleHead(DraftHead):
 
     @classmethod
     def from_config(cls, config: dict) -> "EagleHead":
-        own = config.get("foretoken", {})
-        shape = LlamaConfig.from_dict({key: value for key, value in config.items() if key not in ("foretoken", "bias")})
+        own = config.get("foredraft", {})
+        shape = LlamaConfig.from_dict({key: value for key, value in config.items() if key not in ("foredraft", "bias")})
         return cls(shape, own.get("depth", 1), config.get("bias", True))  # absent means true in the authors' code
 
     def to_config(self) -> dict:
         facts = {"architectures": ["LlamaForCausalLMEagle"], "bias": self.fc.bias is not None}
-        return llama.saved(self.config) | facts
+        return llama_config.saved(self.config) | facts
 
-    def misfits(self, target: Target) -> list[str]:
-        return llama.misfits(self.config, target)
+    def incompatibilities(self, target: Target) -> list[str]:
+        return llama_config.incompatibilities(self.config, target)
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.target.logits(hidden)
@@ -82,7 +82,7 @@ class EagleHead(DraftHead):
     def fuse(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
         return self.fc(torch.cat([embeddings.to(self.dtype), hidden.to(self.dtype)], dim=-1))
 
-    def forward(self, features: Tensor, embeddings: Tensor, text: Text) -> list[Tensor]:
+    def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         length, attention = text.tokens.shape[1], self.layer.self_attn
         hidden, beside = features, embeddings.roll(-1, dims=1)
         if self.training and self.noise:
@@ -95,16 +95,15 @@ class EagleHead(DraftHead):
             steps.append((k, v))
             attended = attention.merge(attend_steps(q, steps, mask))
             outs.append(self.layer.finish(fused, attended))
-            hidden = later(outs[-1], 1)
+            hidden = shift_right(outs[-1], 1)
         return outs
 
-    def read(self, features: Tensor, embeddings: Tensor, cache: KVCache | None) -> Tensor:
-        assert cache is not None
+    def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         new = embeddings.shape[1]
         causal = torch.ones(1, new, new, dtype=torch.bool, device=embeddings.device).tril()
-        return self.step(features, embeddings, cache.columns(new), cache.mask(causal), cache)
+        return self.draft_step(features, embeddings, cache.columns(new), cache.mask(causal), cache)
 
-    def step(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+    def draft_step(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
         fused = self.fuse(hidden, embeddings)
         cos, sin = self.rotary(positions, cache.capacity, fused.dtype)
         return self.layer.finish(fused, self.layer.self_attn.cached(fused, cos, sin, mask, cache, layer=0))

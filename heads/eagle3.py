@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from heads import llama
-from heads.base import DraftHead, Text, later
-from heads.cache import KVCache
+from heads import llama_config
+from heads.base import PackedBatch, RecurrentHead, shift_right
 from heads.layers import MLP, Attention, RMSNorm, Rotary
-from heads.steps import attend_steps
+from heads.step_attention import attend_steps
 from heads.target import Target
+from heads.target.cache import KVCache
 
 
 class MidLayer(nn.Module):
@@ -44,10 +44,10 @@ class MidLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(RecurrentHead):
     """Weights are named as SafeAILab, vLLM and SGLang name them: fc, midlayer.*, norm, lm_head, d2t, t2d."""
 
-    kind, recurrent, cache_layers = "eagle3", True, 1
+    kind, cache_layers = "eagle3", 1
     format = "EAGLE-3 as SafeAILab, vLLM and SGLang read it (LlamaForCausalLMEagle3)"
 
     def __init__(
@@ -72,7 +72,7 @@ class Eagle3Head(DraftHead):
         self.fc_norm = nn.ModuleList(norms)
         self.midlayer = MidLayer(config)
         self.norm = RMSNorm(width, config.rms_norm_eps)
-        self.lm_head = nn.Linear(width, self.prune(draft_vocab_size, config.vocab_size), bias=False)
+        self.lm_head = nn.Linear(width, self.prune_vocabulary(draft_vocab_size, config.vocab_size), bias=False)
         self.rotary = Rotary(config)
 
     @classmethod
@@ -97,7 +97,7 @@ class Eagle3Head(DraftHead):
         layers = list(layers) if layers is not None else paper_layers(n)
         if sorted(set(layers)) != layers or not all(0 <= k <= n for k in layers):
             raise ValueError(f"head.layers={layers} must ascend within 0..{n}, this target's hidden states")
-        config = llama.config_like(target, "EAGLE-3")
+        config = llama_config.config_like(target, "EAGLE-3")
         head = cls(config, layers, depth, draft_vocab_size, fc_norm, norm_output)
         with torch.no_grad():
             probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
@@ -107,8 +107,8 @@ class Eagle3Head(DraftHead):
                 head.fc.weight.div_(sizes.cpu().repeat_interleave(config.hidden_size))
             last = target.read(probe, layers=[n], keep_logits=1).features.float()[0]
             head.norm.weight.copy_(last.pow(2).mean(0).sqrt())  # sizes that the target's lm_head is used to
-            llama.start_quietly(head.midlayer.self_attn.o_proj, head.midlayer.mlp.down_proj)
-        head.start_projections(target, counts)
+            llama_config.init_near_identity(head.midlayer.self_attn.o_proj, head.midlayer.mlp.down_proj)
+        head.init_projections(target, counts)
         return head.to(target.device)
 
     @property
@@ -122,9 +122,9 @@ class Eagle3Head(DraftHead):
     @classmethod
     def from_config(cls, config: dict) -> "Eagle3Head":
         return cls(
-            LlamaConfig.from_dict({k: v for k, v in config.items() if k not in ("eagle_config", "foretoken")}),
+            LlamaConfig.from_dict({k: v for k, v in config.items() if k not in ("eagle_config", "foredraft")}),
             layers=config["eagle_aux_hidden_state_layer_ids"],
-            depth=config.get("foretoken", {}).get("depth", 7),
+            depth=config.get("foredraft", {}).get("depth", 7),
             draft_vocab_size=config.get("draft_vocab_size"),
             fc_norm=bool(config.get("fc_norm", False)),
             norm_output=bool(config.get("norm_output", False)),
@@ -133,7 +133,7 @@ class Eagle3Head(DraftHead):
         )
 
     def to_config(self) -> dict:
-        return llama.saved(self.config) | {
+        return llama_config.saved(self.config) | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": self.lm_head.out_features,
             "target_hidden_size": self.config.hidden_size,
@@ -150,10 +150,10 @@ class Eagle3Head(DraftHead):
             },
         }
 
-    def misfits(self, target: Target) -> list[str]:
+    def incompatibilities(self, target: Target) -> list[str]:
         beyond = [k for k in self.layers if k > target.num_layers]
         words = [f"the head reads hidden state {k}, the target has 0..{target.num_layers}" for k in beyond[-1:]]
-        return llama.misfits(self.config, target) + words
+        return llama_config.incompatibilities(self.config, target) + words
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.input_norm is not None:
@@ -173,7 +173,7 @@ class Eagle3Head(DraftHead):
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.lm_head(self.norm(hidden))
 
-    def forward(self, features: Tensor, embeddings: Tensor, text: Text) -> list[Tensor]:
+    def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         hidden = self.fuse(features)
         beside = embeddings.to(hidden.dtype).roll(-1, dims=1)
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], hidden.dtype)
@@ -183,16 +183,15 @@ class Eagle3Head(DraftHead):
             steps.append((k, v))
             attended = self.midlayer.self_attn.merge(attend_steps(q, steps, mask))
             outs.append(self.midlayer.finish(self.residual(hidden), attended))
-            hidden = later(self.feed_back(outs[-1]), 1)
+            hidden = shift_right(self.feed_back(outs[-1]), 1)
         return outs
 
-    def read(self, features: Tensor, embeddings: Tensor, cache: KVCache | None) -> Tensor:
-        assert cache is not None
+    def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         new = embeddings.shape[1]
         causal = torch.ones(1, new, new, dtype=torch.bool, device=embeddings.device).tril()
         return self._draft(self.fuse(features), embeddings, cache.columns(new), cache.mask(causal), cache)
 
-    def step(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+    def draft_step(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
         return self._draft(self.feed_back(hidden), embeddings, positions, mask, cache)
 
     def _draft(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:

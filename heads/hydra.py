@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from heads import llama
-from heads.base import DraftHead, Text, later
-from heads.cache import KVCache
+from heads import llama_config
+from heads.base import PackedBatch, RecurrentHead, shift_right
 from heads.layers import DecoderLayer, ResidualBlock, RMSNorm, Rotary
-from heads.steps import attend_steps
+from heads.step_attention import attend_steps
 from heads.target import Target
+from heads.target.cache import KVCache
 
 
 class WideBlock(nn.Module):
@@ -50,7 +50,7 @@ class PrefixLayer(nn.Module):
     def layer(self) -> DecoderLayer:
         return self.layers[0]  # type: ignore[return-value]
 
-    def forward(self, hidden: Tensor, text: Text) -> Tensor:
+    def forward(self, hidden: Tensor, text: PackedBatch) -> Tensor:
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], hidden.dtype)
         q, k, v = self.layer.self_attn.project(self.layer.input_layernorm(hidden), cos, sin)
         return self.finish(hidden, self.layer.self_attn.merge(attend_steps(q, [(k, v)], text.mask())))
@@ -66,11 +66,11 @@ class PrefixLayer(nn.Module):
         return self.norm(self.layer.finish(hidden, attended))
 
 
-class HydraHead(DraftHead):
+class HydraHead(RecurrentHead):
     """Weights are named as zankner/Hydra names them: hydra_mlp, hydra_lm_head, prefix_embeding_layer (spelt so). Its code
     ties the deeper MLP layers of a Hydra++ head by accident and writes them once each; here they are layers of their own."""
 
-    kind, recurrent = "hydra", True
+    kind = "hydra"
     format = "Hydra as zankner/Hydra names its weights, in safetensors"
 
     def __init__(
@@ -89,7 +89,7 @@ class HydraHead(DraftHead):
         self.mlp_layers, self.dropout, self.target_name = mlp_layers, dropout, target_name
         self.kind = "hydra" if prefix is None else "hydra_pp"
         self.cache_layers = 0 if prefix is None else 1
-        drafts_from = self.prune(draft_vocab_size, vocab_size)
+        drafts_from = self.prune_vocabulary(draft_vocab_size, vocab_size)
         stacks: list[nn.Module] = []
         projections: list[nn.Module] = []
         for i in range(depth):
@@ -119,14 +119,14 @@ class HydraHead(DraftHead):
     ) -> "HydraHead":
         """A new head that starts from the target's own guess: every MLP hands on the hidden state, every projection is the
         target's lm_head. prefix: Hydra++'s layer; dropout: with it only. draft_vocab_size, counts: as in EAGLE-3."""
-        config = llama.config_like(target, "Hydra++") if prefix else None
+        config = llama_config.config_like(target, "Hydra++") if prefix else None
         facts = target.hidden_size, target.vocab_size, depth, mlp_layers
         head = cls(*facts, config, dropout, draft_vocab_size, target.name)
         head.bind(target)
-        head.start_projections(target, counts)
+        head.init_projections(target, counts)
         if prefix:
             layer, norm = head.prefix_embeding_layer.layer, head.prefix_embeding_layer.norm
-            llama.start_quietly(layer.self_attn.o_proj, layer.mlp.down_proj)
+            llama_config.init_near_identity(layer.self_attn.o_proj, layer.mlp.down_proj)
             probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
             size = target.read(probe, layers=head.layers, keep_logits=1).features.float().pow(2).mean().sqrt()
             with torch.no_grad():
@@ -153,7 +153,7 @@ class HydraHead(DraftHead):
                 f"hidden_state_offset={config['hidden_state_offset']} is not known here, only grounded mlp and prefix-mlp "
                 "heads on the last hidden state"
             )
-        own = config["foretoken"]
+        own = config["foredraft"]
         return cls(
             own["hidden_size"],
             own["vocab_size"],
@@ -168,7 +168,7 @@ class HydraHead(DraftHead):
     def to_config(self) -> dict:
         own: dict = {"hidden_size": self.hidden, "vocab_size": self.vocab_size, "dropout": self.dropout}
         if self.cache_layers:
-            own["prefix"] = llama.saved(self.prefix_embeding_layer.config)
+            own["prefix"] = llama_config.saved(self.prefix_embeding_layer.config)
         if self.draft_ids is not None:
             own["draft_vocab_size"] = len(self.draft_ids)
         return {
@@ -178,31 +178,30 @@ class HydraHead(DraftHead):
             "hydra_head_arch": "prefix-mlp" if self.cache_layers else "mlp",
             "grounded_heads": True,
             "hidden_state_offset": 0,
-            "foretoken": own,
+            "foredraft": own,
         }
 
-    def misfits(self, target: Target) -> list[str]:
-        return llama.misfits(self.prefix_embeding_layer.config, target) if self.cache_layers else []
+    def incompatibilities(self, target: Target) -> list[str]:
+        return llama_config.incompatibilities(self.prefix_embeding_layer.config, target) if self.cache_layers else []
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.hydra_lm_head[depth - 1](self.hydra_mlp[depth - 1](hidden))
 
-    def forward(self, features: Tensor, embeddings: Tensor, text: Text) -> list[Tensor]:
+    def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         hidden, beside = features.to(self.dtype), embeddings.to(self.dtype).roll(-1, dims=1)
         if self.cache_layers:
             hidden = self.prefix_embeding_layer(hidden, text)
         # Slot p of depth d: the hidden state of p + 1 - d, then the embeddings of p + 2 - d .. p + 1.
         return [
-            torch.cat([later(hidden, i), *(later(beside, back) for back in range(i, -1, -1))], dim=-1)
+            torch.cat([shift_right(hidden, i), *(shift_right(beside, back) for back in range(i, -1, -1))], dim=-1)
             for i in range(self.depth)
         ]
 
-    def read(self, features: Tensor, embeddings: Tensor, cache: KVCache | None) -> Tensor:
+    def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         hidden = features.to(self.dtype)
         if self.cache_layers:
-            assert cache is not None
             hidden = self.prefix_embeding_layer.read(hidden, cache)
         return torch.cat([hidden, embeddings.to(self.dtype)], dim=-1)
 
-    def step(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+    def draft_step(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
         return torch.cat([hidden, embeddings.to(self.dtype)], dim=-1)

@@ -7,16 +7,15 @@ heads' drafts, so all depths cost one small product each, and the tree is static
 import torch
 from torch import Tensor, nn
 
-from heads.base import DraftHead, Text, later
-from heads.cache import KVCache
+from heads.base import PackedBatch, ParallelHead, shift_right
 from heads.layers import ResidualBlock
 from heads.target import Target
 
 
-class MedusaHead(DraftHead):
+class MedusaHead(ParallelHead):
     """Weights are named as FasterDecoding, TGI and vLLM (to 0.32) name them: {i}.{j}.linear.*, {i}.{blocks}.weight."""
 
-    kind, recurrent = "medusa", False
+    kind = "medusa"
     format = "Medusa-1 as FasterDecoding names its weights, in safetensors"
 
     def __init__(
@@ -31,7 +30,7 @@ class MedusaHead(DraftHead):
     ):
         super().__init__()
         self.hidden, self.vocab, self.depth, self.blocks, self.target_name = hidden, vocab, depth, blocks, target
-        drafts_from = self.prune(draft_vocab_size, vocab)
+        drafts_from = self.prune_vocabulary(draft_vocab_size, vocab)
         self.layers = [last_layer]
         for i in range(depth):
             residual = [ResidualBlock(hidden) for _ in range(blocks)]
@@ -50,7 +49,7 @@ class MedusaHead(DraftHead):
         draft_vocab_size, counts: as in EAGLE-3."""
         facts = target.hidden_size, target.vocab_size, target.num_layers
         head = cls(*facts, depth, blocks, target.name, draft_vocab_size)
-        head.start_projections(target, counts)
+        head.init_projections(target, counts)
         return head.to(target.device)
 
     @property
@@ -67,7 +66,7 @@ class MedusaHead(DraftHead):
 
     @classmethod
     def from_config(cls, config: dict) -> "MedusaHead":
-        own = config["foretoken"]
+        own = config["foredraft"]
         return cls(
             own["hidden_size"],
             own["vocab_size"],
@@ -84,17 +83,14 @@ class MedusaHead(DraftHead):
             "base_model_name_or_path": self.target_name,
             "medusa_num_heads": self.depth,
             "medusa_num_layers": self.blocks,
-            "foretoken": {"hidden_size": self.hidden, "vocab_size": self.vocab, "layers": self.layers} | pruned,
+            "foredraft": {"hidden_size": self.hidden, "vocab_size": self.vocab, "layers": self.layers} | pruned,
         }
 
-    def forward(self, features: Tensor, embeddings: Tensor, text: Text) -> list[Tensor]:
+    def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         features = features.to(self.dtype)
-        return [later(stack[:-1](features), i) for i, stack in enumerate(self.stacks)]
+        return [shift_right(stack[:-1](features), i) for i, stack in enumerate(self.stacks)]
 
-    def read(self, features: Tensor, embeddings: Tensor, cache: KVCache | None) -> Tensor:
-        return features.to(self.dtype)
-
-    def drafts(self, features: Tensor) -> Tensor:
+    def draft_all(self, features: Tensor) -> Tensor:
         features = features.to(self.dtype)
         return torch.stack([self.logits(stack[:-1](features), i) for i, stack in enumerate(self.stacks, 1)], dim=1)
 

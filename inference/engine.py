@@ -9,13 +9,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from heads.cache import KVCache
 from heads.target import Reading, Target
-from inference.choose import Chooser, ClassicalChooser
-from inference.drafters.base import Accepted, Drafter, Nothing
+from heads.target.cache import KVCache
+from inference.drafters.base import Accepted, Drafter, NoDrafter
 from inference.sampling import Noise, Sampling
+from inference.target_sampler import RuleSampler, TargetSampler
 from inference.tree import TokenTree, padded
-from inference.verify import Verdict
+from inference.verify import Verification
 
 
 class Step(NamedTuple):
@@ -69,7 +69,7 @@ class NoClock:
         pass
 
 
-class Ending:
+class StoppingCriteria:
     """When a row is finished: its budget, an end token, or a stop string, cut at the very token that completes it."""
 
     def __init__(self, target: Target, budgets: list[int], eos: set[int], stop_strings: list[str]):
@@ -120,13 +120,13 @@ def generate(
     drafter: None is plain decoding through the same loop. attention_mask: (batch, length), 0 where a row is padded, on
     either side. temperature: 0 is greedy. seed: row r uses seed + r, or give one per row; a row's text depends on its
     own prompt and seed alone. eos_token_id: None is the target's, -1 switches it off. streamer: transformers' kind.
-    rule: "coupled", or a published one to compare with (inference/rules.py); "typical" needs lossless=False, because it
+    rule: "coupled", or a published one to compare with (inference/acceptance_rules.py); "typical" needs lossless=False, because it
     changes the text. timings: also measure where the time goes.
 
     Raises ValueError for an empty or too long prompt and for logits that are not numbers.
     """
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty)
-    drafter = drafter or Nothing()
+    drafter = drafter or NoDrafter()
     prompts = unpad(input_ids, attention_mask)
     batch, longest = len(prompts), max(map(len, prompts))
     if max_new_tokens < 0:
@@ -154,10 +154,10 @@ def generate(
         else eos_token_id
     )
     stops = [stop_strings] if isinstance(stop_strings, str) else stop_strings or []
-    ending = Ending(target, budgets, eos, stops)
+    ending = StoppingCriteria(target, budgets, eos, stops)
     noise = Noise(seeds, target.vocab_size, target.device) if temperature > 0 and rule == "coupled" else None
     facts = sampling, noise, prompts, target.vocab_size, target.device
-    chooser = Chooser(*facts) if rule == "coupled" else ClassicalChooser(rule, seeds, lossless, *facts)
+    chooser = TargetSampler(*facts) if rule == "coupled" else RuleSampler(rule, seeds, lossless, *facts)
     capacity = longest + max_new_tokens + 2 * drafter.nodes  # the last tree, behind what the last path kept
 
     drafter.begin(batch, capacity, sampling)
@@ -172,21 +172,23 @@ def generate(
         gumbel = chooser.gumbel(cache.starts + 1, depth + 1)
         tree = drafter.propose(accepted, gumbel)
         nodes = tree.tokens.shape[1]
-        if cache.replays.active:
+        if cache.graphs.active:
             tree = padded(tree, 1 << (nodes - 1).bit_length())  # few sizes, so few recordings
-            cache.fix(tree.tokens.shape[1])
+            cache.set_bucket(tree.tokens.shape[1])
         clock.lap("draft")
         read = partial(read_nodes, target, cache, drafter.layers)
-        reading = cache.replays(("read", cache.reach, *drafter.layers), read, tree.tokens, tree.depths, tree.ancestors)
+        reading = cache.graphs(
+            ("read", cache.kv_bucket, *drafter.layers), read, tree.tokens, tree.depths, tree.ancestors
+        )
         clock.lap("read")
-        verdict, broken = chooser.verdict(reading.logits, tree, gumbel, depth, cache.replays)
+        verdict, broken = chooser.verdict(reading.logits, tree, gumbel, depth, cache.graphs)
         counts, paths, tokens = to_host(verdict, broken, target.name)
         clock.lap("verify")
         counts = [0 if finished else count for finished, count in zip(done, counts, strict=True)]
         paths = [path[:count] for path, count in zip(paths, counts, strict=True)]
-        drafter.learn(paths, verdict.choices)
-        cache.keep(paths, verdict.path)
-        width = max(counts) if cache.reach is None else depth + 1
+        drafter.observe(paths, verdict.choices)
+        cache.commit(paths, verdict.path)
+        width = max(counts) if cache.kv_bucket is None else depth + 1
         kept = verdict.path[:, :width, None].expand(-1, -1, reading.features.shape[-1])
         features = reading.features.gather(1, kept)
         chooser.note(verdict.tokens[:, :width], verdict.counts)
@@ -204,7 +206,7 @@ def generate(
         accepted = Accepted(verdict.tokens[:, :width], features, counts, accepted.text)
         emit(streamer, emitted)
         clock.lap("host")
-    target.give_back(cache)
+    target.release(cache)
     if streamer is not None:
         streamer.end()
     pad = min(eos, default=0) if eos and min(eos) >= 0 else 0
@@ -218,13 +220,13 @@ def read_nodes(
 
 
 def prefill(
-    target: Target, drafter: Drafter, prompts: list[list[int]], chooser: Chooser, capacity: int
+    target: Target, drafter: Drafter, prompts: list[list[int]], chooser: TargetSampler, capacity: int
 ) -> tuple[KVCache, Accepted]:
     """Read the prompts, and choose each row's first root."""
     batch, lengths = len(prompts), [len(prompt) for prompt in prompts]
     longest, device = max(lengths), target.device
     tokens = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
-    cache = target.take_cache(batch, capacity)
+    cache = target.acquire_cache(batch, capacity)
     last = tokens.new_tensor(lengths)[:, None] - 1
     positions = torch.arange(longest, device=device).expand(batch, -1)
     ends = sorted({length - 1 for length in lengths})
@@ -237,7 +239,7 @@ def prefill(
     tree = TokenTree(
         root, torch.zeros_like(root), torch.ones(batch, 1, 1, dtype=torch.bool, device=device), torch.zeros_like(root)
     )
-    verdict, broken = chooser.verdict(logits, tree, chooser.gumbel(cache.starts, 1), 0, cache.replays)
+    verdict, broken = chooser.verdict(logits, tree, chooser.gumbel(cache.starts, 1), 0, cache.graphs)
     _, _, first = to_host(verdict, broken, target.name)
     chooser.note(verdict.tokens, verdict.counts)
     shifted = torch.cat([tokens[:, 1:], tokens[:, :1]], dim=1).scatter(1, last, verdict.tokens)
@@ -245,7 +247,7 @@ def prefill(
     return cache, Accepted(shifted, reading.features, lengths, text)
 
 
-def to_host(verdict: Verdict, broken: Tensor, name: str) -> tuple[list[int], list[list[int]], list[list[int]]]:
+def to_host(verdict: Verification, broken: Tensor, name: str) -> tuple[list[int], list[list[int]], list[list[int]]]:
     """Counts, paths and tokens as Python numbers: the one time in a step that the host waits for the device."""
     flags = broken.long().expand(len(verdict.counts), 1)
     width = verdict.path.shape[1]

@@ -43,8 +43,8 @@ class Sampling:
             return logits
         logits = logits.float() / self.temperature
         if self.top_k is not None and self.top_k < logits.shape[-1]:
-            least = logits.topk(self.top_k, dim=-1).values[..., -1:]
-            logits = logits.masked_fill(logits < least, float("-inf"))
+            min_probability = logits.topk(self.top_k, dim=-1).values[..., -1:]
+            logits = logits.masked_fill(logits < min_probability, float("-inf"))
         if self.top_p is not None and self.top_p < 1:
             ordered, order = logits.sort(dim=-1, descending=True)
             before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass of the tokens above this one

@@ -13,14 +13,14 @@ from torch import Tensor
 from inference.tree import TokenTree
 
 
-class Verdict(NamedTuple):
+class Verification(NamedTuple):
     counts: Tensor  # (batch,) int64: nodes on the accepted path, the root counted; also how many tokens are new
     path: Tensor  # (batch, depth + 1) int64: its nodes from the root down, then others up to the width
     tokens: Tensor  # (batch, depth + 1) int64: the choice after each of them: the new text, the bonus last
     choices: Tensor  # (batch, nodes) int64: what the target writes after each node
 
 
-def verify(tree: TokenTree, choices: Tensor, depth: int) -> Verdict:
+def verify(tree: TokenTree, choices: Tensor, depth: int) -> Verification:
     """Follow the target's choices (batch, nodes) down the tree. depth: at least the tree's."""
     nodes = tree.tokens.shape[1]
     matched = tree.tokens == choices.gather(1, tree.parents)
@@ -31,4 +31,4 @@ def verify(tree: TokenTree, choices: Tensor, depth: int) -> Verdict:
     on_path = tree.ancestors.gather(1, last[:, None, None].expand(-1, 1, nodes))[:, 0]
     order = torch.arange(nodes, device=tree.tokens.device)
     path = torch.where(on_path, order, order + nodes).argsort(1)[:, : depth + 1]
-    return Verdict(on_path.sum(1), path, choices.gather(1, path), choices)
+    return Verification(on_path.sum(1), path, choices.gather(1, path), choices)

@@ -1,7 +1,7 @@
-# Sourced by demo.sh and test.sh: changes to the repository and sets $python, a Python with foretoken[train,dev].
+# Sourced by demo.sh and test.sh: changes to the repository and sets $python, a Python with foredraft[train,dev].
 #
 #   .venv in the repository is made once; a second run finds it ready and needs no network.
-#   FORETOKEN_ENV=active  uses the environment that is active instead, and leaves the versions it has where they fit.
+#   FOREDRAFT_ENV=active  uses the environment that is active instead, and leaves the versions it has where they fit.
 #   PYTHON=/path/python   names the Python to use (3.11 to 3.13).
 #
 # On Linux `pip install torch` brings the CUDA build, gigabytes of it. Without a GPU, name an index that has the CPU
@@ -27,12 +27,12 @@ find_python() {
     fail "no Python 3.11, 3.12 or 3.13 found as ${PYTHON:-$*}; install one, or name it: PYTHON=/path/to/python"
 }
 
-if [ "${FORETOKEN_ENV:-}" = active ]; then
+if [ "${FOREDRAFT_ENV:-}" = active ]; then
     python=$(find_python python python3)
     constraints=()
     say "using the active environment, $("$python" -c 'import sys; print(sys.prefix)')"
 else
-    [ -z "${FORETOKEN_ENV:-}" ] || fail "FORETOKEN_ENV=$FORETOKEN_ENV is not known; it is unset (make .venv) or active"
+    [ -z "${FOREDRAFT_ENV:-}" ] || fail "FOREDRAFT_ENV=$FOREDRAFT_ENV is not known; it is unset (make .venv) or active"
     python=$root/.venv/bin/python
     constraints=(-c constraints.txt)
     if ! is_supported "$python"; then
@@ -43,7 +43,7 @@ else
 fi
 
 # The stamp says for which repository and which requirements the environment was installed.
-stamp=$("$python" -c 'import sys; print(sys.prefix)')/foretoken.stamp
+stamp=$("$python" -c 'import sys; print(sys.prefix)')/foredraft.stamp
 wanted=$({ echo "$root"; cat pyproject.toml constraints.txt; } | cksum)
 if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     say "the environment is ready"
@@ -52,7 +52,7 @@ else
         say "installing torch, the large one"
         "$python" -m pip install -q --disable-pip-version-check "${constraints[@]}" torch
     fi
-    say "installing foretoken with what training and tests need"
+    say "installing foredraft with what training and tests need"
     "$python" -m pip install -q --disable-pip-version-check ${constraints[@]+"${constraints[@]}"} -e '.[train,dev]'
     echo "$wanted" >"$stamp"
 fi

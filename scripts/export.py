@@ -11,8 +11,8 @@ from omegaconf import DictConfig
 
 from heads import hub
 from heads.checkpoint import read_config, read_head, write_head
-from train import ship
-from train.entry import CONF, entry
+from train import publish
+from train.cli import CONF, entry
 
 
 @entry("export", CONF / "ship")
@@ -20,17 +20,17 @@ def main(cfg: DictConfig) -> None:
     out = Path(cfg.output_dir)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"output_dir={out} is there already: give another, or remove it")
-    target = ship.open_target(cfg.target, cfg.head)
+    target = publish.open_target(cfg.target, cfg.head)
     found = hub.find(cfg.head)
     head = read_head(found, target)
     export = instantiate(cfg.format)(head, target)
-    recorded = read_config(found).get("foretoken", {})
+    recorded = read_config(found).get("foredraft", {})
     facts = {name: recorded[name] for name in ("accuracies",) if name in recorded}
     part = out.with_name(f"{out.name}.part")  # what is at output_dir has passed the gate
     shutil.rmtree(part, ignore_errors=True)
     write_head(head, part, target, export.form, export.form.files, **facts)
     if cfg.gate:
-        print(ship.gate(found, target, part))
+        print(publish.gate(found, target, part))
     if out.exists():
         out.rmdir()
     part.rename(out)

@@ -2,16 +2,16 @@
 
     python scripts/lossless.py target=hf target.path=... drafter=head drafter.spec=outputs/eagle3/head
 
-Levels L1 to L3 of inference/audit.py, and for every place where texts part in half precision its gap audit.
+Levels L1 to L3 of inference/evaluation/lossless.py, and for every place where texts part in half precision its gap audit.
 """
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from heads import Target
-from inference.audit import Filled, Rows, partings, shares
-from train.data import prompts
-from train.entry import entry
+from inference.evaluation.lossless import Filled, Rows, partings, shares
+from train.cli import entry
+from train.data.corpus import prompts
 
 
 @entry("lossless")

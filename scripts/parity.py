@@ -7,15 +7,15 @@ length. Exit code 2 where they do not.
 from omegaconf import DictConfig
 
 from heads import hub
-from train import ship
-from train.entry import CONF, entry
+from train import publish
+from train.cli import CONF, entry
 
 
 @entry("parity", CONF / "ship")
 def main(cfg: DictConfig) -> None:
-    target = ship.open_target(cfg.target, cfg.head)
+    target = publish.open_target(cfg.target, cfg.head)
     trained = hub.find(cfg.head)
-    print(ship.gate(trained, target, hub.find(cfg.exported) if cfg.exported else trained))
+    print(publish.gate(trained, target, hub.find(cfg.exported) if cfg.exported else trained))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a training run will need, before it starts:  python scripts/plan.py target=ORG/NAME head=eagle3 gpus=8
 
-Nothing is loaded but the target's config. What a step takes is counted (train/cost.py); here it is laid out over GPUs, and
+Nothing is loaded but the target's config. What a step takes is counted (train/runtime/cost.py); here it is laid out over GPUs, and
 beside each line stands how it came to be.
 """
 
@@ -12,11 +12,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoConfig
 
-from heads.loading import resolve_dtype
-from heads.spread import TOGETHER
 from heads.target import Target
-from train.cost import BITS, Body, Head, study
-from train.entry import CONF, entry
+from heads.target.loading import resolve_dtype
+from heads.target.sharding import COLLECTIVE
+from train.cli import CONF, entry
+from train.runtime.cost import BITS, Body, Head, study
 
 GIB = 2**30
 RESERVE = 1.5  # GiB per GPU for the driver's context, NCCL's buffers and the allocator's gaps
@@ -46,7 +46,7 @@ def read_config(target: str) -> Any:
 
 def lines(cfg: DictConfig, head: Head, body: Body, layers: int, target: Target) -> dict[str, tuple[float, str]]:
     """GiB per GPU and how each came to be."""
-    pieces = SHARDS[cfg.engine.name]
+    pieces = SHARDS[cfg.strategy.name]
     n = cfg.gpus
 
     def part(size: int, cut: bool, what: str) -> tuple[float, str]:
@@ -57,13 +57,13 @@ def lines(cfg: DictConfig, head: Head, body: Body, layers: int, target: Target) 
         if cfg.target.quantization
         else str(target.dtype).removeprefix("torch.")
     )
-    spread = cfg.target.spread if n > 1 else None
-    rows = cfg.rows * (n if spread == "tensor" else 1)  # a slice of a layer reads the rows of all
+    sharding = cfg.target.sharding if n > 1 else None
+    rows = cfg.rows * (n if sharding == "tensor" else 1)  # a slice of a layer reads the rows of all
     captured = rows * cfg.length * (layers + 1) * target.hidden_size * 2
     held = {
         "fsdp": ((body.weights + body.ends) / n, f"one of {n} pieces on every GPU"),
         "tensor": (body.weights / n + body.ends, f"one of {n} slices on every GPU, embedding and lm_head whole"),
-    }.get(str(spread), (body.weights + body.ends, "whole on every GPU"))
+    }.get(str(sharding), (body.weights + body.ends, "whole on every GPU"))
     found = {
         "target weights": (
             held[0] / GIB,
@@ -85,7 +85,7 @@ def lines(cfg: DictConfig, head: Head, body: Body, layers: int, target: Target) 
             head.weights / GIB * (0.5 if cfg.bf16 else 1),
             "whole while a batch is learnt from",
         )
-    if spread == "fsdp":
+    if sharding == "fsdp":
         gathered = 2 * body.weights / target.num_layers + body.ends
         found["gathered target"] = (gathered / GIB, "a layer at work and the next one, embedding and lm_head")
     return found
@@ -94,10 +94,10 @@ def lines(cfg: DictConfig, head: Head, body: Body, layers: int, target: Target) 
 def remedies(cfg: DictConfig) -> list[list[str]]:
     """What could be changed where it does not fit, the cheapest first."""
     rows = [[f"accumulation={cfg.accumulation * cfg.rows}", "rows=1"]] if cfg.rows > 1 else []
-    engine = [["engine=fsdp"]] if cfg.gpus > 1 and not SHARDS[cfg.engine.name][0] else []
-    smaller = [] if cfg.target.quantization or cfg.target.spread else [["target.quantization=4bit"]]
+    engine = [["strategy=fsdp"]] if cfg.gpus > 1 and not SHARDS[cfg.strategy.name][0] else []
+    smaller = [] if cfg.target.quantization or cfg.target.sharding else [["target.quantization=4bit"]]
     if smaller and cfg.gpus > 1:
-        smaller.insert(0, ["target.spread=fsdp"])
+        smaller.insert(0, ["target.sharding=fsdp"])
     shorter = [[f"length={cfg.length // part}"] for part in (2, 4)]
     return [*rows, *engine, *smaller, *shorter, *[a + b for a in smaller for b in engine + shorter]]
 
@@ -106,8 +106,8 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
     """gib: {line: (GiB per GPU, how)}; total; tokens_per_second and hours; disk (bytes of features)."""
     if cfg.target.quantization and cfg.target.quantization not in BITS:
         raise ValueError(f"target.quantization={cfg.target.quantization} is not one of {', '.join(BITS)}")
-    if cfg.target.spread not in (None, *TOGETHER):
-        raise ValueError(f"target.spread={cfg.target.spread}: a plan knows {', '.join(TOGETHER)}, or null")
+    if cfg.target.sharding not in (None, *COLLECTIVE):
+        raise ValueError(f"target.sharding={cfg.target.sharding}: a plan knows {', '.join(COLLECTIVE)}, or null")
     if cfg.head._target_.startswith("heads.draft_model."):
         raise ValueError("head=draft_model is a model of its own, and a plan counts heads: plan one of those")
     config = read_config(cfg.target.path)
@@ -115,7 +115,7 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
     head, body, target = study(cfg, config, dtype)
     layers = len(head.layers)
     found = lines(cfg, head, body, layers, target)
-    flops = (body.flops + head.flops * cfg.supervised) / (cfg.rows * cfg.length)
+    flops = (body.flops + head.flops * cfg.loss_mask) / (cfg.rows * cfg.length)
     rate = cfg.gpus * cfg.gpu_tflops * 1e12 * cfg.efficiency / flops
     return {
         "gib": found,
@@ -133,7 +133,7 @@ def fitting(cfg: DictConfig) -> tuple[list[str], float] | None:
     for change in remedies(cfg):
         changed = cast(
             DictConfig,
-            OmegaConf.merge(cfg, OmegaConf.from_dotlist([one.replace("engine=", "engine.name=") for one in change])),
+            OmegaConf.merge(cfg, OmegaConf.from_dotlist([one.replace("engine=", "strategy.name=") for one in change])),
         )
         total = plan(changed)["total"]
         if total <= cfg.gpu_gib:
@@ -152,7 +152,7 @@ def spelled_out(argument: str) -> str:
 def main(cfg: DictConfig) -> None:
     found = plan(cfg)
     print(f"{cfg.head._target_.split('.')[1]} ({found['head_parameters'] / 1e6:.0f}M parameters) for {cfg.target.path}")
-    print(f"on {cfg.gpus} GPUs of {cfg.gpu_gib} GiB, engine={cfg.engine.name}; GiB on each:")
+    print(f"on {cfg.gpus} GPUs of {cfg.gpu_gib} GiB, strategy={cfg.strategy.name}; GiB on each:")
     for name, (size, how) in found["gib"].items():
         print(f"  {name:17}{size:8.2f}  {how}")
     print(f"  {'sum':17}{found['total']:8.2f}  of {cfg.gpu_gib}")
@@ -160,7 +160,7 @@ def main(cfg: DictConfig) -> None:
     print(
         f"{body / 1e9:.1f} GFLOP per token in the target's forward, {head / 1e9:.1f} in the head (forward, backward, both "
         f"vocabularies' logits)\n{found['tokens_per_second']:,.0f} tokens/s = {cfg.gpus} x {cfg.gpu_tflops:g} TFLOP/s x "
-        f"{cfg.efficiency} / {(body + head * cfg.supervised) / 1e9:.1f} GFLOP: {found['hours']:.1f} hours for "
+        f"{cfg.efficiency} / {(body + head * cfg.loss_mask) / 1e9:.1f} GFLOP: {found['hours']:.1f} hours for "
         f"{cfg.tokens:,} tokens\n{found['disk'] / 1e12:.2f} TB, should their features be kept on disk in bfloat16"
     )
     if found["total"] > cfg.gpu_gib:

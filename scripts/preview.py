@@ -13,11 +13,11 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from inference import plots
-from inference.report import PAGE_STYLE, verbatim
-from train import datacard
-from train.data import Corpus, Document
-from train.entry import entry
+from inference.evaluation import plots
+from inference.evaluation.report import PAGE_STYLE, verbatim
+from train.cli import entry
+from train.data import data_card
+from train.data.corpus import Corpus, Document
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 STYLE = "mark{background:var(--t3);box-shadow:inset 0 -2px var(--d3);color:inherit}"
@@ -34,22 +34,22 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(f"samples={cfg.samples} must be at least 1")
     count = min(cfg.samples, len(data.train))
     samples = [data.train[len(data.train) * i // count] for i in range(count)]
-    card = data.card | datacard.describe(data.train)
+    card = data.card | data_card.describe(data.train)
     for number, document in enumerate(samples, start=1):
         print(f"--- {title(number, document)}\n{terminal(tokenizer, document)}\n")
-    print(datacard.summary(card))
+    print(data_card.summary(card))
     Path(cfg.output).parent.mkdir(parents=True, exist_ok=True)
     Path(cfg.output).write_text(page(tokenizer, samples, card))
     print(f"the same, in colour: {cfg.output}")
 
 
 def title(number: int, document: Document) -> str:
-    return f"document {number}: {len(document.tokens)} tokens, {sum(document.supervised)} supervised"
+    return f"document {number}: {len(document.tokens)} tokens, {sum(document.loss_mask)} supervised"
 
 
 def runs(tokenizer: PreTrainedTokenizerBase, document: Document) -> Iterator[tuple[bool, str]]:
     """(supervised?, text) of each stretch. The texts are the tokens' own, special ones included."""
-    pairs = zip(document.supervised, document.tokens, strict=True)
+    pairs = zip(document.loss_mask, document.tokens, strict=True)
     for flag, run in groupby(pairs, key=lambda pair: pair[0]):
         yield flag, tokenizer.decode([token for _, token in run], clean_up_tokenization_spaces=False)
 
@@ -69,12 +69,12 @@ def page(tokenizer: PreTrainedTokenizerBase, samples: list[Document], card: dict
             for flag, text in runs(tokenizer, document)
         )
         shown.append(f"<h2>{title(number, document)}</h2><pre>{text}</pre>")
-    rows = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in datacard.lines(card))
+    rows = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in data_card.lines(card))
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>Preview of {escape(str(card['source']))}</title><style>{PAGE_STYLE}{plots.STYLE}{STYLE}</style><main>"
         f"<h1>{escape(str(card['source']))}</h1><p>What the target writes is <mark>marked</mark>: only that is learnt.</p>"
-        f"{''.join(shown)}<h2>Data card</h2><dl>{rows}</dl><figure>{datacard.histogram(card)}</figure></main></html>\n"
+        f"{''.join(shown)}<h2>Data card</h2><dl>{rows}</dl><figure>{data_card.histogram(card)}</figure></main></html>\n"
     )
 
 

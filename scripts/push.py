@@ -7,14 +7,14 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from train import ship
-from train.entry import CONF, entry
+from train import publish
+from train.cli import CONF, entry
 
 
 @entry("push", CONF / "ship")
 def main(cfg: DictConfig) -> None:
-    target = ship.open_target(cfg.target, cfg.head)
-    print(ship.push(Path(cfg.head), target, cfg.repo, cfg.private, cfg.replace, cfg.dry_run, cfg.license))
+    target = publish.open_target(cfg.target, cfg.head)
+    print(publish.push(Path(cfg.head), target, cfg.repo, cfg.private, cfg.replace, cfg.dry_run, cfg.license))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from train.answers import Server, in_process, through_server
-from train.chat import ChatFormat
-from train.conversations import source_of
-from train.entry import entry
-from train.regenerate import Output, Sampling, questions
-from train.rows import Source
+from train.cli import entry
+from train.data.chat_template import ChatFormat
+from train.data.conversations import source_of
+from train.data.generation_clients import Server, in_process, through_server
+from train.data.regeneration import Output, Sampling, questions
+from train.data.sources import Source
 
 
 @entry("regenerate")

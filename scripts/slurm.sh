@@ -1,7 +1,7 @@
 #!/bin/bash
 # Four nodes of eight GPUs:  sbatch scripts/slurm.sh experiment=llama33_70b_eagle3 data.path=FOLDER
 # Slurm sends SIGTERM before the time is up: the run saves and stops, and the same command goes on from there.
-#SBATCH --job-name=foretoken
+#SBATCH --job-name=foredraft
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8

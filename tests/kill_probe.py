@@ -19,7 +19,8 @@ import safetensors.torch
 import torch
 from transformers import TrainerState
 
-from train import checkpoints, prove, run, session
+from train import finalize, run
+from train.runtime import checkpoints, run_state
 from train.trainer import HeadTrainer
 
 
@@ -55,8 +56,8 @@ def child(moment: int, number: int, overrides: list[str]) -> None:
     fate.at(TrainerState, "save_to_json", writes=1)
     fate.at(Path, "rename")
     fate.at(shutil, "rmtree")
-    fate.at(prove, "write_report", writes=0)
-    fate.at(session, "write_whole")
+    fate.at(finalize, "write_report", writes=0)
+    fate.at(run_state, "write_whole")
     sys.argv = ["train/run.py", *overrides, "hydra/job_logging=disabled"]
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- to its end
     code = 0

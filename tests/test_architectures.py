@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from heads import Target
-from heads.cache import KVCache
+from heads.target.cache import KVCache
 from inference import generate
 from inference.drafters.base import Accepted, Drafter
 from inference.drafters.ngram import NgramDrafter
@@ -102,7 +102,7 @@ def pair(family: str, attention: str) -> Pair:
         if parameter.ndim < 2:  # norms, biases, sinks: at their initial 0 or 1 one left out would not show
             parameter.data += 0.3 * torch.randn_like(parameter)
     target = Target(copy.deepcopy(plain))
-    assert target.model.config._attn_implementation == ("eager" if attention == "eager" else "foretoken")
+    assert target.model.config._attn_implementation == ("eager" if attention == "eager" else "foredraft")
     assert plain.config._attn_implementation == attention
     return Pair(plain, target)
 
@@ -113,7 +113,7 @@ def random_text(luck: random.Random, length: int) -> list[int]:
 
 def random_tree(luck: random.Random, batch: int, nodes: int = 12) -> TokenTree:
     """Branches of any shape. One is longer than the window when there are 12 nodes, and others stand between its nodes,
-    so that what lies within the window can be told by position only, not by column."""
+    so that what lies within the window can be message by position only, not by column."""
     parents = [[luck.randrange(node) if node % 2 else max(0, node - 2) for node in range(nodes)] for _ in range(batch)]
     tokens = [random_text(luck, nodes) for _ in range(batch)]
     return from_parents(torch.tensor(tokens), torch.tensor(parents), depth=nodes)
@@ -188,7 +188,7 @@ def test_nothing_drifts_over_many_accepted_paths(family: str, attention: str, ro
         paths = [
             [] if rows > 1 and luck.random() < 0.1 else branch(tree, row, luck.randrange(8)) for row in range(rows)
         ]
-        cache.keep(paths)
+        cache.commit(paths)
         for row, path in enumerate(paths):
             texts[row] += tree.tokens[row, path].tolist()
             kept[row].append(logits[row, path])
@@ -212,8 +212,8 @@ class Tipped(Drafter):
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         tree = random_tree(self.luck, len(accepted.text), self.nodes)
         for row, text in enumerate(accepted.text):
-            told = self.answers[row][len(text) - 1 :]
-            for node, token in zip(branch(tree, row, self.luck.randrange(self.nodes)), told):
+            message = self.answers[row][len(text) - 1 :]
+            for node, token in zip(branch(tree, row, self.luck.randrange(self.nodes)), message):
                 tree.tokens[row, node] = token
         return tree
 

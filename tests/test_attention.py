@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.attention import attend, even_parts
+from heads.target.attention import attend, equal_parts
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -43,7 +43,7 @@ def test_it_cuts_where_the_threads_would_get_unequal_work(threads):
     def query(kv_heads: int, rows: int) -> Tensor:
         return torch.zeros(1, kv_heads, rows, 8)
 
-    assert even_parts(query(1, 96)) == threads
-    assert even_parts(query(threads, 96)) == 1  # each thread has a head of its own
-    assert even_parts(query(1, 97)) == 1
-    assert threads == 1 or even_parts(query(1, 6)) == 1  # too small to share
+    assert equal_parts(query(1, 96)) == threads
+    assert equal_parts(query(threads, 96)) == 1  # each thread has a head of its own
+    assert equal_parts(query(1, 97)) == 1
+    assert threads == 1 or equal_parts(query(1, 6)) == 1  # too small to share

@@ -2,8 +2,8 @@
 
 import pytest
 
-from train.chat import ChatFormat
-from train.rows import Dropped
+from train.data.chat_template import ChatFormat
+from train.data.sources import SkippedRow
 
 from . import chats
 from .chats import CHATML, GEMMA, LLAMA3, MISTRAL, TAGGED, THINKING, tokenizer
@@ -18,7 +18,7 @@ def shown(form: ChatFormat, messages: list[dict]) -> list[str]:
     for document in form.documents(messages):
         pieces, inside = [], False
         runs: list[list[int]] = []
-        for token, flag in zip(document.tokens, document.supervised, strict=True):
+        for token, flag in zip(document.tokens, document.loss_mask, strict=True):
             if flag != inside or not runs:
                 runs.append([])
                 pieces.append(flag)
@@ -71,7 +71,7 @@ def test_training_begins_as_decoding_does(family: str):
     """What stands before an answer is, token for token, the prompt behind which the target writes it."""
     form = ChatFormat(tokenizer(FAMILIES[family][0]))
     (document,) = form.documents(TWO)
-    starts = [i for i in range(1, len(document.tokens)) if document.supervised[i] > document.supervised[i - 1]]
+    starts = [i for i in range(1, len(document.tokens)) if document.loss_mask[i] > document.loss_mask[i - 1]]
     assert [document.tokens[:start] for start in starts] == [form.prompt(TWO[:1]), form.prompt(TWO[:3])]
 
 
@@ -102,9 +102,9 @@ def test_nothing_is_added_to_what_the_template_says():
 
 def test_a_conversation_that_a_template_refuses_is_dropped_with_its_words():
     twice = [ONE[0], ONE[0], ONE[1]]
-    with pytest.raises(Dropped, match="must take turns"):
+    with pytest.raises(SkippedRow, match="must take turns"):
         ChatFormat(tokenizer(MISTRAL)).documents(twice)
-    with pytest.raises(Dropped, match="no answer"):
+    with pytest.raises(SkippedRow, match="no answer"):
         ChatFormat(tokenizer(CHATML)).documents(ONE[:1])
 
 
@@ -117,6 +117,6 @@ def test_a_template_whose_answers_begin_otherwise_is_refused():
 def test_the_plain_template_marks_answers(tmp_path):
     with pytest.raises(ValueError, match=r"no chat template.*train/plain\.jinja"):
         ChatFormat(tokenizer(None))
-    form = ChatFormat(tokenizer(None), template="train/plain.jinja")
+    form = ChatFormat(tokenizer(None), template="train/data/plain_chat.jinja")
     assert shown(form, TWO) == ["User: Hi é\nAssistant:⟦ yes\n</s>⟧\nUser: more\nAssistant:⟦ no</s>⟧\n"]
     assert form.tokenizer.decode(form.prompt(TWO[:1])) == "User: Hi é\nAssistant:"

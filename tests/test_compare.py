@@ -1,4 +1,4 @@
-"""`python scripts/compare.py` from training to the table, on a tiny target."""
+"""`python scripts/bench/compare.py` from training to the table, on a tiny target."""
 
 import csv
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.compare import main, named
+from scripts.bench.compare import main, named
 
 from .conftest import TEXT
 
@@ -22,7 +22,7 @@ SMALL = [
     "prompt_tokens=16",
     "new_tokens=16",
     "+train.length=64",
-    "+train.written=0",
+    "+train.data.stored_text=0",
     "+train.trainer={max_steps:2,warmup_steps:1}",
     "train.evaluate.prompts=2",
     "+train.evaluate={prompt_tokens:16,new_tokens:8,eval_steps:0}",
@@ -40,7 +40,7 @@ def compare(tmp_path: Path, tiny_path: Path, monkeypatch, capfd):
 
     def run(*arguments: str) -> tuple[int, str]:
         common = [f"target.path={tiny_path}", "data.path=text.py", "output_dir=out", "hydra/job_logging=disabled"]
-        monkeypatch.setattr(sys, "argv", ["scripts/compare.py", *SMALL, *common, *arguments])
+        monkeypatch.setattr(sys, "argv", ["scripts/bench/compare.py", *SMALL, *common, *arguments])
         code = 0
         try:
             main()

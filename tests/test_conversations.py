@@ -7,10 +7,10 @@ import pytest
 import torch
 from datasets import Dataset
 
-from train import datacard
-from train.conversations import corpus
-from train.data import Document, count_tokens, prompts
-from train.rows import Dropped, Row, Source
+from train.data import data_card
+from train.data.conversations import corpus
+from train.data.corpus import Document, count_tokens, prompts
+from train.data.sources import Row, SkippedRow, Source
 
 from .chats import CHATML, tokenizer
 
@@ -65,7 +65,7 @@ def test_columns_can_be_named():
     ],
 )
 def test_rows_that_are_no_conversation_say_why(row, reason: str):
-    with pytest.raises(Dropped, match=reason):
+    with pytest.raises(SkippedRow, match=reason):
         Source("x").conversation(Row("", row))
 
 
@@ -87,7 +87,7 @@ def test_a_corpus_says_what_it_dropped_and_where(file: Path, tmp_path: Path):
     assert data.card["rows"] == 123 and len(data.train) + data.card["held_out"] == 120
     assert data.card["dropped"] == {"not JSON": 1, "not UTF-8": 1, "no answer in it": 1}
     assert data.card["first_dropped"]["not UTF-8"] == "rows.jsonl:122"
-    assert "1 x not JSON (first: rows.jsonl:121)" in datacard.summary(data.card)
+    assert "1 x not JSON (first: rows.jsonl:121)" in data_card.summary(data.card)
 
 
 def test_the_split_depends_on_what_is_said_alone(file: Path, tmp_path: Path):
@@ -120,7 +120,7 @@ def test_the_same_set_as_json_lines_array_folder_and_parquet(file: Path, tmp_pat
     found = []
     for path in (file, tmp_path / "array.json", tmp_path / "rows.parquet", tmp_path / "folder"):
         data = corpus(tokenizer(CHATML), path=str(path), cache_dir=str(tmp_path))
-        found.append(datacard.describe(data.train)["hash"])
+        found.append(data_card.describe(data.train)["hash"])
     assert len(set(found)) == 1
     assert len(corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path), max_rows=50).train) < 50
 
@@ -138,7 +138,7 @@ def test_a_second_run_reads_the_cache_and_a_changed_file_is_read_anew(file: Path
 def test_raw_text_is_supervised_whole_and_held_out_as_text(tmp_path: Path):
     path = write(tmp_path / "text.jsonl", [{"text": f"line {i}\n" * 5} for i in range(40)])
     data = corpus(tokenizer(None), path=str(path), cache_dir=str(tmp_path), test_share=0.2)
-    assert all(all(document.supervised) for document in data.train)
+    assert all(all(document.loss_mask) for document in data.train)
     assert data.test and all(isinstance(text, str) for text in data.test)
 
 
@@ -186,15 +186,15 @@ def test_prompts_of_conversations_end_where_the_answer_begins(file: Path, tmp_pa
 
 def test_the_card_counts_what_is_trained_on(tmp_path: Path):
     documents = [Document([1, 2, 3, 4], [False, True, True, True]), Document([4, 4], [True, True])]
-    card = datacard.describe(documents)
+    card = data_card.describe(documents)
     assert (card["documents"], card["tokens"], card["longest"]) == (2, 6, 4)
     assert card["supervised_share"] == round(5 / 6, 4) and sum(card["histogram"]["documents"]) == 2
-    changed = [documents[0]._replace(supervised=[True] * 4), documents[1]]
-    assert datacard.describe(changed)["hash"] != card["hash"]
+    changed = [documents[0]._replace(loss_mask=[True] * 4), documents[1]]
+    assert data_card.describe(changed)["hash"] != card["hash"]
     counts = count_tokens(documents, 9)
-    found = datacard.coverage(counts, torch.tensor([3, 4]))
+    found = data_card.coverage(counts, torch.tensor([3, 4]))
     assert found == {"different_tokens": 3, "vocabulary_coverage": round(4 / 5, 6)}
-    assert datacard.coverage(counts, None)["vocabulary_coverage"] == 1.0
-    datacard.save(tmp_path, {"source": "here"} | card)
+    assert data_card.coverage(counts, None)["vocabulary_coverage"] == 1.0
+    data_card.save(tmp_path, {"source": "here"} | card)
     assert "<svg" in (tmp_path / "data_card.html").read_text()
     assert json.loads((tmp_path / "data_card.json").read_text())["tokens"] == 6

@@ -7,9 +7,10 @@ import torch
 
 from heads.eagle3 import Eagle3Head
 from inference import generate
-from inference.evaluate import distinct
-from train import data, losses, stdlib, trainer
-from train.data import Document, Packed
+from inference.evaluation.measure import distinct
+from train import losses, trainer
+from train.data import corpus, stdlib
+from train.data.corpus import Document, Packed
 
 from .conftest import TEXT
 
@@ -49,35 +50,35 @@ def test_packing_loses_nothing_and_restarts_positions():
     flat = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
     real = flat["documents"] >= 0
     assert sorted(flat["tokens"][real].tolist()) == sorted(token for document in documents for token in document.tokens)
-    assert real.sum() == 28 and len(packed) == 4 and not flat["supervised"][~real].any()
+    assert real.sum() == 28 and len(packed) == 4 and not flat["loss_mask"][~real].any()
     for row in rows:
         for place in range(8):
             fresh = place == 0 or row["documents"][place] != row["documents"][place - 1]
             assert row["positions"][place] == (0 if fresh else row["positions"][place - 1] + 1)
-            assert row["documents"][place] < 0 or row["supervised"][place] == (row["tokens"][place] // 10 != 2)
+            assert row["documents"][place] < 0 or row["loss_mask"][place] == (row["tokens"][place] // 10 != 2)
 
 
 def test_text_files_are_split_by_file(target, tmp_path):
     for number in range(20):
         (tmp_path / f"{number}.txt").write_text(f"file {number}\n" + TEXT)
-    corpus = data.text_files(target.tokenizer, str(tmp_path))
-    trained = {target.tokenizer.decode(document.tokens[:8]).split("\n")[0] for document in corpus.train}
-    held = {text.split("\n")[0] for text in corpus.validation + corpus.test}
+    data = corpus.text_files(target.tokenizer, str(tmp_path))
+    trained = {target.tokenizer.decode(document.tokens[:8]).split("\n")[0] for document in data.train}
+    held = {text.split("\n")[0] for text in data.validation + corpus.test}
     assert len(held) == 4 and len(trained) == 16 and not trained & held
 
 
 def test_bad_text_is_named(target, tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
-        data.text_files(target.tokenizer, str(tmp_path / "nowhere"))
+        corpus.text_files(target.tokenizer, str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="holds no text"):
-        data.text_files(target.tokenizer, str(tmp_path))
+        corpus.text_files(target.tokenizer, str(tmp_path))
     (tmp_path / "latin.txt").write_bytes("caf\xe9 noir".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 \(byte 3\)"):
-        data.text_files(target.tokenizer, str(tmp_path))
+        corpus.text_files(target.tokenizer, str(tmp_path))
 
 
 def test_prompts_start_at_lines_and_have_their_length(target):
-    rows = data.prompts(target.tokenizer, [TEXT, TEXT], 6, 20)
+    rows = corpus.prompts(target.tokenizer, [TEXT, TEXT], 6, 20)
     assert len(rows) == 6 and all(len(row) == 20 for row in rows)
     starts = {line for line in TEXT.splitlines(keepends=True)}
     assert all(any(target.tokenizer.decode(row).startswith(line) for line in starts) for row in rows)
@@ -85,19 +86,19 @@ def test_prompts_start_at_lines_and_have_their_length(target):
 
 def test_the_target_writes_its_own_training_text(target, tmp_path):
     text = Document(torch.randint(1, 300, (400,)).tolist(), [True] * 400)
-    corpus = data.Corpus([text], [], [], {"source": "a test"})
-    file = tmp_path / "written.json"
-    written = data.written_by(target, corpus, 100, 1, file, begin=16, new=20)
-    assert len(written.train) == 5 and written.card["written_by_target"] >= 5
+    data = corpus.Corpus([text], [], [], {"source": "a test"})
+    file = tmp_path / "self_generated.json"
+    written = corpus.self_generate(target, data, 100, 1, file, begin=16, new=20)
+    assert len(written.train) == 5 and written.card["self_generated_tokens"] >= 5
     greedy = 0
     for document in written.train:
         begin = document.tokens[:16]
-        assert any(text.tokens[at : at + 16] == begin for at in range(400)) and not any(document.supervised[:16])
+        assert any(text.tokens[at : at + 16] == begin for at in range(400)) and not any(document.loss_mask[:16])
         plain = generate(target, None, torch.tensor([begin]), max_new_tokens=20).new_tokens[0]
         greedy += document.tokens[16:] == plain
-        assert all(document.supervised[16:])
+        assert all(document.loss_mask[16:])
     assert greedy == 3  # every other row, the first one among them
-    again = data.written_by(target, corpus, 100, 2, file, begin=16, new=20)
+    again = corpus.self_generate(target, data, 100, 2, file, begin=16, new=20)
     assert again.train == written.train and again.card == written.card
 
 
@@ -109,8 +110,8 @@ def test_chunks_do_not_change_loss_or_gradient(target, monkeypatch):
     results = []
     for chunk in (1 << 20, 7):
         monkeypatch.setattr("train.trainer.SMALL", 0 if chunk == 7 else 1 << 20)  # in pieces they are made twice
-        lesson = trainer.Lesson(head, target, losses.soft, chunk=chunk)
-        outcome = lesson(**batch)
+        distillation = trainer.DistillationModel(head, target, losses.soft, chunk=chunk)
+        outcome = distillation(**batch)
         head.zero_grad()
         outcome.loss.backward()
         results.append((outcome, {name: p.grad.clone() for name, p in head.named_parameters()}))

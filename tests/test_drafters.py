@@ -16,7 +16,6 @@ from heads.checkpoint import save_head
 from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
 from inference import generate, load_drafter
-from inference.audit import Filled
 from inference.drafters import (
     AdaptiveLength,
     AutoTree,
@@ -34,6 +33,7 @@ from inference.drafters import (
 from inference.drafters.auto import FIRST, PLAIN, TIMED, Costs
 from inference.drafters.base import Accepted, chains, root_only, trees
 from inference.drafters.union import merge
+from inference.evaluation.lossless import Filled
 from inference.sampling import Sampling
 
 from .conftest import tiny_config
@@ -58,7 +58,9 @@ def small() -> Target:
 
 def eagle(target: Target) -> DynamicTree:
     torch.manual_seed(2)
-    return DynamicTree(Eagle3Head.for_target(target, depth=4).eval(), target, nodes=10, depth=4, width=3, least=0)
+    return DynamicTree(
+        Eagle3Head.for_target(target, depth=4).eval(), target, nodes=10, depth=4, width=3, min_probability=0
+    )
 
 
 def medusa(target: Target) -> StaticTree:
@@ -71,11 +73,13 @@ DRAFTERS = {
     "suffix": lambda target: SuffixDrafter(),
     "lookahead": lambda target: Lookahead(),
     "lookahead of one column": lambda target: Lookahead(window=1, ngram=2, guesses=1),
-    "draft model": lambda target: DraftModel(random_model(3), target, least=0),
-    "draft model, auto": lambda target: AutoTree(DraftModel(random_model(3), target, least=0), target),
+    "draft model": lambda target: DraftModel(random_model(3), target, min_probability=0),
+    "draft model, auto": lambda target: AutoTree(DraftModel(random_model(3), target, min_probability=0), target),
     "draft chain, adaptive": lambda target: AdaptiveLength(DraftModel(random_model(3), target, 6, 5, 1)),
     "head, adaptive": lambda target: AdaptiveLength(eagle(target), confidence=0.5),
-    "several draft models": lambda target: Union([DraftModel(random_model(seed), target, least=0) for seed in (3, 1)]),
+    "several draft models": lambda target: Union(
+        [DraftModel(random_model(seed), target, min_probability=0) for seed in (3, 1)]
+    ),
     "ngram and heads": lambda target: Union([NgramDrafter(), eagle(target), medusa(target)]),
     "lookahead and suffix": lambda target: Union([Lookahead(), SuffixDrafter()]),
     "auto beside ngram": lambda target: Union([AutoTree(medusa(target), target), NgramDrafter()]),
@@ -117,7 +121,7 @@ def test_text_up_to_the_last_position_of_the_context_whatever_is_drafted(small):
         assert torch.equal(generate(small, build(small), ids, max_new_tokens=100, eos_token_id=-1).sequences, plain), (
             who
         )
-    big = DynamicTree(eagle(small).head, small, nodes=300, depth=4, width=12, least=0)
+    big = DynamicTree(eagle(small).head, small, nodes=300, depth=4, width=12, min_probability=0)
     assert torch.equal(generate(small, big, ids, max_new_tokens=100, eos_token_id=-1).sequences, plain)
 
 
@@ -189,12 +193,12 @@ def test_lookahead_learns_ngrams_that_the_target_wrote_and_drafts_them(small):
     assert tree.depths.tolist() == [[0, 1, 2, 3, 2, 3, 4]]
     assert branches(tree) == {(12,), (12, 13), (12, 13, 14), (12, 15), (12, 13, 16), (12, 13, 14, 17)}
     # behind each column the target writes 21, 22, 23: its n-grams are (12, 15, 21), (13, 16, 22), (14, 17, 23)
-    drafter.learn([[0]], torch.tensor([[18, 0, 0, 0, 21, 22, 23]]))
+    drafter.observe([[0]], torch.tensor([[18, 0, 0, 0, 21, 22, 23]]))
     tree = drafter.propose(accepted([17, 13]), None)
     assert tree.tokens[0, 1:7].tolist() == [15, 16, 17, 21, 22, 23]  # the rounds moved down
     assert tree.tokens[0, 7:].tolist() == [16, 22] and (16, 22) in branches(tree)
     # two tokens accepted: the window moves one column
-    drafter.learn([[0, 1]], torch.tensor([[0, 0, 0, 0, 31, 32, 33, 0, 0]]))
+    drafter.observe([[0, 1]], torch.tensor([[0, 0, 0, 0, 31, 32, 33, 0, 0]]))
     assert drafter.lines[0, :, :2].tolist() == [[22, 23], [32, 33]]
 
 
@@ -234,7 +238,7 @@ class Told(Drafter):
     def propose(self, step: Accepted, gumbel: Tensor | None):
         return chains(step, [self.drafted] * len(step.text))
 
-    def learn(self, paths: list[list[int]], choices: Tensor) -> None:
+    def observe(self, paths: list[list[int]], choices: Tensor) -> None:
         self.heard.append((paths, choices.tolist()))
 
 
@@ -243,7 +247,7 @@ def test_drafters_in_a_union_hear_of_their_own_nodes():
     both = begun(Union([one, two]))
     tree = both.propose(accepted([1, 2]), None)
     assert tree.tokens.tolist() == [[2, 10, 11, 12, 13]]
-    both.learn([[0, 1, 3]], torch.tensor([[10, 12, 0, 14, 15]]))
+    both.observe([[0, 1, 3]], torch.tensor([[10, 12, 0, 14, 15]]))
     assert one.heard == [([[0, 1]], [[10, 12, 0]])]
     assert two.heard == [([[0, 1, 2]], [[10, 12, 14, 15]])]
 
@@ -266,7 +270,9 @@ def test_a_union_gives_each_drafter_the_features_it_asked_for():
 
 def test_a_union_accepts_at_least_what_each_accepts_alone(small):
     ids, settings = torch.tensor([prompt(17)]), {"max_new_tokens": 60, "eos_token_id": -1}
-    alone = [DraftModel(random_model(seed), small, 5, 4, 1, least=0) for seed in (1, 3)]  # seed 1 is the target itself
+    alone = [
+        DraftModel(random_model(seed), small, 5, 4, 1, min_probability=0) for seed in (1, 3)
+    ]  # seed 1 is the target itself
     steps = generate(small, Union(alone[::-1]), ids, **settings).steps
     assert [step.accepted for step in steps[:-1]] == [[4]] * (len(steps) - 1)
     assert max(step.nodes for step in steps) <= 9
@@ -299,15 +305,15 @@ def test_adaptive_length_stops_where_the_draft_is_not_sure(small):
 def test_a_tree_stops_where_little_is_left_to_gain_in_any_row(small):
     head = eagle(small).head
     texts, features = [[1, 2, 3], [4, 5]], len(head.layers) * small.hidden_size
-    for least, levels in ((0.0, 4), (1.1, 1)):
-        drafter = DynamicTree(head, small, nodes=10, depth=4, width=3, least=least)
+    for min_probability, levels in ((0.0, 4), (1.1, 1)):
+        drafter = DynamicTree(head, small, nodes=10, depth=4, width=3, min_probability=min_probability)
         drafter.begin(2, 64, Sampling())
         assert drafter.propose(accepted(*texts, width=features), None).depths.max() == levels
     scores = []
     drafter = DynamicTree(head, small, nodes=10, depth=4, width=3)
-    assert drafter.enough is not None
+    assert drafter.should_stop is not None
     for shares in ([[0.05, 0.04, 0.03], [0.3, 0.1, 0.1]], [[0.05, 0.04, 0.03], [0.1, 0.02, 0.02]]):
-        scores.append(drafter.enough(torch.tensor(shares).log()))
+        scores.append(drafter.should_stop(torch.tensor(shares).log()))
     assert scores == [False, True]
 
 
@@ -359,14 +365,16 @@ def test_auto_ends_up_decoding_plainly_where_nothing_is_gained(small, monkeypatc
 
 
 def test_auto_decodes_plainly_where_drafts_are_right_but_cost_more_than_they_gain(small, monkeypatch):
-    drafter = AutoTree(DraftModel(small, small, nodes=5, depth=4, width=1, least=0), small)  # five tokens a step
+    drafter = AutoTree(
+        DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0), small
+    )  # five tokens a step
     calibrated(monkeypatch, drafter, lambda plan: 1.0 if plan == PLAIN else 6.0 * plan.nodes)
     nodes = nodes_of_steps(small, drafter, 200)
     assert nodes[-100:].count(1) >= 98
 
 
 def test_auto_drafts_where_it_pays(small, monkeypatch):
-    drafter = AutoTree(DraftModel(small, small, nodes=5, depth=4, width=1, least=0), small)
+    drafter = AutoTree(DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0), small)
     calibrated(monkeypatch, drafter, lambda plan: 1.0 + 0.1 * plan.levels)
     nodes = nodes_of_steps(small, drafter, 60)
     assert nodes[-20:].count(5) >= 18  # all but a look at plain decoding

@@ -14,11 +14,12 @@ import torch
 from transformers import LlamaForCausalLM
 
 from heads import Target
-from heads.base import Text
+from heads.base import PackedBatch
 from heads.eagle3 import Eagle3Head
-from train import features, losses, shards
-from train.packing import Packed
-from train.trainer import Lesson
+from train import losses
+from train.data.packing import Packed
+from train.features import disk, online
+from train.module import DistillationModel
 
 from .conftest import tiny_config
 from .test_packing import batch_of, documents
@@ -29,16 +30,16 @@ WRITER = """
 import sys, torch, time
 from pathlib import Path
 from heads import Target
-from train import shards
+from train.features import disk
 from tests.test_features import rows, facts
 torch.set_num_threads(1)
 target = Target.from_pretrained(sys.argv[1], dtype="float32", device="cpu")
-real = shards.shard
+real = disk.shard
 def slow(*given):
     time.sleep(0.3)
     return real(*given)
-shards.shard = slow
-shards.write(rows(), target, facts(target), Path(sys.argv[2]), 2, int(sys.argv[3]), 2)
+disk.shard = slow
+disk.write(rows(), target, facts(target), Path(sys.argv[2]), 2, int(sys.argv[3]), 2)
 """
 
 
@@ -56,11 +57,11 @@ def rows() -> Packed:
 
 
 def facts(target: Target) -> dict:
-    return shards.describe(rows(), target, LAYERS, "float32", None, 2)
+    return disk.describe(rows(), target, LAYERS, "float32", None, 2)
 
 
 def stored(target: Target, path: Path, dtype: str = "float32", top_k: int | None = None, packed: Packed | None = None):
-    return shards.disk(packed or rows(), target, LAYERS, 2, str(path), dtype=dtype, top_k=top_k, shard_rows=2)
+    return disk.disk(packed or rows(), target, LAYERS, 2, str(path), dtype=dtype, top_k=top_k, shard_rows=2)
 
 
 def head(target: Target) -> Eagle3Head:
@@ -69,7 +70,7 @@ def head(target: Target) -> Eagle3Head:
 
 
 def hidden(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
-    return features.read(target, Text(**batch_of(rows())), LAYERS)
+    return online.read(target, PackedBatch(**batch_of(rows())), LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def whole(target, tmp_path_factory) -> Path:
 
 
 def test_trained_from_disk_the_losses_are_those_of_training_online(target, whole: Path):
-    teacher = Lesson(head(target), target, losses.soft)
+    teacher = DistillationModel(head(target), target, losses.soft)
     online = teacher(**batch_of(rows()))
     written = teacher(**batch_of(stored(target, whole)))
     torch.testing.assert_close(written.loss, online.loss, atol=1e-5, rtol=0)
@@ -106,17 +107,17 @@ def test_fp8_keeps_three_binary_places_of_every_layer(target, tmp_path: Path):
         largest = exact.abs().amax(-1, keepdim=True)
         assert ((given - exact).abs() <= 2**-4 * exact.abs() + 2**-9 / 448 * largest + 1e-5).all()
     bytes_of = {kind: sum(f.stat().st_size for f in (tmp_path / kind).glob("shard*")) for kind in ("fp8",)}
-    each = shards.bytes_per_position(target, LAYERS, "fp8", None)
+    each = disk.bytes_per_position(target, LAYERS, "fp8", None)
     assert each * rows().tokens.numel() <= bytes_of["fp8"] <= each * rows().tokens.numel() + 4096 * 8
 
 
 def test_the_best_logits_stand_for_all(target, tmp_path: Path):
-    teacher = Lesson(head(target), target, losses.soft)
+    teacher = DistillationModel(head(target), target, losses.soft)
     everything = batch_of(stored(target, tmp_path / "all", top_k=target.vocab_size))
     online = teacher(**batch_of(rows()))
     torch.testing.assert_close(teacher(**everything).loss, online.loss, atol=1e-5, rtol=0)
     few = batch_of(stored(target, tmp_path / "few", top_k=5))
-    logits = features.sparse(features.unpack(few)[1], target.vocab_size)
+    logits = online.sparse(online.unpack(few)[1], target.vocab_size)
     exact = target.logits(hidden(target)[1])
     kept = exact.topk(5)
     assert torch.equal(logits.topk(5).indices, kept.indices)
@@ -140,10 +141,10 @@ def test_killed_writers_go_on_and_leave_the_same_manifest(target, tiny_path: Pat
         writer.kill()
         writer.wait()
     there = {file.name: file.stat().st_mtime_ns for file in path.glob("shard-*.safetensors")}
-    wanted = json.loads((whole / shards.MANIFEST).read_text())["shards"]
-    assert 2 <= len(there) < len(wanted) and not (path / shards.MANIFEST).exists()
+    wanted = json.loads((whole / disk.MANIFEST).read_text())["shards"]
+    assert 2 <= len(there) < len(wanted) and not (path / disk.MANIFEST).exists()
     stored(target, path)
-    assert (path / shards.MANIFEST).read_bytes() == (whole / shards.MANIFEST).read_bytes()
+    assert (path / disk.MANIFEST).read_bytes() == (whole / disk.MANIFEST).read_bytes()
     assert all((path / name).stat().st_mtime_ns == time for name, time in there.items())  # not written twice
 
 
@@ -177,7 +178,7 @@ def test_another_targets_shard_is_named(target, whole: Path, tmp_path: Path):
     shutil.copy(tmp_path / "other" / "shard-00001.safetensors", path)
     with pytest.raises(ValueError, match=r"shard-00001\.safetensors was written for other/model \(target_hash"):
         stored(target, path)
-    (path / shards.MANIFEST).unlink()  # nor is it kept when a writer goes on
+    (path / disk.MANIFEST).unlink()  # nor is it kept when a writer goes on
     with pytest.raises(ValueError, match=r"shard-00001\.safetensors was written for other/model"):
         stored(target, path)
 
@@ -186,12 +187,12 @@ def test_other_data_and_other_layers_are_refused(target, whole: Path):
     with pytest.raises(ValueError, match=r"data_hash is"):
         stored(target, whole, packed=Packed(documents(40, 25, 33, 60, 21, 50, 44), length=32, seed=1))
     with pytest.raises(ValueError, match=r"layers is \[1, 2, 3\] there, \[2\] here"):
-        shards.disk(rows(), target, [2], 2, str(whole), dtype="float32", shard_rows=2)
+        disk.disk(rows(), target, [2], 2, str(whole), dtype="float32", shard_rows=2)
 
 
 def test_a_full_disk_is_said_before_anything_is_written(target, tmp_path: Path, monkeypatch, capsys):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1000, 1000))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1000, 1000))
     with pytest.raises(ValueError, match=r"has 1,?000 bytes free and the features take .* kB|1 kB free"):
         stored(target, tmp_path / "full")
     assert "features: " in capsys.readouterr().out and not list((tmp_path / "full").glob("shard-*"))
@@ -199,7 +200,7 @@ def test_a_full_disk_is_said_before_anything_is_written(target, tmp_path: Path, 
 
 def test_a_fine_tune_has_another_hash(target, tiny_path: Path):
     other = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
-    assert shards.target_hash(other) == shards.target_hash(target)
+    assert disk.target_hash(other) == disk.target_hash(target)
     with torch.no_grad():
         other.model.model.layers[3].mlp.up_proj.weight.mul_(1.01)
-    assert shards.target_hash(other) != shards.target_hash(target)
+    assert disk.target_hash(other) != disk.target_hash(target)

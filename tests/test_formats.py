@@ -27,8 +27,8 @@ from heads.medusa import MedusaHead
 from inference import generate, load_drafter
 from tests import golden
 from tests.conftest import tiny_config
-from train import parity, ship
-from train.entry import CONF
+from train import parity_gate, publish
+from train.cli import CONF
 
 PROMPT = torch.randint(1, 300, (20,), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -71,7 +71,7 @@ def states(target: Target, layers: list[int]) -> list[Tensor]:
 
 def drafted(directory: Path, target: Target, root: int) -> list[Tensor]:
     """Logits of each depth, of the chain that the drafter of this directory proposes behind PROMPT and root."""
-    return parity.drafted_logits(load_head(directory, target, dtype=torch.float32), target, PROMPT, root)[1]
+    return parity_gate.drafted_logits(load_head(directory, target, dtype=torch.float32), target, PROMPT, root)[1]
 
 
 EAGLE3 = {"safeailab_eagle3": "midlayer", "specforge": "midlayer", "modelopt": "layers.0", "speculators": "layers.0"}
@@ -129,7 +129,7 @@ def test_medusa_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
 def test_hydra_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
     config, weights, file = make(name, deep)
     head, root = load_head(write(tmp_path, config, weights, file), deep, dtype=torch.float32), 7
-    chain, ours = parity.drafted_logits(head, deep, PROMPT, root)
+    chain, ours = parity_gate.drafted_logits(head, deep, PROMPT, root)
     last = states(deep, [golden.N])[0]
     for depth, logits in enumerate(ours, start=1):
         behind = list(deep.embed(torch.tensor([root, *chain[: depth - 1]])))
@@ -482,11 +482,11 @@ def test_an_index_cannot_point_out_of_its_directory(deep, tmp_path, name):
 
 def test_a_head_of_the_hub_cannot_make_python_import_a_module(deep, tmp_path):
     pulled = tmp_path / "models--org--head" / "snapshots" / "abc"
-    write(pulled, {"foretoken": {"class": "antigravity:geohash"}}, {"x": torch.ones(2)}, "model.safetensors")
+    write(pulled, {"foredraft": {"class": "antigravity:geohash"}}, {"x": torch.ones(2)}, "model.safetensors")
     with pytest.raises(ValueError, match="antigravity:geohash, which is not imported"):
         load_head(pulled, deep)
     assert "antigravity" not in sys.modules
-    write(pulled, {"foretoken": {"class": "os:system"}}, {"x": torch.ones(2)}, "model.safetensors")
+    write(pulled, {"foredraft": {"class": "os:system"}}, {"x": torch.ones(2)}, "model.safetensors")
     with pytest.raises(ValueError, match="os:system, which is no DraftHead"):
         load_head(pulled, deep)
 
@@ -664,19 +664,19 @@ def test_the_gate_passes_an_export_and_stops_another_head(deep, tmp_path, kind):
     save_head(head, tmp_path / "head", deep)
     export = engines.vllm(head, deep)
     write_head(head, tmp_path / "export", deep, export.form, export.form.files)
-    passed = ship.gate(tmp_path / "head", deep, tmp_path / "export")
+    passed = publish.gate(tmp_path / "head", deep, tmp_path / "export")
     assert passed.difference < 1e-4 and passed.acceptance >= 1
     file = tmp_path / "export" / "model.safetensors"
     weights = load_file(file)
     name = next(name for name in weights if "lm_head" in name or "fc" in name)
     save_file(weights | {name: weights[name].flip(0).contiguous()}, file)
     with pytest.raises(ValueError, match="parity gate"):
-        ship.gate(tmp_path / "head", deep, tmp_path / "export")
+        publish.gate(tmp_path / "head", deep, tmp_path / "export")
 
 
 def test_the_gate_stops_files_that_gain_less(deep, tmp_path, monkeypatch):
     save_head(ours("eagle3", deep), tmp_path / "head", deep)
     lengths = iter([2.0, 1.9])
-    monkeypatch.setattr(ship, "acceptance", lambda generations: next(lengths))
+    monkeypatch.setattr(publish, "acceptance", lambda generations: next(lengths))
     with pytest.raises(ValueError, match=r"gains 2\.0000 tokens per forward and the files .* 1\.9000"):
-        ship.gate(tmp_path / "head", deep, tmp_path / "head")
+        publish.gate(tmp_path / "head", deep, tmp_path / "head")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from train.conversations import corpus
+from train.data.conversations import corpus
 
 from .chats import CHATML, GEMMA, tokenizer
 
@@ -63,7 +63,7 @@ def test_malformed_files_are_skipped_and_counted_or_refused_in_a_sentence(lines:
             return
         read = [line for line in file.read_bytes().split(b"\n") if line.removeprefix(b"\xef\xbb\xbf").strip()]
         assert data.card["rows"] == len(read) == data.card["used"] + sum(data.card["dropped"].values())
-        assert len(data.train) and all(any(document.supervised) for document in data.train)
+        assert len(data.train) and all(any(document.loss_mask) for document in data.train)
 
 
 @pytest.mark.parametrize("damage", ["cut", "zeros", "text", "empty"])

@@ -7,16 +7,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from heads import Target, load_head, save_head, steps, vocab
-from heads.base import Text, began, later
+from heads import Target, load_head, save_head, vocab
+from heads import step_attention as steps
+from heads.base import PackedBatch, draft_loss_mask, shift_right
 from heads.draft_model import DraftModelHead
 from heads.eagle import EagleHead
 from heads.eagle3 import Eagle3Head, paper_layers
 from heads.hydra import HydraHead
 from heads.medusa import MedusaHead
-from train import parity
+from train import parity_gate
 from train.losses import soft
-from train.trainer import Lesson
+from train.module import DistillationModel
 
 KINDS = ("eagle3", "eagle3 full vocabulary", "eagle3.1", "medusa", "eagle", "hass", "hydra", "hydra_pp", "draft_model")
 PROMPT = torch.randint(1, 300, (30,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -49,15 +50,15 @@ def make(kind: str, target: Target):
     return head.eval()
 
 
-def batch(*lengths: int) -> Text:
+def batch(*lengths: int) -> PackedBatch:
     """One row of documents of these lengths."""
     documents = torch.tensor([[number for number, length in enumerate(lengths) for _ in range(length)]])
     positions = torch.tensor([[place for length in lengths for place in range(length)]])
     tokens = torch.randint(1, 300, documents.shape)
-    return Text(tokens, torch.ones_like(tokens).bool(), documents, positions)
+    return PackedBatch(tokens, torch.ones_like(tokens).bool(), documents, positions)
 
 
-def states(head, target: Target, text: Text) -> list[torch.Tensor]:
+def states(head, target: Target, text: PackedBatch) -> list[torch.Tensor]:
     features = target.read(text.tokens, text.positions, text.mask(), layers=head.layers, keep_logits=1).features
     outs = head(features, target.embed(text.tokens), text)
     return [head.logits(out, depth) for depth, out in enumerate(outs, start=1)]
@@ -68,32 +69,32 @@ def states(head, target: Target, text: Text) -> list[torch.Tensor]:
 
 def test_supervision_follows_the_token_that_a_draft_names():
     """Prompt of 4 tokens, answer of 4: tokens 4..7 are supervised. The draft at slot p names token p + 2."""
-    text = Text(
+    text = PackedBatch(
         torch.arange(8)[None],
         torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]]).bool(),
         torch.zeros(1, 8).long(),
         torch.arange(8)[None],
     )
-    assert began(text, 1).tolist() == [[False, False, True, True, True, True, False, False]]
+    assert draft_loss_mask(text, 1).tolist() == [[False, False, True, True, True, True, False, False]]
     # Depth 3 at slot 2 began at position 0 and names token 4; at slot 1 it would have begun before the text.
-    assert began(text, 3).tolist() == [[False, False, True, True, True, True, False, False]]
+    assert draft_loss_mask(text, 3).tolist() == [[False, False, True, True, True, True, False, False]]
     # The mask left unshifted (supervised[p] for slot p) would lose slots 2 and 3, the first drafts behind the prompt.
-    assert not torch.equal(began(text, 1), text.supervised)
+    assert not torch.equal(draft_loss_mask(text, 1), text.loss_mask)
 
 
 def test_no_draft_crosses_documents():
     text = batch(5, 4)
     for depth in range(1, 5):
-        for slot in began(text, depth)[0].nonzero()[:, 0].tolist():
+        for slot in draft_loss_mask(text, depth)[0].nonzero()[:, 0].tolist():
             begin = slot + 1 - depth
             assert begin >= 0 and text.documents[0, begin] == text.documents[0, slot + 2]
-    assert began(text, 1)[0].tolist() == [True] * 3 + [False] * 2 + [True] * 2 + [False] * 2
+    assert draft_loss_mask(text, 1)[0].tolist() == [True] * 3 + [False] * 2 + [True] * 2 + [False] * 2
 
 
 def test_padding_is_not_learnt_from():
     text = batch(5, 4)
     padded = text._replace(documents=torch.where(text.documents == 1, -1, text.documents))
-    assert not began(padded, 1)[0, 3:].any()
+    assert not draft_loss_mask(padded, 1)[0, 3:].any()
 
 
 # -- training, drafting and files draft the same ------------------------------------------------------------------------
@@ -103,7 +104,7 @@ def test_padding_is_not_learnt_from():
 def test_parity_gate_passes_for_what_is_right(target, kind, tmp_path):
     head = make(kind, target)
     save_head(head, tmp_path, target)
-    assert parity.check(head, target, PROMPT, saved=tmp_path) < 1e-4
+    assert parity_gate.check(head, target, PROMPT, saved=tmp_path) < 1e-4
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,11 +112,11 @@ def test_packed_documents_draft_as_they_do_alone(target, kind):
     head, text = make(kind, target), batch(12, 9, 15)
     packed = states(head, target, text)
     for number, (first, last) in enumerate([(0, 12), (12, 21), (21, 36)]):
-        alone = Text(*(tensor[:, first:last] for tensor in text))
+        alone = PackedBatch(*(tensor[:, first:last] for tensor in text))
         alone = alone._replace(documents=torch.zeros_like(alone.documents))
         for depth, (whole, single) in enumerate(zip(packed, states(head, target, alone), strict=True), start=1):
-            inside = began(alone, depth)
-            assert torch.equal(inside, began(text, depth)[:, first:last]), number
+            inside = draft_loss_mask(alone, depth)
+            assert torch.equal(inside, draft_loss_mask(text, depth)[:, first:last]), number
             torch.testing.assert_close(whole[:, first:last][inside], single[inside], atol=1e-4, rtol=1e-4)
 
 
@@ -133,7 +134,7 @@ def test_files_give_back_the_head_bit_for_bit(target, kind, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_parameter_learns(target, kind):
     head, text = make(kind, target).train(), batch(20, 12)
-    Lesson(head, target, soft)(*text).loss.backward()
+    DistillationModel(head, target, soft)(*text).loss.backward()
     for name, parameter in head.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
@@ -167,14 +168,14 @@ def test_gate_sees_positions_one_off(target, monkeypatch):
         type(head), "step", lambda self, h, e, positions, m, c: original(self, h, e, positions + 1, m, c)
     )
     with pytest.raises(ValueError, match="parity gate: at depth 2"):
-        parity.check(head, target, PROMPT)
+        parity_gate.check(head, target, PROMPT)
 
 
 def test_gate_sees_fused_layers_off_by_one(target, monkeypatch):
     head = make("eagle3", target)
     monkeypatch.setattr(Target, "read", wrap_read(Target.read))
     with pytest.raises(ValueError, match="parity gate: at depth 1"):
-        parity.check(head, target, PROMPT)
+        parity_gate.check(head, target, PROMPT)
 
 
 MOVES = {"eagle3": "heads.eagle3", "hass": "heads.eagle", "hydra": "heads.hydra", "hydra_pp": "heads.hydra"}
@@ -183,17 +184,19 @@ MOVES = {"eagle3": "heads.eagle3", "hass": "heads.eagle", "hydra": "heads.hydra"
 @pytest.mark.parametrize("kind", MOVES)
 def test_gate_sees_hidden_states_that_are_not_moved(target, kind, monkeypatch):
     head = make(kind, target)
-    monkeypatch.setattr(f"{MOVES[kind]}.later", lambda x, steps: later(x, steps) if x.dtype == torch.bool else x)
+    monkeypatch.setattr(f"{MOVES[kind]}.later", lambda x, steps: shift_right(x, steps) if x.dtype == torch.bool else x)
     with pytest.raises(ValueError, match="parity gate: at depth 2"):
-        parity.check(head, target, PROMPT)
+        parity_gate.check(head, target, PROMPT)
 
 
 def test_gate_sees_a_prefix_layer_that_reads_other_text(target, monkeypatch):
     """Hydra++'s layer looks at the whole row in training, the future included, and at the past alone in drafting."""
     head = make("hydra_pp", target)
-    monkeypatch.setattr(Text, "mask", lambda text: torch.ones(1, text.tokens.shape[1], text.tokens.shape[1]).bool())
+    monkeypatch.setattr(
+        PackedBatch, "mask", lambda text: torch.ones(1, text.tokens.shape[1], text.tokens.shape[1]).bool()
+    )
     with pytest.raises(ValueError, match="parity gate: at depth 1"):
-        parity.check(head, target, PROMPT)
+        parity_gate.check(head, target, PROMPT)
 
 
 def test_gate_sees_a_draft_model_one_position_off(target, monkeypatch):
@@ -201,7 +204,7 @@ def test_gate_sees_a_draft_model_one_position_off(target, monkeypatch):
     forward = type(head).forward
     monkeypatch.setattr(type(head), "forward", lambda self, *batch: [out.roll(1, 1) for out in forward(self, *batch)])
     with pytest.raises(ValueError, match="parity gate: at depth 1"):
-        parity.check(head, target, PROMPT)
+        parity_gate.check(head, target, PROMPT)
 
 
 def test_gate_sees_training_steps_that_look_at_text_they_have_not_got(target, monkeypatch):
@@ -209,7 +212,7 @@ def test_gate_sees_training_steps_that_look_at_text_they_have_not_got(target, mo
     scores = steps.text_scores
     monkeypatch.setattr(steps, "text_scores", lambda q, k, mask, back, *rest: scores(q, k, mask, 0, *rest))
     with pytest.raises(ValueError, match="parity gate: at depth 2"):
-        parity.check(head, target, PROMPT)
+        parity_gate.check(head, target, PROMPT)
 
 
 def test_gate_sees_features_before_the_final_norm(target, monkeypatch):
@@ -224,17 +227,17 @@ def test_gate_sees_features_before_the_final_norm(target, monkeypatch):
 
     monkeypatch.setattr(Target, "read", read)
     with pytest.raises(ValueError, match="parity gate"):
-        parity.check(head, target, PROMPT)
+        parity_gate.check(head, target, PROMPT)
 
 
 def test_gate_sees_a_lost_rope_theta(target, tmp_path):
     head = make("eagle3", target)
     save_head(head, tmp_path, target)
     edit(tmp_path, lambda config: config.pop("rope_parameters"))
-    parity.check(head, target, PROMPT, saved=tmp_path)  # the old spelling, rope_theta, is there too
+    parity_gate.check(head, target, PROMPT, saved=tmp_path)  # the old spelling, rope_theta, is there too
     edit(tmp_path, lambda config: config.pop("rope_theta"))
     with pytest.raises(ValueError, match="rope_parameters"):
-        parity.check(head, target, PROMPT, saved=tmp_path)
+        parity_gate.check(head, target, PROMPT, saved=tmp_path)
 
 
 def test_gate_sees_rope_that_the_files_do_not_tell(target, tmp_path):
@@ -243,7 +246,7 @@ def test_gate_sees_rope_that_the_files_do_not_tell(target, tmp_path):
     save_head(head, tmp_path, target)
     head.rotary.rule.inv_freq.mul_(0.5)
     with pytest.raises(ValueError, match=r"parity gate.*saved files"):
-        parity.check(head, target, PROMPT, saved=tmp_path)
+        parity_gate.check(head, target, PROMPT, saved=tmp_path)
 
 
 def test_context_length_is_the_targets(target):
@@ -268,7 +271,7 @@ def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
         return seen[-1]
 
     def drafts(pieces: list[tuple[int, int]]) -> list[torch.Tensor]:
-        drafter = DynamicTree(head, target, nodes=12, depth=4, width=3, least=0)
+        drafter = DynamicTree(head, target, nodes=12, depth=4, width=3, min_probability=0)
         drafter.begin(1, 100, Sampling())
         for first, last in pieces:
             seen.clear()
@@ -283,13 +286,13 @@ def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["eagle3", "hass"])
 def test_a_lesson_does_not_depend_on_the_blocks_it_is_read_in(target, kind, monkeypatch):
-    lesson, text, found = Lesson(make(kind, target), target, soft), batch(20, 12), []
+    distillation, text, found = DistillationModel(make(kind, target), target, soft), batch(20, 12), []
     for block in (256, 7):
-        monkeypatch.setattr("heads.steps.BLOCK", block)
-        lesson.zero_grad()
-        outcome = lesson(*text)
+        monkeypatch.setattr("heads.step_attention.BLOCK", block)
+        distillation.zero_grad()
+        outcome = distillation(*text)
         outcome.loss.backward()
-        found.append([outcome.loss.detach(), *(parameter.grad for parameter in lesson.parameters())])
+        found.append([outcome.loss.detach(), *(parameter.grad for parameter in distillation.parameters())])
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
 
 
@@ -308,7 +311,7 @@ def plainly(q, parts, mask):
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_attention_of_a_lesson_and_its_gradients(count, monkeypatch):
-    monkeypatch.setattr("heads.steps.BLOCK", 7)
+    monkeypatch.setattr("heads.step_attention.BLOCK", 7)
     torch.manual_seed(0)
     length, mask = 25, batch(15, 10).mask()
     q = torch.randn(1, 6, length, 4, dtype=torch.float64)
@@ -360,7 +363,7 @@ def test_weights_that_do_not_fit_are_named(target, tmp_path, name):
 
 def test_a_head_of_another_target_is_refused(target, tmp_path):
     save_head(make("eagle3", target), tmp_path, target)
-    edit(tmp_path, lambda config: config["foretoken"]["target"].update(embedding_digest="0" * 16))
+    edit(tmp_path, lambda config: config["foredraft"]["target"].update(embedding_digest="0" * 16))
     with pytest.raises(ValueError, match="embedding_digest: the head was trained for 0000"):
         load_head(tmp_path, target)
 

@@ -14,15 +14,15 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from heads import Target, load_head
-from heads.base import Text
+from heads.base import PackedBatch, RecurrentHead
 from inference import generate
 from inference.drafters import drafter_for, load_drafter
 from inference.drafters.base import Accepted
 from inference.sampling import Sampling
-from train import parity, trainer
-from train.losses import Said, soft
+from train import parity_gate, trainer
+from train.losses import Prediction, soft
+from train.module import DistillationModel
 from train.run import main
-from train.trainer import Lesson
 
 from .conftest import TEXT
 from .test_heads import KINDS, PROMPT, make
@@ -38,14 +38,14 @@ def answers_of(head, target: Target) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Per depth what the loss compared with, and with which weight, for a prompt of 10 tokens and an answer of 6."""
     tokens = torch.tensor([PROMPT[:16]])
     places = torch.arange(16)[None]
-    text = Text(tokens, places >= 10, torch.zeros_like(tokens), places)
-    seen: list[Said] = []
+    text = PackedBatch(tokens, places >= 10, torch.zeros_like(tokens), places)
+    seen: list[Prediction] = []
 
-    def loss(draft: Said, answer: Said) -> torch.Tensor:
+    def loss(draft: Prediction, answer: Prediction) -> torch.Tensor:
         seen.append(answer)
         return draft.logits.float().sum(-1)
 
-    outcome = Lesson(head, target, loss)(*text)
+    outcome = DistillationModel(head, target, loss)(*text)
     assert len(seen) == head.depth
     return [(answer.features, count) for answer, count in zip(seen, outcome.counts.tolist(), strict=True)]
 
@@ -64,9 +64,9 @@ def test_the_loss_compares_with_just_the_supervised_tokens(target, kind):
 def test_a_mask_that_is_not_shifted_is_seen(target, kind, monkeypatch):
     """The same with supervision left where the tokens are: the two first drafts behind the prompt are never learnt."""
 
-    def unshifted(text: Text, depth: int) -> torch.Tensor:
+    def unshifted(text: PackedBatch, depth: int) -> torch.Tensor:
         slots = torch.arange(text.tokens.shape[1])
-        return text.supervised & (slots + 2 < len(slots))
+        return text.loss_mask & (slots + 2 < len(slots))
 
     monkeypatch.setattr(trainer, "began", unshifted)
     states = target.read(torch.tensor([PROMPT[:16]]), layers=[target.num_layers]).features[0]
@@ -85,7 +85,7 @@ def test_text_is_the_targets_own(target, kind, temperature):
     mask = (torch.arange(12) >= torch.tensor([[0], [5]])).long()
     settings = {"max_new_tokens": 24, "temperature": temperature, "eos_token_id": -1, "seed": 3}
     plain = generate(target, None, rows, mask, **settings)
-    every_level = {"least": 0.0} if head.recurrent else {}
+    every_level = {"min_probability": 0.0} if isinstance(head, RecurrentHead) else {}
     drafted = generate(target, drafter_for(head, target, **every_level), rows, mask, **settings)
     assert drafted.new_tokens == plain.new_tokens
     assert max(step.nodes for step in drafted.steps) > 1
@@ -106,7 +106,7 @@ def test_a_pruned_head_drafts_its_best_tokens_under_their_own_names(target, kind
     gumbel = torch.randn(1, drafter.depth + 1, target.vocab_size) if noisy else None
     tree = drafter.propose(Accepted(tokens[:, 1:], features, [len(PROMPT) - 1], [PROMPT]), gumbel)
     assert torch.isin(tree.tokens[0, 1:], ids).all()
-    logits = parity.trained_logits(head, target, [*PROMPT, 0, 0, 0, 0], len(PROMPT) - 2)[0]
+    logits = parity_gate.trained_logits(head, target, [*PROMPT, 0, 0, 0, 0], len(PROMPT) - 2)[0]
     scores = logits if gumbel is None else logits.log_softmax(-1) + gumbel[0, 0, ids]
     first = set(tree.tokens[0][tree.depths[0] == 1].tolist())
     assert first == set(ids[scores.topk(len(first)).indices].tolist())
@@ -116,14 +116,14 @@ def test_a_pruned_head_drafts_its_best_tokens_under_their_own_names(target, kind
 def test_a_few_steps_of_training_lower_the_loss(target, kind):
     torch.manual_seed(1)
     head = make(kind, target).train()
-    lesson = Lesson(head, target, soft)
+    distillation = DistillationModel(head, target, soft)
     places = torch.arange(24).repeat(2, 1)
-    text = Text(torch.randint(1, 300, (2, 24)), places >= 0, torch.zeros_like(places), places)
+    text = PackedBatch(torch.randint(1, 300, (2, 24)), places >= 0, torch.zeros_like(places), places)
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
     losses = []
     for _ in range(12):
         optimizer.zero_grad()
-        loss = lesson(*text).loss
+        loss = distillation(*text).loss
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -145,7 +145,14 @@ def train(tiny_path, tmp_path, monkeypatch, capfd):
     def run(*arguments: str) -> Path:
         small = [
             *("target=hf", f"target.path={tiny_path}", "target.device=cpu", "target.dtype=float32"),
-            *("data=text", f"data.path={texts}", "written=0", "length=64", "trainer.max_steps=3", "trainer.bf16=false"),
+            *(
+                "data=text",
+                f"data.path={texts}",
+                "self_generated_tokens=0",
+                "length=64",
+                "trainer.max_steps=3",
+                "trainer.bf16=false",
+            ),
             *("evaluate.prompts=2", "evaluate.prompt_tokens=16", "evaluate.new_tokens=16", "evaluate.eval_steps=0"),
             *("evaluate.timed_prompts=1", "output_dir=out", "hydra/job_logging=disabled"),
         ]
@@ -178,7 +185,7 @@ def test_a_head_may_choose_loss_and_lesson_and_the_command_line_overrules_it():
     losses = {line: cfg.loss["_target_"].rpartition(".")[2] for line, cfg in chosen.items()}
     assert losses["head=medusa"] == "soft" and losses["head=eagle"] == "regression"
     assert losses["head=eagle loss=hard"] == "hard"
-    assert chosen["head=medusa2"].lesson["_target_"] == "train.joint.JointLesson"
+    assert chosen["head=medusa2"].distillation["_target_"] == "train.joint.JointLesson"
     assert chosen["head=eagle3_1"].head.fc_norm and chosen["head=eagle3_1"].head.norm_output
 
 
@@ -188,22 +195,22 @@ def test_every_yaml_builds_its_head_and_its_lesson(path, tiny_path):
     with initialize_config_dir(str(ROOT / "conf"), version_base=None):
         cfg = compose("train", [f"head={path.stem}"])
     head = instantiate(cfg.head, target=target)
-    lesson = instantiate(cfg.lesson, head=head, target=target, loss=instantiate(cfg.loss))
-    assert lesson.head is head and lesson.target is target  # not copies of them
+    distillation = instantiate(cfg.distillation, head=head, target=target, loss=instantiate(cfg.loss))
+    assert distillation.head is head and distillation.target is target  # not copies of them
     places = torch.arange(12)[None]
-    text = Text(torch.tensor([PROMPT[:12]]), places >= 4, torch.zeros_like(places), places)
-    assert torch.isfinite(lesson(*text).loss)
+    text = PackedBatch(torch.tensor([PROMPT[:12]]), places >= 4, torch.zeros_like(places), places)
+    assert torch.isfinite(distillation(*text).loss)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf" / "loss").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_yaml_of_a_loss_builds_it(path):
     loss = instantiate(OmegaConf.load(path))
-    draft, answer = (Said(torch.randn(3, 12), torch.randn(3, 5)) for _ in range(2))
+    draft, answer = (Prediction(torch.randn(3, 12), torch.randn(3, 5)) for _ in range(2))
     assert loss(draft, answer).shape == (3,)
 
 
 def test_medusa2_ends_with_adapter_heads_and_a_warning(train):
-    directory = train("head=medusa2", "trainer.logging_steps=1", "lesson.heads_only=0.5")
+    directory = train("head=medusa2", "trainer.logging_steps=1", "objective.heads_only=0.5")
     files = {file.name for file in (directory / "head").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "model.safetensors", "config.json"} <= files
     assert "**The target's text changes.**" in (directory / "head" / "README.md").read_text()
@@ -223,7 +230,7 @@ def test_a_draft_model_is_trained_like_any_head(train):
     [("nothing.here:Head", "not installed here"), ("json:dumps", "no DraftHead"), ("json", "no DraftHead")],
 )
 def test_a_class_that_is_no_head_is_refused(target, tmp_path, name, complaint):
-    (tmp_path / "config.json").write_text(json.dumps({"foretoken": {"class": name}}))
+    (tmp_path / "config.json").write_text(json.dumps({"foredraft": {"class": name}}))
     save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=complaint):
         load_head(tmp_path, target)

@@ -10,12 +10,12 @@ import torch
 from huggingface_hub import ModelCard, constants
 
 from heads import hub, load_head, save_head
-from heads.card import model_card
 from heads.eagle3 import Eagle3Head
+from heads.hub.card import model_card
 from inference import load_drafter
 from tests import golden
 from tests.hub_server import TOKEN, HubServer
-from train import ship
+from train import publish
 
 NAME = "org/a-head"
 
@@ -55,7 +55,7 @@ def run(target, tmp_path_factory) -> Path:
 @pytest.fixture
 def folder(run, tmp_path, target) -> Path:
     (tmp_path / "staged").mkdir()
-    ship.stage(run / "head", tmp_path / "staged", NAME, target, "apache-2.0")
+    publish.stage(run / "head", tmp_path / "staged", NAME, target, "apache-2.0")
     return tmp_path / "staged"
 
 
@@ -67,7 +67,7 @@ SENT = {"config.json", "config.yaml", "metrics.json", "model.safetensors", "READ
 
 
 def test_a_head_that_was_pushed_drafts_the_same_when_pulled(server, run, target):
-    said = ship.push(run / "head", target, NAME, private=True, license="mit")
+    said = publish.push(run / "head", target, NAME, private=True, license="mit")
     assert server.repos[NAME].private and set(server.repos[NAME].files) == SENT
     assert all(name in said for name in SENT) and TOKEN not in said
     pulled, ours = load_head(NAME, target), load_head(run / "head", target)
@@ -75,7 +75,7 @@ def test_a_head_that_was_pushed_drafts_the_same_when_pulled(server, run, target)
 
 
 def test_the_card_on_the_hub_says_what_the_head_is(server, run, target):
-    ship.push(run / "head", target, NAME, private=True, license="mit")
+    publish.push(run / "head", target, NAME, private=True, license="mit")
     card = server.repos[NAME].files["README.md"].decode()
     data = ModelCard(card).data.to_dict()
     assert data["license"] == "mit" and data["tags"] == ["speculative-decoding", "draft-head", "eagle3"]
@@ -245,16 +245,16 @@ def test_nothing_is_pushed_that_fails_the_gate(server, run, target, monkeypatch)
         config["norm_before_residual"] = True  # loads, and drafts otherwise
         (folder / "config.json").write_text(json.dumps(config))
 
-    monkeypatch.setattr(ship, "stage", worse)
+    monkeypatch.setattr(publish, "stage", worse)
     with pytest.raises(ValueError, match="parity gate"):
-        ship.push(run / "head", target, NAME)
+        publish.push(run / "head", target, NAME)
     assert not server.repos
 
 
 @pytest.mark.parametrize("name", ["head", "a/b/c", "org/", "org/na me", "-org/x", "../x"])
 def test_a_name_that_cannot_be_is_refused_first(server, run, target, name):
     with pytest.raises(ValueError, match=f"repo={re.escape(name)}"):
-        ship.push(run / "head", target, name)
+        publish.push(run / "head", target, name)
     assert not server.log
 
 
@@ -272,4 +272,4 @@ def test_a_target_of_the_hub_has_its_revision_in_the_card(server, monkeypatch, t
 
 def test_pushing_needs_a_directory(server, target):
     with pytest.raises(ValueError, match="a head is pushed from where training wrote it"):
-        ship.push(Path("org/name"), target, NAME)
+        publish.push(Path("org/name"), target, NAME)

@@ -8,16 +8,16 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from heads import Target, adapter, load_head, save_head
-from heads.card import model_card
 from heads.draft_model import DraftModelHead
+from heads.hub.card import model_card
 from heads.medusa import MedusaHead
 from heads.medusa2 import Medusa2Head
 from inference import generate, load_drafter
-from train import parity
-from train.joint import JointLesson
+from train import parity_gate
+from train.joint import JointDistillation
 from train.losses import soft
+from train.module import DistillationModel
 from train.optimizer import adamw, muon
-from train.trainer import Lesson
 
 from .test_heads import PROMPT, batch
 
@@ -52,28 +52,30 @@ def test_a_new_adapter_changes_nothing_and_a_trained_one_the_text(fresh):
 
 
 def test_heads_learn_alone_first_and_then_all_of_it(fresh):
-    lesson = JointLesson(Medusa2Head.for_target(fresh, depth=2), fresh, soft, heads_only=0.5)
+    distillation = JointDistillation(Medusa2Head.for_target(fresh, depth=2), fresh, soft, heads_only=0.5)
     text = batch(20, 12)
-    lesson.progress = 0.4
-    lesson(*text).loss.backward()
-    assert not any(parameter.grad.any() for parameter in lesson.adapter.parameters())
-    assert all(parameter.grad.any() for parameter in lesson.head.parameters())
+    distillation.progress = 0.4
+    distillation(*text).loss.backward()
+    assert not any(parameter.grad.any() for parameter in distillation.adapter.parameters())
+    assert all(parameter.grad.any() for parameter in distillation.head.parameters())
     disturb(fresh)  # else the second matrix of each pair is zero, and the first learns nothing yet
-    lesson.progress = 0.5
-    lesson.zero_grad()
-    lesson(*text).loss.backward()
-    assert all(parameter.grad.any() for parameter in lesson.parameters())
-    frozen = {id(parameter) for parameter in lesson.parameters()}
+    distillation.progress = 0.5
+    distillation.zero_grad()
+    distillation(*text).loss.backward()
+    assert all(parameter.grad.any() for parameter in distillation.parameters())
+    frozen = {id(parameter) for parameter in distillation.parameters()}
     assert not any(p.requires_grad for p in fresh.model.parameters() if id(p) not in frozen)
 
 
 def test_the_adapted_target_is_held_to_what_it_said(fresh):
     """With the heads' loss left out, the joint loss is the divergence, zero before anything is learnt."""
-    lesson = JointLesson(Medusa2Head.for_target(fresh, depth=2), fresh, soft, heads_only=0.0, head_weight=0.0)
+    distillation = JointDistillation(
+        Medusa2Head.for_target(fresh, depth=2), fresh, soft, heads_only=0.0, head_weight=0.0
+    )
     text = batch(20, 12)
-    assert lesson(*text).loss.item() == pytest.approx(0.0, abs=1e-6)
+    assert distillation(*text).loss.item() == pytest.approx(0.0, abs=1e-6)
     disturb(fresh)
-    loss = lesson(*text).loss.item()
+    loss = distillation(*text).loss.item()
     now = fresh.read(text.tokens, text.positions, text.mask()).logits.log_softmax(-1)
     with adapter.without(fresh):
         before = fresh.read(text.tokens, text.positions, text.mask()).logits.log_softmax(-1)
@@ -104,18 +106,18 @@ def test_decoding_merges_the_adapter_and_another_head_finds_it_apart(fresh, tiny
 
 
 def test_heads_learn_faster_than_the_adapter(fresh):
-    lesson = JointLesson(Medusa2Head.for_target(fresh, depth=2), fresh, soft)
-    ids = {id(parameter) for parameter in lesson.adapter.parameters()}
+    distillation = JointDistillation(Medusa2Head.for_target(fresh, depth=2), fresh, soft)
+    ids = {id(parameter) for parameter in distillation.adapter.parameters()}
     for build in (adamw, muon):
-        optimizer = build(lesson, {fresh.vocab_size}, 1e-3, (0.9, 0.95), head_multiplier=4.0)
+        optimizer = build(distillation, {fresh.vocab_size}, 1e-3, (0.9, 0.95), head_multiplier=4.0)
         rates = {id(p): (group["lr"], "nesterov" in group) for group in optimizer.param_groups for p in group["params"]}
         assert {rates[number] for number in ids} == {(2.5e-4, False)}
-        assert len(rates) == len(list(lesson.parameters()))
+        assert len(rates) == len(list(distillation.parameters()))
 
 
 def test_joint_training_needs_an_adapter(fresh):
     with pytest.raises(ValueError, match="head=medusa puts none on it: head=medusa2"):
-        JointLesson(MedusaHead.for_target(fresh, depth=2), fresh, soft)
+        JointDistillation(MedusaHead.for_target(fresh, depth=2), fresh, soft)
 
 
 def test_adapter_and_heads_are_saved_and_come_back(fresh, tiny_path, tmp_path):
@@ -131,7 +133,7 @@ def test_adapter_and_heads_are_saved_and_come_back(fresh, tiny_path, tmp_path):
     assert torch.equal(again.read(IDS).logits, logits)
     drafter = load_drafter(str(tmp_path), again)
     assert text_of(again) == adapted == text_of(again, drafter)
-    assert parity.check(head, fresh, PROMPT, saved=tmp_path) < 1e-4
+    assert parity_gate.check(head, fresh, PROMPT, saved=tmp_path) < 1e-4
     # peft itself reads the same files.
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32), tmp_path)
     torch.testing.assert_close(model(IDS).logits, logits, atol=1e-4, rtol=1e-4)
@@ -162,10 +164,10 @@ def test_a_tuned_draft_model_is_saved_as_a_model(fresh, tmp_path, lora_rank):
     stored = [tensor.data_ptr() for tensor in head.state_dict().values()]
     assert len(stored) == len(set(stored))  # a checkpoint would refuse weights under two names
     optimizer = torch.optim.AdamW(learning, lr=1e-2)
-    lesson, losses = Lesson(head, fresh, soft), []
+    distillation, losses = DistillationModel(head, fresh, soft), []
     for _ in range(6):
         optimizer.zero_grad()
-        loss = lesson(*batch(24)._replace(tokens=IDS[:, :24])).loss
+        loss = distillation(*batch(24)._replace(tokens=IDS[:, :24])).loss
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

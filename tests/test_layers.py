@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from heads.layers import MLP, RMSNorm
-from train.cost import Live
+from train.runtime.cost import Live
 
 WIDTH, INNER, ROWS = 16, 48, 10
 

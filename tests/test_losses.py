@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from train import losses
-from train.losses import Said
+from train.losses import Prediction
 
 LOSSES = {
     "hard": losses.hard,
@@ -21,11 +21,11 @@ LOSSES = {
 }
 
 
-def pair() -> tuple[Said, Said]:
-    return tuple(Said(2 * torch.randn(5, 9), 2 * torch.randn(5, 4)) for _ in range(2))  # type: ignore[return-value]
+def pair() -> tuple[Prediction, Prediction]:
+    return tuple(Prediction(2 * torch.randn(5, 9), 2 * torch.randn(5, 4)) for _ in range(2))  # type: ignore[return-value]
 
 
-def formulas(draft: Said, answer: Said) -> dict[str, torch.Tensor]:
+def formulas(draft: Prediction, answer: Prediction) -> dict[str, torch.Tensor]:
     """Every loss written out token by token, with no function of torch that the losses use but exp, log and abs."""
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in LOSSES}
     for row in range(len(draft.logits)):
@@ -54,15 +54,15 @@ def test_a_loss_is_its_formula(name):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_gradient_is_the_losss(name):
-    draft, answer = (Said(*(tensor.double() for tensor in said)) for said in pair())
+    draft, answer = (Prediction(*(tensor.double() for tensor in said)) for said in pair())
     inputs = tuple(tensor.requires_grad_() for tensor in draft)
-    assert torch.autograd.gradcheck(lambda logits, features: LOSSES[name](Said(logits, features), answer), inputs)
+    assert torch.autograd.gradcheck(lambda logits, features: LOSSES[name](Prediction(logits, features), answer), inputs)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_half_precision_is_computed_in_float32(name):
-    draft, answer = (Said(*(tensor.bfloat16() for tensor in said)) for said in pair())
-    wide = [Said(*(tensor.float() for tensor in said)) for said in (draft, answer)]
+    draft, answer = (Prediction(*(tensor.bfloat16() for tensor in said)) for said in pair())
+    wide = [Prediction(*(tensor.float() for tensor in said)) for said in (draft, answer)]
     loss = LOSSES[name](draft, answer)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, LOSSES[name](*wide))
@@ -71,10 +71,10 @@ def test_half_precision_is_computed_in_float32(name):
 def test_lk_learns_where_total_variation_hardly_does():
     """A draft that is sure of the wrong token: its acceptance is 1e-8, and so is the gradient of total variation."""
     logits = torch.tensor([[20.0, 0.0]], requires_grad=True)
-    answer = Said(torch.tensor([[0.0, 20.0]]), torch.zeros(1, 1))
+    answer = Prediction(torch.tensor([[0.0, 20.0]]), torch.zeros(1, 1))
     sizes = []
     for loss in (losses.total_variation, losses.lk):
-        (gradient,) = torch.autograd.grad(loss(Said(logits, torch.zeros(1, 1)), answer).sum(), logits)
+        (gradient,) = torch.autograd.grad(loss(Prediction(logits, torch.zeros(1, 1)), answer).sum(), logits)
         sizes.append(gradient.abs().max().item())
     assert sizes[0] < 1e-6 and sizes[1] > 0.1
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from inference import choose
+from inference import target_sampler
 from scripts import lossless
 
 
@@ -26,14 +26,14 @@ def test_the_ngram_drafter_is_lossless(typed, capfd):
 
 
 def test_a_verifier_that_changes_the_text_is_caught(typed, monkeypatch, capfd):
-    judged = choose.judged
+    judged = target_sampler.judged
 
     def careless(*given):
         verdict, broken = judged(*given)
         drafted = verdict.choices.shape[1] > 1  # then it writes another token than the right one
         return verdict._replace(tokens=(verdict.tokens + drafted) % 300), broken
 
-    monkeypatch.setattr(choose, "judged", careless)
+    monkeypatch.setattr(target_sampler, "judged", careless)
     with pytest.raises(SystemExit):
         lossless.main()
     assert "drafting changes the text" in capfd.readouterr().err

@@ -6,11 +6,11 @@ import torch
 from hydra.utils import instantiate
 from torch import Tensor
 
-from heads.base import Text, began
+from heads.base import PackedBatch, draft_loss_mask
 from heads.target import Target
-from train.entry import CONF
-from train.packing import Document, Packed, best_fit
-from train.trainer import Lesson
+from train.cli import CONF
+from train.data.packing import Document, Packed, best_fit
+from train.module import DistillationModel
 
 HEADS = sorted(file.stem for file in (CONF / "head").glob("*.yaml"))
 
@@ -22,7 +22,7 @@ def documents(*lengths: int, prompt: int = 3) -> list[Document]:
     ]
 
 
-def lesson(target: Target, kind: str) -> Lesson:
+def distillation(target: Target, kind: str) -> DistillationModel:
     with hydra.initialize_config_dir(str(CONF), version_base=None):
         cfg = hydra.compose("train", [f"head={kind}", "target.path=x"])
     more = {"counts": torch.ones(target.vocab_size)} if "draft_vocab_size" in cfg.head else {}
@@ -30,19 +30,19 @@ def lesson(target: Target, kind: str) -> Lesson:
     with torch.no_grad():
         for parameter in head.parameters():  # layers that start as nothing would hide what reaches them
             parameter.add_(0.05 * torch.randn_like(parameter))
-    return Lesson(head, target, lambda draft, answer: draft).eval()  # no noise on features
+    return DistillationModel(head, target, lambda draft, answer: draft).eval()  # no noise on features
 
 
 @torch.no_grad()
-def token_losses(lesson: Lesson, batch: dict[str, Tensor]) -> Tensor:
+def token_losses(distillation: DistillationModel, batch: dict[str, Tensor]) -> Tensor:
     """(depth, batch, length): the cross-entropy of every draft with the target's law, NaN where none is counted."""
-    text = Text(**batch)
-    features, last = lesson.read(text)
-    answer = lesson.target.logits(last).roll(-1, dims=1).softmax(-1)
+    text = PackedBatch(**batch)
+    features, last = distillation.read(text)
+    answer = distillation.target.logits(last).roll(-1, dims=1).softmax(-1)
     losses = []
-    for depth, out in enumerate(lesson.head(features, lesson.target.embed(text.tokens), text), start=1):
-        loss = -(answer * lesson.head.logits(out, depth).log_softmax(-1)).sum(-1)
-        losses.append(loss.masked_fill(~began(text, depth), torch.nan))
+    for depth, out in enumerate(distillation.head(features, distillation.target.embed(text.tokens), text), start=1):
+        loss = -(answer * distillation.head.logits(out, depth).log_softmax(-1)).sum(-1)
+        losses.append(loss.masked_fill(~draft_loss_mask(text, depth), torch.nan))
     return torch.stack(losses)
 
 
@@ -57,18 +57,18 @@ def test_a_packed_token_has_the_loss_that_it_has_alone(tiny_path, kind: str, lon
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")  # a head may put adapters into it
     texts = documents(20, 9, 15, 26, 14, 12)
     packed = batch_of(Packed(texts, length=48, seed=1, long=long))
-    teacher = lesson(target, kind)
-    together = token_losses(teacher, packed)
+    teacher = distillation(target, kind)
+    reads_collectively = token_losses(teacher, packed)
     seen = 0
     for row, numbers in enumerate(packed["documents"]):
         for number in numbers.unique():
             here = numbers == number
             if number < 0:
-                assert together[:, row, here].isnan().all()
+                assert reads_collectively[:, row, here].isnan().all()
                 continue
             alone = {name: values[row, here][None] for name, values in packed.items()}
             apart = token_losses(teacher, alone)[:, 0]
-            torch.testing.assert_close(together[:, row, here], apart, atol=1e-5, rtol=1e-6, equal_nan=True)
+            torch.testing.assert_close(reads_collectively[:, row, here], apart, atol=1e-5, rtol=1e-6, equal_nan=True)
             seen += int((~apart.isnan()).sum())
     assert seen > 50
 

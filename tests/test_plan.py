@@ -8,13 +8,13 @@ import torch
 from omegaconf import DictConfig
 
 from heads import Target, adapter
-from heads.base import Text
+from heads.base import PackedBatch
 from heads.eagle3 import Eagle3Head
 from scripts import plan
-from train.cost import Live
 from train.losses import soft
+from train.module import DistillationModel
 from train.optimizer import adamw
-from train.trainer import Lesson
+from train.runtime.cost import Live
 
 CONF = str(Path(__file__).resolve().parent.parent / "conf")
 ROWS, LENGTH = 2, 192
@@ -44,22 +44,22 @@ def test_planned_bytes_are_those_of_a_real_step(
         monkeypatch.setattr("train.trainer.ROWS", 16)
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     head = Eagle3Head.for_target(target, depth=4, draft_vocab_size=128, counts=torch.ones(target.vocab_size).long())
-    lesson = Lesson(head, target, soft)
-    for parameter in lesson.parameters():
+    distillation = DistillationModel(head, target, soft)
+    for parameter in distillation.parameters():
         parameter.grad = torch.zeros_like(parameter)
     shape = ROWS, LENGTH
-    text = Text(
+    text = PackedBatch(
         torch.randint(target.vocab_size, shape),
         torch.ones(shape).bool(),
         torch.zeros(shape).long(),
         torch.arange(LENGTH).expand(shape),
     )
-    before = [*lesson.parameters(), *lesson.buffers(), *target.model.parameters(), *text]
-    with Live(before + [parameter.grad for parameter in lesson.parameters()]) as live:
+    before = [*distillation.parameters(), *distillation.buffers(), *target.model.parameters(), *text]
+    with Live(before + [parameter.grad for parameter in distillation.parameters()]) as live:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss = lesson(*text).loss
+            loss = distillation(*text).loss
         loss.backward()
-    optimizer = adamw(lesson, set(), 1e-3, (0.9, 0.95))
+    optimizer = adamw(distillation, set(), 1e-3, (0.9, 0.95))
     optimizer.step()
     lines = plan.plan(DictConfig({**small, "bf16": bf16}))["gib"]
     gib = {name: size * plan.GIB for name, (size, _) in lines.items()}
@@ -94,29 +94,35 @@ def test_what_does_not_fit_has_a_remedy(small: DictConfig, planned: dict):
 
 
 @pytest.mark.parametrize(
-    "change, told",
+    "change, message",
     [
         ({"path": "no.json"}, "target=no.json does not exist"),
         ({"path": "x/y", "quantization": "2bit"}, "target.quantization=2bit is not one of"),
-        ({"path": "x/y", "spread": "layers"}, "target.spread=layers: a plan knows fsdp, tensor"),
+        ({"path": "x/y", "sharding": "layers"}, "target.sharding=layers: a plan knows fsdp, tensor"),
     ],
 )
-def test_bad_input_to_a_plan(change: dict, told: str, small: DictConfig):
-    with pytest.raises(ValueError, match=told):
+def test_bad_input_to_a_plan(change: dict, message: str, small: DictConfig):
+    with pytest.raises(ValueError, match=message):
         plan.plan(DictConfig({**small, "target": {**small.target, **change}}))
 
 
 def test_a_plan_as_it_is_typed(tiny_path: Path, monkeypatch, capfd):
-    given = [f"target.path={tiny_path}", "target.spread=fsdp", "engine=fsdp", "gpus=2", "hydra/job_logging=disabled"]
+    given = [
+        f"target.path={tiny_path}",
+        "target.sharding=fsdp",
+        "strategy=fsdp",
+        "gpus=2",
+        "hydra/job_logging=disabled",
+    ]
     monkeypatch.setattr("sys.argv", ["scripts/plan.py", *given])
     plan.main()
     said = capfd.readouterr().out
-    assert "engine=fsdp" in said and "one of 2 pieces on every GPU" in said and "gathered target" in said
+    assert "strategy=fsdp" in said and "one of 2 pieces on every GPU" in said and "gathered target" in said
 
 
-@pytest.mark.parametrize("spread", ["fsdp", "tensor"])
-def test_a_target_in_pieces_takes_less(spread: str, small: DictConfig, planned: dict):
-    pieces = plan.plan(DictConfig({**small, "target": {**small.target, "spread": spread}, "gpus": 4}))["gib"]
+@pytest.mark.parametrize("sharding", ["fsdp", "tensor"])
+def test_a_target_in_pieces_takes_less(sharding: str, small: DictConfig, planned: dict):
+    pieces = plan.plan(DictConfig({**small, "target": {**small.target, "sharding": sharding}, "gpus": 4}))["gib"]
     assert pieces["target weights"][0] < 0.6 * planned["gib"]["target weights"][0]
 
 

@@ -12,7 +12,7 @@ from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
 from inference import drafter_for, generate, load_drafter
 from inference.drafters import NgramDrafter
-from train.prove import float32
+from train.finalize import float32
 
 from .conftest import tiny_config
 
@@ -64,7 +64,11 @@ def test_drafting_changes_nothing(packed, temperature):
     settings = {"max_new_tokens": 24, "eos_token_id": -1, "temperature": temperature}
     plain = generate(packed, None, prompt(), **settings).new_tokens
     medusa, eagle = MedusaHead.for_target(packed, depth=3).eval(), Eagle3Head.for_target(packed, depth=3).eval()
-    for drafter in (NgramDrafter(), drafter_for(medusa, packed, nodes=6), drafter_for(eagle, packed, nodes=6, least=0)):
+    for drafter in (
+        NgramDrafter(),
+        drafter_for(medusa, packed, nodes=6),
+        drafter_for(eagle, packed, nodes=6, min_probability=0),
+    ):
         assert generate(packed, drafter, prompt(), **settings).new_tokens == plain
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from inference import generate
-from train.answers import Server, in_process, through_server
-from train.chat import ChatFormat
-from train.regenerate import Output, Sampling, questions
-from train.rows import Source
+from train.data.chat_template import ChatFormat
+from train.data.generation_clients import Server, in_process, through_server
+from train.data.regeneration import Output, Sampling, questions
+from train.data.sources import Source
 
 from .bad_server import WAYS, BadServer
 

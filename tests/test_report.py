@@ -11,9 +11,19 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from heads.card import duration, model_card, number, percent
-from inference.plots import DEPTHS, MOST_POINTS, Bar, Series, bar_chart, line_chart, spread, stacked_bar, ticks
-from inference.report import RunRecord, Sample, table, write_report
+from heads.hub.card import duration, model_card, number, percent
+from inference.evaluation.plots import (
+    DEPTHS,
+    MOST_POINTS,
+    Bar,
+    Series,
+    bar_chart,
+    line_chart,
+    spread,
+    stacked_bar,
+    ticks,
+)
+from inference.evaluation.report import RunRecord, Sample, table, write_report
 
 METRICS: dict = {
     "acceptance_length": 4.541,
@@ -60,7 +70,7 @@ SHOWN = {
 }
 FLOATS = {key for key, value in METRICS.items() if isinstance(value, float)}
 PAGE_ONLY = {"command": "python train/run.py seed=0", "versions": "2.13.0"}
-HISTORY = [{"step": s, "loss": 9 / s, "agree_1": 1 - 1 / s, "agree_2": 1 - 2 / s} for s in range(10, 310, 10)]
+HISTORY = [{"step": s, "loss": 9 / s, "acc_1": 1 - 1 / s, "agree_2": 1 - 2 / s} for s in range(10, 310, 10)]
 EVALS = [{"step": s, "acceptance_length": 1 + s / 100} for s in (100, 200, 300)]
 PIECES = [
     ("\n", 0),
@@ -351,7 +361,7 @@ def test_card_is_one_that_the_hub_can_read():
     data = ModelCard(model_card(METRICS, HEAD, None)).data.to_dict()
     assert data == {
         "base_model": "org/target",
-        "library_name": "foretoken",
+        "library_name": "foredraft",
         "pipeline_tag": "text-generation",
         "license": "apache-2.0",
         "tags": ["speculative-decoding", "draft-head", "eagle3"],

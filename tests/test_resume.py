@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from train import checkpoints, session
+from train.runtime import checkpoints, run_state
 
-from .test_engines import ONE, ROOT, SMALL, TWO, complaint, folder, here, torchrun  # noqa: F401 -- fixtures
 from .test_run import end, program
+from .test_strategies import ONE, ROOT, SMALL, TWO, complaint, folder, here, torchrun  # noqa: F401 -- fixtures
 
 RUN = [*SMALL, ONE, "optimizer=adamw", "trainer.max_steps=24", "trainer.save_steps=3", "evaluate.eval_steps=8"]
 
@@ -42,7 +42,7 @@ def reference(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def test_ten_kills_change_nothing(given: list[str], reference: Path, tmp_path: Path):
-    seed = int(os.environ.get("FORETOKEN_KILL_SEED", "0"))
+    seed = int(os.environ.get("FOREDRAFT_KILL_SEED", "0"))
     ends = killed(seed, 10, *given, "output_dir=out", cwd=tmp_path)
     # A SIGTERM before the first step or after the last one finds nothing to save, and kills.
     assert ends[-1] == 0 and set(ends[:-1]) <= {-signal.SIGKILL, -signal.SIGTERM, 130}
@@ -130,45 +130,45 @@ def unfinished(reference: Path, directory: Path, **changes: object) -> Path:
     """A directory with a checkpoint, whose run had other facts."""
     (directory / "checkpoints/checkpoint-3").mkdir(parents=True)
     (directory / "checkpoints/checkpoint-3" / checkpoints.STATE).write_text("{}")
-    before = session.saved_config(reference) | changes
+    before = run_state.saved_config(reference) | changes
     (directory / "config.yaml").write_text(json.dumps(before))
     return directory
 
 
 def test_a_directory_with_checkpoints_of_another_head(given: list[str], reference: Path, here, tmp_path: Path):  # noqa: F811
     unfinished(reference, tmp_path / "out")
-    told = complaint(here(*given[2:], "head=medusa", "output_dir=out"))
-    assert "holds an unfinished run with another config" in told and "head._target_ is heads.eagle3" in told
+    message = complaint(here(*given[2:], "head=medusa", "output_dir=out"))
+    assert "holds an unfinished run with another config" in message and "head._target_ is heads.eagle3" in message
 
 
 @pytest.mark.parametrize(
-    "changes, told",
+    "changes, message",
     [
         ({"processes": 2, "rows_per_step": 8}, "rows_per_step is 8 there, 4 here"),
-        ({"engine": {"name": "fsdp"}}, "holds checkpoints of engine=fsdp, which engine=single cannot read"),
+        ({"engine": {"name": "fsdp"}}, "holds checkpoints of strategy=fsdp, which strategy=single cannot read"),
         ({"engine": {"name": "ddp"}, "processes": 2}, None),
     ],
 )
-def test_checkpoints_of_other_processes(changes, told, reference: Path, tmp_path: Path):
+def test_checkpoints_of_other_processes(changes, message, reference: Path, tmp_path: Path):
     directory = unfinished(reference, tmp_path / "out", **changes)
-    before, now = session.saved_config(directory), session.saved_config(reference)
-    if told is None:
-        session.check_same_run(directory, before, now)
+    before, now = run_state.saved_config(directory), run_state.saved_config(reference)
+    if message is None:
+        run_state.check_same_run(directory, before, now)
     else:
-        with pytest.raises(ValueError, match=told):
-            session.check_same_run(directory, before, now)
+        with pytest.raises(ValueError, match=message):
+            run_state.check_same_run(directory, before, now)
 
 
 def test_zero_checkpoints_are_cut_for_their_processes(reference: Path, tmp_path: Path):
-    now = session.saved_config(reference) | {"engine": {"name": "zero2"}, "processes": 4}
+    now = run_state.saved_config(reference) | {"engine": {"name": "zero2"}, "processes": 4}
     with pytest.raises(ValueError, match=r"cut its checkpoints in .* for 2 processes and here are 4: go on with 2"):
-        session.check_same_run(tmp_path, now | {"processes": 2}, now)
+        run_state.check_same_run(tmp_path, now | {"processes": 2}, now)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_two_processes_stop_together_and_one_may_go_on(name: str, given: list[str], reference: Path, tmp_path: Path):
     """SIGTERM to torchrun, as a scheduler sends it; then the same run in one process, where the engine allows that."""
-    arguments = [*given, TWO, f"engine={name}", "output_dir=out"]
+    arguments = [*given, TWO, f"strategy={name}", "output_dir=out"]
     process = torchrun(str(ROOT / "train/run.py"), *arguments, cwd=tmp_path)
     assert process.stdout is not None
     for line in process.stdout:

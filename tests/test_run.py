@@ -26,8 +26,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from heads import Target, load_head
 from inference import generate, load_drafter
-from train import checkpoints, session
 from train.run import main
+from train.runtime import checkpoints, run_state
 
 from .conftest import TEXT, VOCAB, tiny_config
 
@@ -54,7 +54,7 @@ SMALL = [
     "target=hf",
     "target.device=cpu",
     "length=64",
-    "written=0",
+    "self_generated_tokens=0",
     "keep_checkpoints=true",
     "trainer.per_device_train_batch_size=4",
     "trainer.logging_steps=1",
@@ -74,7 +74,7 @@ class Ended(NamedTuple):
 
 def program(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen:
     """The real thing. One thread: sums of floats come out alike in every run."""
-    inherited = {name: value for name, value in os.environ.items() if name != "FORETOKEN_TRACE"}
+    inherited = {name: value for name, value in os.environ.items() if name != "FOREDRAFT_TRACE"}
     return subprocess.Popen(
         [sys.executable, str(ROOT / "train" / "run.py"), *arguments],
         cwd=cwd,
@@ -97,7 +97,7 @@ def end(process: subprocess.Popen) -> Ended:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable]:
     """here(*arguments): `main` in this process, with what `program` would give."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("FORETOKEN_TRACE", raising=False)
+    monkeypatch.delenv("FOREDRAFT_TRACE", raising=False)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 
@@ -369,7 +369,7 @@ def test_a_signal_may_come_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPa
             os.kill(os.getpid(), signal.SIGINT)
             return len(data)
 
-    stop = session.StopOnSignal()
+    stop = run_state.StopOnSignal()
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     stop.on_train_begin(None, None, None)
     try:
@@ -467,10 +467,10 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_told_in_one_sentence(name: str, here, tiny_path: Path, folder: Path, tmp_path: Path):
-    typed, told = BAD[name]
+    typed, message = BAD[name]
     given = [f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "trainer.max_steps=2"]
     ended = here("head=medusa", *SMALL, *given, *typed(tiny_path, tmp_path))
-    assert re.search(told, complaint(ended))
+    assert re.search(message, complaint(ended))
     assert not (tmp_path / "out").exists()
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from heads import adapter
-from heads.base import DraftHead, Text, began
+from heads.base import DraftHead, PackedBatch, draft_loss_mask
 from heads.target import Target
 from train.losses import exact
-from train.trainer import Lesson, Loss, Outcome
+from train.module import DistillationModel, Loss, Outcome
 
 
-class JointLesson(Lesson):
+class JointDistillation(DistillationModel):
     def __init__(
         self,
         head: DraftHead,
@@ -33,29 +33,29 @@ class JointLesson(Lesson):
         self.adapter = adapter.layers(target)  # here they are saved, optimised and synchronised like the head
         if not len(self.adapter):
             raise ValueError(
-                f"lesson=joint trains the target's adapter, and head={head.kind} puts none on it: head=medusa2"
+                f"objective=joint trains the target's adapter, and head={head.kind} puts none on it: head=medusa2"
             )
 
     def forward(
-        self, tokens: Tensor, supervised: Tensor, documents: Tensor, positions: Tensor, **stored: Tensor
+        self, tokens: Tensor, loss_mask: Tensor, documents: Tensor, positions: Tensor, **stored: Tensor
     ) -> Outcome:
         if stored:
             raise ValueError(
-                "features=disk holds what a frozen target said, and lesson=joint changes it: features=online"
+                "features=disk holds what a frozen target said, and objective=joint changes it: features=online"
             )
-        text = Text(tokens, supervised, documents, positions)
+        text = PackedBatch(tokens, loss_mask, documents, positions)
         if self.progress < self.heads_only:
             with torch.no_grad():
                 features, last = self.read(text)
-            outcome = self.grade(text, features, last)
+            outcome = self.compute_loss(text, features, last)
             # DDP waits for a gradient of every parameter; this one changes nothing.
             silent = sum(parameter.sum() for parameter in self.adapter.parameters()) * 0.0
             return outcome._replace(loss=outcome.loss + silent)
         with torch.no_grad(), adapter.without(self.target):
             _, before = self.read(text)
         features, last = self.read(text)
-        outcome = self.grade(text, features, last)
-        slots = began(text, 1).roll(1, dims=1)  # slot p is answered by what the target says at p + 1
+        outcome = self.compute_loss(text, features, last)
+        slots = draft_loss_mask(text, 1).roll(1, dims=1)  # slot p is answered by what the target says at p + 1
         return outcome._replace(loss=self.drift(before[slots], last[slots]) + self.head_weight * outcome.loss)
 
     def drift(self, before: Tensor, now: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class JointLesson(Lesson):
         for start in range(0, len(now), self.chunk):
             part = slice(start, start + self.chunk)
             total = total + checkpoint(self.divergence, before[part], now[part], use_reentrant=False)
-        return total / (max(1, len(now)) if self.whole is None else self.whole[0].clamp(min=1))
+        return total / (max(1, len(now)) if self.num_items is None else self.num_items[0].clamp(min=1))
 
     def divergence(self, before: Tensor, now: Tensor) -> Tensor:
         p, q = (exact(self.target.logits(states)).log_softmax(-1) for states in (before, now))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-class Said(NamedTuple):
+class Prediction(NamedTuple):
     logits: Tensor  # (n, draft vocab)
     features: Tensor  # (n, width): the hidden states that the logits were made of; the target's are (n, hidden)
 
@@ -24,42 +24,44 @@ def exact(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def hard(draft: Said, answer: Said) -> Tensor:
+def hard(draft: Prediction, answer: Prediction) -> Tensor:
     """Cross-entropy with the target's most probable token (Medusa, arXiv:2401.10774)."""
     return F.cross_entropy(exact(draft.logits), answer.logits.argmax(-1), reduction="none")
 
 
-def soft(draft: Said, answer: Said) -> Tensor:
+def soft(draft: Prediction, answer: Prediction) -> Tensor:
     """Cross-entropy with the target's law (EAGLE-3, arXiv:2503.01840); its gradient is that of the forward KL(p, q)."""
     return -(exact(answer.logits).softmax(-1) * exact(draft.logits).log_softmax(-1)).sum(-1)
 
 
-def reverse_kl(draft: Said, answer: Said) -> Tensor:
+def reverse_kl(draft: Prediction, answer: Prediction) -> Tensor:
     """KL(q, p): a draft that cannot follow all of the target's law keeps to its peaks (DistillSpec, arXiv:2310.08461)."""
     q, p = exact(draft.logits).log_softmax(-1), exact(answer.logits).log_softmax(-1)
     return (q.exp() * (q - p)).sum(-1)
 
 
-def total_variation(draft: Said, answer: Said) -> Tensor:
+def total_variation(draft: Prediction, answer: Prediction) -> Tensor:
     """1 - sum min(p, q): the chance that a draft is rejected by the token-wise rule (DistillSpec, arXiv:2310.08461)."""
     return 0.5 * (exact(answer.logits).softmax(-1) - exact(draft.logits).softmax(-1)).abs().sum(-1)
 
 
-def lk(draft: Said, answer: Said) -> Tensor:
+def lk(draft: Prediction, answer: Prediction) -> Tensor:
     """-log sum min(p, q): expected acceptance (arXiv:2602.23881). Its gradient is total variation's over the acceptance, so
     that it learns from a bad start too, where total variation hardly says anything."""
     q, p = exact(draft.logits).log_softmax(-1), exact(answer.logits).log_softmax(-1)
     return -torch.minimum(q, p).logsumexp(-1)
 
 
-def top_k(draft: Said, answer: Said, k: int = 10) -> Tensor:
+def top_k(draft: Prediction, answer: Prediction, k: int = 10) -> Tensor:
     """Cross-entropy over the target's k most probable tokens only, p not renormalised (HASS, arXiv:2408.15766)."""
     p = exact(answer.logits).softmax(-1)
     best = p.topk(min(k, p.shape[-1]))
     return -(best.values * exact(draft.logits).log_softmax(-1).gather(-1, best.indices)).sum(-1)
 
 
-def regression(draft: Said, answer: Said, soft_weight: float = 0.1, top_k_weight: float = 0.0, k: int = 10) -> Tensor:
+def regression(
+    draft: Prediction, answer: Prediction, soft_weight: float = 0.1, top_k_weight: float = 0.0, k: int = 10
+) -> Tensor:
     """Smooth L1 between hidden states, mean over their width, plus cross-entropies (EAGLE-1, arXiv:2401.15077, section 4.2;
     HASS with top_k_weight 1). Raises ValueError for a head whose drafts are no hidden states of the target."""
     if draft.features.shape != answer.features.shape:

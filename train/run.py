@@ -20,13 +20,15 @@ from heads import hub
 from heads.base import DraftHead
 from heads.target import Target
 from inference.drafters import drafter_for
-from inference.evaluate import acceptance
-from inference.evaluate import run as decode
-from train import checkpoints, datacard, engine, loggers, prove, ship, team
-from train import data as text
-from train.entry import entry
-from train.memory import keep_freed
-from train.session import (
+from inference.evaluation.measure import acceptance
+from inference.evaluation.measure import run as decode
+from train import finalize, publish
+from train.cli import entry
+from train.data import corpus, data_card
+from train.data.row_order import Stream
+from train.runtime import checkpoints, distributed, loggers, strategy
+from train.runtime.memory import keep_freed
+from train.runtime.run_state import (
     CHECKPOINTS,
     Measure,
     Progress,
@@ -36,7 +38,6 @@ from train.session import (
     rows_per_step,
     seconds_of,
 )
-from train.stream import Stream
 from train.trainer import HeadTrainer, arguments
 
 
@@ -45,66 +46,68 @@ def main(cfg: DictConfig) -> None:
     if HydraConfig.get().mode == RunMode.MULTIRUN and done_before(cfg):
         print(f"{cfg.output_dir} holds a finished run of this config; delete it to train again", flush=True)
         return
-    engine.check(cfg.engine.name, cfg.optimizer._target_)
-    if team.rank() > 0:
+    strategy.check(cfg.strategy.name, cfg.optimizer._target_)
+    if distributed.rank() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- one process tells, to its end
-    engine.choose_device()
+    strategy.choose_device()
     set_seed(cfg.seed)
     keep_freed()
     if cfg.push_to_hub is not None:
         hub.check_name(cfg.push_to_hub)  # not after hours of training
     target = instantiate(cfg.target)
-    if target.together and cfg.push_to_hub is not None:
+    if target.reads_collectively and cfg.push_to_hub is not None:
         raise ValueError(
-            f"push_to_hub={cfg.push_to_hub}: one process pushes, and target.spread={target.spread} needs all of them to "
+            f"push_to_hub={cfg.push_to_hub}: one process pushes, and target.sharding={target.sharding} needs all of them to "
             "read: push the finished head with scripts/push.py"
         )
     if target.tokenizer is None:
         raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and training reads text: save one beside it")
-    data: text.Corpus = instantiate(cfg.data, tokenizer=target.tokenizer)
-    prove.check_settings(target, data, cfg.evaluate, cfg.length)
-    counts = text.count_tokens(data.train, target.vocab_size)
+    data: corpus.Corpus = instantiate(cfg.data, tokenizer=target.tokenizer)
+    finalize.check_settings(target, data, cfg.evaluate, cfg.length)
+    counts = corpus.count_tokens(data.train, target.vocab_size)
     more: dict[str, Any] = {"counts": counts} if "draft_vocab_size" in cfg.head else {}
     head = instantiate(cfg.head, target=target, **more)
-    args = arguments(cfg.trainer, target, **instantiate(cfg.engine.arguments, _convert_="all"))
+    args = arguments(cfg.trainer, target, **instantiate(cfg.strategy.arguments, _convert_="all"))
     parameters = sum(parameter.numel() for parameter in head.parameters())
     # Three checkpoints of weights and two moments in float32, the best weights twice, and the head itself.
     need_bytes = (3 * 3 * 4 + 2 * 4 + 2) * parameters + 2**20
-    directory, checkpoint = team.told(open_directory(cfg, need_bytes) if team.rank() == 0 else (Path(), None))
-    if cfg.written:
-        data = write_text(cfg, target, data, directory)
+    directory, checkpoint = distributed.broadcast(
+        open_directory(cfg, need_bytes) if distributed.rank() == 0 else (Path(), None)
+    )
+    if cfg.self_generated_tokens:
+        data = self_generated_text(cfg, target, data, directory)
     if head.pruned:  # by what the target writes, which is what the head will draft
-        head.start_projections(target, text.count_tokens(data.train, target.vocab_size))
-    packed = text.Packed(data.train, cfg.length, cfg.seed, cfg.long)
-    counts = text.count_tokens(data.train, target.vocab_size)
-    card = datacard.describe(data.train) | datacard.coverage(counts, head.draft_ids)
+        head.init_projections(target, corpus.count_tokens(data.train, target.vocab_size))
+    packed = corpus.Packed(data.train, cfg.length, cfg.seed, cfg.long)
+    counts = corpus.count_tokens(data.train, target.vocab_size)
+    card = data_card.describe(data.train) | data_card.coverage(counts, head.draft_ids)
     data = data._replace(card=data.card | card | packed.card)
-    if team.rank() == 0:
-        datacard.save(directory, data.card)
+    if distributed.rank() == 0:
+        data_card.save(directory, data.card)
     loggers.prepare(args.report_to, directory)
-    print(f"{head.kind}: {parameters:,} parameters for {target.name}\n{datacard.summary(data.card)}", flush=True)
-    if len(packed) < team.size():
+    print(f"{head.kind}: {parameters:,} parameters for {target.name}\n{data_card.summary(data.card)}", flush=True)
+    if len(packed) < distributed.world_size():
         raise ValueError(
-            f"the data gives {len(packed)} rows of length={cfg.length} for {team.size()} processes: take fewer"
+            f"the data gives {len(packed)} rows of length={cfg.length} for {distributed.world_size()} processes: take fewer"
         )
     trainer = train(cfg, args, target, head, data, packed, checkpoint)
-    if not target.together:
-        team.leave()
+    if not target.reads_collectively:
+        distributed.shutdown()
     if trainer.measures:  # what follows is one process's work, unless the target needs all to read
         finish(cfg, trainer, data, directory)
-    team.leave()
+    distributed.shutdown()
 
 
-def write_text(cfg: DictConfig, target: Target, data: text.Corpus, directory: Path) -> text.Corpus:
+def self_generated_text(cfg: DictConfig, target: Target, data: corpus.Corpus, directory: Path) -> corpus.Corpus:
     """The corpus with text that the target wrote, which one process keeps for all."""
-    file = directory / "written.json"
-    if target.together and not team.told(file.exists()):
+    file = directory / "self_generated.json"
+    if target.reads_collectively and not distributed.broadcast(file.exists()):
         # All must read, in step, for the target to write: each has the whole text then, and one leaves it to later runs.
         with tempfile.TemporaryDirectory() as aside:
-            kept = file if team.rank() == 0 else Path(aside) / file.name
-            return text.written_by(target, data, cfg.written, cfg.seed, kept)
-    with team.first_alone():
-        return text.written_by(target, data, cfg.written, cfg.seed, file)
+            kept = file if distributed.rank() == 0 else Path(aside) / file.name
+            return corpus.self_generate(target, data, cfg.self_generated_tokens, cfg.seed, kept)
+    with distributed.main_process_first():
+        return corpus.self_generate(target, data, cfg.self_generated_tokens, cfg.seed, file)
 
 
 def train(
@@ -112,24 +115,24 @@ def train(
     args: TrainingArguments,
     target: Target,
     head: DraftHead,
-    data: text.Corpus,
-    packed: text.Packed,
+    data: corpus.Corpus,
+    packed: corpus.Packed,
     checkpoint: str | None,
 ) -> HeadTrainer:
     """The trainer at the end of its steps. Ends the process where it was told to stop before."""
     dataset = instantiate(cfg.features)(packed, target, head.layers, cfg.trainer.per_device_train_batch_size)
-    lesson = instantiate(cfg.lesson, head=head, target=target, loss=instantiate(cfg.loss))
+    distillation = instantiate(cfg.distillation, head=head, target=target, loss=instantiate(cfg.loss))
     rows = rows_per_step(cfg)
     if args.max_steps <= 0:
         args.max_steps = math.ceil(args.num_train_epochs * len(dataset) / rows)
 
     def validate(head: DraftHead) -> float:
-        some = text.prompts(target.tokenizer, data.validation, cfg.evaluate.eval_prompts, cfg.evaluate.prompt_tokens)
+        some = corpus.prompts(target.tokenizer, data.validation, cfg.evaluate.eval_prompts, cfg.evaluate.prompt_tokens)
         return acceptance(decode(target, drafter_for(head, target), some, max_new_tokens=64, eos_token_id=-1))
 
     stop = StopOnSignal()
     trainer = HeadTrainer(
-        lesson,
+        distillation,
         args,
         train_dataset=Stream(dataset, args.max_steps * rows, cfg.seed),
         build_optimizer=instantiate(cfg.optimizer),
@@ -137,46 +140,46 @@ def train(
         callbacks=[stop, Progress(), Measure(cfg.evaluate.eval_steps)],
     )
     trainer.remove_callback(PrinterCallback)
-    engine.check_spread(cfg.engine.name, trainer.accelerator.distributed_type)
+    strategy.check_distributed_type(cfg.strategy.name, trainer.accelerator.distributed_type)
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     finally:
         stop.restore()
-    lesson.head = trainer.plain_head()
+    distillation.head = trainer.full_head()
     if stop.stopped:
-        team.leave()
+        distributed.shutdown()
         print(f"stopped at step {trainer.state.global_step}; the same command goes on from there", flush=True)
         raise SystemExit(130)
     return trainer
 
 
-def finish(cfg: DictConfig, trainer: HeadTrainer, data: text.Corpus, directory: Path) -> None:
+def finish(cfg: DictConfig, trainer: HeadTrainer, data: corpus.Corpus, directory: Path) -> None:
     """Choose the best weights, save and measure them, and tell. Processes that only help to read leave nothing behind."""
-    lesson, target, history = trainer.lesson, trainer.lesson.target, trainer.state.log_history
-    engine.forget_sharding(cfg.engine.name)
+    distillation, target, history = trainer.distillation, trainer.distillation.target, trainer.state.log_history
+    strategy.forget_sharding(cfg.strategy.name)
     # Where more than the head learns (the target's adapter), the head of an earlier step would not fit to it.
-    alone = all(name.startswith("head.") for name, _ in lesson.named_parameters())
+    alone = all(name.startswith("head.") for name, _ in distillation.named_parameters())
     best = checkpoints.best_step(history) if cfg.evaluate.keep_best and alone else None
     if best is not None and best != trainer.state.global_step:
         print(f"the weights of step {best}, which drafted best on validation prompts, are kept", flush=True)
-        lesson.head.load_state_dict(load_file(checkpoints.best_file(directory / CHECKPOINTS, best)))
+        distillation.head.load_state_dict(load_file(checkpoints.best_file(directory / CHECKPOINTS, best)))
     with tempfile.TemporaryDirectory() as aside:
-        saved = (directory if team.rank() == 0 else Path(aside)) / "head"
-        prove.save_final(lesson, saved, data, cfg.length)
-        metrics, shown = prove.measure(target, saved, data, cfg.evaluate)
-    if team.rank() > 0:
+        saved = (directory if distributed.rank() == 0 else Path(aside)) / "head"
+        finalize.save_final(distillation, saved, data, cfg.length)
+        metrics, shown = finalize.measure(target, saved, data, cfg.evaluate)
+    if distributed.rank() > 0:
         return
     trained = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry]
     metrics["train_tokens_per_second"] = round(sum(trained) / max(1, len(trained)), 1)
     metrics["train_seconds"] = round(seconds_of(trainer.state), 3)
     metrics["step"] = best or trainer.state.global_step
-    metrics |= prove.facts_of_run(lesson.head, target)
+    metrics |= finalize.facts_of_run(distillation.head, target)
     config = OmegaConf.to_yaml(cfg, resolve=True)
     (directory / "head" / "config.yaml").write_text(config)
     (directory / "history.json").write_text(json.dumps(history, indent=1) + "\n")
-    prove.publish(directory, metrics, lesson.head, data, history, shown, config)
+    finalize.publish(directory, metrics, distillation.head, data, history, shown, config)
     if cfg.push_to_hub is not None:
-        print(ship.push(directory / "head", target, cfg.push_to_hub, private=cfg.push_private), flush=True)
+        print(publish.push(directory / "head", target, cfg.push_to_hub, private=cfg.push_private), flush=True)
     loggers.finish(trainer.args.report_to, directory, config, metrics)
     if not cfg.keep_checkpoints:
         shutil.rmtree(directory / CHECKPOINTS)

@@ -1,18 +1,18 @@
 """Layouts of heads on disk: one class per published layout, and how one is told from another."""
 
 from heads.base import DraftHead
-from heads.formats.base import Format, Found, build
+from heads.formats.base import Format, HeadFiles, build
 from heads.formats.eagle import EagleFormat
 from heads.formats.eagle3 import Eagle3Format
 from heads.formats.files import read
 from heads.formats.hydra import HydraFormat
 from heads.formats.medusa import MedusaFormat, VllmMedusaFormat
-from heads.formats.own import OwnFormat
+from heads.formats.own import NativeFormat
 from heads.formats.speculators import SpeculatorsFormat
 
 # The first that matches is taken: the more particular ones come first.
 FORMATS: tuple[type[Format], ...] = (
-    OwnFormat,
+    NativeFormat,
     SpeculatorsFormat,
     Eagle3Format,
     EagleFormat,
@@ -22,7 +22,7 @@ FORMATS: tuple[type[Format], ...] = (
 )
 
 
-def recognise(found: Found) -> Format:
+def detect(found: HeadFiles) -> Format:
     """The layout of these files; ValueError where it is none that is known here."""
     for layout in FORMATS:
         form = layout.match(found)
@@ -38,7 +38,7 @@ def recognise(found: Found) -> Format:
 def own(head: DraftHead) -> Format:
     """The layout that training saves this head in."""
     found = next((layout for layout in FORMATS if layout.own and layout.kind is type(head)), None)
-    return OwnFormat(type(head)) if found is None else found()
+    return NativeFormat(type(head)) if found is None else found()
 
 
 __all__ = ["FORMATS", "Format", "Found", "build", "own", "read", "recognise"]

@@ -16,7 +16,7 @@ from heads.base import DraftHead
 from heads.target import Target
 
 
-class Found(NamedTuple):
+class HeadFiles(NamedTuple):
     """What lies in a head's directory, as it is written there."""
 
     config: dict[str, Any]
@@ -39,11 +39,11 @@ class Format(ABC):
 
     @classmethod
     @abstractmethod
-    def match(cls, found: Found) -> Self | None:
+    def match(cls, found: HeadFiles) -> Self | None:
         """This layout, if that is what the files are in."""
 
     @abstractmethod
-    def own_config(self, found: Found, target: Target) -> dict[str, Any]:
+    def native_config(self, found: HeadFiles, target: Target) -> dict[str, Any]:
         """What `kind.from_config` reads. Raises ValueError for settings that it has no place for."""
 
     def key(self, own: str) -> str:
@@ -51,7 +51,7 @@ class Format(ABC):
         here, there = next((pair for pair in self.kind.renamed.items() if own.startswith(pair[0])), ("", ""))
         return there + own.removeprefix(here)
 
-    def supply(self, found: Found, head: DraftHead, target: Target) -> dict[str, Tensor]:
+    def supply(self, found: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
         """The file's tensors, with those added that follow from others or from the target, and without those that only
         repeat them. Raises ValueError where such a repetition says something else."""
         return found.weights
@@ -66,15 +66,15 @@ class Format(ABC):
         return {self.key(own): tensor.detach().cpu().clone().contiguous() for own, tensor in state}
 
 
-def build(form: Format, found: Found, target: Target) -> DraftHead:
+def build(form: Format, found: HeadFiles, target: Target) -> DraftHead:
     """The head in these files, on the CPU and in the dtype it was stored in. Raises ValueError that names every key that is
     missing, left over, of another shape or of another sort of number."""
     try:
-        head = form.kind.from_config(form.own_config(found, target))
+        head = form.kind.from_config(form.native_config(found, target))
     except KeyError as error:
         raise found.wrong(f"config.json has no {error}, which a {form.kind.__name__} needs") from None
     wanted = {form.key(own): tensor for own, tensor in head.state_dict().items()}
-    given = settle_vocabulary(found, form.supply(found, head, target), head, target.vocab_size)
+    given = complete_vocabulary(found, form.supply(found, head, target), head, target.vocab_size)
     problems = [f"{name} is missing" for name in sorted(wanted.keys() - given.keys())]
     problems += [f"{name} belongs to no layer of this head" for name in sorted(given.keys() - wanted.keys())]
     for name in sorted(wanted.keys() & given.keys()):
@@ -97,21 +97,21 @@ def build(form: Format, found: Found, target: Target) -> DraftHead:
     return head
 
 
-def expect(found: Found, settings: dict[str, Any], allowed: dict[str, Any]) -> None:
+def expect(found: HeadFiles, settings: dict[str, Any], allowed: dict[str, Any]) -> None:
     """Raise ValueError if one of `settings` is there and is not what our layers do. allowed: name -> the only value."""
     for name, value in allowed.items():
         if settings.get(name, value) not in (value, None):
             raise found.wrong(f"config.json says {name}={settings[name]}; only {value} can be drafted with here")
 
 
-def one_rope(found: Found, settings: dict[str, Any]) -> None:
+def check_rope_spellings(found: HeadFiles, settings: dict[str, Any]) -> None:
     """Raise ValueError where rope is said in the spellings of transformers 4 and 5, and differently: engines read either."""
     new = settings.get("rope_parameters") or {}
     if "rope_theta" in settings and new.get("rope_theta", settings["rope_theta"]) != settings["rope_theta"]:
         raise found.wrong(f"config.json says rope_theta={settings['rope_theta']} and rope_parameters={new}")
 
 
-def same_as_target(found: Found, name: str, target: Target) -> None:
+def check_embeddings(found: HeadFiles, name: str, target: Target) -> None:
     """Raise ValueError unless tensor `name` is the target's embedding: a frozen copy is let go, another one is not."""
     stored, ours = found.weights[name], target.embeddings
     if stored.shape != ours.shape:
@@ -124,7 +124,9 @@ def same_as_target(found: Found, name: str, target: Target) -> None:
         raise found.wrong(f"{name} differs from the embeddings of {target.name}: it was trained for another target")
 
 
-def settle_vocabulary(found: Found, given: dict[str, Tensor], head: DraftHead, vocab_size: int) -> dict[str, Tensor]:
+def complete_vocabulary(
+    found: HeadFiles, given: dict[str, Tensor], head: DraftHead, vocab_size: int
+) -> dict[str, Tensor]:
     """`given` with t2d added where a layout leaves it out; ValueError where d2t and t2d make no sense."""
     d2t, t2d = given.get("d2t"), given.get("t2d")
     if d2t is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from heads.base import DraftHead
 from heads.eagle import EagleHead
-from heads.formats.base import Format, Found, expect, one_rope, same_as_target
+from heads.formats.base import Format, HeadFiles, check_embeddings, check_rope_spellings, expect
 from heads.target import Target
 
 NAMES = {"LlamaForCausalLMEagle", "EagleLlamaForCausalLM"}
@@ -28,22 +28,22 @@ class EagleFormat(Format):
         self.architecture, self.bias, self.embeddings = architecture, bias, embeddings
 
     @classmethod
-    def match(cls, found: Found) -> Self | None:
+    def match(cls, found: HeadFiles) -> Self | None:
         named = NAMES & set(found.config.get("architectures") or [])
         # SafeAILab's own files say LlamaForCausalLM; no Llama has an fc, and no EAGLE-1 an lm_head.
         shaped = any(name.startswith(("fc.", "layers.0.")) for name in found.weights)
         shaped = shaped and "lm_head.weight" not in found.weights
         return cls() if named or (shaped and found.config.get("model_type") == "llama") else None
 
-    def own_config(self, found: Found, target: Target) -> dict[str, Any]:
-        one_rope(found, found.config)
+    def native_config(self, found: HeadFiles, target: Target) -> dict[str, Any]:
+        check_rope_spellings(found, found.config)
         expect(found, found.config, LAYER | {"draft_vocab_size": target.vocab_size})
         return found.config
 
-    def supply(self, found: Found, head: DraftHead, target: Target) -> dict[str, Tensor]:
+    def supply(self, found: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
         if EMBEDDINGS not in found.weights:
             return found.weights
-        same_as_target(found, EMBEDDINGS, target)
+        check_embeddings(found, EMBEDDINGS, target)
         return {name: tensor for name, tensor in found.weights.items() if name != EMBEDDINGS}
 
     def config_of(self, head: DraftHead, target: Target) -> dict[str, Any]:

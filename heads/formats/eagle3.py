@@ -12,7 +12,7 @@ from torch import Tensor
 
 from heads.base import DraftHead
 from heads.eagle3 import Eagle3Head
-from heads.formats.base import Format, Found, expect, one_rope, same_as_target
+from heads.formats.base import Format, HeadFiles, check_embeddings, check_rope_spellings, expect
 from heads.target import Target
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -36,7 +36,7 @@ class Eagle3Format(Format):
         self.layer = layer  # ModelOpt, and some of SpecForge's heads, call it layers.0
 
     @classmethod
-    def match(cls, found: Found) -> Self | None:
+    def match(cls, found: HeadFiles) -> Self | None:
         named = Eagle3Head.describes(found.config) or "Eagle3LlamaForCausalLM" in found.config.get("architectures", [])
         spelt = next(
             (name for name in ("midlayer", "layers.0") if any(k.startswith(f"{name}.") for k in found.weights)), ""
@@ -49,24 +49,24 @@ class Eagle3Format(Format):
     def key(self, own: str) -> str:
         return own.replace("midlayer", self.layer, 1)
 
-    def own_config(self, found: Found, target: Target) -> dict[str, Any]:
+    def native_config(self, found: HeadFiles, target: Target) -> dict[str, Any]:
         config, eagle = found.config, found.config.get("eagle_config") or {}
         if not isinstance(eagle, dict):
             raise found.wrong(f"config.json says eagle_config={eagle!r}, which holds no settings")
-        one_rope(found, config)
+        check_rope_spellings(found, config)
         expect(found, config, LAYER | {"target_hidden_size": config["hidden_size"]})
         expect(found, eagle, OPTIONS)
-        return config | {IDS: layer_ids(found, target), "foretoken": config.get("foretoken", {})}
+        return config | {IDS: layer_ids(found, target), "foredraft": config.get("foredraft", {})}
 
-    def supply(self, found: Found, head: DraftHead, target: Target) -> dict[str, Tensor]:
+    def supply(self, found: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
         given = dict(found.weights)
         if "embed_tokens.weight" in given:
-            same_as_target(found, "embed_tokens.weight", target)
+            check_embeddings(found, "embed_tokens.weight", target)
             del given["embed_tokens.weight"]
         return given
 
 
-def layer_ids(found: Found, target: Target) -> list[int]:
+def layer_ids(found: HeadFiles, target: Target) -> list[int]:
     """The fused layers, as ids of `hidden_states`; ValueError where they are not said, or said twice and differently."""
     config, n = found.config, target.num_layers
     ours, theirs = config.get(IDS), (config.get("eagle_config") or {}).get(IDS)
@@ -80,8 +80,8 @@ def layer_ids(found: Found, target: Target) -> list[int]:
                 f"config.json names no {IDS}, and a target of {n} layers is too shallow for the paper's three"
             )
         return rule
-    if ours is None and config.get("foretoken"):
-        raise found.wrong(f"it is of an earlier foretoken, which wrote no {IDS} beside eagle_config: train it again")
+    if ours is None and config.get("foredraft"):
+        raise found.wrong(f"it is of an earlier foredraft, which wrote no {IDS} beside eagle_config: train it again")
     ids: list[int] = ours or [k + 1 for k in theirs or []]
     if theirs is not None and ids != [k + 1 for k in theirs]:
         raise found.wrong(

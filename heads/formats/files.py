@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from heads.formats.base import Found
+from heads.formats.base import HeadFiles
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -25,7 +25,7 @@ PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 LARGEST_JSON = 2**24  # bytes; configs have some thousand
 
 
-def read(directory: Path) -> Found:
+def read(directory: Path) -> HeadFiles:
     """The config and the weights in `directory`; ValueError that names the file and what is wrong with it."""
     config = read_config(directory)
     weights = next((directory / name for name in (*SAFE, *PICKLED) if (directory / name).is_file()), None)
@@ -37,7 +37,7 @@ def read(directory: Path) -> Found:
         tensors = read_safetensors(weights)
     else:
         tensors = read_pickled(weights)
-    return Found(config, tensors, directory)
+    return HeadFiles(config, tensors, directory)
 
 
 def read_config(directory: Path) -> dict:

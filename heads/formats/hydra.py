@@ -5,9 +5,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from heads import llama
+from heads import llama_config
 from heads.base import DraftHead
-from heads.formats.base import Format, Found, expect
+from heads.formats.base import Format, HeadFiles, expect
 from heads.hydra import HydraHead
 from heads.target import Target
 
@@ -20,18 +20,18 @@ class HydraFormat(Format):
     files = ("hydra_lm_head.safetensors", "hydra_lm_head.pt")  # its code opens only the second
 
     @classmethod
-    def match(cls, found: Found) -> Self | None:
+    def match(cls, found: HeadFiles) -> Self | None:
         return cls() if HydraHead.describes(found.config) else None
 
-    def own_config(self, found: Found, target: Target) -> dict[str, Any]:
+    def native_config(self, found: HeadFiles, target: Target) -> dict[str, Any]:
         """Sizes and the prefix layer's shape are the target's: the published configs do not tell them."""
         expect(found, found.config, {"quantization_config": None})
         own: dict[str, Any] = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         if found.config["hydra_head_arch"] == "prefix-mlp":
-            own["prefix"] = llama.saved(llama.config_like(target, "Hydra++"))
-        return found.config | {"foretoken": own | found.config.get("foretoken", {})}
+            own["prefix"] = llama_config.saved(llama_config.config_like(target, "Hydra++"))
+        return found.config | {"foredraft": own | found.config.get("foredraft", {})}
 
-    def supply(self, found: Found, head: DraftHead, target: Target) -> dict[str, Tensor]:
+    def supply(self, found: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
         given = dict(found.weights)
         # A whole LlamaModel was saved: its embedding is never read, and its frequencies are a matter of the config.
         given.pop(f"{PREFIX}embed_tokens.weight", None)

@@ -7,16 +7,18 @@ import torch
 from torch import Tensor
 
 from heads.base import DraftHead
-from heads.formats.base import Format, Found, expect
+from heads.formats.base import Format, HeadFiles, expect
 from heads.medusa import MedusaHead
-from heads.spread import whole
 from heads.target import Target
+from heads.target.sharding import full_tensor
 
 
-def own_settings(found: Found, target: Target, depth: int, blocks: int, pruned: int | None = None) -> dict[str, Any]:
+def own_settings(
+    found: HeadFiles, target: Target, depth: int, blocks: int, pruned: int | None = None
+) -> dict[str, Any]:
     """A Medusa config of ours. Sizes are the target's: the published configs name none."""
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "layers": [target.num_layers]}
-    own = sizes | found.config.get("foretoken", {})
+    own = sizes | found.config.get("foredraft", {})
     if own["layers"] != sizes["layers"]:
         raise found.wrong(
             f"it reads hidden states {own['layers']}, a Medusa head the target's last, {target.num_layers}"
@@ -25,7 +27,7 @@ def own_settings(found: Found, target: Target, depth: int, blocks: int, pruned: 
         "base_model_name_or_path": found.config.get("base_model_name_or_path", target.name),
         "medusa_num_heads": depth,
         "medusa_num_layers": blocks,
-        "foretoken": own | ({} if pruned is None else {"draft_vocab_size": pruned}),
+        "foredraft": own | ({} if pruned is None else {"draft_vocab_size": pruned}),
     }
 
 
@@ -43,18 +45,18 @@ class MedusaFormat(Format):
     files = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")  # TGI insists on the one, FasterDecoding on the other
 
     @classmethod
-    def match(cls, found: Found) -> Self | None:
+    def match(cls, found: HeadFiles) -> Self | None:
         return cls() if MedusaHead.describes(found.config) else None
 
-    def own_config(self, found: Found, target: Target) -> dict[str, Any]:
+    def native_config(self, found: HeadFiles, target: Target) -> dict[str, Any]:
         said, there = found.config["medusa_num_heads"], stored(found.weights, r"(\d+)\.")
         # Published configs say 2 where 5 are stored (medusa-vicuna-7b-v1.3); fewer than said is a broken file.
-        if there < said or ("foretoken" in found.config and there != said):
+        if there < said or ("foredraft" in found.config and there != said):
             raise found.wrong(f"config.json says medusa_num_heads={said}, the weights are of {there}")
         expect(found, found.config, {"version": "2", "quantization_config": None})
         return own_settings(found, target, there, found.config["medusa_num_layers"])
 
-    def supply(self, found: Found, head: DraftHead, target: Target) -> dict[str, Tensor]:
+    def supply(self, found: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
         if found.config.get("version") is None:
             return found.weights
         assert isinstance(head, MedusaHead)
@@ -64,7 +66,7 @@ class MedusaFormat(Format):
             raise found.wrong(
                 f"config.json says version 2, whose heads share the target's lm_head, but {own[0]} is stored"
             )
-        rows = whole(target.model.get_output_embeddings().weight)
+        rows = full_tensor(target.model.get_output_embeddings().weight)
         if not rows.is_floating_point():
             raise found.wrong(f"version 2 shares the lm_head of {target.name}, which is quantized: load it unquantized")
         return found.weights | dict.fromkeys(names, rows.detach().cpu())
@@ -80,7 +82,7 @@ class VllmMedusaFormat(Format):
     kind = MedusaHead
 
     @classmethod
-    def match(cls, found: Found) -> Self | None:
+    def match(cls, found: HeadFiles) -> Self | None:
         return cls() if found.config.get("model_type") == "medusa" else None
 
     def key(self, own: str) -> str:
@@ -91,7 +93,7 @@ class VllmMedusaFormat(Format):
             return f"blocks.{block[1]}.layers.{block[2]}.{block[3]}"
         return f"lm_heads.{own.split('.')[0]}.weight"
 
-    def own_config(self, found: Found, target: Target) -> dict[str, Any]:
+    def native_config(self, found: HeadFiles, target: Target) -> dict[str, Any]:
         config, there = found.config, stored(found.weights, r"blocks\.(\d+)\.")
         if there != config["num_heads"]:
             raise found.wrong(f"config.json says num_heads={config['num_heads']}, the weights are of {there}")
@@ -102,7 +104,7 @@ class VllmMedusaFormat(Format):
         rows = config.get("truncated_vocab_size") or target.vocab_size
         return own_settings(found, target, there, config["num_hidden_layers"], pruned=rows)
 
-    def supply(self, found: Found, head: DraftHead, target: Target) -> dict[str, Tensor]:
+    def supply(self, found: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
         given = dict(found.weights)
         if head.pruned:
             if "token_map" not in given:

@@ -5,31 +5,31 @@ import sys
 from typing import Any, Self
 
 from heads.base import DraftHead
-from heads.formats.base import Format, Found
+from heads.formats.base import Format, HeadFiles
 from heads.target import Target
 
 
-class OwnFormat(Format):
-    title = "foretoken's own"
+class NativeFormat(Format):
+    title = "foredraft's own"
 
     def __init__(self, kind: type[DraftHead]):
         self.kind = kind
 
     @classmethod
-    def match(cls, found: Found) -> Self | None:
-        name = found.config.get("foretoken", {}).get("class")
+    def match(cls, found: HeadFiles) -> Self | None:
+        name = found.config.get("foredraft", {}).get("class")
         return None if name is None else cls(named(found, str(name)))
 
-    def own_config(self, found: Found, target: Target) -> dict[str, Any]:
+    def native_config(self, found: HeadFiles, target: Target) -> dict[str, Any]:
         return found.config
 
     def config_of(self, head: DraftHead, target: Target) -> dict[str, Any]:
         config = head.to_config()
         name = f"{self.kind.__module__}:{self.kind.__qualname__}"
-        return config | {"foretoken": config.get("foretoken", {}) | {"class": name}}
+        return config | {"foredraft": config.get("foredraft", {}) | {"class": name}}
 
 
-def named(found: Found, name: str) -> type[DraftHead]:
+def named(found: HeadFiles, name: str) -> type[DraftHead]:
     """The head class that a config.json names as module:Class. Only what is installed here can be named: no code ever comes
     with the files, and those of the Hub's cache cannot even make Python import a module that it has."""
     module = name.partition(":")[0]

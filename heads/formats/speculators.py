@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heads.base import DraftHead
 from heads.eagle3 import Eagle3Head
-from heads.formats.base import Found, expect, one_rope
+from heads.formats.base import HeadFiles, check_rope_spellings, expect
 from heads.formats.eagle3 import IDS, LAYER, Eagle3Format, layer_ids
 from heads.target import Target
 
@@ -26,7 +26,7 @@ class SpeculatorsFormat(Eagle3Format):
         super().__init__(layer)
 
     @classmethod
-    def match(cls, found: Found) -> Self | None:
+    def match(cls, found: HeadFiles) -> Self | None:
         kind = found.config.get("speculators_model_type")
         if kind is None and not NAMES & set(found.config.get("architectures") or []):
             return None
@@ -34,13 +34,13 @@ class SpeculatorsFormat(Eagle3Format):
             raise found.wrong(f"speculators_model_type={kind}: of this package's layouts, only eagle3 is read here")
         return cls()
 
-    def own_config(self, found: Found, target: Target) -> dict[str, Any]:
+    def native_config(self, found: HeadFiles, target: Target) -> dict[str, Any]:
         config, layer = found.config, found.config["transformer_layer_config"]
         if "norm_before_residual" not in config:
             raise found.wrong(
                 "config.json does not say norm_before_residual, which vLLM takes as true and speculators as false: add it"
             )
-        one_rope(found, layer)
+        check_rope_spellings(found, layer)
         expect(found, layer, LAYER | {"attention_bias": False, "model_type": "llama"})
         expect(found, config, {"target_hidden_size": layer["hidden_size"]})
         methods = config["speculators_config"]["proposal_methods"]
@@ -48,7 +48,7 @@ class SpeculatorsFormat(Eagle3Format):
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": config["draft_vocab_size"],
             IDS: layer_ids(found, target),
-            "foretoken": {"depth": methods[0].get("speculative_tokens", 7)} | config.get("foretoken", {}),
+            "foredraft": {"depth": methods[0].get("speculative_tokens", 7)} | config.get("foredraft", {}),
         }
         return {name: value for name, value in layer.items() if name != "architectures"} | said
 

@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from heads import adapter
-from heads.base import DraftHead
+from heads.base import DraftHead, ParallelHead, RecurrentHead
 from heads.checkpoint import find, load_head, read_config
 from heads.draft_model import DraftModelHead
 from heads.target import Target
 from inference.drafters.adaptive import AdaptiveLength
 from inference.drafters.auto import AutoTree
-from inference.drafters.base import Drafter, Nothing
+from inference.drafters.base import Drafter, NoDrafter
 from inference.drafters.draft_model import DraftModel
 from inference.drafters.dynamic import DynamicTree
 from inference.drafters.lookahead import Lookahead
@@ -27,12 +27,12 @@ def load_drafter(spec: str, target: Target, **options: Any) -> Drafter:
 
     "none" (plain decoding), "ngram", "suffix", "lookahead", "draft:<path or id of a smaller model>", a head's directory or
     Hub id; or several of these joined by "+", which gives the union of their trees. Heads and draft models take
-    `tree`: see `shaped`.
+    `tree`: see `with_tree_policy`.
     """
     if "+" in spec and not Path(spec).is_dir():
         return Union([load_drafter(part, target) for part in spec.split("+")], **options)
     if spec == "none":
-        return Nothing(**options)
+        return NoDrafter(**options)
     if spec == "ngram":
         return NgramDrafter(**options)
     if spec == "suffix":
@@ -46,7 +46,7 @@ def load_drafter(spec: str, target: Target, **options: Any) -> Drafter:
         raise ValueError(f"drafter {spec!r} is not one of: {WORDS}; or several of them joined by +")
     head = load_head(spec, target)
     adapter.merge(target)
-    own = read_config(find(spec)).get("foretoken", {})
+    own = read_config(find(spec)).get("foredraft", {})
     return drafter_for(head, target, accuracies=own.get("accuracies"), **options)
 
 
@@ -59,22 +59,25 @@ def drafter_for(
     **options: Any,
 ) -> Drafter:
     """The tree that suits a head. accuracies: of its guesses per depth and rank, for a static tree; tree, confidence: see
-    `shaped`."""
+    `with_tree_policy`."""
     if isinstance(head, DraftModelHead):
         return drafter_of(head, target, tree, confidence, **options)
-    if head.recurrent:
-        return shaped(DynamicTree(head, target, **options), target, tree, confidence)
-    return shaped(StaticTree(head, target, accuracies=accuracies, **options), target, tree, confidence)
+    if isinstance(head, RecurrentHead):
+        return with_tree_policy(DynamicTree(head, target, **options), target, tree, confidence)
+    assert isinstance(head, ParallelHead)
+    return with_tree_policy(StaticTree(head, target, accuracies=accuracies, **options), target, tree, confidence)
 
 
 def drafter_of(
     model: Target | DraftModelHead, target: Target, tree: str = "fixed", confidence: float | None = None, **options: Any
 ) -> Drafter:
-    """Drafts of a smaller model; tree, confidence: see `shaped`."""
-    return shaped(DraftModel(model, target, **options), target, tree, confidence)
+    """Drafts of a smaller model; tree, confidence: see `with_tree_policy`."""
+    return with_tree_policy(DraftModel(model, target, **options), target, tree, confidence)
 
 
-def shaped(inner: DynamicTree | StaticTree, target: Target, tree: str, confidence: float | None = None) -> Drafter:
+def with_tree_policy(
+    inner: DynamicTree | StaticTree, target: Target, tree: str, confidence: float | None = None
+) -> Drafter:
     """tree: "fixed" proposes the same size in every step; "auto" chooses it by measured cost and gain, `inner` being the
     largest (auto.py); "adaptive" drafts as deep as it pays and stops below `confidence` (adaptive.py)."""
     if tree not in ("fixed", "auto", "adaptive"):
@@ -103,5 +106,5 @@ __all__ = [
     "Union",
     "drafter_for",
     "load_drafter",
-    "shaped",
+    "with_tree_policy",
 ]

@@ -24,7 +24,7 @@ class AdaptiveLength(Drafter):
             raise ValueError(f"confidence={confidence} must be a probability below 1; 0 drafts all levels")
         self.inner, self.layers, self.nodes, self.most = inner, inner.layers, inner.nodes, inner.depth
         self.depth = self.most
-        inner.enough = (lambda scores: bool(scores.max() < math.log(confidence))) if confidence else None
+        inner.should_stop = (lambda scores: bool(scores.max() < math.log(confidence))) if confidence else None
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.inner.begin(batch, capacity, sampling)
@@ -33,6 +33,6 @@ class AdaptiveLength(Drafter):
         self.inner.resize(self.nodes, self.depth)
         return self.inner.propose(accepted, gumbel)
 
-    def learn(self, paths: list[list[int]], choices: Tensor) -> None:
+    def observe(self, paths: list[list[int]], choices: Tensor) -> None:
         deepest = max(len(path) for path in paths) - 1
         self.depth = min(self.most, self.depth + 2) if deepest == self.depth else max(1, self.depth - 1)

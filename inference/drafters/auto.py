@@ -99,7 +99,7 @@ class AutoTree(Drafter):
         self.inner.resize(*self.plan)
         return self.inner.propose(merged, gumbel)
 
-    def learn(self, paths: list[list[int]], choices: Tensor) -> None:
+    def observe(self, paths: list[list[int]], choices: Tensor) -> None:
         if self.plan == self.full:
             ranks = self.inner.ranks.tolist()
             self.seen.extend([ranks[row][node - 1] for node in path[1:]] for row, path in enumerate(paths) if path)
@@ -196,16 +196,16 @@ def measure(inner: DynamicTree | StaticTree, target: Target, batch: int, full: P
     tokens = torch.zeros(batch, 1, dtype=torch.int64, device=target.device)
     features = torch.zeros(batch, 1, len(inner.layers) * target.hidden_size, dtype=target.dtype, device=target.device)
     fake = Accepted(tokens, features, [1] * batch, [[0]] * batch)
-    enough = None
+    should_stop = None
     if isinstance(inner, DynamicTree):  # nothing is likely behind made-up features, and all levels are to be timed
-        enough, inner.enough = inner.enough, None
+        should_stop, inner.should_stop = inner.should_stop, None
     draft = [0.0]
     for levels in range(1, full.levels + 1):
         inner.begin(batch, text + repeats * 2, Sampling())
         inner.resize(full.nodes, levels)
         draft.append(fastest(lambda: inner.propose(fake, None)))
     if isinstance(inner, DynamicTree):
-        inner.enough = enough
+        inner.should_stop = should_stop
     return Costs(read, draft)
 
 

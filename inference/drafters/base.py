@@ -21,7 +21,7 @@ class Accepted(NamedTuple):
 
 
 class Drafter(ABC):
-    layers: Sequence[int] = ()  # which hidden states of the target it wants, numbered as in heads/target.py
+    layers: Sequence[int] = ()  # which hidden states of the target it wants, numbered as in heads/target/model.py
     depth: int  # most levels of the next tree that it proposes
     nodes: int  # most nodes of any tree that it proposes, the root counted
 
@@ -35,12 +35,12 @@ class Drafter(ABC):
         of the tokens at depth d, None when greedy. Adding it to a draft's own logits makes it draft what the target's
         noisy choice tends to be (inference/sampling.py)."""
 
-    def learn(self, paths: list[list[int]], choices: Tensor) -> None:  # noqa: B027  (most have nothing to learn)
+    def observe(self, paths: list[list[int]], choices: Tensor) -> None:  # noqa: B027  (most have nothing to learn)
         """What became of the last proposal: per row the nodes that were accepted, the root first; [] for finished rows.
         choices: (batch, nodes) int64, what the target itself writes after each node, accepted or not."""
 
 
-class Nothing(Drafter):
+class NoDrafter(Drafter):
     """Drafts nothing: plain decoding, through the same loop."""
 
     depth, nodes = 0, 1

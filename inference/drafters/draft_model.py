@@ -9,7 +9,7 @@ from torch import Tensor
 from heads.draft_model import DraftModelHead, check_vocabulary
 from heads.target import Target
 from inference.drafters.base import Accepted
-from inference.drafters.dynamic import LEAST, DynamicTree
+from inference.drafters.dynamic import MIN_PROBABILITY, DynamicTree
 from inference.sampling import Sampling
 from inference.tree import TokenTree
 
@@ -22,7 +22,7 @@ class DraftModel(DynamicTree):
         nodes: int = 8,
         depth: int = 5,
         width: int = 2,
-        least: float = LEAST,
+        min_probability: float = MIN_PROBABILITY,
     ):
         """width 1 with nodes depth + 1 is the chain of the papers. Raises ValueError where the vocabularies differ."""
         if isinstance(model, DraftModelHead):
@@ -31,14 +31,11 @@ class DraftModel(DynamicTree):
             check_vocabulary(model, target)
             model.check_logits()
             head = DraftModelHead(model, target.vocab_size)
-        super().__init__(head, target, nodes, depth, width, least)
+        super().__init__(head, target, nodes, depth, width, min_probability)
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         super().begin(batch, capacity, sampling)
         self.fresh = True
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return tokens
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         if self.fresh:  # a head starts at the token behind the first one; a model reads that one too

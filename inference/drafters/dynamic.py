@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from heads.base import DraftHead
-from heads.cache import KVCache
+from heads.base import RecurrentHead
 from heads.target import Target
+from heads.target.cache import KVCache
 from inference.drafters.base import Accepted, Drafter
 from inference.sampling import Sampling
 from inference.tree import TokenTree, from_parents
@@ -24,7 +24,7 @@ from inference.tree import TokenTree, from_parents
 GREEDY = 2.0
 # Levels stop where less of the draft's probability is left than this: the next one would cost more than it gains. To look is
 # a wait for the device, which only a CPU has for nothing (2.01 -> 2.22 times plain speed, with 8 levels of 5 for 7 of 6).
-LEAST = 0.25
+MIN_PROBABILITY = 0.25
 # A level's loss of score, so that a child stays below its parent where the draft is certain (log 1 = 0) in float32.
 STEP = 1e-3
 
@@ -32,21 +32,19 @@ STEP = 1e-3
 class DynamicTree(Drafter):
     def __init__(
         self,
-        head: DraftHead,
+        head: RecurrentHead,
         target: Target,
         nodes: int = 32,
         depth: int = 8,
         width: int = 5,
-        least: float = LEAST,
+        min_probability: float = MIN_PROBABILITY,
     ):
         """nodes: of the tree at most, its root counted. depth: levels below the root. width: branches kept per level. least:
         on a CPU, the probability of a level's branches together, as the draft scores them, below which no row drafts on; 0
         drafts all levels."""
-        if not head.recurrent:
-            raise ValueError(f"a {head.kind} head drafts all depths at once: give it a static tree, not a dynamic one")
-        if depth < 1 or width < 1 or nodes < 2 or least < 0:
+        if depth < 1 or width < 1 or nodes < 2 or min_probability < 0:
             raise ValueError(
-                f"a dynamic tree needs depth={depth} and width={width} of at least 1, nodes={nodes} of 2, least={least} of 0"
+                f"a dynamic tree needs depth={depth} and width={width} of at least 1, nodes={nodes} of 2, least={min_probability} of 0"
             )
         self.head, self.target, self.layers = head, target, head.layers
         depth = depth if head.limit is None else min(depth, head.limit)
@@ -55,9 +53,9 @@ class DynamicTree(Drafter):
         self.width = min(width, vocab)
         self.nodes = min(nodes, 1 + self.width + (depth - 1) * self.width**2)
         # Stop at a level of these scores (batch, width)?
-        self.enough: Callable[[Tensor], bool] | None = None
-        if least > 0 and target.device.type == "cpu":
-            self.enough = lambda scores: all(sum(map(math.exp, row)) < least for row in scores.tolist())
+        self.should_stop: Callable[[Tensor], bool] | None = None
+        if min_probability > 0 and target.device.type == "cpu":
+            self.should_stop = lambda scores: all(sum(map(math.exp, row)) < min_probability for row in scores.tolist())
         self.draft_ids = head.draft_ids
         self.cache: KVCache | None = None
 
@@ -66,20 +64,18 @@ class DynamicTree(Drafter):
         assert nodes >= 2 and 1 <= levels <= self.depth
         self.nodes, self.levels = nodes, levels
 
-    def to_target(self, ids: Tensor) -> Tensor:
+    def to_target_ids(self, ids: Tensor) -> Tensor:
         """Target ids of draft ids."""
         return ids if self.draft_ids is None else self.draft_ids[ids]
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Drafted or accepted tokens in the form that the head reads."""
-        return self.target.embed(tokens)
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.sampling = sampling
         room = capacity + (1 + self.depth) * (1 + self.width)
         cache = self.cache
-        if cache is None or not cache.replays.active or cache.batch != batch or cache.capacity < room:
-            cache = KVCache(self.head.cache_layers, batch, room, self.target.device, replays=self.target.replays)
+        if cache is None or not cache.graphs.active or cache.batch != batch or cache.capacity < room:
+            cache = KVCache(
+                self.head.cache_layers, batch, room, self.target.device, capture=self.target.supports_cuda_graphs
+            )
         cache.clear()
         self.cache = cache
 
@@ -100,12 +96,12 @@ class DynamicTree(Drafter):
         new, counts = accepted.tokens.shape[1], cache.starts.new_tensor(accepted.counts)[:, None]
         lengths = [length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)]
         grow = partial(self.grow, lengths)
-        if self.enough is None and new <= 1 + self.depth:  # neither looks at scores nor reads the prompt
-            cache.fix(new + self.levels * self.width)
-            key = "grow", cache.reach, self.nodes, self.levels, self.sampling
-            tree, self.ranks = cache.replays(key, grow, accepted.tokens, accepted.features, counts, gumbel)
+        if self.should_stop is None and new <= 1 + self.depth:  # neither looks at scores nor reads the prompt
+            cache.set_bucket(new + self.levels * self.width)
+            key = "grow", cache.kv_bucket, self.nodes, self.levels, self.sampling
+            tree, self.ranks = cache.graphs(key, grow, accepted.tokens, accepted.features, counts, gumbel)
         else:
-            cache.reach = None
+            cache.kv_bucket = None
             tree, self.ranks = grow(accepted.tokens, accepted.features, counts, gumbel)
         cache.set_lengths(lengths)
         return tree
@@ -118,7 +114,7 @@ class DynamicTree(Drafter):
         head, cache, width = self.head, self.cache, self.width
         assert cache is not None
         cache.rewind()
-        hidden = head.read(features, self.embed(tokens), cache)
+        hidden = head.read_accepted(features, head.embed(tokens, self.target), cache)
         batch, new, _ = hidden.shape
         last = (counts - 1).clamp(min=0)
         root = tokens.gather(1, last)
@@ -127,7 +123,7 @@ class DynamicTree(Drafter):
         cache.extend(lengths, counts)
 
         best = self.log_probs(hidden, 1, gumbel).topk(width)
-        tokens, scores = self.to_target(best.indices[:, 0]), best.values[:, 0]  # (batch, width)
+        tokens, scores = self.to_target_ids(best.indices[:, 0]), best.values[:, 0]  # (batch, width)
         hidden = hidden.expand(-1, width, -1)
         frontier = torch.arange(1, width + 1, device=tokens.device).expand(batch, -1)  # as candidates, the root is 0
         own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
@@ -135,14 +131,14 @@ class DynamicTree(Drafter):
         parents = [frontier.new_zeros(batch, width + 1)]
         ranked, among, size = [scores], own, 1 + width
         for depth in range(2, self.levels + 1):
-            if self.enough is not None and self.enough(scores):
+            if self.should_stop is not None and self.should_stop(scores):
                 break
             positions = (cache.starts + depth - 2).expand(-1, width)
-            hidden = head.step(hidden, self.embed(tokens), positions, cache.mask(among), cache)
+            hidden = head.draft_step(hidden, head.embed(tokens, self.target), positions, cache.mask(among), cache)
             cache.pending += width
             best = self.log_probs(hidden, depth, gumbel).topk(width)
             scored = (best.values + scores[:, :, None]).flatten(1)  # (batch, width * width)
-            named = self.to_target(best.indices).flatten(1)
+            named = self.to_target_ids(best.indices).flatten(1)
             candidates.append(named)
             ranked.append(scored)
             parents.append(frontier.repeat_interleave(width, dim=1))

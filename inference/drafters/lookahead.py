@@ -66,7 +66,7 @@ class Lookahead(Drafter):
         guesses[:, 0] = 0
         return torch.cat([window.new_zeros(1), window, guesses.flatten()])[None]
 
-    def learn(self, paths: list[list[int]], choices: Tensor) -> None:
+    def observe(self, paths: list[list[int]], choices: Tensor) -> None:
         assert self.lines is not None
         last = 1 + (self.rounds - 1) * self.window
         written = choices[:, last : last + self.window]

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heads.base import DraftHead
-from heads.replay import Replays
+from heads.base import ParallelHead
 from heads.target import Target
+from heads.target.cuda_graphs import CudaGraphs
 from inference.drafters.base import Accepted, Drafter, unpadded
 from inference.sampling import Sampling
 from inference.tree import TokenTree, from_parents
@@ -42,10 +42,10 @@ def grow(accuracies: list[list[float]], nodes: int) -> list[tuple[int, ...]]:
 
 
 class StaticTree(Drafter):
-    def __init__(self, head: DraftHead, target: Target, nodes: int = 16, accuracies: list[list[float]] | None = None):
-        """nodes: of the tree, its root counted. accuracies: of this head, measured (see inference/evaluate.py)."""
-        if head.recurrent:
-            raise ValueError(f"a static tree needs a head that drafts all depths at once, not {head.kind}")
+    def __init__(
+        self, head: ParallelHead, target: Target, nodes: int = 16, accuracies: list[list[float]] | None = None
+    ):
+        """nodes: of the tree, its root counted. accuracies: of this head, measured (see inference/evaluation/measure.py)."""
         if nodes < 2:
             raise ValueError(f"a static tree needs nodes={nodes} of at least 2, its root and a draft")
         self.head, self.target, self.layers = head, target, head.layers
@@ -54,7 +54,7 @@ class StaticTree(Drafter):
         self.paths = grow(accuracies, nodes)
         self.depth, self.nodes = max(map(len, self.paths)), len(self.paths) + 1
         self.shapes: dict[tuple[int, int], Shape] = {}
-        self.replays = Replays(target.device, target.replays)
+        self.graphs = CudaGraphs(target.device, target.supports_cuda_graphs)
         self.resize(self.nodes, self.depth)
 
     def resize(self, nodes: int, levels: int) -> None:
@@ -94,15 +94,15 @@ class StaticTree(Drafter):
             features = features.gather(1, last[:, :, None].expand(-1, 1, features.shape[-1]))[:, 0]
         self.ranks = self.shapes[self.size].order.expand(len(tokens), -1)
         grow = partial(self.grow, self.shapes[self.size])
-        return self.replays((self.size, self.sampling), grow, tokens, features, gumbel)
+        return self.graphs((self.size, self.sampling), grow, tokens, features, gumbel)
 
     def grow(self, shape: "Shape", root: Tensor, features: Tensor, gumbel: Tensor | None) -> TokenTree:
         """The tree below root (batch, 1), from features (batch, width)."""
-        logits = self.head.drafts(features)[:, : shape.levels].float()
+        logits = self.head.draft_all(features)[:, : shape.levels].float()
         if gumbel is not None:
             noise = gumbel if self.head.draft_ids is None else gumbel[..., self.head.draft_ids]
             logits = self.sampling.warp(logits) + noise[:, : shape.levels]
-        guesses = self.head.to_target(logits.topk(shape.guessed).indices).flatten(1)
+        guesses = self.head.to_target_ids(logits.topk(shape.guessed).indices).flatten(1)
         tokens = torch.cat([root, guesses[:, shape.guesses]], dim=1)
         return TokenTree(tokens, *(part.expand(len(tokens), *part.shape[1:]) for part in shape.tree[1:]))
 

@@ -44,7 +44,7 @@ class Union(Drafter):
         wanted = [self.layers.index(layer) for layer in drafter.layers]
         return accepted._replace(features=by_layer[..., wanted, :].flatten(-2))
 
-    def learn(self, paths: list[list[int]], choices: Tensor) -> None:
+    def observe(self, paths: list[list[int]], choices: Tensor) -> None:
         """Each drafter hears of its own nodes: those of a path that it drafted too are the path's first ones."""
         nobodys = self.nodes
         for drafter, place in zip(self.drafters, self.places, strict=True):
@@ -54,7 +54,7 @@ class Union(Drafter):
             )
             rows = zip(paths, own.tolist(), strict=True)
             mine = [[row[node] for node in path if row[node] < nobodys] for path, row in rows]
-            drafter.learn(mine, choices.gather(1, place.clamp(max=choices.shape[1] - 1)))
+            drafter.observe(mine, choices.gather(1, place.clamp(max=choices.shape[1] - 1)))
         self.depth = max(drafter.depth for drafter in self.drafters)
 
 

@@ -5,7 +5,7 @@
 Two stages: plain language modelling, then a shorter one on its own text (`settle`). It writes the tokenizer,
 the weights (bf16), log.jsonl and samples.md beside itself (or into --output). The target is
 kept in the repository, so nobody has to run this; it is here so that anybody can, and can see what it was
-trained on: the part `train` of train/stdlib.py, never a file of `validation` or `test`.
+trained on: the part `train` of train/data/stdlib.py, never a file of `validation` or `test`.
 
 Small, deep and narrow on purpose: a draft head is one layer, so a shallow target would hide every gain. The matrices
 are trained with Muon and the rest with AdamW, which at this size reaches a loss in about half of AdamW's steps.
@@ -27,9 +27,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from heads import Target
-from inference import evaluate, generate
-from train import stdlib, written
-from train.data import prompts, standard_library, written_by
+from inference import generate
+from inference.evaluation import measure
+from train.data import stdlib, stored_text
+from train.data.corpus import prompts, self_generate, standard_library
 
 VOCAB, LENGTH, ROWS = 1024, 512, 16
 EOS = "<|endoftext|>"
@@ -171,7 +172,7 @@ def main() -> None:
     print(json.dumps(entry), file=log, flush=True)
     save(model, args.output)
     write_samples(args.output)
-    write_text(args.output)
+    self_generated_text(args.output)
 
 
 def repeats(rows: Tensor, n: int = 4) -> Tensor:
@@ -240,9 +241,9 @@ def write_samples(directory: Path) -> None:
     assert target.tokenizer is not None
     texts = [text for _, text in stdlib.documents("test", tests=False)]
     rows = prompts(target.tokenizer, texts, 64, 96)
-    found = evaluate.texts(evaluate.run(target, None, rows, max_new_tokens=128, eos_token_id=-1))
-    shares = [evaluate.distinct(row) for row in found]
-    loops = sum(share < evaluate.REPETITIVE for share in shares)
+    found = measure.texts(measure.run(target, None, rows, max_new_tokens=128, eos_token_id=-1))
+    shares = [measure.distinct(row) for row in found]
+    loops = sum(share < measure.REPETITIVE for share in shares)
     lines = [
         "# Greedy continuations of held-out files",
         "",
@@ -260,14 +261,14 @@ def write_samples(directory: Path) -> None:
     (directory / "samples.md").write_text("\n".join(lines) + "\n")
 
 
-def write_text(directory: Path) -> None:
-    """Text for heads to learn from, which the target writes from beginnings in the training part (train/written.py)."""
+def self_generated_text(directory: Path) -> None:
+    """Text for heads to learn from, which the target writes from beginnings in the training part (train/data/stored_text.py)."""
     target = Target.from_pretrained(str(directory))
     assert target.tokenizer is not None
     library = standard_library(target.tokenizer)
     with tempfile.TemporaryDirectory() as scratch:
-        own = written_by(target, library, OWN_TEXT, 0, Path(scratch) / "written.json")
-    written.keep(list(own.train), library.card["source"], target, directory)
+        own = self_generate(target, library, OWN_TEXT, 0, Path(scratch) / "self_generated.json")
+    stored_text.keep(list(own.train), library.card["source"], target, directory)
 
 
 def save(model: LlamaForCausalLM, output: Path) -> None:

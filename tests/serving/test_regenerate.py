@@ -19,7 +19,7 @@ import pytest
 pytestmark = pytest.mark.serving
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PYTHON = Path(os.environ.get("FORETOKEN_VLLM_ENV", ROOT / ".venv-vllm")) / "bin" / "python"
+PYTHON = Path(os.environ.get("FOREDRAFT_VLLM_ENV", ROOT / ".venv-vllm")) / "bin" / "python"
 EMBEDDED, PLAIN = ROOT / "scripts" / "embedded_target", ROOT / "train" / "plain.jinja"
 ROWS = 40
 

@@ -2,7 +2,7 @@
 
     bash scripts/vllm_env.sh && python -m pytest -m serving tests/serving
 
-FORETOKEN_VLLM_ENV names the environment (default .venv-vllm). FORETOKEN_SERVING_HEADS names a folder with trained heads of
+FOREDRAFT_VLLM_ENV names the environment (default .venv-vllm). FOREDRAFT_SERVING_HEADS names a folder with trained heads of
 the embedded target, <kind>/head each; without it some are trained here for a few minutes.
 """
 
@@ -19,16 +19,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from heads import Target, load_head
-from heads.base import Text
+from heads.base import PackedBatch, RecurrentHead
 from inference.drafters import drafter_for
-from inference.evaluate import per_depth, run
-from train import stdlib
+from inference.evaluation.measure import per_depth, run
+from train.data import stdlib
 
 pytestmark = pytest.mark.serving
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
-PYTHON = Path(os.environ.get("FORETOKEN_VLLM_ENV", ROOT / ".venv-vllm")) / "bin" / "python"
+PYTHON = Path(os.environ.get("FOREDRAFT_VLLM_ENV", ROOT / ".venv-vllm")) / "bin" / "python"
 EMBEDDED = ROOT / "scripts" / "embedded_target"
 KINDS = ("eagle3", "eagle", "medusa")
 DEPTH, PROMPTS, NEW_TOKENS = 3, 24, 128  # a chain of 3 over 3,072 tokens: 1,000 drafts below an acceptance length of 3
@@ -63,11 +63,19 @@ def embedded() -> Target:
 
 @pytest.fixture(scope="session")
 def heads(tmp_path_factory) -> Path:
-    if "FORETOKEN_SERVING_HEADS" in os.environ:
-        return Path(os.environ["FORETOKEN_SERVING_HEADS"])
+    if "FOREDRAFT_SERVING_HEADS" in os.environ:
+        return Path(os.environ["FOREDRAFT_SERVING_HEADS"])
     folder = tmp_path_factory.mktemp("heads")
     for kind in KINDS:
-        call(sys.executable, "train/run.py", f"head={kind}", f"output_dir={folder / kind}", "written=0", *SHORT, *FEW)
+        call(
+            sys.executable,
+            "train/run.py",
+            f"head={kind}",
+            f"output_dir={folder / kind}",
+            "self_generated_tokens=0",
+            *SHORT,
+            *FEW,
+        )
     return folder
 
 
@@ -102,8 +110,8 @@ def export(heads: Path, kind: str, name: str, folder: Path) -> Path:
 def chain(head: Path, target: Target, rows: list[list[int]]) -> tuple[list[list[int]], list[float]]:
     """Our own texts, and the share of steps that accept d drafts of a chain, d = 1 .. DEPTH."""
     loaded = load_head(head, target)
-    if loaded.recurrent:
-        drafter = drafter_for(loaded, target, width=1, depth=DEPTH, nodes=DEPTH + 1, least=0)
+    if isinstance(loaded, RecurrentHead):
+        drafter = drafter_for(loaded, target, width=1, depth=DEPTH, nodes=DEPTH + 1, min_probability=0)
     else:
         drafter = drafter_for(loaded, target, accuracies=[[1.0]] * DEPTH, nodes=DEPTH + 1)
     out = run(target, drafter, rows, max_new_tokens=NEW_TOKENS, eos_token_id=-1)
@@ -150,7 +158,7 @@ def test_the_speculators_package_drafts_the_same_logits(heads, embedded, rows, t
     tokens = torch.tensor([rows[0] + rows[1][:1]])
     length = tokens.shape[1]
     positions = torch.arange(length)[None]
-    text = Text(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), positions)
+    text = PackedBatch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), positions)
     features = embedded.read(tokens, layers=head.layers, keep_logits=1).features
     # Its position t holds the token behind, as our slot t reads it.
     behind = torch.cat([tokens[:, 1:], tokens.new_zeros(1, 1)], dim=1)

@@ -3,15 +3,14 @@
 import torch
 from torch import Tensor, nn
 
-from heads.base import DraftHead, Text, later
-from heads.cache import KVCache
+from heads.base import PackedBatch, ParallelHead, shift_right
 from heads.target import Target
 
 
-class ToyHead(DraftHead):
+class ToyHead(ParallelHead):
     """Per depth one matrix on the last hidden state; the target's lm_head makes tokens of it."""
 
-    kind, recurrent = "toy", False
+    kind = "toy"
     target: Target
 
     def __init__(self, hidden: int, depth: int):
@@ -30,18 +29,15 @@ class ToyHead(DraftHead):
 
     @classmethod
     def from_config(cls, config: dict) -> "ToyHead":
-        return cls(config["hidden"], config["foretoken"]["depth"])
+        return cls(config["hidden"], config["foredraft"]["depth"])
 
     def to_config(self) -> dict:
         return {"hidden": self.hidden}
 
-    def forward(self, features: Tensor, embeddings: Tensor, text: Text) -> list[Tensor]:
-        return [later(layer(features.to(self.dtype)), i) for i, layer in enumerate(self.maps)]
+    def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
+        return [shift_right(layer(features.to(self.dtype)), i) for i, layer in enumerate(self.maps)]
 
-    def read(self, features: Tensor, embeddings: Tensor, cache: KVCache | None) -> Tensor:
-        return features
-
-    def drafts(self, features: Tensor) -> Tensor:
+    def draft_all(self, features: Tensor) -> Tensor:
         return torch.stack([self.logits(layer(features.to(self.dtype)), i) for i, layer in enumerate(self.maps, 1)], 1)
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:

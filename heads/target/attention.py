@@ -1,0 +1,80 @@
+"""Scaled dot-product attention for a masked read, without copies of the keys and values.
+
+With a mask, transformers' `sdpa` repeats every key/value head for its group of query heads: a copy of the whole
+context per layer and step. Folding the group into the query rows gives the same numbers and copies nothing:
+
+    query (batch, groups * kv_heads, rows, dim) -> (batch, kv_heads, groups * rows, dim)
+
+On a CPU the rows of a single text are then cut so that its threads get equal work. It is registered under a name of
+its own, which is transformers' door for this; no modelling file changes.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "foredraft"
+# What a model may hand its attention beyond plain dot products; those calls go to transformers' own function.
+EXTRAS = ("softcap", "s_aux", "position_bias", "output_attentions")
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float = 0.0, scale: float | None = None
+) -> Tensor:
+    """Attention of query (batch, heads, rows, dim) over key and value (batch, kv_heads, keys, dim); mask (batch, 1 or
+    heads, rows, keys). Returns (batch, heads, rows, value dim)."""
+    batch, heads, rows, dim = query.shape
+    kv_heads, keys = key.shape[1:3]
+    groups = heads // kv_heads
+    folded = groups * rows
+    if groups > 1:
+        query = query.reshape(batch, kv_heads, folded, dim)
+        mask = mask.expand(-1, groups, -1, -1) if mask.shape[1] == 1 else mask
+        mask = mask.reshape(batch, -1, folded, keys)
+    parts = equal_parts(query) if batch == 1 else 1
+    if parts > 1:  # as rows of a batch over the same keys
+        query = query.view(kv_heads, parts, -1, dim).transpose(0, 1)
+        mask = mask.view(mask.shape[1], parts, -1, keys).transpose(0, 1)
+        key, value = key.expand(parts, -1, -1, -1), value.expand(parts, -1, -1, -1)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
+    out = out.transpose(0, 1) if parts > 1 else out
+    return out.reshape(batch, heads, rows, -1)
+
+
+def equal_parts(query: Tensor) -> int:
+    """Into how many parts to cut a folded query (1, kv_heads, rows, dim), so that the threads of a CPU get equal work: its
+    kernel deals out blocks of 32 rows, and two threads take as long over three blocks as over four."""
+    if query.device.type != "cpu":
+        return 1
+    kv_heads, rows = query.shape[1:3]
+    threads = torch.get_num_threads()
+    parts = threads // math.gcd(kv_heads, threads)
+    return parts if rows % parts == 0 and rows // parts >= 8 else 1
+
+
+def grouped_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature. `query` (batch, heads, rows, dim); returns (batch, rows, heads, dim)."""
+    if attention_mask is None or any(kwargs.get(name) is not None for name in EXTRAS):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
+        )
+    return attend(query, key, value, attention_mask, dropout, scaling).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, grouped_sdpa)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,0 +1,186 @@
+"""A preallocated key/value cache with a length per row, which unmodified transformers models write into.
+
+Columns of a row: `lengths[row]` entries of accepted text, then whatever the latest read wrote, then nothing.
+
+    row 0   [ t t t t t t t | n n n . . . . . ]      t accepted text, n the newest read (a tree, or text)
+    row 1   [ t t t t | n n n . . . . . . . . ]      . never written, or stale: no mask admits it
+
+`keep` moves the accepted entries of the newest read behind the text and lengthens the rows. Rejected entries need no
+clearing: the next read overwrites or masks them. Layers of one shape and device share one block of memory, so keeping
+a path is one gather and one scatter for all of them, and its cost does not depend on the context.
+
+It lives in `heads` because an autoregressive head drafts over the same cache that the target reads over.
+"""
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from heads.target.cuda_graphs import CudaGraphs
+
+MIN_BUCKET = 256  # columns that a read over fixed shapes sees, at least
+
+
+class CacheLayer(CacheLayerMixin):
+    """One layer's share of a KVCache."""
+
+    def __init__(self, cache: "KVCache", index: int):
+        super().__init__()
+        self.cache, self.index = cache, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = self.cache.block(self.index, key_states, value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write (batch, heads, new, dim) behind each row's text; return all columns in use, the new ones included."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        cache, new = self.cache, key_states.shape[2]
+        if cache.uniform_lengths and cache.kv_bucket is None:
+            first = cache.lengths[0] + cache.pending
+            self.keys[:, :, first : first + new] = key_states
+            self.values[:, :, first : first + new] = value_states
+        else:
+            rows, columns = cache.rows, cache.columns(new)
+            self.keys[rows, :, columns] = key_states.transpose(1, 2)
+            self.values[rows, :, columns] = value_states.transpose(1, 2)
+        width = cache.width(new)
+        return self.keys[:, :, :width], self.values[:, :, :width]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.width(query_length), 0
+
+    def get_seq_length(self) -> int:
+        return max(self.cache.lengths)
+
+    def get_max_length(self) -> int:
+        return self.cache.capacity
+
+
+class KVCache(Cache):
+    """Room for `capacity` entries in each of `batch` rows of `layers` layers.
+
+    lengths: entries of accepted text per row, known on the host, so that no step has to ask the device for them.
+    pending: entries behind the text that the next read shall not overwrite: a head drafts level by level.
+    starts: (batch, 1) int64, the lengths on the device.
+    reach: None where reads see what is there, up to the longest row's newest entry. A number where they are to be replayed
+    (heads/target/cuda_graphs.py): they see so many columns, and learn from `starts` alone where the text ends.
+    """
+
+    def __init__(self, layers: int, batch: int, capacity: int, device: torch.device | str, capture: bool = False):
+        """replays: shall reads over it be recorded, where the device can?"""
+        super().__init__(layers=[CacheLayer(self, i) for i in range(layers)])
+        self.batch, self.capacity, self.device = batch, capacity, torch.device(device)
+        self.graphs = CudaGraphs(self.device, capture)
+        self.blocks: dict[tuple, Tensor] = {}
+        self.rows = torch.arange(batch, device=self.device)[:, None]
+        self.static_starts = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all text. What was recorded stays."""
+        self.kv_bucket: int | None = None
+        self.set_lengths([0] * self.batch)
+
+    def set_lengths(self, lengths: list[int]) -> None:
+        self.lengths, self.pending = lengths, 0
+        self.uniform_lengths = min(lengths) == max(lengths)
+        self.starts = torch.tensor(lengths, device=self.device)[:, None]
+        if self.graphs.active:  # recordings look for it in one place
+            self.starts = self.static_starts.copy_(self.starts)
+
+    def rewind(self) -> None:
+        """To where the last `set_lengths` left it: a function that is to be replayed begins with this."""
+        self.pending = 0
+        if self.kv_bucket is not None:
+            self.starts = self.static_starts
+
+    def extend(self, lengths: list[int], counts: Tensor) -> None:
+        """Rows are `lengths` long now, by counts (batch, 1); where reads are replayed until the next `set_lengths` only,
+        since this must happen on the device, and to nothing that another replay starts from."""
+        if self.kv_bucket is None:
+            self.set_lengths(lengths)
+        else:
+            self.starts = self.starts + counts
+
+    def set_bucket(self, room: int) -> None:
+        """Before a replayed read of at most `room` entries. `reach` is a power of two: few lengths, so few recordings."""
+        if self.graphs.active:
+            most = max(self.lengths) + room
+            assert most <= self.capacity, f"{most} entries in a cache of {self.capacity}"
+            self.kv_bucket = min(self.capacity, max(MIN_BUCKET, 1 << (most - 1).bit_length()))
+
+    def width(self, new: int) -> int:
+        """Columns that a read of `new` entries sees."""
+        if self.kv_bucket is not None:
+            return self.kv_bucket
+        width = max(self.lengths) + self.pending + new
+        assert width <= self.capacity, f"{width} entries in a cache of {self.capacity}"
+        return width
+
+    def columns(self, new: int) -> Tensor:
+        """(batch, new): where each row's newest entries go."""
+        return self.starts + torch.arange(self.pending, self.pending + new, device=self.device)
+
+    def block(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """This layer's keys and values, a view into the block that layers of its shape share."""
+        same = keys.shape[1:2] == values.shape[1:2] and keys.shape[3] == values.shape[3]
+        shapes = [(keys, None)] if same else [(keys, "keys"), (values, "values")]
+        views = []
+        for states, name in shapes:
+            key = (states.shape[1], states.shape[3], states.dtype, states.device, name)
+            if key not in self.blocks:
+                # A model that mixes shapes reserves its later layers twice; the pages are not touched until written.
+                size = (len(self.layers), 2 if same else 1, self.batch, states.shape[1], self.capacity, states.shape[3])
+                self.blocks[key] = torch.zeros(size, dtype=states.dtype, device=states.device)
+            views += list(self.blocks[key][layer])
+        return views[0], views[1]
+
+    def mask(self, among: Tensor) -> Tensor:
+        """What a read of new entries may see: all accepted text of its row, and of the pending and new entries what
+        `among` (batch or 1, new, pending + new) says. Bool (batch, new, width).
+
+            text        new
+            1 1 1 . .   1 . .      row of entry 0 (a root)
+            1 1 1 . .   1 1 .      its child
+            1 1 1 . .   1 . 1      another
+        """
+        new, behind = among.shape[-2:]
+        among = among.expand(self.batch, -1, -1)
+        if self.uniform_lengths and self.kv_bucket is None:
+            return torch.cat([among.new_ones(self.batch, new, self.lengths[0]), among], -1)
+        offset = torch.arange(self.width(new), device=self.device) - self.starts  # (batch, width)
+        inside = (offset >= 0) & (offset < behind)
+        seen = among.gather(2, offset.clamp(0, behind - 1)[:, None, :].expand(-1, new, -1))
+        return (offset < 0)[:, None, :] | (inside[:, None, :] & seen)
+
+    def commit(self, path: list[list[int]], padded_path: Tensor | None = None) -> None:
+        """Keep entries `path[row]` (ascending) of the newest read, in this order, behind the row's text. wide: (batch, n)
+        int64, the same on the device, with more behind it that does no harm; needed where reads are replayed."""
+        counts = [len(nodes) for nodes in path]
+        longest = max(counts)
+        if self.kv_bucket is not None:
+            assert padded_path is not None
+            self.graphs("keep", self.move_entries, padded_path)
+        elif any(nodes[-1] != len(nodes) - 1 for nodes in path if nodes):  # else they lie in their places already
+            path = [nodes + [longest - 1] * (longest - len(nodes)) for nodes in path]
+            self.move_entries(torch.tensor(path, device=self.device))
+        self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
+
+    def move_entries(self, path: Tensor) -> None:
+        """Entries (batch, n) of the newest read go behind the text."""
+        source, target, new = self.starts + path, self.columns(path.shape[1]), path.shape[1]
+        for block in self.blocks.values():
+            if self.batch == 1 and self.kv_bucket is None:
+                first = self.lengths[0]  # a slice costs less than an index
+                block[..., first : first + new, :] = block.index_select(4, source[0].to(block.device))
+            else:
+                rows = self.rows.to(block.device)
+                kept = block[:, :, rows, :, source.to(block.device)]
+                block[:, :, rows, :, target.to(block.device)] = kept
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(self.lengths)

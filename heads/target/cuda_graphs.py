@@ -1,0 +1,105 @@
+"""A function of tensors, recorded at its first call and replayed from then on: on a GPU as a CUDA graph.
+
+A step of decoding is some thousand small kernels, and to launch them one by one takes the host longer than the device needs
+to run them. What is recorded must have fixed shapes and never wait for the device. Beside its inputs it may use memory that
+stays where it is (weights, a KVCache); whatever the host decides is a part of its key. Recording runs its Python once more,
+but none of its kernels.
+"""
+
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+class CapturedGraph(Protocol):
+    """What `record` returns: `outputs` lie where every `replay` puts them."""
+
+    outputs: Any
+
+    def replay(self) -> None: ...
+
+
+class KeptReferences(TorchDispatchMode):
+    """Collects the tensors that a recorded function uses and did not make: they must live as long as the recording does,
+    since it knows their addresses only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[int] = set()
+        self.tensors: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.made:
+                self.tensors.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        out = func(*args, **kwargs)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.tensors:
+                self.made.add(tensor.untyped_storage().data_ptr())
+        return out
+
+
+class CudaGraph:
+    def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor | None, ...]):
+        self.device = next(x.device for x in inputs if x is not None)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.device), KeptReferences() as references:
+            # thread_local: another thread, a streamer's say, may use the device meanwhile.
+            how: Any = {"stream": torch.cuda.Stream(), "capture_error_mode": "thread_local"}
+            with torch.cuda.graph(self.graph, **how):
+                self.outputs = function(*inputs)
+        self.references = list(references.tensors.values())
+
+    def replay(self) -> None:
+        with torch.cuda.device(self.device):
+            self.graph.replay()
+
+
+CAPTURES: dict[str, Callable[..., CapturedGraph]] = {"cuda": CudaGraph}  # by type of device; others run as they are
+
+
+class CudaGraphs:
+    """The recordings of one owner, by key and by its inputs' shapes."""
+
+    def __init__(self, device: torch.device, enabled: bool = True):
+        self.capture = CAPTURES.get(device.type) if enabled else None
+        self.graphs: dict[Hashable, tuple[list[Tensor | None], CapturedGraph] | None] = {}
+
+    @property
+    def active(self) -> bool:
+        return self.capture is not None
+
+    def __call__(self, key: Hashable, function: Callable[..., Any], *inputs: Tensor | None) -> Any:
+        """What function(*inputs) returns: tensors, None, or tuples of them."""
+        if self.capture is None:
+            return function(*inputs)
+        key = key, *(None if x is None else (x.shape, x.dtype) for x in inputs)
+        if key not in self.graphs:
+            out = function(*inputs)  # which also sets up what libraries set up at their first use
+            self.graphs[key] = self.captured(function, inputs)
+            return out
+        found = self.graphs[key]
+        if found is None:
+            return function(*inputs)
+        static_inputs, graph = found
+        for place, x in zip(static_inputs, inputs, strict=True):
+            if place is not None and x is not None:
+                place.copy_(x)
+        graph.replay()
+        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, graph.outputs)
+
+    def captured(self, function: Callable[..., Any], inputs: tuple[Tensor | None, ...]) -> Any:
+        static_inputs = [None if x is None else x.clone(memory_format=torch.contiguous_format) for x in inputs]
+        assert self.capture is not None
+        try:
+            return static_inputs, self.capture(function, tuple(static_inputs))
+        except RuntimeError as error:  # a mixture of experts asks the device how many tokens each expert got, say
+            reason = str(error).strip().split("\n")[0]
+            warnings.warn(f"a part of decoding cannot be recorded and runs kernel by kernel: {reason}", stacklevel=2)
+            return None

@@ -1,0 +1,266 @@
+"""The frozen language model that a head drafts for. Any Hugging Face decoder works unchanged."""
+
+import inspect
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from heads.target import attention
+from heads.target.cache import KVCache
+from heads.target.loading import check_exists, check_supported, quantization_config, resolve_dtype
+from heads.target.sharding import COLLECTIVE, arguments, full_tensor
+
+
+class Reading(NamedTuple):
+    """What the target made of some tokens."""
+
+    logits: Tensor  # (batch, length or fewer, vocab)
+    features: Tensor  # (batch, length, len(layers) * hidden); width 0 when no layer was asked for
+
+
+class Target:
+    """A frozen causal language model: it reads tokens, and hands out what heads learn from and draft with.
+
+    Layers are numbered as transformers numbers `hidden_states`: 0 is the embedding, k the output of the k-th decoder
+    layer counted from one, and the last is taken *after* the final norm: what the lm_head reads.
+    """
+
+    quantization: str | None = None  # how `from_pretrained` packed its weights
+    sharding: str | None = None  # and how it spread them over devices (heads/target/sharding.py)
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = ""):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer, self.name = tokenizer, name
+        self._idle_cache: KVCache | None = None
+        self.config = model.config.get_text_config()
+        check_supported(model)
+        if model.config._attn_implementation == "sdpa":
+            model.set_attn_implementation(attention.NAME)
+        parameters = inspect.signature(model.forward).parameters
+        self._keeps_logits = "logits_to_keep" in parameters
+        # Not from `to_dict`, which leaves out what a config computes and knows no second names (GPT-2's n_positions).
+        self.layer_types: list[str] | None = getattr(self.config, "layer_types", None)
+        types = self.layer_types
+        window = getattr(self.config, "sliding_window", None)
+        if getattr(self.config, "use_sliding_window", None) is False:
+            window = None
+        if types is not None and "sliding_attention" not in types:
+            window = None  # a config may name a window that none of its layers uses
+        self.window: int | None = window
+        self._mixed = window is not None and types is not None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        quantization: str | None = None,
+        sharding: str | None = None,
+        **kwargs: Any,
+    ) -> "Target":
+        """Load a target from a directory or the Hub.
+
+        dtype: "auto" (as saved), "float32", "bfloat16" ...; quantization: None, "4bit" or "8bit" (bitsandbytes);
+        spread: None, "layers", "fsdp" or "tensor" (heads/target/sharding.py), for one that no device holds alone.
+        Raises ValueError that names the path when there is no model, or its tokenizer does not fit its vocabulary.
+        """
+        path = str(path)
+        if not Path(path).is_dir():
+            check_exists(path)
+        elif not (Path(path) / "config.json").is_file():
+            raise ValueError(f"target {path} holds no config.json: give a directory saved by transformers, or a Hub id")
+        if isinstance(dtype, str) and dtype != "auto":
+            dtype = resolve_dtype(dtype)
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if quantization is not None:
+            kwargs["quantization_config"] = quantization_config(quantization, dtype)
+            kwargs.setdefault("device_map", device)
+        if sharding is not None:
+            kwargs |= arguments(path, sharding, quantization)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs)
+        except (OSError, json.JSONDecodeError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ValueError(f"target {path} cannot be loaded: {reason}") from error
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError, KeyError):
+            tokenizer = None  # decoding and drafting need only ids; what needs text says so itself
+        if quantization is None and sharding is None and "device_map" not in kwargs:
+            model = model.to(device)
+        target = cls(model, tokenizer, name=path)
+        target.quantization, target.sharding = quantization, sharding
+        if tokenizer is not None and len(tokenizer) > target.vocab_size:
+            raise ValueError(
+                f"the tokenizer of {path} knows {len(tokenizer)} tokens, its model only {target.vocab_size}: "
+                "they do not belong together; take both from the same directory"
+            )
+        return target
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.get_input_embeddings().num_embeddings
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def reads_collectively(self) -> bool:
+        """Must every process of the run take part in every read?"""
+        return self.sharding in COLLECTIVE
+
+    @property
+    def supports_cuda_graphs(self) -> bool:
+        """May its reads be recorded (heads/target/cuda_graphs.py)? A recording knows one process and one device."""
+        return self.sharding is None and len({parameter.device for parameter in self.model.parameters()}) == 1
+
+    @property
+    def embeddings(self) -> Tensor:
+        """(vocab, hidden) rows of its input embedding; where `together`, every process must ask."""
+        return full_tensor(self.model.get_input_embeddings().weight)
+
+    @property
+    def context(self) -> int | None:
+        """Most positions it can read, or None when its config does not say."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        eos = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        eos = self.config.eos_token_id if eos is None else eos
+        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        return KVCache(self.num_layers, batch, capacity, self.device)
+
+    def acquire_cache(self, batch: int, capacity: int) -> KVCache:
+        """A cache whose reads are recorded where the device can: the one that was given back last, if it suits."""
+        found, self._idle_cache = self._idle_cache, None
+        if found is None or found.batch != batch or found.capacity < capacity:
+            found = KVCache(self.num_layers, batch, capacity, self.device, capture=self.supports_cuda_graphs)
+        found.clear()
+        return found
+
+    def release(self, cache: KVCache) -> None:
+        if cache.graphs.active:
+            self._idle_cache = cache
+
+    def read(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: KVCache | None = None,
+        layers: Sequence[int] = (),
+        keep_logits: int | Tensor = 0,
+        key_positions: Tensor | None = None,
+    ) -> Reading:
+        """One forward. Gradients reach nothing but an adapter (heads/adapter.py): all else is frozen.
+
+        tokens, positions: (batch, length) int64. mask: (batch, length, keys) bool, True where a token may look; None is
+        causal. key_positions: (batch, keys) int64, the position of each key, needed with a mask where the target has
+        sliding windows. keep_logits: 0 for all positions, n for the last n, or a tensor of indices.
+        """
+        extra: dict[str, Any] = {"logits_to_keep": keep_logits} if self._keeps_logits else {}
+        if layers:
+            extra["output_hidden_states"] = list(layers)
+        out = self.model(
+            input_ids=tokens,
+            attention_mask=None if mask is None else self._shape_mask(mask, positions, key_positions),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            **extra,
+        )
+        logits = out.logits
+        if not self._keeps_logits and not (isinstance(keep_logits, int) and keep_logits == 0):
+            logits = logits[:, -keep_logits:] if isinstance(keep_logits, int) else logits[:, keep_logits]
+        if not layers:
+            return Reading(logits, logits.new_empty(*tokens.shape, 0))
+        states = [out.hidden_states[i] for i in layers]
+        return Reading(logits, states[0] if len(states) == 1 else torch.cat([s.to(logits.device) for s in states], -1))
+
+    def read_tree(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        cache: KVCache,
+        layers: Sequence[int] = (),
+        keep_logits: int = 0,
+    ) -> Reading:
+        """Read draft tokens (batch, nodes) behind the cached text; mask (batch, nodes, keys) bool.
+
+        Nodes that nothing can come of (token -1, or beyond the context) are read as something harmless.
+        """
+        if self.context is not None:
+            positions = positions.clamp(max=self.context - 1)  # a learned position table ends there
+        key_positions = None
+        if self.window is not None:
+            columns = torch.arange(mask.shape[-1], device=tokens.device).repeat(len(tokens), 1)
+            key_positions = columns.scatter(1, cache.columns(tokens.shape[1]), positions)
+        return self.read(tokens.clamp(min=0), positions, mask, cache, layers, keep_logits, key_positions)
+
+    def _shape_mask(self, mask: Tensor, positions: Tensor | None, key_positions: Tensor | None) -> Any:
+        """The form in which this model takes a (batch, length, keys) mask: 4D, cut to its windows, added to the scores."""
+
+        def shape(mask: Tensor) -> Tensor:
+            mask = mask[:, None]
+            # Added, not bool: attention would turn a bool mask into this one anew in every layer.
+            lowest = torch.finfo(self.dtype).min
+            return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill(~mask, lowest)
+
+        if self.window is None:
+            return shape(mask)
+        assert positions is not None and key_positions is not None, "a sliding window needs both sides' positions"
+        near = positions[:, :, None] - key_positions[:, None, :] < self.window
+        if not self._mixed:
+            return shape(mask & near)
+        return {"full_attention": shape(mask), "sliding_attention": shape(mask & near)}
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Input embeddings, as the target's first layer gets them, (..., hidden)."""
+        with torch.no_grad():
+            return self.model.get_input_embeddings()(tokens)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """The target's logits from its last hidden state (after the final norm). Gradients flow to `features`."""
+        head = self.model.get_output_embeddings()
+        logits = head(features.to(head.weight.dtype) if head.weight.is_floating_point() else features)
+        facts = self.config.to_dict()
+        if facts.get("logits_scaling"):  # Granite
+            logits = logits / facts["logits_scaling"]
+        if facts.get("logit_scale"):  # Cohere
+            logits = logits * facts["logit_scale"]
+        cap = facts.get("final_logit_softcapping")  # Gemma
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def check_logits(self) -> None:
+        """Raise ValueError unless `logits` rebuilds what the model itself computes: heads learn from the former."""
+        reading = self.read(torch.arange(4, device=self.device)[None] % self.vocab_size, layers=[self.num_layers])
+        difference = (self.logits(reading.features).float() - reading.logits.float()).abs().max().item()
+        if difference > 1e-2 * max(1.0, reading.logits.abs().max().item()):
+            raise ValueError(
+                f"{self.name or type(self.model).__name__} changes its logits after the lm_head (by up to "
+                f"{difference:.3g}) in a way that its config does not name: its heads would learn from wrong answers"
+            )

@@ -1,0 +1,60 @@
+"""A target too large for one device: how its weights lie on several, however the head beside it is trained.
+
+    layers   one process, whole layers on its devices behind each other, and beyond them on the host (accelerate)
+    fsdp     every process has a piece of every weight and gathers a layer when it is its turn; each reads its own rows
+    tensor   every process computes its slice of every layer; all read the same rows, those of all of them
+
+With the latter two every process must take part in every read, in the same order. Both are transformers' own.
+"""
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+COLLECTIVE = ("fsdp", "tensor")
+KINDS = ("layers", *COLLECTIVE)
+
+
+def arguments(path: str, sharding: str, quantization: str | None) -> dict[str, Any]:
+    """What transformers' `from_pretrained` is told for the model at `path`. Joins the processes that torchrun started."""
+    if sharding not in KINDS:
+        raise ValueError(f"sharding={sharding} is not one of {', '.join(KINDS)}")
+    if sharding == "layers":
+        return {"device_map": "auto"}
+    if quantization is not None:
+        raise ValueError(
+            f"sharding={sharding} cuts weights that quantization={quantization} has packed: choose one of both"
+        )
+    if "RANK" not in os.environ:
+        raise ValueError(
+            f"sharding={sharding} works in processes that torchrun starts: torchrun --nproc-per-node 8 train/run.py ..."
+        )
+    from transformers.distributed import DistributedConfig  # seconds, and only needed here
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    size = dist.get_world_size()
+    shape: dict[str, Any] = (
+        {"fsdp_size": size} if sharding == "fsdp" else {"tp_plan": left_whole(path), "tp_size": size}
+    )
+    return {"distributed_config": DistributedConfig(**shape)}
+
+
+def left_whole(path: str) -> dict[str, str]:
+    """The model's own plan, but for what heads read beside the model, each process its own rows: embedding and lm_head."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {name: "replicate" for name, module in model.named_modules() if module in ends}
+
+
+def full_tensor(weight: Tensor) -> Tensor:
+    """A weight with all its pieces; every process must ask."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight

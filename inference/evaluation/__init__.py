@@ -1,0 +1,1 @@
+"""What a drafter gains and whether it is lossless: measurements, audits, reports."""

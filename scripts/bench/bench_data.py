@@ -1,0 +1,94 @@
+"""Training tokens/s of packed rows against one document per row:  python scripts/bench/bench_data.py data=jsonl data.path=FILE
+
+Both see the same documents, the same head and optimiser steps, in turn, step by step, so that a change of the machine's speed
+meets both alike. Tokens are documents' tokens: padding is none.
+"""
+
+import time
+from itertools import islice
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch import Tensor
+
+from train.cli import entry
+from train.data.corpus import Document, Packed, count_tokens
+
+
+@entry("bench_data")
+def main(cfg: DictConfig) -> None:
+    target = instantiate(cfg.target)
+    if target.tokenizer is None:
+        raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and the data are text")
+    data = instantiate(cfg.data, tokenizer=target.tokenizer)
+    counts = count_tokens(data.train, target.vocab_size)
+    head = instantiate(cfg.head, target=target, **({"counts": counts} if "draft_vocab_size" in cfg.head else {}))
+    if head.pruned:
+        head.init_projections(target, counts)
+    distillation = instantiate(cfg.distillation, head=head, target=target, loss=instantiate(cfg.loss))
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-4)
+    some = islice((d for d in data.train if any(d.loss_mask[8 : cfg.length])), 4 * cfg.steps * cfg.rows)
+    documents = list(some)
+    if not documents:
+        raise ValueError(f"no document has anything supervised within length={cfg.length}")
+    batches = {
+        "packed": packed_batches(documents, cfg.length, cfg.rows),
+        "one per row": padded_batches(documents, cfg.length, cfg.rows),
+    }
+    seconds, tokens = dict.fromkeys(batches, 0.0), dict.fromkeys(batches, 0)
+    for step in range(cfg.steps + 1):
+        for name, rows in batches.items():
+            batch = {key: value.to(target.device) for key, value in rows[step % len(rows)].items()}
+            start = time.perf_counter()
+            distillation(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if target.device.type == "cuda":
+                torch.cuda.synchronize()
+            if step > 0:  # the first warms up
+                seconds[name] += time.perf_counter() - start
+                tokens[name] += int((batch["documents"] >= 0).sum())
+    for name, rows in batches.items():
+        share = sum(int((batch["documents"] < 0).sum()) for batch in rows) / sum(
+            batch["documents"].numel() for batch in rows
+        )
+        print(f"{name:12} {tokens[name] / seconds[name]:10,.0f} tokens/s   {share:.1%} padding")
+    gain = (tokens["packed"] / seconds["packed"]) / (tokens["one per row"] / seconds["one per row"])
+    print(
+        f"packed is {gain:.2f} times as fast ({head.kind}, {cfg.rows} rows of {cfg.length} tokens, {cfg.steps} steps each)"
+    )
+
+
+def stack(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([item[name] for item in items]) for name in items[0]}
+
+
+def packed_batches(documents: list[Document], length: int, rows: int) -> list[dict[str, Tensor]]:
+    packed = Packed(documents, length, seed=0)
+    starts = range(0, max(1, len(packed) - rows + 1), rows)
+    return [stack([packed[row] for row in range(start, min(start + rows, len(packed)))]) for start in starts]
+
+
+def padded_batches(documents: list[Document], length: int, rows: int) -> list[dict[str, Tensor]]:
+    """One document per row, cut at `length`, each batch as wide as its longest, as most trainers do."""
+    found = []
+    for start in range(0, max(1, len(documents) - rows + 1), rows):
+        some = [
+            Packed([document], max(8, len(document.tokens)), seed=0)[0] for document in documents[start : start + rows]
+        ]
+        width = min(length, max(len(item["tokens"]) for item in some))
+        padding = {"tokens": 0, "loss_mask": False, "documents": -1, "positions": 0}
+        padded = [
+            {
+                name: torch.cat([value[:width], value.new_full((max(0, width - len(value)),), padding[name])])
+                for name, value in item.items()
+            }
+            for item in some
+        ]
+        found.append(stack(padded))
+    return found
+
+
+if __name__ == "__main__":
+    main()

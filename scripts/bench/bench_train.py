@@ -1,0 +1,183 @@
+"""How fast a head trains:  python scripts/bench/bench_train.py head=eagle3 length=4096 steps=8 [rival=PYTHON]
+
+Tokens per second of the trainer's own steps, the process's peak memory, and model-flops utilisation: products of the
+target's forward and of the head's forward and backward per second, as a share of what one large matrix product reaches on
+this device. With `rival`, speculators 0.9.0 trains its EAGLE-3 in the same run: same target, rows, length, steps, dtype and
+threads, from hidden states on disk; ours runs the target, or reads such states too with features=disk. Its start-up is taken
+off as the difference of two runs.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from safetensors.torch import save_file
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PrinterCallback
+
+from heads import Target
+from train.cli import entry
+from train.data.corpus import Document, Packed
+from train.data.row_order import Stream
+from train.module import DistillationModel
+from train.runtime.memory import keep_freed, peak_memory
+from train.trainer import HeadTrainer, arguments
+
+EPOCHS = 4  # of the rival, whose time is taken
+
+
+@entry("bench_train")
+def main(cfg: DictConfig) -> None:
+    torch.set_num_threads(cfg.threads)
+    keep_freed()
+    target: Target = instantiate(cfg.target)
+    batch = cfg.trainer.per_device_train_batch_size
+    generator = torch.Generator().manual_seed(cfg.seed)
+    tokens = torch.randint(target.vocab_size, (cfg.steps * batch, cfg.length), generator=generator)
+    results = {"foredraft": ours(cfg, target, tokens)}
+    if cfg.rival:
+        results["speculators"] = rival(cfg, target, tokens)
+    for name, found in results.items():
+        print(f"{name:12}" + "  ".join(f"{key} {value:,.4g}" for key, value in found.items()), flush=True)
+    if cfg.rival:
+        mine, theirs = results["foredraft"], results["speculators"]
+        print(
+            f"{mine['tokens_per_second'] / theirs['tokens_per_second']:.2f} times the tokens/s, "
+            f"{mine['peak_gib'] / theirs['peak_gib']:.2f} of the memory"
+        )
+    if cfg.output:
+        Path(cfg.output).write_text(json.dumps(results, indent=2) + "\n")
+
+
+def ours(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, float]:
+    """tokens (rows, length) int64."""
+    documents = [Document(row, [True] * len(row)) for row in tokens.tolist()]
+    more = {"counts": torch.bincount(tokens.flatten(), minlength=target.vocab_size)}
+    head = instantiate(cfg.head, target=target, **(more if "draft_vocab_size" in cfg.head else {}))
+    distillation = DistillationModel(head, target, instantiate(cfg.loss))
+    args = arguments(cfg.trainer, target)
+    packed = Packed(documents, cfg.length, cfg.seed)
+    dataset = instantiate(cfg.features)(packed, target, head.layers, cfg.trainer.per_device_train_batch_size)
+    trainer = HeadTrainer(
+        distillation,
+        args,
+        train_dataset=Stream(dataset, len(packed), cfg.seed),
+        build_optimizer=instantiate(cfg.optimizer),
+        measure=lambda head: 0.0,
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    rates = [e["tokens_per_second"] for e in trainer.state.log_history if "tokens_per_second" in e][cfg.warmup :]
+    rate = len(rates) / sum(1 / rate for rate in rates)
+    peak = peak_memory(target.device)
+    row = {name: value[None].to(target.device) for name, value in dataset[0].items()}
+    with FlopCounterMode(display=False) as flops:
+        distillation(**row).loss.backward()
+    work = flops.get_total_flops() / cfg.length
+    facts = {"tokens_per_second": rate, "peak_gib": peak / 2**30, "gflop_per_token": work / 1e9}
+    return facts | {"utilisation": rate * work / top_speed(target)}
+
+
+def top_speed(target: Target, size: int = 2048, repeats: int = 5) -> float:
+    """Flops per second of one large product in the target's dtype, the best of several."""
+    a = torch.randn(size, size, device=target.device, dtype=target.dtype)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        (a @ a).sum().item()  # waits for the device
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def rival(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, float]:
+    """speculators on the same rows. Two runs, of one epoch and of more: what the others take is training alone. They are
+    several, since starting takes as long as an epoch, and never twice the same."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        layers = list(cfg.head.layers or lesson_layers(cfg, target))
+        write_rows(target, layers, tokens, folder)
+        command = [cfg.rival, *([cfg.rival_driver] if cfg.rival_driver else ["-m", "speculators"]), "train"]
+        settings = {
+            "speculator-type": "eagle3",
+            "verifier-name-or-path": target.name,
+            "data-path": folder,
+            "hidden-states-path": folder / "hidden_states",
+            "on-missing": "raise",
+            "draft-vocab-size": min(cfg.head.draft_vocab_size or target.vocab_size, target.vocab_size),
+            "token-freq-path": folder / "token_freq.pt",
+            "total-seq-len": cfg.length,
+            "num-workers": 0,
+            "ttt-steps": cfg.head.depth,
+            "hidden-states-dtype": str(target.dtype).removeprefix("torch."),
+            "loss-implementation": "eager",
+            "draft-attn-impl": "sdpa",
+            "lr": cfg.trainer.learning_rate,
+        }
+        command += [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+        command += ["--target-layer-ids", *map(str, layers)]
+        runs = [
+            timed([*command, "--epochs", str(n), "--save-path", str(folder / f"out{n}")], cfg.threads)
+            for n in (1, 1 + EPOCHS)
+        ]
+    trained = EPOCHS * tokens.numel()
+    seconds = runs[1][0] - runs[0][0]
+    return {"tokens_per_second": trained / seconds, "peak_gib": runs[0][1] / 2**30}
+
+
+def lesson_layers(cfg: DictConfig, target: Target) -> list[int]:
+    more: dict[str, Any] = {"counts": torch.ones(target.vocab_size, dtype=torch.int64)}
+    return instantiate(cfg.head, target=target, **more).layers
+
+
+def timed(command: list[str], threads: int) -> tuple[float, int]:
+    """Seconds and peak bytes of a process, which must end well."""
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    said = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise ValueError(f"{' '.join(command[:4])} failed:\n{said[-2000:]}")
+    return time.perf_counter() - start, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@torch.no_grad()
+def write_rows(target: Target, layers: list[int], tokens: torch.Tensor, folder: Path) -> None:
+    """The rows as speculators reads them: an Arrow dataset, and per row three layers and the last state before its norm."""
+    from datasets import Dataset
+
+    (folder / "hidden_states").mkdir()
+    before: list[torch.Tensor] = []
+    norm = target.model.model.norm
+    hook = norm.register_forward_pre_hook(lambda module, given: before.append(given[0]))
+    for number, row in enumerate(tokens):
+        features = target.read(row[None].to(target.device), layers=layers, keep_logits=1).features[0]
+        states = torch.cat([features.view(len(row), len(layers), -1), before.pop()[0][:, None]], dim=1)
+        save_file(
+            {"token_ids": row, "hidden_states": states.to(target.dtype).cpu().contiguous()},
+            folder / "hidden_states" / f"hs_{number}.safetensors",
+        )
+    hook.remove()
+    rows = tokens.tolist()
+    columns = {"input_ids": rows, "loss_mask": [[1] * len(r) for r in rows], "seq_len": [len(r) for r in rows]}
+    Dataset.from_dict(columns).with_format("torch").save_to_disk(str(folder))
+    counts = torch.bincount(tokens.flatten(), minlength=target.vocab_size)
+    torch.save({token: int(count) for token, count in enumerate(counts)}, folder / "token_freq.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""Promises of train/cli.py: what a user mistypes or cannot write is message in one sentence, and fails."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hydra
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from train.cli import entry
+from train.config_check import nearest
+
+FILES = {
+    "tiny.yaml": """
+defaults:
+  - head: eagle3
+  - trainer: default
+  - experiment: null
+  - _self_
+  - override hydra/hydra_logging: none
+  - override hydra/job_logging: none
+seed: 0
+deterministic: false
+output_dir: outputs/${hydra:runtime.choices.head}
+hydra:
+  run: {dir: .}
+  sweep: {dir: outputs, subdir: .}
+  output_subdir: null
+""",
+    "head/eagle3.yaml": "layers: [1, 5, 9]\nname: e\n",
+    "head/medusa.yaml": "heads: 4\nname: m\n",
+    "trainer/default.yaml": "max_steps: 100\nlr: 1e-4\nlimit: null\nlog: {mode: plain, every: 10}\n",
+    "experiment/grid.yaml": "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}\n",
+}
+Run = Callable[..., tuple[int, list[DictConfig]]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """run(*arguments) gives the exit code and the configs that `main` was called with."""
+    for name, text in FILES.items():
+        (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "conf" / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, body: Callable[[DictConfig], None] = lambda cfg: None) -> tuple[int, list[DictConfig]]:
+        seen = []
+
+        @entry("tiny", config_dir=tmp_path / "conf")
+        def main(cfg: DictConfig) -> None:
+            OmegaConf.resolve(cfg)
+            seen.append(cfg)
+            body(cfg)
+
+        monkeypatch.setattr(sys, "argv", ["tiny.py", *arguments])
+        try:
+            main()
+        except SystemExit as stop:
+            return (stop.code if isinstance(stop.code, int) else 0), seen
+        return 0, seen
+
+    return run
+
+
+def test_a_plain_run_leaves_nothing_behind(run: Run, tmp_path: Path) -> None:
+    code, (cfg,) = run("head=medusa", "trainer.max_steps=3")
+    assert (code, cfg.head.heads, cfg.trainer.max_steps, cfg.output_dir) == (0, 4, 3, "outputs/medusa")
+    assert Path.cwd() == tmp_path and os.listdir(tmp_path) == ["conf"]
+
+
+@pytest.mark.parametrize(
+    "typed, message",
+    [
+        ("head=medsua", "head=medsua is not known; did you mean head=medusa? Known: eagle3, medusa."),
+        ("heed=medusa", "heed is not known; did you mean head?"),
+        ("trainer.max_step=3", "trainer.max_step is not known; did you mean trainer.max_steps?"),
+        ("trainr.max_steps=3", "did you mean trainer.max_steps?"),
+        ("trainer.log={evry: 3}", "trainer.log.evry is not known; did you mean trainer.log.every?"),
+        ("zzz=1", "zzz is not known. Known: deterministic, head, output_dir, seed, trainer."),
+        ("trainer.max_steps=abc", "trainer.max_steps=abc: a whole number is wanted, not text (the default is 100)"),
+        ("seed=true", "seed=true: a whole number is wanted, not true or false"),
+        ("trainer.log.every=1.5", "trainer.log.every=1.5: a whole number is wanted, not a number"),
+        ("seed=null", "seed=null: a whole number is wanted, not null (the default is 0); ++seed=null"),
+        ("deterministic=1", "deterministic=1: true or false is wanted"),
+        ("trainer.lr=fast", "trainer.lr=fast: a number is wanted, not text"),
+        ("head.layers=a", "head.layers=a: a whole number is wanted, not text"),
+        ("head.layers=[a]", "head.layers=['a']: a whole number is wanted, not text"),
+        ("head.name=7", "as text it is written head.name=\"'7'\""),
+        ("seed=${trainer.lr}", "seed=0.0001: a whole number is wanted"),
+        ("seed=${nope}", "seed: Interpolation key 'nope' not found"),
+        ("head=medusa,eagle3", "head=medusa,eagle3 is a sweep, which needs -m"),
+        ("head", "cannot read 'head': write key=value"),
+        ("hydra.nope=1", "hydra.nope"),
+    ],
+)
+def test_mistyped(run: Run, capsys: pytest.CaptureFixture[str], typed: str, message: str) -> None:
+    code, seen = run(typed)
+    errors = capsys.readouterr().err
+    assert code == 2 and not seen
+    assert message in errors and errors.startswith("error: ") and errors.count("\n") == 1
+
+
+def test_well_typed(run: Run) -> None:
+    wanted = {
+        "trainer.lr=1": ("trainer.lr", 1),
+        "trainer.limit={a: 1}": ("trainer.limit", {"a": 1}),
+        "head.layers=[2,4]": ("head.layers", [2, 4]),
+        "seed=${trainer.log.every}": ("seed", 3),
+        "++trainer.max_steps=null": ("trainer.max_steps", None),
+        "+new.key=x": ("new.key", "x"),
+        "head.name='7'": ("head.name", "7"),
+        "trainer.log={every: 3}": ("trainer.log", {"mode": "plain", "every": 3}),
+        "output_dir=/tmp/a b": ("output_dir", "/tmp/a b"),
+    }
+    code, (cfg,) = run(*wanted)
+    assert code == 0
+    assert {key: OmegaConf.select(cfg, key) for key, _ in wanted.values()} == dict(wanted.values())
+
+
+def test_a_list_of_one_may_go_without_brackets(run: Run) -> None:
+    code, (cfg,) = run("head.layers=2")
+    assert code == 0 and cfg.head.layers == 2
+
+
+def test_nearest_prefers_the_last_part_and_the_first_letter() -> None:
+    assert nearest("heed", ["seed", "head"]) == "head"
+    assert nearest("lr", ["trainer", "trainer.lr"]) == "trainer.lr"
+    assert nearest("trainer.zzz", ["trainer", "trainer.lr"]) is None
+
+
+def disk_full(cfg: DictConfig) -> None:
+    Path("/dev/full").write_text("x" * 100_000)
+
+
+def missing(cfg: DictConfig) -> None:
+    Path("/nowhere/corpus").read_text()
+
+
+def wrong(cfg: DictConfig) -> None:
+    raise ValueError("the corpus is empty")
+
+
+def wrong_in_constructor(cfg: DictConfig) -> None:
+    hydra.utils.instantiate({"_target_": "builtins.int", "_args_": ["x"]})
+
+
+def unknown_argument(cfg: DictConfig) -> None:
+    hydra.utils.instantiate({"_target_": "torch.nn.Linear", "in_features": 1, "heads": 2})
+
+
+def stopped(cfg: DictConfig) -> None:
+    raise KeyboardInterrupt("the checkpoint is in outputs/x")
+
+
+def safetensors_disk_full(cfg: DictConfig) -> None:
+    raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize(
+    "body, code, message",
+    [
+        (wrong, 2, "error: the corpus is empty\n"),
+        (missing, 2, "error: /nowhere/corpus: no such file or directory\n"),
+        (wrong_in_constructor, 2, "error: invalid literal for int() with base 10: 'x'\n"),
+        (unknown_argument, 2, "error: Linear.__init__() got an unexpected keyword argument 'heads'\n"),
+        (safetensors_disk_full, 2, "error: no space left in outputs/eagle3\n"),
+        (stopped, 130, "interrupted: the checkpoint is in outputs/x\n"),
+        pytest.param(
+            disk_full,
+            2,
+            "error: no space left in outputs/eagle3\n",
+            marks=pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has /dev/full"),
+        ),
+    ],
+)
+def test_what_main_raises(
+    run: Run, capsys: pytest.CaptureFixture[str], body: Callable[[DictConfig], None], code: int, message: str
+) -> None:
+    assert run(body=body)[0] == code
+    assert capsys.readouterr().err == message
+
+
+def test_traceback_of_a_bug_and_on_demand(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bug(cfg: DictConfig) -> None:
+        raise RuntimeError("shapes")
+
+    assert run(body=bug)[0] == 1
+    assert "in bug" in capsys.readouterr().err
+    monkeypatch.setenv("FOREDRAFT_TRACE", "1")
+    assert run(body=wrong)[0] == 2
+    errors = capsys.readouterr().err
+    assert "in wrong" in errors and errors.endswith("error: the corpus is empty\n")
+
+
+def test_sweep(run: Run, tmp_path: Path) -> None:
+    code, seen = run("-m", "head=medusa,eagle3", "trainer.max_steps=3")
+    assert code == 0
+    assert [cfg.output_dir for cfg in seen] == ["outputs/medusa", "outputs/eagle3"]
+    assert sorted(os.listdir(tmp_path)) == ["conf", "outputs"] and os.listdir("outputs") == ["multirun.yaml"]
+
+
+def test_jobs_of_a_sweep_do_not_share_a_folder(run: Run) -> None:
+    _, seen = run("-m", "seed=range(0,1)", "trainer.lr=1,-1", "output_dir=x")
+    assert [cfg.output_dir for cfg in seen] == ["x/seed-0_trainer.lr-1", "x/seed-0_trainer.lr--1"]
+
+
+def test_sweep_of_a_yaml(run: Run) -> None:
+    code, seen = run("experiment=grid")
+    assert code == 0 and [cfg.output_dir for cfg in seen] == ["outputs/eagle3/seed-1", "outputs/eagle3/seed-2"]
+
+
+@pytest.mark.parametrize(
+    "typed, message",
+    [
+        (["head=eagle3,medsua"], "did you mean head=medusa?"),
+        (["seed=1,x"], "seed=x: a whole number is wanted"),
+        (["head=medusa,eagle3", "head.heads=2"], "head.heads is not known"),
+    ],
+)
+def test_mistyped_sweep_runs_no_job(
+    run: Run, capsys: pytest.CaptureFixture[str], typed: list[str], message: str
+) -> None:
+    code, seen = run("-m", *typed)
+    assert code == 2 and not seen and message in capsys.readouterr().err
+
+
+def test_failed_job_of_a_sweep_fails_the_sweep_after_the_others_ran(run: Run) -> None:
+    def fail_first(cfg: DictConfig) -> None:
+        if cfg.seed == 1:
+            raise ValueError("one")
+
+    code, seen = run("-m", "seed=1,2", body=fail_first)
+    assert code == 2 and [cfg.seed for cfg in seen] == [1, 2]
+
+
+@pytest.mark.parametrize("flags, shown", [(["--help"], "head: eagle3, medusa"), (["--cfg", "job"], "max_steps: 100")])
+def test_hydra_flags(run: Run, capsys: pytest.CaptureFixture[str], flags: list[str], shown: str) -> None:
+    code, seen = run(*flags)
+    assert code == 0 and not seen and shown in capsys.readouterr().out
+
+
+def test_further_config_dir(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "head").mkdir(parents=True)
+    (tmp_path / "mine" / "head" / "own.yaml").write_text("width: 2\n")
+    code, (cfg,) = run("--config-dir", "mine", "head=own", "head.width=3")
+    assert code == 0 and cfg.head.width == 3
+
+
+def test_as_a_program(run: Run, tmp_path: Path) -> None:
+    """A script beside its conf folder, as `python train/run.py` is, run from somewhere else."""
+    script = tmp_path / "run.py"
+    script.write_text(
+        "from pathlib import Path\nfrom train.cli import entry\n\n"
+        "@entry('tiny', config_dir=Path(__file__).parent / 'conf')\n"
+        "def main(cfg):\n    print('ran', cfg.head.heads)\n\nmain()\n"
+    )
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, script, *arguments], cwd=elsewhere, capture_output=True, text=True)
+
+    good, bad = program("head=medusa"), program("head=medsua")
+    assert (good.returncode, good.stdout) == (0, "ran 4\n")
+    assert bad.returncode == 2 and bad.stderr.startswith("error: head=medsua is not known")
+    assert not os.listdir(elsewhere)

@@ -1,0 +1,168 @@
+"""Decoding by recordings, as on a GPU: the same text, and nothing in a step waits for the device. The recorder is
+tests/tape.py, which keeps a CUDA graph's rules on a CPU."""
+
+import warnings
+
+import pytest
+import torch
+
+from heads import Target
+from heads.eagle import EagleHead
+from heads.hydra import HydraHead
+from heads.target import cuda_graphs
+from inference import generate
+from inference.drafters import DynamicTree, Lookahead, SuffixDrafter, Union
+
+from .tape import Tape
+from .test_architectures import VOCAB, every_family, pair
+from .test_generate import SETTINGS, Random, drafters, prompt
+
+LIMITS = {"max_new_tokens": 20, "eos_token_id": -1, "seed": 7}
+
+
+@pytest.fixture
+def taped(monkeypatch) -> list[Tape]:
+    """Every recording that is made."""
+    tapes: list[Tape] = []
+
+    def record(*args) -> Tape:
+        tapes.append(Tape(*args))
+        return tapes[-1]
+
+    monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", record)
+    return tapes
+
+
+def again(target: Target) -> Target:
+    """The same model, without the cache that the last generation gave back."""
+    return Target(target.model, target.tokenizer, target.name)
+
+
+def test_a_recording_does_what_the_function_did(taped):
+    memory = torch.zeros(3)
+
+    def work(x, y):
+        memory.add_(x)
+        return memory * 2, None if y is None else x @ y
+
+    graphs = cuda_graphs.CudaGraphs(torch.device("cpu"))
+    for number, y in enumerate([None, None, torch.ones(3), 2 * torch.ones(3)], start=1):
+        twice, product = graphs("work", work, torch.ones(3), y)
+        assert twice.tolist() == [2.0 * number] * 3  # once a call: recording runs no kernel
+        assert (product is None) == (y is None) and (y is None or product == y.sum())
+    assert len(taped) == 2 and memory.tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize(
+    "waiting", [lambda x: x * x.sum().item(), lambda x: x[x > 0], lambda x: x + torch.tensor([1.0, 2.0])]
+)
+def test_what_waits_for_the_device_is_not_recorded(taped, waiting):
+    graphs = cuda_graphs.CudaGraphs(torch.device("cpu"))
+    with pytest.warns(UserWarning, match="cannot be recorded"):
+        first = graphs("waiting", waiting, torch.ones(2))
+    assert torch.equal(graphs("waiting", waiting, torch.ones(2)), first) and not taped
+
+
+@pytest.mark.parametrize("name", ["greedy", "top-p", "penalty"])
+def test_the_text_is_the_same(target, name, monkeypatch, taped):
+    settings = SETTINGS[name] | LIMITS
+    plain = generate(target, None, prompt(9), **settings)
+    recorded = again(target)
+    known = drafters(recorded) | {
+        "eagle": DynamicTree(EagleHead.for_target(recorded).eval(), recorded, 8, 3, 3, min_probability=0),
+        "hydra++": DynamicTree(
+            HydraHead.for_target(recorded, prefix=True).eval(), recorded, 8, 3, 3, min_probability=0
+        ),
+        "suffix": SuffixDrafter(),
+        "lookahead": Lookahead(),
+    }
+    known["union"] = Union([known["eagle3"], known["ngram"]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing of ours may be left to run kernel by kernel
+        for drafter in (None, *known.values()):
+            assert generate(recorded, drafter, prompt(9), **settings).new_tokens == plain.new_tokens
+    assert taped
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa", "draft model"])
+def test_drafts_are_those_of_running_it_kernel_by_kernel(target, name, monkeypatch):
+    """Greedy, sampled, sampled otherwise, a text that outgrows its columns, a smaller tree; and with an oracle's help, since
+    nothing that such a head drafts is accepted."""
+    monkeypatch.setattr("heads.target.cache.SHORTEST", 64)
+    rows = torch.cat([prompt(21), prompt(21, seed=1)])
+
+    def proposed(target: Target) -> list:
+        torch.manual_seed(3)
+        drafter, trees = drafters(target)[name], []
+        propose = type(drafter).propose
+
+        def note(accepted, gumbel):
+            tree = propose(drafter, accepted, gumbel)
+            trees.append((tree.tokens.tolist(), tree.parents.tolist()))
+            texts = [text[len(message) - 1 :][:3] for text, message in zip(known, accepted.text, strict=True)]
+            for row, coming in enumerate(texts):  # what its first branch names becomes right in every other step
+                right = len(accepted.text[0]) % 2 and len(coming) == 3 and tree.parents[row, 2] == 1
+                tree.tokens[row, 1 : 3 if right else 1] = torch.tensor(coming[1:3] if right else [])
+            return tree
+
+        monkeypatch.setattr(drafter, "propose", note)
+        for settings in ({}, {"temperature": 1.0}, {"temperature": 0.5}, {"max_new_tokens": 60}, {"small": True}):
+            if settings.pop("small", False):
+                drafter.resize(6, 3)
+            known = generate(target, None, rows, **LIMITS | settings).sequences.tolist()
+            out = generate(target, drafter, rows, **LIMITS | settings)
+            assert out.sequences.tolist() == known
+        return trees
+
+    plain = proposed(target)
+    monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
+    assert proposed(again(target)) == plain and len(plain) > 80
+
+
+def test_a_ragged_batch_and_rows_that_finish_early(target, taped):
+    rows = torch.zeros(4, 21, dtype=torch.int64)
+    mask = torch.zeros_like(rows)
+    for row, length in enumerate((3, 21, 8, 15)):
+        rows[row, -length:], mask[row, -length:] = prompt(length, row)[0], 1
+    for drafter in (None, *(drafters(target)[name] for name in ("random", "medusa", "eagle3 auto", "draft model"))):
+        facts = {"max_new_tokens": 24, "temperature": 1.0, "seed": 2, "eos_token_id": list(range(0, 300, 25))}
+        recorded = again(target)
+        out = generate(recorded, drafter, rows, mask, **facts)
+        assert len({len(new) for new in out.new_tokens}) > 1
+        for row, length in enumerate((3, 21, 8, 15)):
+            alone = generate(recorded, drafter, rows[row : row + 1, -length:], **facts | {"seed": 2 + row})
+            assert out.new_tokens[row] == alone.new_tokens[0]
+    assert taped
+
+
+def test_a_second_generation_records_nothing_new(target, taped):
+    recorded = again(target)
+    drafter = drafters(recorded)["eagle3"]
+    first = generate(recorded, drafter, prompt(9), **LIMITS)
+    count = len(taped)
+    assert generate(recorded, drafter, prompt(9), **LIMITS).new_tokens == first.new_tokens
+    other = generate(recorded, drafter, prompt(12, seed=4), **LIMITS)
+    assert other.new_tokens == generate(again(target), None, prompt(12, seed=4), **LIMITS).new_tokens
+    # Read, verify, keep and grow; the last may be met by fewer new tokens once, straight behind a short prompt.
+    assert len(taped[:count]) <= 5 and recorded._idle_cache is not None
+
+
+def test_a_text_that_outgrows_its_recordings(target, taped, monkeypatch):
+    monkeypatch.setattr("heads.target.cache.SHORTEST", 64)
+    settings = LIMITS | {"max_new_tokens": 100}
+    recorded = again(target)
+    out = generate(recorded, drafters(recorded)["eagle3"], prompt(40), **settings)
+    assert out.new_tokens == generate(target, None, prompt(40), **settings).new_tokens
+
+
+@every_family
+def test_every_architecture(family, attention, monkeypatch):
+    target = again(pair(family, attention).target)
+    ids, facts = prompt(21) % VOCAB, {"max_new_tokens": 6, "eos_token_id": -1}
+    plain = generate(target, None, ids, **facts).new_tokens
+    monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
+    with warnings.catch_warnings(record=True) as message:
+        warnings.simplefilter("always")
+        for drafter in (None, Random()):
+            assert generate(again(target), drafter, ids, **facts).new_tokens == plain
+    assert not any("cannot be recorded" in str(warning.message) for warning in message)

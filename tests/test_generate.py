@@ -1,0 +1,263 @@
+"""The text is the target's own: for every drafter, greedy and seeded, alone and in ragged batches."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from heads import Target
+from heads.eagle3 import Eagle3Head
+from heads.medusa import MedusaHead
+from inference import generate
+from inference.drafters import AutoTree, DraftModel, DynamicTree, NgramDrafter, StaticTree
+from inference.drafters.base import Accepted, Drafter, root_only
+from inference.sampling import Sampling
+from inference.tree import chain, from_parents
+
+from .conftest import tiny_config
+
+SETTINGS = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0},
+    "top-p": {"temperature": 1.0, "top_p": 0.9},
+    "top-k": {"temperature": 0.7, "top_k": 20},
+    "penalty": {"temperature": 1.0, "repetition_penalty": 1.3},
+    "greedy with penalty": {"repetition_penalty": 1.3},
+}
+
+
+class Oracle(Drafter):
+    """Drafts what the target will say: the texts are known beforehand."""
+
+    def __init__(self, texts: list[list[int]], depth: int = 5):
+        self.texts, self.depth, self.nodes = texts, depth, depth + 1
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        pass
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None):
+        rows = []
+        for known, text in zip(self.texts, accepted.text, strict=True):
+            coming = known[len(text) - 1 :][: self.depth + 1]
+            rows.append(coming + [-1] * (self.depth + 1 - len(coming)))
+        return chain(torch.tensor(rows))
+
+
+class Random(Drafter):
+    """Drafts a random tree of random tokens, another one in every step."""
+
+    depth, nodes = 4, 9
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        self.generator = torch.Generator().manual_seed(batch)
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None):
+        roots = root_only(accepted).tokens
+        tokens = torch.randint(0, 40, (len(roots), 8), generator=self.generator)
+        return from_parents(torch.cat([roots, tokens], 1), torch.tensor([[0, 0, 0, 1, 1, 3, 3, 5, 5]] * len(roots)), 4)
+
+
+def eager_head(target) -> Eagle3Head:
+    head = Eagle3Head.for_target(target, depth=4, draft_vocab_size=200, counts=torch.arange(target.vocab_size))
+    return head.eval()
+
+
+def smaller(target) -> Target:
+    """A model of the same vocabulary with other weights."""
+    torch.manual_seed(5)
+    return Target(LlamaForCausalLM(tiny_config(num_hidden_layers=2)), target.tokenizer, "smaller")
+
+
+def drafters(target) -> dict[str, Drafter]:
+    head, medusa = eager_head(target), MedusaHead.for_target(target, depth=3)
+    for stack in medusa.stacks:
+        torch.nn.init.normal_(stack[-1].weight, std=0.5)
+    return {
+        "random": Random(),
+        "ngram": NgramDrafter(),
+        "medusa": StaticTree(medusa.eval(), target, nodes=9),
+        "eagle3": DynamicTree(head, target, nodes=10, depth=4, width=3, min_probability=0),
+        "eagle3 auto": AutoTree(DynamicTree(head, target, nodes=12, depth=4, width=3, min_probability=0), target),
+        "medusa auto": AutoTree(StaticTree(medusa.eval(), target, nodes=9), target),
+        "draft model": DraftModel(smaller(target), target, min_probability=0),
+        "eagle3 chain": DynamicTree(head, target, nodes=5, depth=4, width=1, min_probability=0),
+    }
+
+
+def prompt(length: int, seed: int = 0) -> Tensor:
+    return torch.randint(1, 300, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def test_greedy_equals_transformers_generate(target):
+    ids = prompt(9)
+    theirs = target.model.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for drafter in [None, *drafters(target).values()]:
+        assert torch.equal(generate(target, drafter, ids, max_new_tokens=40, eos_token_id=-1).sequences, theirs)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_drafter_writes_the_plain_text(target, name):
+    settings = SETTINGS[name] | {"max_new_tokens": 40, "eos_token_id": -1, "seed": 7}
+    plain = generate(target, None, prompt(9), **settings).new_tokens
+    for drafter in drafters(target).values():
+        assert generate(target, drafter, prompt(9), **settings).new_tokens == plain
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["greedy", "top-p", "penalty"])
+def test_a_row_does_not_depend_on_its_batch(target, name, side):
+    rows = [prompt(length, seed)[0].tolist() for seed, length in enumerate((3, 11, 1, 7))]
+    settings = SETTINGS[name] | {"max_new_tokens": 24}
+
+    def plain(row: int, end: int) -> list[int]:
+        ids, more = torch.tensor([rows[row]]), settings | {"eos_token_id": end}
+        return generate(target, None, ids, seed=row, **more).new_tokens[0]
+
+    settings["eos_token_id"] = plain(1, -1)[10]  # so that rows end at different times
+    alone = [plain(row, settings["eos_token_id"]) for row in range(4)]
+    assert len({len(text) for text in alone}) > 1
+    pad = [[5] * (11 - len(row)) for row in rows]
+    ids = torch.tensor([p + row if side == "left" else row + p for p, row in zip(pad, rows, strict=True)])
+    mask = torch.tensor(
+        [
+            [0] * len(p) + [1] * len(row) if side == "left" else [1] * len(row) + [0] * len(p)
+            for p, row in zip(pad, rows)
+        ]
+    )
+    for drafter in [None, *drafters(target).values()]:
+        assert generate(target, drafter, ids, mask, **settings).new_tokens == alone
+
+
+def test_a_perfect_drafter_is_accepted_whole(target):
+    for settings in SETTINGS.values():
+        plain = generate(target, None, prompt(9), max_new_tokens=61, eos_token_id=-1, seed=3, **settings)
+        oracle = Oracle(plain.sequences.tolist())
+        out = generate(target, oracle, prompt(9), max_new_tokens=61, eos_token_id=-1, seed=3, **settings)
+        assert out.new_tokens == plain.new_tokens
+        assert [step.emitted for step in out.steps] == [[6]] * 10
+        assert out.acceptance_length == 6.0
+
+
+def test_other_seeds_give_other_texts(target):
+    texts = [generate(target, None, prompt(9), temperature=1.0, seed=s, eos_token_id=-1).new_tokens for s in range(4)]
+    assert all(a != b for a, b in itertools.combinations(texts, 2))
+
+
+def test_end_tokens_inside_an_accepted_path_end_the_text(target):
+    plain = generate(target, None, prompt(9), max_new_tokens=30, eos_token_id=-1)
+    known, end = plain.sequences.tolist(), plain.new_tokens[0][16]
+    expected = plain.new_tokens[0][: plain.new_tokens[0].index(end) + 1]
+    out = generate(target, Oracle(known), prompt(9), max_new_tokens=30, eos_token_id=end)
+    assert out.new_tokens == [expected]
+    assert generate(target, None, prompt(9), max_new_tokens=30, eos_token_id=[end, 319]).new_tokens == [expected]
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 7])
+def test_the_budget_is_kept(target, budget):
+    plain = generate(target, None, prompt(9), max_new_tokens=30, eos_token_id=-1)
+    out = generate(target, Oracle(plain.sequences.tolist()), prompt(9), max_new_tokens=budget, eos_token_id=-1)
+    assert out.new_tokens[0] == plain.new_tokens[0][:budget]
+    assert out.sequences.shape == (1, 9 + budget)
+
+
+def test_a_stop_string_cuts_at_the_token_that_completes_it(target):
+    plain = generate(target, None, prompt(9), max_new_tokens=30, eos_token_id=-1)
+    pieces = [target.tokenizer.decode(plain.new_tokens[0][: n + 1]) for n in range(30)]
+    stop = pieces[20][-6:]
+    first = next(n for n, text in enumerate(pieces) if stop in text)
+    for drafter in (None, Oracle(plain.sequences.tolist())):
+        out = generate(target, drafter, prompt(9), max_new_tokens=30, eos_token_id=-1, stop_strings=stop)
+        assert out.new_tokens[0] == plain.new_tokens[0][: first + 1]
+
+
+def test_text_up_to_the_last_position_of_the_context(target):
+    ids = prompt(240)
+    plain = generate(target, None, ids, max_new_tokens=100, eos_token_id=-1)
+    assert plain.sequences.shape[1] == 256
+    for drafter in drafters(target).values():
+        assert torch.equal(
+            generate(target, drafter, ids, max_new_tokens=100, eos_token_id=-1).sequences, plain.sequences
+        )
+
+
+def test_streaming_gives_all_tokens_once(target):
+    class Collect:
+        def __init__(self):
+            self.got, self.ended = [], False
+
+        def put(self, tokens):
+            self.got += tokens.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    collect = Collect()
+    out = generate(target, NgramDrafter(), prompt(9), max_new_tokens=30, eos_token_id=-1, streamer=collect)
+    assert collect.got == out.sequences[0].tolist() and collect.ended
+
+
+def test_tree_wider_than_the_vocabulary(target):
+    head = Eagle3Head.for_target(target, depth=3, draft_vocab_size=3, counts=torch.arange(target.vocab_size))
+    drafter = DynamicTree(head.eval(), target, nodes=64, depth=3, width=10, min_probability=0)
+    plain = generate(target, None, prompt(9), max_new_tokens=20, eos_token_id=-1)
+    assert generate(target, drafter, prompt(9), max_new_tokens=20, eos_token_id=-1).new_tokens == plain.new_tokens
+
+
+def test_the_target_as_its_own_draft_model_is_accepted_whole(target):
+    for settings in ({}, {"temperature": 1.0}):
+        drafter = DraftModel(target, target, nodes=5, depth=4, width=1, min_probability=0)
+        out = generate(target, drafter, prompt(9), max_new_tokens=41, eos_token_id=-1, **settings)
+        assert [step.emitted for step in out.steps] == [[5]] * 8
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(target):
+    other = Target(LlamaForCausalLM(tiny_config(vocab_size=300)), None, "other")
+    with pytest.raises(ValueError, match="other knows 300 tokens"):
+        DraftModel(other, target)
+
+
+def test_bad_input_is_named(target):
+    with pytest.raises(ValueError, match="row 1 is empty"):
+        generate(target, None, torch.ones(2, 3).long(), torch.tensor([[1, 1, 1], [0, 0, 0]]))
+    with pytest.raises(ValueError, match=r"300 tokens.*256"):
+        generate(target, None, prompt(300))
+    with pytest.raises(ValueError, match="temperature=-1"):
+        generate(target, None, prompt(3), temperature=-1)
+    with pytest.raises(ValueError, match="max_new_tokens=-1"):
+        generate(target, None, prompt(3), max_new_tokens=-1)
+    with pytest.raises(ValueError, match="2 seeds"):
+        generate(target, None, prompt(3), seed=[1, 2])
+
+
+def test_settings_beyond_the_vocabulary_have_a_defined_result(target):
+    settings = {"temperature": 1.0, "max_new_tokens": 12, "eos_token_id": -1}
+    plain = generate(target, None, prompt(5), **settings).new_tokens
+    assert generate(target, None, prompt(5), top_k=10_000, **settings).new_tokens == plain
+    assert generate(
+        target, DynamicTree(eager_head(target), target, width=10_000, nodes=9, min_probability=0), prompt(5), **settings
+    )
+    assert generate(target, None, prompt(5), max_new_tokens=0).new_tokens == [[]]
+    assert generate(target, NgramDrafter(), prompt(256), max_new_tokens=5).new_tokens == [[]]  # the context is full
+
+
+def test_a_read_sees_the_text_in_the_cache_and_not_the_room_behind_it(target):
+    """Reads of a short text cost the same whatever `max_new_tokens` has reserved."""
+    cache = target.new_cache(1, 200)
+    target.read(prompt(9), cache=cache)
+    cache.set_lengths([9])
+    keys, values = cache.update(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8), 0)
+    assert keys.shape[2] == values.shape[2] == cache.mask(torch.ones(1, 4, 4).bool()).shape[-1] == 13
+
+
+def test_logits_that_are_not_numbers_are_an_error(target, monkeypatch):
+    read = type(target).read
+
+    def broken(self, *args, **kwargs):
+        reading = read(self, *args, **kwargs)
+        return reading._replace(logits=torch.where(torch.arange(320) == 17, float("nan"), reading.logits))
+
+    monkeypatch.setattr(type(target), "read", broken)
+    with pytest.raises(ValueError, match="not numbers"):
+        generate(target, None, prompt(3))

@@ -1,0 +1,128 @@
+"""The scripts that hand heads on, as they are typed."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from heads import load_head, save_head
+from heads.eagle3 import Eagle3Head
+from heads.medusa import MedusaHead
+from tests.hub_server import TOKEN, HubServer
+from tests.test_run import SMALL, Ended, end, folder, program  # noqa: F401 -- a fixture
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch, capfd) -> Callable[..., Ended]:
+    """script("export", "key=value", ...) in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str, *arguments: str) -> Ended:
+        path = ROOT / "scripts" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(f"scripts_{name}", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        monkeypatch.setattr(sys, "argv", [str(path), *arguments, "hydra/job_logging=disabled"])
+        capfd.readouterr()
+        code = 0
+        try:
+            module.main()
+        except SystemExit as stop:
+            assert isinstance(stop.code, int)
+            code = stop.code
+        return Ended(code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(target, tmp_path_factory) -> Path:
+    """Heads as training leaves them: <kind>/head."""
+    place = tmp_path_factory.mktemp("trained")
+    torch.manual_seed(0)
+    save_head(
+        Eagle3Head.for_target(target, 3, None, 200, torch.arange(target.vocab_size)), place / "eagle3/head", target
+    )
+    save_head(MedusaHead.for_target(target, 3), place / "medusa/head", target, accuracies=[[0.5, 0.25]] * 3)
+    return place
+
+
+def test_export_writes_what_has_passed_the_gate(script, trained, target, tmp_path):
+    ended = script("export", f"head={trained}/medusa/head", "format=vllm", "output_dir=exported", "target.device=cpu")
+    assert ended.code == 0, ended.err
+    assert "parity gate passed" in ended.out and "0.33 removed them" in ended.out and "vllm serve" in ended.out
+    assert [path.name for path in tmp_path.iterdir()] == ["exported"]
+    config = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert config["model_type"] == "medusa" and config["foredraft"]["accuracies"] == [[0.5, 0.25]] * 3
+    ours, again = load_head(trained / "medusa/head", target), load_head("exported", target)
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in ours.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["format=hydra", "output_dir=x"], "reads no eagle3 heads"),
+        (["format=tensorrt", "output_dir=x"], "format=tensorrt is not known"),
+        (["format=vllm", "output_dir=taken"], "is there already"),
+        (["format=vllm", "output_dir=x", "head=nowhere"], "neither a directory nor a Hub id"),
+        (["format=vllm", "output_dir=x", "hed=y"], "did you mean head?"),
+        (["output_dir=x"], "format"),
+    ],
+)
+def test_export_says_what_is_wrong(script, trained, tmp_path, arguments, complaint):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "something").write_text("")
+    ended = script("export", f"head={trained}/eagle3/head", *arguments)
+    assert ended.code == 2 and complaint in ended.err and "Traceback" not in ended.err
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_the_gate_is_a_command(script, trained, tmp_path):
+    head = trained / "eagle3/head"
+    ended = script("parity", f"head={head}")
+    assert ended.code == 0 and "parity gate passed" in ended.out
+    (tmp_path / "other").mkdir()
+    for path in head.iterdir():
+        (tmp_path / "other" / path.name).write_bytes(path.read_bytes())
+    config = json.loads((head / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"norm_before_residual": True}))
+    ended = script("parity", f"head={head}", "exported=other")
+    assert ended.code == 2 and "parity gate: at depth 1" in ended.err
+
+
+def test_push_as_it_is_typed(script, trained, monkeypatch, tmp_path):
+    with HubServer() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        given = ("push", f"head={trained}/eagle3/head", "repo=org/name", "license=mit")
+        ended = script(*given, "dry_run=true")
+        assert ended.code == 0 and "would send to a new private repository org/name" in ended.out and not hub.repos
+        ended = script(*given)
+        assert ended.code == 0 and "parity gate passed" in ended.out and "sent to" in ended.out
+        assert hub.repos["org/name"].private and "README.md" in hub.repos["org/name"].files
+        monkeypatch.setenv("HF_TOKEN", "hf_wrong-but-secret")
+        ended = script(*given)
+        assert ended.code == 2 and "hf auth login" in ended.err and "secret" not in ended.out + ended.err
+
+
+def test_a_training_pushes_what_it_ends_with(tiny_path: Path, folder: Path, tmp_path: Path):  # noqa: F811
+    given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "head=medusa", "evaluate.proof=false"]
+    given += ["trainer.max_steps=2", "evaluate.eval_steps=0", "push_to_hub=org/mine", "push_private=false"]
+    with HubServer() as hub:
+        environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
+        ended = end(program(*given, cwd=tmp_path, **environment, HF_HOME=str(tmp_path / "cache")))
+        assert ended.code == 0, ended.err
+        assert "parity gate passed" in ended.out and TOKEN not in ended.out + ended.err
+        sent = hub.repos["org/mine"]
+        weights = (tmp_path / "outputs/medusa/head/model.safetensors").read_bytes()
+        assert not sent.private and sent.files["model.safetensors"] == weights and "report.html" in sent.files

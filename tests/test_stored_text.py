@@ -1,0 +1,31 @@
+"""Text beside a target's weights is used for the very data and weights that it came from, and for nothing else."""
+
+import torch
+from transformers import LlamaForCausalLM
+
+from heads import Target
+from tests.conftest import tiny_config
+from train.data import corpus, stored_text
+from train.data.packing import Document
+
+
+def test_text_beside_the_weights_is_found_for_its_weights_and_data_only(tmp_path):
+    for name, seed in (("one", 0), ("other", 1)):
+        torch.manual_seed(seed)
+        LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path / name)
+    target, other = (Target.from_pretrained(str(tmp_path / name), dtype="float32") for name in ("one", "other"))
+    documents = [
+        Document([5, 6, *range(20)], [False] * 2 + [True] * 20),
+        Document([7, *range(9)], [False] + [True] * 9),
+    ]
+    assert stored_text.find(target, "books", 1) is None
+    stored_text.keep(documents, "books", target, tmp_path / "one")
+    stored_text.keep(documents, "books", target, tmp_path / "other")  # not by the weights that lie there
+    assert stored_text.find(target, "books", 20) == documents[:1]
+    assert stored_text.find(target, "books", 21) == stored_text.find(target, "books", 29) == documents
+    assert stored_text.find(target, "books", 30) is None
+    assert stored_text.find(target, "letters", 1) is None
+    assert stored_text.find(other, "books", 1) is None
+
+    data = corpus.Corpus([], [], [], {"source": "books"})
+    assert corpus.self_generate(target, data, 29, 0, tmp_path / "self_generated.json").train == documents

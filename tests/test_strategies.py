@@ -1,0 +1,240 @@
+"""However a head is spread over processes, it is the same head: two real processes with gloo against one."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from heads import Target
+from inference import generate, load_drafter
+from train.data.row_order import Stream
+from train.runtime import strategy
+
+from .conftest import TEXT
+from .test_run import complaint, end, folder, here, program  # noqa: F401 -- fixtures
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS = 20
+HALVES = {"ddp": "MULTI_CPU", "fsdp": "FSDP"}
+if importlib.util.find_spec("deepspeed") is not None:
+    HALVES |= {"zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+SMALL = [
+    "head=eagle3",
+    "head.draft_vocab_size=128",
+    "data=text",
+    "target=hf",
+    "target.device=cpu",
+    "length=64",
+    "self_generated_tokens=0",
+    f"trainer.max_steps={STEPS}",
+    "trainer.bf16=false",
+    "trainer.learning_rate=0.001",
+    "trainer.warmup_steps=2",
+    "trainer.logging_steps=1",
+    "evaluate.prompts=2",
+    "evaluate.timed_prompts=1",
+    "evaluate.prompt_tokens=16",
+    "evaluate.new_tokens=8",
+    "evaluate.eval_prompts=1",
+    f"evaluate.eval_steps={STEPS}",
+    "evaluate.proof=false",
+]
+SPREAD = {  # a target in pieces beside it, and one that writes first, which all processes do together; features by both
+    "ddp-fsdp": "ddp,optimizer=adamw,target.sharding=fsdp",
+    "fsdp-tensor": "fsdp,optimizer=adamw,target.sharding=tensor",
+    "ddp-512": "ddp,optimizer=adamw,target.sharding=fsdp,trainer.max_steps=4,self_generated_tokens=512",
+    "ddp-disk": "ddp,optimizer=adamw,features.dtype=float32,features.shard_rows=4,features=disk",
+}
+ONE, TWO = "trainer.per_device_train_batch_size=4", "trainer.per_device_train_batch_size=2"
+
+
+def torchrun(*arguments: str, cwd: Path) -> subprocess.Popen:
+    """Two processes on this machine, on a port that is free."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    return subprocess.Popen(
+        [*command, "--rdzv-endpoint", "localhost:0", *arguments],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def losses(directory: Path) -> list[float]:
+    return [entry["loss"] for entry in json.loads((directory / "history.json").read_text()) if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def given(tiny_path: Path, folder: Path) -> list[str]:  # noqa: F811
+    return [*SMALL, f"target.path={tiny_path}", f"data.path={folder}"]
+
+
+@pytest.fixture(scope="module")
+def alone(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process: by AdamW, by Muon, and by AdamW with a step cut in two."""
+    cwd = tmp_path_factory.mktemp("alone")
+    ended = end(program("-m", *given, ONE, "optimizer=adamw,muon", cwd=cwd))
+    assert ended.code == 0, ended.err
+    halves = [TWO, "trainer.gradient_accumulation_steps=2", "optimizer=adamw", "output_dir=halves"]
+    ended = end(program(*given, *halves, cwd=cwd))
+    assert ended.code == 0, ended.err
+    return cwd
+
+
+@pytest.fixture(scope="module")
+def reads_collectively(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cwd = tmp_path_factory.mktemp("together")
+    whole = "strategy.arguments.deepspeed.zero_optimization.stage3_param_persistence_threshold=0"
+    names = [f"{name},{whole}" if name == "zero3" else name for name in HALVES]
+    # Muon before DeepSpeed, which leaves marks in the process that a later run stumbles over.
+    runs = ["fsdp,optimizer=muon", *SPREAD.values(), *(f"{name},optimizer=adamw" for name in names)]
+    ended = end(torchrun(str(ROOT / "tests/strategy_probe.py"), str(cwd), *runs, "--", *given, TWO, cwd=cwd))
+    assert ended.code == 0, ended.err[-3000:]
+    return cwd
+
+
+def of(reads_collectively: Path, name: str, optimizer: str = "adamw") -> Path:
+    return reads_collectively / f"{name}-{optimizer}"
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_two_processes_learn_what_one_does(alone: Path, reads_collectively: Path, name: str):
+    ours, theirs = losses(of(reads_collectively, name)), losses(alone / "outputs/eagle3/optimizer-adamw")
+    assert len(ours) == STEPS
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3, atol=0)
+
+
+def test_muon_learns_the_same_in_shards(alone: Path, reads_collectively: Path):
+    ours, theirs = losses(of(reads_collectively, "fsdp", "muon")), losses(alone / "outputs/eagle3/optimizer-muon")
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", ["ddp-fsdp", "fsdp-tensor"])
+def test_a_head_learns_the_same_from_a_target_in_pieces(
+    alone: Path, reads_collectively: Path, tiny_path: Path, name: str
+):
+    whole = alone / "outputs/eagle3/optimizer-adamw"
+    torch.testing.assert_close(
+        *map(torch.tensor, (losses(reads_collectively / name), losses(whole))), rtol=1e-3, atol=0
+    )
+    gained = [
+        json.loads((run / "metrics.json").read_text())["acceptance_length"]
+        for run in (reads_collectively / name, whole)
+    ]
+    assert gained[0] == gained[1]
+    parameters = sum(p.numel() for p in Target.from_pretrained(tiny_path, device="cpu").model.parameters())
+    for rank in (0, 1):
+        facts = json.loads((reads_collectively / name / f"facts-{rank}.json").read_text())
+        assert facts["local_target"] < 0.7 * parameters  # its embedding and lm_head may stay whole
+
+
+def test_features_are_stored_by_all_processes(alone: Path, reads_collectively: Path):
+    whole = alone / "outputs/eagle3/optimizer-adamw"
+    torch.testing.assert_close(
+        *map(torch.tensor, (losses(reads_collectively / "ddp-disk"), losses(whole))), rtol=1e-3, atol=0
+    )
+    stored = sorted((reads_collectively / "ddp-disk.features").glob("shard-*.safetensors"))
+    assert len(stored) > 2  # so that each wrote some
+
+
+def test_a_target_in_pieces_writes_its_own_text(reads_collectively: Path):
+    written = json.loads((reads_collectively / "ddp-512" / "self_generated.json").read_text())
+    assert len(written) == 3 and all(len(row) > given for given, row in written)  # rows of 224 new tokens at most
+    assert len(losses(reads_collectively / "ddp-512")) == 4
+
+
+def test_a_step_in_two_batches_is_the_same_step(alone: Path):
+    ours, theirs = losses(alone / "halves"), losses(alone / "outputs/eagle3/optimizer-adamw")
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_what_is_said_to_be_in_shards_is(reads_collectively: Path, name: str):
+    directory = of(reads_collectively, name)
+    facts = [json.loads((directory / f"facts-{rank}.json").read_text()) for rank in (0, 1)]
+    whole = json.loads((directory / "metrics.json").read_text())["parameters"]
+    assert [fact["distributed_type"] for fact in facts] == [HALVES[name]] * 2
+    assert [fact["processes"] for fact in facts] == [2, 2]
+    weights, moments = [[fact[part] for fact in facts] for part in ("local_weights", "local_moments")]
+    assert all(0.45 * whole < part < 0.6 * whole for part in moments) if name != "ddp" else moments == [whole] * 2
+    assert (
+        all(0.45 * whole < part < 0.6 * whole for part in weights)
+        if name in ("fsdp", "zero3")
+        else weights == [whole] * 2
+    )
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_the_saved_head_drafts_like_that_of_one_process(
+    alone: Path, reads_collectively: Path, tiny_path: Path, name: str
+):
+    saved = of(reads_collectively, name) / "head", alone / "outputs/eagle3/optimizer-adamw/head"
+    ours, theirs = (load_file(path / "model.safetensors") for path in saved)
+    assert ours.keys() == theirs.keys()
+    target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+    assert target.tokenizer is not None
+    ids = torch.tensor([target.tokenizer(TEXT)["input_ids"][:20]])
+    drafted = [generate(target, load_drafter(str(path), target), ids, max_new_tokens=24) for path in saved]
+    assert drafted[0].new_tokens == drafted[1].new_tokens
+    assert [step.emitted for step in drafted[0].steps] == [step.emitted for step in drafted[1].steps]
+
+
+def test_the_order_of_rows_knows_no_batches():
+    rows = [{"row": torch.tensor(number)} for number in range(5)]
+    order = [int(row["row"]) for row in (Stream(rows, 12, seed=3)[i] for i in range(12))]
+    assert sorted(order[:5]) == sorted(order[5:10]) == [0, 1, 2, 3, 4] and order[:5] != order[5:10]
+    assert int(Stream(rows, 12, seed=3)[11]["row"]) == order[11]  # where a resumed run begins
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "environment, name, optimizer, message",
+    [
+        ({}, "ddp", "train.optimizer.muon", "strategy=ddp works in processes that torchrun starts: torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "single", "train.optimizer.muon", "torchrun started 2: take strategy=ddp"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "zero2", "train.optimizer.muon", "take optimizer=adamw, or strategy=fsdp"),
+    ],
+)
+def test_an_engine_that_cannot_work_says_why(environment, name, optimizer, message, monkeypatch):
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        strategy.check(name, optimizer)
+
+
+def test_more_processes_than_rows(given: list[str], tmp_path: Path):
+    """And, since it is bad input: every process ends by itself, with code 2."""
+    (tmp_path / "few.py").write_text("value = 1\n" * 40)
+    little = [TWO, "strategy=ddp", "data.path=few.py", "length=256"]
+    ended = end(torchrun(str(ROOT / "train/run.py"), *given, *little, cwd=tmp_path))
+    assert ended.code != 0
+    assert "error: the data gives 1 rows of length=256 for 2 processes: take fewer" in ended.err
+    assert "exitcode  : 2" in ended.err
+
+
+def test_a_dead_process_takes_the_others_with_it(given: list[str], tmp_path: Path):
+    process = torchrun(
+        str(ROOT / "train/run.py"), *given, TWO, "strategy=ddp", "trainer.max_steps=100000", cwd=tmp_path
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            break
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    second = next(pid for pid in children if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(int(second), signal.SIGKILL)
+    _, said = process.communicate(timeout=60)  # a minute is what is promised
+    assert process.returncode != 0 and re.search(r"rank\s*: 1 .*\n.*exitcode\s*: -9", said)

@@ -1,0 +1,201 @@
+"""Conversations as a training corpus: rows -> chat template -> tokens and masks, in a cache of `datasets`.
+
+The cache is memory-mapped, so a large set costs disk and not memory; its key is made of the files' bytes, the tokenizer, the
+template and this very code, so nothing stale is ever read.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from train.data import chat_template, sources
+from train.data.chat_template import ChatFormat
+from train.data.corpus import Corpus, Document, Held, tokenized
+from train.data.sources import SkippedRow, Source
+
+CHECKED = 256  # conversations whose masks are looked at together
+
+
+class Documents(Sequence[Document]):
+    """Some rows of an encoded dataset, read from disk when they are asked for."""
+
+    def __init__(self, encoded: Any, chosen: np.ndarray):
+        self.encoded, self.chosen = encoded, chosen
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    @overload
+    def __getitem__(self, number: int) -> Document: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Document]: ...
+    def __getitem__(self, number: int | slice) -> Document | list[Document]:
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        row = self.encoded[int(self.chosen[number])]
+        return Document(row["tokens"], row["loss_mask"])
+
+
+def corpus(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None = None,
+    thinking: bool | None = None,
+    test_share: float = 0.05,
+    cache_dir: str | None = None,
+    **source: Any,
+) -> Corpus:
+    """Conversations or raw text as train.data.sources.Source names them; template, thinking: as in train.data.chat_template.ChatFormat.
+
+    `test_share` of the conversations is held out for the last measurement and as much for those during training, by a hash
+    of what is said: the same conversation is always in the same part. Raises ValueError where nothing can be trained on.
+    """
+    where = Source(**source)
+    if not 0 < test_share < 0.5:
+        raise ValueError(f"data.test_share={test_share} must lie between 0 and 0.5")
+    encoded = encode(tokenizer, where, template, thinking, cache_dir)
+    numbers, keys, reasons, raws = (encoded.data.column(name).to_numpy() for name in ("number", "key", "reason", "raw"))
+    good, dropped = np.flatnonzero(reasons == ""), Counter(reasons[reasons != ""])
+    if not len(good):
+        found = "; ".join(f"{count} x {reason}" for reason, count in dropped.most_common(3))
+        raise ValueError(
+            f"data.path={where.path} gives nothing to train on: {found}. Columns that are not found by themselves are named "
+            "with data.messages, or data.prompt and data.response, or data.text"
+        )
+    test, validation = held_out(keys[good], test_share)
+    if (test | validation).all():
+        raise ValueError(
+            f"data.path={where.path} holds {len(np.unique(keys[good]))} conversation: at least two are needed"
+        )
+    first = {reason: encoded[int(np.argmax(reasons == reason))]["where"] for reason in dropped}
+    card: dict[str, Any] = {"source": where.path, "rows": int(numbers.max()), "dropped": dict(dropped)}
+    card |= {"used": len(np.unique(numbers[good])), "first_dropped": first, "held_out": int((test | validation).sum())}
+    if (raws[good] == "").any():
+        card["template"] = ChatFormat(tokenizer, template, thinking).name
+
+    def held(chosen: np.ndarray) -> Held:
+        found = [encoded[int(i)] for i in good[chosen]]
+        return [row["raw"] or Document(row["tokens"], row["loss_mask"]) for row in found]
+
+    return Corpus(Documents(encoded, good[~(test | validation)]), held(validation), held(test), card)
+
+
+def held_out(keys: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """Which documents are for the test, and which for validation. A small set gives up its lowest keys, never none."""
+    edge = int(share * 2**31)
+    lowest = np.unique(keys)[:2]
+    test = keys < edge if (keys < edge).any() else keys == lowest[0]
+    validation = (keys >= edge) & (keys < 2 * edge)
+    if not validation.any() and len(np.unique(keys[~test])) > 1:
+        validation = keys == keys[~test].min()
+    return test, validation if validation.any() else test
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    source: Source,
+    template: str | None,
+    thinking: bool | None,
+    cache_dir: str | None,
+) -> Any:
+    """A dataset of documents and of dropped rows, made or found in the cache."""
+    import datasets  # seconds to import, which most runs need not wait for
+
+    datasets.disable_progress_bars()
+    code = (
+        b"".join(Path(module.__file__ or "").read_bytes() for module in (sources, chat_template))
+        + Path(__file__).read_bytes()
+    )
+    words = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.name_or_path
+    written = Path(template).read_text() if template and Path(template).is_file() else tokenizer.chat_template
+    settings = repr((source.digest(), written, thinking, tokenizer.special_tokens_map, words))
+    features = {
+        "number": datasets.Value("int64"),
+        "key": datasets.Value("int64"),
+        "tokens": datasets.List(datasets.Value("int32")),
+        "loss_mask": datasets.List(datasets.Value("bool")),
+        "raw": datasets.Value("string"),
+        "reason": datasets.Value("string"),
+        "where": datasets.Value("string"),
+    }
+    try:
+        return datasets.Dataset.from_generator(
+            encoded_rows,
+            features=datasets.Features(features),
+            cache_dir=cache_dir,
+            gen_kwargs={"tokenizer": tokenizer, "source": source, "template": template, "thinking": thinking},
+            fingerprint=hashlib.sha256(code + settings.encode()).hexdigest()[:16],
+        )
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise error.__cause__ or error from None
+
+
+def encoded_rows(
+    tokenizer: PreTrainedTokenizerBase, source: Source, template: str | None, thinking: bool | None
+) -> Iterator[dict[str, Any]]:
+    """Per row its documents (a thinking model's conversation can give several), or one line that says why it has none."""
+    form: ChatFormat | None = None
+    shares: list[float] = []
+    number = 0
+    for number, row in enumerate(source.rows(), start=1):
+        blank: dict[str, Any] = {"number": number, "tokens": [], "loss_mask": [], "raw": "", "reason": ""}
+        blank |= {"where": row.where, "key": 0}
+        try:
+            said = source.conversation(row)
+            if isinstance(said, str):
+                found, raw = tokenized(tokenizer, [said]), said
+            else:
+                form, raw = form or ChatFormat(tokenizer, template, thinking), ""
+                found = form.documents(said)
+                shares += [sum(document.loss_mask) / max(1, len(document.tokens)) for document in found]
+                found = [document for document in found if any(document.loss_mask)]
+            if not found:
+                raise SkippedRow("nothing in it is supervised")
+        except SkippedRow as reason:
+            yield blank | {"reason": str(reason)}
+            continue
+        for document in found:
+            yield blank | document._asdict() | {"key": key(said), "raw": raw}
+        if form is not None and len(shares) >= CHECKED:
+            check(shares, form)
+            shares = []
+    if form is not None and shares:
+        check(shares, form)
+    if number == 0:
+        raise ValueError(f"data.path={source.path} gives nothing to train on: it has no rows")
+
+
+def check(shares: list[float], form: ChatFormat) -> None:
+    """Raise ValueError for a batch of conversations of which nothing is supervised, or all. It is whole conversations that
+    are looked at: a packed row may well lie inside of one long answer."""
+    if all(share == 1 for share in shares):
+        raise ValueError(
+            f"{form.name} gives {len(shares)} conversations of which 100 % of the tokens are supervised, the prompts too: "
+            "mark the answers alone with {% generation %} in a template of your own (data.template=FILE)"
+        )
+    if not any(shares):
+        raise ValueError(
+            f"{form.name} gives {len(shares)} conversations of which 0 % of the tokens are supervised: mark the answers with "
+            "{% generation %} in a template of your own (data.template=FILE)"
+        )
+
+
+def key(said: Any) -> int:
+    """31 bits of a hash of what is said, whatever file it stands in."""
+    return int.from_bytes(hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()[:4], "big") >> 1
+
+
+def source_of(data: Any) -> Source:
+    """The rows that a conf/data yaml names, without reading them. Raises ValueError where it names none."""
+    names = {field.name for field in fields(Source)}
+    if "path" not in data or data._target_ != "train.data.conversations.corpus":
+        raise ValueError(
+            "these data are no conversations: give data=jsonl data.path=FILE, parquet, hub, or a set by name"
+        )
+    return Source(**{name: value for name, value in data.items() if name in names})

@@ -1,0 +1,91 @@
+"""What a run was trained on, in figures: rows, what was dropped and why, tokens, how many of them are learnt, lengths."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from heads import vocab
+from heads.hub.card import percent
+from inference.evaluation import plots
+from inference.evaluation.plots import Bar
+from inference.evaluation.report import PAGE_STYLE
+from train.data.corpus import Document
+
+BINS = 12  # of the histogram
+
+
+def describe(documents: Sequence[Document]) -> dict[str, Any]:
+    """Counts of the documents as they are trained on, their hash (tokens and masks), and the histogram of their lengths."""
+    total, lengths, learnt = hashlib.sha256(), [], 0
+    for document in documents:
+        total.update(np.asarray(document.tokens, np.int32).tobytes() + np.asarray(document.loss_mask, bool).tobytes())
+        lengths.append(len(document.tokens))
+        learnt += sum(document.loss_mask)
+    edges = sorted({int(edge) for edge in np.linspace(min(lengths), max(lengths) + 1, BINS + 1)})
+    counts = np.histogram(lengths, edges)[0].tolist() if len(edges) > 1 else [len(lengths)]
+    return {
+        "documents": len(documents),
+        "tokens": sum(lengths),
+        "supervised_share": round(learnt / sum(lengths), 4),
+        "median_length": int(np.median(lengths)),
+        "longest": max(lengths),
+        "histogram": {"from": edges[: len(counts)], "documents": counts},
+        "hash": total.hexdigest()[:16],
+    }
+
+
+def coverage(counts: Tensor, draft_ids: Tensor | None) -> dict[str, Any]:
+    """counts: (vocab,) of the supervised tokens. How many different ones, and which share can be drafted."""
+    drafted = 1.0 if draft_ids is None else vocab.coverage(counts, draft_ids.to(counts.device))
+    return {"different_tokens": int((counts > 0).sum()), "vocabulary_coverage": round(drafted, 6)}
+
+
+def lines(card: dict[str, Any]) -> list[tuple[str, str]]:
+    """(label, value), as they are printed and shown."""
+    shown = []
+    for name, value in card.items():
+        if name in ("histogram", "first_dropped"):
+            continue
+        if name == "dropped":
+            first = card.get("first_dropped", {})
+            reasons = [f"{count} x {reason} (first: {first.get(reason)})" for reason, count in value.items()]
+            value = "; ".join(reasons) or "none"
+        elif isinstance(value, float):
+            value = percent(value)
+        shown.append((name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value)))
+    return shown
+
+
+def summary(card: dict[str, Any]) -> str:
+    """The card for the terminal."""
+    rows = lines(card)
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"  {label:<{width}}  {value}" for label, value in rows)
+
+
+def histogram(card: dict[str, Any]) -> str:
+    """The lengths as an SVG chart."""
+    shape = card["histogram"]
+    bars = [
+        Bar(str(edge), 100 * count / card["documents"], plots.depth_color(1))
+        for edge, count in zip(shape["from"], shape["documents"], strict=True)
+    ]
+    return plots.bar_chart("Lengths of the documents", bars, " %", "tokens, from")
+
+
+def save(directory: Path, card: dict[str, Any]) -> None:
+    """data_card.json, and data_card.html, a page that needs nothing but itself."""
+    (directory / "data_card.json").write_text(json.dumps(card, indent=2) + "\n")
+    rows = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in lines(card))
+    page = (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>Data card</title><style>{PAGE_STYLE}{plots.STYLE}</style><main><h1>What was trained on</h1>"
+        f"<h2>Data</h2><dl>{rows}</dl><h2>Lengths</h2><figure>{histogram(card)}</figure></main></html>\n"
+    )
+    (directory / "data_card.html").write_text(page)

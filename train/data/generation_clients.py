@@ -1,0 +1,201 @@
+"""Who answers the questions of a set: a server that speaks OpenAI's protocol, or the target in this process."""
+
+import asyncio
+import os
+import random
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from heads.target import Target
+from inference.engine import generate
+from train.data.chat_template import ChatFormat
+from train.data.regeneration import ConversationRequest, Output, Sampling
+from train.data.sources import Message, SkippedRow
+
+
+class Reply(NamedTuple):
+    message: Message
+    finish_reason: str
+
+
+class Refused(ValueError):
+    """This conversation cannot be answered, others can."""
+
+
+class Server:
+    """A server that speaks OpenAI's protocol. The `openai` package waits and tries again (429 with Retry-After, 408, 409,
+    5xx, time-outs, cut connections: exponential, with jitter); an answer that cannot be read is asked for again here."""
+
+    def __init__(self, endpoint: str, model: str | None, timeout: float, retries: int, sampling: Sampling, extra: dict):
+        try:
+            import openai
+        except ImportError:
+            raise ValueError("endpoint=... needs the openai package: pip install foredraft[regenerate]") from None
+        self.errors, self.endpoint, self.retries, self.sampling, self.extra = openai, endpoint, retries, sampling, extra
+        key = os.environ.get("OPENAI_API_KEY", "none")
+        self.client = openai.AsyncOpenAI(base_url=endpoint, api_key=key, timeout=timeout, max_retries=retries)
+        self.model = model or ""
+
+    async def start(self) -> None:
+        """Ask which model is served, where none was named."""
+        if not self.model:
+            self.model = (await self.tried(self.client.models.list)).data[0].id
+
+    async def reply(self, messages: list[Message], seed: int) -> Reply:
+        settings: dict[str, Any] = {"messages": messages, "model": self.model, "seed": seed}
+        settings |= {"temperature": self.sampling.temperature, "max_tokens": self.sampling.max_tokens}
+        if self.sampling.top_p is not None:
+            settings["top_p"] = self.sampling.top_p
+
+        async def once() -> Reply:
+            out = await self.client.chat.completions.create(extra_body=self.extra or None, **settings)
+            choice = out.choices[0]
+            text = choice.message.content
+            if not isinstance(text, str) or not isinstance(choice.finish_reason, str):
+                raise TypeError("an answer without text")
+            message: Message = {"role": "assistant", "content": text}
+            thoughts = (choice.message.model_extra or {}).get("reasoning_content")
+            return Reply(message | ({"reasoning_content": thoughts} if thoughts else {}), choice.finish_reason)
+
+        return await self.tried(once)
+
+    async def tried(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+        """Raises Refused for a request that the server will never take, ValueError for a server that gives no answer."""
+        trouble: Exception | None = None
+        for attempt in range(self.retries + 1):
+            try:
+                return await ask()
+            except self.errors.APIStatusError as error:
+                if error.status_code in (400, 413, 422):
+                    raise Refused(f"status {error.status_code}: {error.message[:300]}") from None
+                trouble = error
+                break
+            except self.errors.APIConnectionError as error:
+                trouble = error
+                break
+            except (self.errors.APIResponseValidationError, ValueError, TypeError, IndexError, AttributeError) as error:
+                trouble = error  # no JSON, or not an answer's
+                await asyncio.sleep(min(8.0, 0.5 * 2**attempt) * random.uniform(0.75, 1.0))
+        raise ValueError(
+            f"endpoint={self.endpoint} gives no answer, tried {self.retries + 1} times ({trouble}); what is answered is "
+            "kept, the same command goes on from there"
+        ) from trouble
+
+    async def converse(self, row: ConversationRequest) -> dict[str, Any]:
+        """The whole conversation, every answer given in the light of the answers before."""
+        said: list[Message] = []
+        reasons: list[str] = []
+        try:
+            for turn in row.turns:
+                said.append(turn)
+                if turn["role"] == "user":
+                    message, reason = await self.reply(said, self.sampling.seed + row.number)
+                    said.append(message)
+                    reasons.append(reason)
+        except Refused as error:
+            return {"error": str(error)}
+        return {"messages": said, "finish_reasons": reasons}
+
+
+async def through_server(server: Server, rows: Iterable[ConversationRequest], concurrency: int, output: Output) -> None:
+    """At most `concurrency` conversations at once; what is done early waits, so that rows are written in order."""
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(row: ConversationRequest) -> dict[str, Any]:
+        async with gate:
+            return await server.converse(row)
+
+    waiting: deque[tuple[ConversationRequest, asyncio.Task]] = deque()
+    try:
+        for row in rows:
+            waiting.append((row, asyncio.create_task(one(row))))
+            if len(waiting) >= 4 * concurrency:
+                first, task = waiting.popleft()
+                output.add(first, await task)
+        while waiting:
+            first, task = waiting.popleft()
+            output.add(first, await task)
+    finally:
+        for _, task in waiting:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in waiting), return_exceptions=True)
+        await server.client.close()
+
+
+def in_process(
+    target: Target,
+    form: ChatFormat,
+    rows: Iterable[ConversationRequest],
+    batch: int,
+    sampling: Sampling,
+    output: Output,
+) -> None:
+    """By our own engine: the same turn of `batch` conversations at once. What a row becomes depends on the row alone."""
+    waiting: list[ConversationRequest] = []
+
+    def flush() -> None:
+        for row, answered in zip(waiting, answer(target, form, waiting, sampling), strict=True):
+            output.add(row, answered)
+        waiting.clear()
+
+    for row in rows:
+        waiting.append(row)
+        if len(waiting) == batch:
+            flush()
+    if waiting:
+        flush()
+
+
+def answer(
+    target: Target, form: ChatFormat, rows: list[ConversationRequest], sampling: Sampling
+) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [{"messages": [], "finish_reasons": []} for _ in rows]
+    left = [deque(row.turns) for row in rows]
+    while any(left):
+        prompts: dict[int, list[int]] = {}
+        for i, turns in enumerate(left):
+            while turns and i not in prompts:
+                found[i]["messages"].append(turn := turns.popleft())
+                if turn["role"] != "user":
+                    continue
+                try:
+                    prompts[i] = form.prompt(found[i]["messages"])
+                    if target.context is not None and len(prompts[i]) >= target.context:
+                        raise SkippedRow(f"a prompt of {len(prompts[i])} tokens, the target reads {target.context}")
+                except SkippedRow as error:
+                    prompts.pop(i, None)
+                    found[i] = {"error": str(error)}
+                    turns.clear()
+        for i, (message, reason) in replies(target, form, rows, prompts, sampling).items():
+            found[i]["messages"].append(message)
+            found[i]["finish_reasons"].append(reason)
+    return found
+
+
+def replies(
+    target: Target, form: ChatFormat, rows: list[ConversationRequest], prompts: dict[int, list[int]], sampling: Sampling
+) -> dict[int, Reply]:
+    if not prompts:
+        return {}
+    longest = max(map(len, prompts.values()))
+    ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts.values()]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts.values()]
+    out = generate(
+        target,
+        None,
+        torch.tensor(ids, device=target.device),
+        torch.tensor(mask, device=target.device),
+        max_new_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=[sampling.seed + rows[i].number for i in prompts],
+    )
+    found = {}
+    for i, tokens in zip(prompts, out.new_tokens, strict=True):
+        text = form.tokenizer.decode(tokens, skip_special_tokens=True)
+        ended = bool(tokens) and tokens[-1] in target.eos_token_ids
+        found[i] = Reply({"role": "assistant", "content": text}, "stop" if ended else "length")
+    return found

@@ -1,0 +1,228 @@
+"""From files and Hub datasets to conversations, row by row. A row that is none is passed on as `Dropped`, never lost.
+
+A conversation is a list of {"role", "content"} with roles system, user, assistant, tool. It is found in ShareGPT's,
+UltraChat's and OpenAI's layouts, in pairs of a prompt and a response, and a row may also be raw text.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Message = dict[str, str]
+
+# Tried in this order, so a set with both `prompt` and `messages` (UltraChat-200k) is read from `messages`.
+LISTS = ("messages", "conversations", "conversation", "turns", "data")
+PROMPTS = ("prompt", "question", "instruction", "problem", "query")
+RESPONSES = ("response", "answer", "output", "completion", "solution")
+TEXTS = ("text", "content", "code")
+ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
+ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "developer": "system"}
+
+
+class SkippedRow(ValueError):
+    """Why a row is not used: a reason to count by."""
+
+
+class Row(NamedTuple):
+    where: str  # "file.jsonl:12", "row 12"
+    value: Any  # the row as it was read, or why it could not be
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where rows come from, and which columns hold what. A column left None is looked for under its usual names."""
+
+    path: str  # a JSON Lines or Parquet file, a folder of them, or a dataset's id on the Hub
+    name: str | None = None  # of a Hub dataset with several configurations
+    split: str = "train"
+    data_files: str | None = None  # which files of a Hub dataset
+    max_rows: int | None = None  # the first so many; of a Hub dataset only these are downloaded
+    messages: str | None = None
+    prompt: str | None = None
+    response: str | None = None
+    text: str | None = None
+
+    def rows(self) -> Iterator[Row]:
+        """Every row, in order. Raises ValueError that names a path with nothing to read."""
+        found = files(self.path)
+        rows = (row for file in found for row in read(file)) if found else hub(self)
+        for number, row in enumerate(rows):
+            if number == self.max_rows:
+                return
+            yield row
+
+    def conversation(self, row: Row) -> list[Message] | str:
+        """The row's conversation, or its raw text. Raises Dropped."""
+        if isinstance(row.value, SkippedRow):
+            raise row.value
+        if not isinstance(row.value, dict):
+            raise SkippedRow("not an object with columns")
+        value = {name: cell for name, cell in row.value.items() if cell is not None}
+        if (column := pick(value, self.messages, LISTS)) and isinstance(value[column], list):
+            return turns(value[column], all_asked=column == "turns")
+        if column := pick(value, self.prompt, PROMPTS):
+            return pair(value, column, pick(value, self.response, RESPONSES))
+        if column := pick(value, self.text, TEXTS):
+            if not isinstance(value[column], str) or not value[column].strip():
+                raise SkippedRow("no text in it")
+            return unicode(value[column])
+        raise SkippedRow("no conversation and no text in it")
+
+    def digest(self) -> str:
+        """Of the files' bytes, or of what names a Hub dataset: a key for what was made of it."""
+        total = hashlib.sha256(repr(self).encode())
+        for file in files(self.path):
+            with file.open("rb") as opened:
+                total.update(hashlib.file_digest(opened, "sha256").digest())
+        return total.hexdigest()[:16]
+
+
+def files(path: str) -> list[Path]:
+    """The files at `path`, or none where it can only be a dataset on the Hub."""
+    root = Path(path)
+    if root.is_dir():
+        found = sorted(file for file in root.rglob("*") if file.suffix in (".jsonl", ".json", ".parquet"))
+        if not found:
+            raise ValueError(f"data.path={path} holds no .jsonl, .json or .parquet file (raw text: data=text)")
+        return found
+    if root.is_file():
+        return [root]
+    if path.count("/") > 1 or path.startswith((".", "/", "~")) or root.suffix in (".jsonl", ".json", ".parquet"):
+        raise ValueError(f"data.path={path} does not exist: give a file, a folder, or a dataset's id on the Hub")
+    return []
+
+
+def read(file: Path) -> Iterator[Row]:
+    if file.suffix == ".parquet":
+        return parquet(file)
+    with file.open("rb") as opened:
+        array = opened.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    return json_array(file) if array else json_lines(file)
+
+
+def json_lines(file: Path) -> Iterator[Row]:
+    """One by one, not by `datasets`, whose reader gives up a whole file for one bad line or one odd type."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.strip():
+                yield Row(f"{file.name}:{number}", parsed(line))
+
+
+def parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return SkippedRow("not UTF-8")
+    except RecursionError:
+        return SkippedRow("nested too deeply")
+    except ValueError:
+        return SkippedRow("not JSON")
+
+
+def json_array(file: Path) -> Iterator[Row]:
+    """A file that is one list of rows, as ShareGPT is published."""
+    whole = parsed(file.read_bytes().removeprefix(b"\xef\xbb\xbf"))
+    if isinstance(whole, SkippedRow):
+        raise ValueError(f"{file} begins like a list of rows but is {whole}: write one JSON object per line")
+    for number, value in enumerate(whole):
+        yield Row(f"{file.name}[{number}]", value)
+
+
+def parquet(file: Path) -> Iterator[Row]:
+    return load(f"{file} is no Parquet file that can be read", "parquet", data_files=str(file), split="train")
+
+
+def hub(source: Source) -> Iterator[Row]:
+    return load(
+        f"data.path={source.path} is neither here nor a dataset that the Hub gives",
+        source.path,
+        name=source.name,
+        data_files=source.data_files,
+        split=source.split,
+        streamed=source.max_rows is not None,
+    )
+
+
+def load(trouble: str, path: str, streamed: bool = True, **settings: Any) -> Iterator[Row]:
+    """Rows by `datasets`: streamed, or downloaded whole into its cache."""
+    import datasets  # seconds to import, and most runs read files
+
+    try:
+        for number, value in enumerate(datasets.load_dataset(path, streaming=streamed, **settings)):
+            yield Row(f"row {number}", value)
+    except Exception as error:  # pyarrow's, the Hub's, and those of many file formats have no common ground
+        raise ValueError(f"{trouble}: {' '.join(str(error).split())[:300]}") from error
+
+
+def pick(row: dict, named: str | None, usual: tuple[str, ...]) -> str | None:
+    if named is not None:
+        return named if named in row else None
+    return next((name for name in usual if name in row), None)
+
+
+def pair(row: dict, prompt: str, response: str | None) -> list[Message]:
+    """A prompt and its answer; either may be a list of messages (TRL's layout). Without an answer: a prompt alone."""
+    asked, answered = row[prompt], row[response] if response else None
+    messages = turns(asked) if isinstance(asked, list) else [{"role": "user", "content": content(asked)}]
+    if prompt == "instruction" and isinstance(row.get("input"), str) and row["input"].strip():  # Alpaca
+        messages[0]["content"] += "\n\n" + content(row["input"])
+    if isinstance(row.get("system"), str) and row["system"].strip():
+        messages.insert(0, {"role": "system", "content": content(row["system"])})
+    if isinstance(answered, list):
+        return messages + turns(answered)
+    return messages + ([{"role": "assistant", "content": content(answered)}] if answered is not None else [])
+
+
+def turns(items: list, all_asked: bool = False) -> list[Message]:
+    """all_asked: plain strings are all the user's; else they take turns, the user first."""
+    if not items:
+        raise SkippedRow("a conversation without a turn")
+    messages = []
+    for number, item in enumerate(items):
+        if isinstance(item, str):
+            item = {"role": "user" if all_asked or number % 2 == 0 else "assistant", "content": item}
+        if not isinstance(item, dict):
+            raise SkippedRow("a turn that is neither text nor a message")
+        if item.get("tool_calls"):
+            raise SkippedRow("tool calls")
+        said = next((item[name] for name in ("role", "from") if isinstance(item.get(name), str)), None)
+        role = ROLES.get(said.lower()) if said is not None else None
+        if role is None:
+            raise SkippedRow("a role that is not known" if said is not None else "a turn without a role")
+        text = next((item[name] for name in ("content", "value") if item.get(name) is not None), None)
+        if role == "system" and text == "":
+            continue  # says nothing
+        message = {"role": role, "content": content(text)}
+        if isinstance(item.get("reasoning_content"), str):
+            message["reasoning_content"] = unicode(item["reasoning_content"])
+        messages.append(message)
+    return messages
+
+
+def content(value: Any) -> str:
+    """Text, or OpenAI's list of text parts."""
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(part, dict) and part.get("type") == "text" for part in value)
+    ):
+        value = "".join(part["text"] for part in value if isinstance(part.get("text"), str))
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise SkippedRow("an empty turn")
+    if not isinstance(value, str):
+        raise SkippedRow("a turn that is not text")
+    return unicode(value)
+
+
+def unicode(text: str) -> str:
+    """JSON may spell half of a character (a lone surrogate), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise SkippedRow("half a character (a lone surrogate)") from None
+    return text

@@ -1,0 +1,253 @@
+"""features=disk: what the target makes of the packed rows is written once, and read memory-mapped.
+
+A shard is a safetensors file of some packed rows:
+
+    features   (rows, length, layers * hidden)   what the head reads
+    last       (rows, length, hidden)            the last hidden state, from which the answers are computed; or, with top_k:
+    top_values (rows, length, k)                 the target's k largest logits, in float32 or bf16
+    top_ids    (rows, length, k) int32           and their tokens
+    *_scale    (rows, length, layers) float32    with fp8 alone: what a stored position is multiplied by
+
+manifest.json is written last and names target, layers, data and every shard's checksum. A shard has its final name only when
+it is whole, so a killed writer goes on where it was, and several processes write side by side.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from heads.base import PackedBatch
+from heads.hub.card import size
+from heads.target import Target
+from train.data.packing import Packed
+from train.features.online import DTYPES, read, restore, store
+
+MANIFEST = "manifest.json"
+OWNER = ("target_hash", "layers", "dtype", "top_k", "data_hash", "shard_rows", "target")
+
+
+def disk(
+    packed: Packed,
+    target: Target,
+    layers: list[int],
+    batch: int,
+    path: str,
+    dtype: str = "bf16",
+    top_k: int | None = None,
+    shard_rows: int = 256,
+    verify: bool = True,
+) -> "StoredRows":
+    """The rows with what the target makes of them, read from `path`, where they are written first if need be.
+
+    dtype: float32, bf16 or fp8 (e4m3, a scale per position). top_k: keep so many logits in place of the last hidden state,
+    which is smaller where the hidden size is above 3 * top_k. verify: compare every shard with its checksum.
+
+    Raises ValueError that names what does not fit: the target, the layers, the data, a shard.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"features.dtype={dtype} is not known: {', '.join(DTYPES)}")
+    if shard_rows < 1 or (top_k is not None and not 1 <= top_k <= target.vocab_size):
+        raise ValueError(
+            f"features.shard_rows={shard_rows} and features.top_k={top_k} must be at least 1 (top_k null: none)"
+        )
+    if target.reads_collectively:
+        raise ValueError(
+            f"features=disk: processes write shards of their own, and target.sharding={target.sharding} needs all to read as one"
+        )
+    directory = Path(path)
+    facts = describe(packed, target, layers, dtype, top_k, shard_rows)
+    if (directory / MANIFEST).exists():
+        compare(json.loads((directory / MANIFEST).read_text()), facts, directory)
+    else:
+        # torchrun's own variables: a process group may not exist yet, and is not needed.
+        rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        write(packed, target, facts, directory, batch, rank, processes)
+        wait_for([directory / name for name in names(facts)])
+        if rank == 0:
+            finish(facts, directory)
+        wait_for([directory / MANIFEST])
+    return StoredRows(packed, directory, verify, target)
+
+
+def describe(
+    packed: Packed, target: Target, layers: list[int], dtype: str, top_k: int | None, shard_rows: int
+) -> dict[str, Any]:
+    """What the manifest says, but for the shards."""
+    return {
+        "target": target.name,
+        "target_hash": target_hash(target),
+        "layers": list(layers),
+        "dtype": dtype,
+        "top_k": top_k,
+        "rows": len(packed),
+        "length": packed.tokens.shape[1],
+        "tokens": int((packed.documents >= 0).sum()),
+        "data_hash": digest(packed),
+        "shard_rows": shard_rows,
+    }
+
+
+def target_hash(target: Target) -> str:
+    """Of every parameter's name, shape and some 64 of its numbers: a fine-tune of the same model has another."""
+    total = hashlib.sha256()
+    for name, parameter in target.model.state_dict().items():
+        some = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)]
+        total.update(f"{name}{tuple(parameter.shape)}".encode() + some.float().cpu().contiguous().numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
+def digest(packed: Packed) -> str:
+    parts = (packed.tokens, packed.loss_mask, packed.documents)
+    return hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()[:16]
+
+
+def compare(manifest: dict, facts: dict, directory: Path) -> None:
+    """Raise ValueError where stored features are not those that this run needs."""
+    names = [name for name in facts if name != "target" and manifest.get(name) != facts[name]]
+    if names:
+        different = "; ".join(f"{name} is {manifest.get(name)} there, {facts[name]} here" for name in names)
+        raise ValueError(
+            f"the features in {directory} are of another run ({different}): delete them, or give another features.path"
+        )
+
+
+def names(facts: dict) -> list[str]:
+    return [f"shard-{number:05d}.safetensors" for number in range(-(-facts["rows"] // facts["shard_rows"]))]
+
+
+def bytes_per_position(target: Target, layers: list[int], dtype: str, top_k: int | None) -> int:
+    item, scale = DTYPES[dtype].itemsize, 4 if dtype == "fp8" else 0
+    answers = target.hidden_size * item + scale if top_k is None else top_k * (max(item, 2) + 4)
+    return len(layers) * (target.hidden_size * item + scale) + answers
+
+
+def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: int, rank: int, processes: int) -> None:
+    """Every shard that is not there yet and falls to this process (one in `processes`). Says first what it will take, and
+    raises ValueError where the disk has less."""
+    each = bytes_per_position(target, facts["layers"], facts["dtype"], facts["top_k"])
+    whole = each * facts["rows"] * facts["length"]
+    directory.mkdir(parents=True, exist_ok=True)
+    present = {file.name for file in directory.glob("shard-*.safetensors")}
+    need = whole - sum((directory / name).stat().st_size for name in present)
+    free = shutil.disk_usage(directory).free
+    if rank == 0:
+        print(f"features: {size(whole)} in {directory}, {size(max(0, need))} still to write", flush=True)
+    if need > free:
+        raise ValueError(
+            f"features.path={directory} has {size(free)} free and the features take {size(need)}: store them as "
+            "fp8 or with top_k, take fewer rows or another disk, or features=online"
+        )
+    for number, name in list(enumerate(names(facts)))[rank::processes]:
+        if name in present:
+            check_owner(directory / name, facts)
+            continue
+        start = number * facts["shard_rows"]
+        tensors = shard(packed, target, facts, range(start, min(start + facts["shard_rows"], facts["rows"])), batch)
+        half = directory / f"{name}.{os.getpid()}.part"
+        save_file(tensors, half, metadata={"foredraft": json.dumps({name: facts[name] for name in OWNER})})
+        with half.open("rb") as opened:
+            os.fsync(opened.fileno())
+        half.rename(directory / name)  # whole or not at all
+
+
+def check_owner(file: Path, facts: dict) -> None:
+    """Raise ValueError where a shard cannot be read, or was written for another target, other layers or other data."""
+    try:
+        with safe_open(file, "pt") as opened:
+            found = json.loads((opened.metadata() or {}).get("foredraft", "{}"))
+    except SafetensorError as error:
+        raise ValueError(
+            f"{file} is damaged: {error}; delete it and the manifest, and both are written anew"
+        ) from error
+    wrong = [f"{name} {found.get(name)}, not {facts[name]}" for name in OWNER[:-1] if found.get(name) != facts[name]]
+    if wrong:
+        raise ValueError(
+            f"{file} was written for {found.get('target')} ({'; '.join(wrong)}) and does not belong here: delete it and the "
+            "manifest, and both are written anew"
+        )
+
+
+@torch.no_grad()
+def shard(packed: Packed, target: Target, facts: dict, rows: range, batch: int) -> dict[str, Tensor]:
+    found: dict[str, list[Tensor]] = {}
+    for start in range(rows.start, rows.stop, batch):
+        items = [packed[row] for row in range(start, min(start + batch, rows.stop))]
+        text = PackedBatch(**{name: torch.stack([item[name] for item in items]).to(target.device) for name in items[0]})
+        features, last = read(target, text, facts["layers"])
+        kept = {"features": features}
+        if facts["top_k"] is None:
+            kept["last"] = last
+        else:
+            top = target.logits(last).topk(facts["top_k"])
+            kept["top_ids"] = top.indices.to(torch.int32)
+            found.setdefault("top_values", []).append(
+                top.values.to(torch.float32 if facts["dtype"] == "float32" else torch.bfloat16).cpu()
+            )
+        for name, tensor in kept.items():
+            for key, stored in store(name, tensor, facts["dtype"], len(facts["layers"])).items():
+                found.setdefault(key, []).append(stored.cpu())
+    return {name: torch.cat(parts).contiguous() for name, parts in found.items()}
+
+
+def finish(facts: dict, directory: Path) -> None:
+    """Write the manifest. The same shards give the same bytes."""
+    shards = [{"file": name, "sha256": checksum(directory / name)} for name in names(facts)]
+    half = directory / f"{MANIFEST}.part"
+    half.write_text(json.dumps(facts | {"shards": shards}, indent=2) + "\n")
+    half.rename(directory / MANIFEST)
+
+
+def wait_for(files: list[Path]) -> None:
+    """What other processes write. Where one of them fails, torchrun ends all."""
+    while not all(file.exists() for file in files):
+        time.sleep(0.2)
+
+
+def checksum(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+class StoredRows(Dataset):
+    """Packed rows with their features, read from memory-mapped shards: what is not asked for is not read."""
+
+    def __init__(self, packed: Packed, directory: Path, verify: bool, target: Target):
+        manifest = json.loads((directory / MANIFEST).read_text())
+        self.packed, self.directory, self.shard_rows = packed, directory, manifest["shard_rows"]
+        self.files = [directory / entry["file"] for entry in manifest["shards"]]
+        for file, entry in zip(self.files, manifest["shards"], strict=True):
+            if not file.exists():
+                raise ValueError(f"{file} is missing: delete {directory / MANIFEST} and it is written anew")
+            check_owner(file, manifest)
+            if verify and checksum(file) != entry["sha256"]:
+                raise ValueError(
+                    f"{file} is damaged, its checksum is not the manifest's: delete both and it is written anew"
+                )
+        self.opened: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        number, place = divmod(row, self.shard_rows)
+        if number not in self.opened:
+            self.opened[number] = safe_open(self.files[number], "pt")
+        shard = self.opened[number]
+        stored = {name: shard.get_slice(name)[place] for name in shard.keys()}  # noqa: SIM118  (no dict)
+        item = dict(self.packed[row]) | {"features": restore(stored, "features")}
+        if "last" in stored:
+            return item | {"last": restore(stored, "last")}
+        return item | {"top_values": stored["top_values"], "top_ids": stored["top_ids"]}
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"opened": {}}  # a loader's worker opens the files itself

@@ -1,0 +1,117 @@
+"""From a batch of text to a loss, which comes from the target's own distributions and not from labels."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from heads.base import DraftHead, PackedBatch, draft_loss_mask
+from heads.target import Target
+from train.features.online import read, sparse, unpack
+from train.losses import Prediction
+
+Loss = Callable[[Prediction, Prediction], Tensor]
+# The loss holds the logits of so many numbers, or of so many rows, at a time; less would read the lm_head once for very few.
+CHUNK, ROWS = 1 << 20, 256
+SMALL = 1 << 23  # up to so many logits of all depths there is nothing to save by computing them twice
+
+
+class Outcome(NamedTuple):
+    loss: Tensor  # scalar
+    hits: Tensor  # (depth,) drafts whose first guess is the target's
+    counts: Tensor  # (depth,) drafts that were compared
+
+
+class DistillationModel(nn.Module):
+    """A head with everything that turns a batch of text into a loss. What is wrapped by DDP or FSDP is this, so that all
+    uses of the head's weights lie inside one forward."""
+
+    def __init__(self, head: DraftHead, target: Target, loss: Loss, depth_decay: float = 0.8, chunk: int | None = None):
+        """depth_decay: depth d counts by depth_decay^(d - 1). chunk: rows of logits at a time; None suits the vocabulary."""
+        super().__init__()
+        self.head, self.loss, self.depth_decay = head, loss, depth_decay
+        self.chunk = chunk or max(ROWS, CHUNK // target.vocab_size)
+        self.target: Target = target  # frozen, and no module: not a part of this one's state
+        self.top_k = False  # are answers the target's k best logits (features=disk, top_k)?
+        self.progress = 0.0  # share of the training that is done; HeadTrainer keeps it
+        # (depth,) drafts to learn from in the whole step, all its batches and processes together, which HeadTrainer counts;
+        # None where a batch is all of it.
+        self.num_items: Tensor | None = None
+        head.bind(target)
+        target.check_logits()
+
+    def forward(
+        self, tokens: Tensor, loss_mask: Tensor, documents: Tensor, positions: Tensor, **stored: Tensor
+    ) -> Outcome:
+        """stored: what the target made of the batch, where it was written to disk before (train/features/online.py)."""
+        text = PackedBatch(tokens, loss_mask, documents, positions)
+        features, last = unpack(stored) if stored else self.read(text)
+        self.top_k = "top_ids" in stored
+        return self.compute_loss(text, features, last)
+
+    def compute_loss(self, text: PackedBatch, features: Tensor, last: Tensor) -> Outcome:
+        """The head's loss on what `read` gave."""
+        outs = self.head(features, self.target.embed(text.tokens), text)
+        counted = torch.stack([draft_loss_mask(text, depth).flatten() for depth in range(1, len(outs) + 1)])
+        rows = self.rows(counted)
+        counted = counted[:, rows]
+        states = [out.flatten(0, 1)[rows] for out in outs]
+        last = last.roll(-1, dims=1).flatten(0, 1)[rows]  # the answer for slot p is what the target says at p + 1
+        small = len(rows) * len(outs) * self.target.vocab_size <= SMALL
+        sums = torch.zeros(2, len(outs), device=features.device)
+        for start in range(0, max(1, len(rows)), self.chunk):  # at least once: every weight must have a gradient
+            part = slice(start, start + self.chunk)
+            some = [state[part] for state in states]
+            if small:
+                sums = sums + self.chunk_loss(last[part], counted[:, part], *some)
+            else:
+                sums = sums + checkpoint(self.chunk_loss, last[part], counted[:, part], *some, use_reentrant=False)
+        losses, hits = sums
+        counts = counted.sum(1)
+        weights = self.depth_decay ** torch.arange(len(outs), device=features.device)
+        loss = (weights * losses / (counts if self.num_items is None else self.num_items).clamp(min=1)).sum()
+        return Outcome(loss, hits.detach(), counts)
+
+    def rows(self, counted: Tensor) -> Tensor:
+        """Slots at which a draft of some depth counts, (n,), of `counted` (depth, slots): no others need logits."""
+        return counted.any(0).nonzero()[:, 0]
+
+    def read(self, text: PackedBatch) -> tuple[Tensor, Tensor]:
+        """The features that the head reads (batch, length, width), and the last hidden state, which gives the answers."""
+        return read(self.target, text, self.head.layers)
+
+    def chunk_loss(self, last: Tensor, counted: Tensor, *states: Tensor) -> Tensor:
+        """Per depth: sum of losses and number of hits, (2, depth)."""
+        last = last.detach()  # answers are no way into the target (train/joint.py)
+        with torch.no_grad():
+            answer = sparse(last, self.target.vocab_size) if self.top_k else self.target.logits(last)
+            best, ids = answer.argmax(-1), self.head.draft_ids
+            if ids is not None:
+                # Where the target's own token cannot be drafted there is nothing right to learn (EAGLE-3's code).
+                able = torch.zeros(answer.shape[-1], dtype=torch.bool, device=ids.device).index_fill(0, ids, True)[best]
+                answer = answer[:, ids]
+            else:
+                able = torch.ones_like(best, dtype=torch.bool)
+        sums = []
+        for depth, (state, counts) in enumerate(zip(states, counted, strict=True), start=1):
+            draft = self.head.logits(state, depth)
+            learnt = counts & able
+            hits = (self.head.to_target_ids(draft.argmax(-1)) == best) & counts
+            loss = torch.where(learnt, self.loss(Prediction(draft, state), Prediction(answer, last)), 0.0).sum()
+            sums.append(torch.stack([loss, hits.sum().to(loss.dtype)]))
+        return torch.stack(sums, dim=1)
+
+    @torch.no_grad()
+    def guesses(
+        self, tokens: Tensor, loss_mask: Tensor, documents: Tensor, positions: Tensor, ranks: int
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Per depth: its best guesses (n, ranks) and the target's tokens (n,), as target ids."""
+        text = PackedBatch(tokens, loss_mask, documents, positions)
+        features, last = self.read(text)
+        best = self.target.logits(last).argmax(-1).roll(-1, dims=1)
+        for depth, out in enumerate(self.head(features, self.target.embed(tokens), text), start=1):
+            slots = draft_loss_mask(text, depth)
+            logits = self.head.logits(out[slots], depth)
+            yield depth, self.head.to_target_ids(logits.topk(ranks).indices), best[slots]

@@ -1,0 +1,86 @@
+"""The parity gate: training forward, drafter, and the files read back must draft the same logits.
+
+"Training accuracy is high, acceptance in the engine is bad" is the field's commonest complaint; its causes (positions,
+features of another layer, a norm, a shift, a lost config field) all show as a difference here. It runs in float32 before
+every save that calls itself final.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.base import DraftHead, PackedBatch, RecurrentHead
+from heads.checkpoint import load_head
+from heads.target import Target
+from inference.drafters import drafter_for
+from inference.drafters.base import Accepted
+from inference.sampling import Sampling
+
+TOLERANCE = 1e-3
+
+
+def drafted_logits(head: DraftHead, target: Target, prompt: list[int], root: int) -> tuple[list[int], list[Tensor]]:
+    """What the drafter itself drafts behind `prompt` and `root`: a chain, and the logits of each depth."""
+    options: dict[str, Any] = (
+        {"width": 1, "depth": head.depth, "min_probability": 0.0} if isinstance(head, RecurrentHead) else {}
+    )
+    only_first = [[1.0] for _ in range(head.depth)]  # for a static tree: the best guess of every depth, a chain
+    drafter = drafter_for(head, target, accuracies=only_first, nodes=head.depth + 1, **options)
+    seen: list[Tensor] = []
+    original = head.logits
+
+    def record(hidden: Tensor, depth: int) -> Tensor:
+        seen.append(original(hidden, depth))
+        return seen[-1]
+
+    tokens = torch.tensor([prompt], device=target.device)
+    reading = target.read(tokens, layers=drafter.layers, keep_logits=1)
+    text = [*prompt, root]
+    accepted = Accepted(torch.tensor([text[1:]], device=target.device), reading.features, [len(prompt)], [text])
+    drafter.begin(1, len(prompt) + 2 * head.depth + 2, Sampling())
+    head.logits = record  # type: ignore[method-assign]
+    try:
+        chain = drafter.propose(accepted, None).tokens[0].tolist()[1:]
+    finally:
+        del head.logits
+    return chain, [logits.flatten(0, -2)[0].float() for logits in seen]
+
+
+def trained_logits(head: DraftHead, target: Target, text: list[int], start: int) -> list[Tensor]:
+    """Draft logits per depth of the training forward, for drafts that begin at position `start` of `text`."""
+    tokens = torch.tensor([text], device=target.device)
+    length = torch.arange(len(text), device=target.device)[None]
+    batch = PackedBatch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), length)
+    features = target.read(tokens, layers=head.layers, keep_logits=1).features
+    outs = head(features, target.embed(tokens), batch)
+    return [head.logits(out, depth)[0, start + depth - 1].float() for depth, out in enumerate(outs, start=1)]
+
+
+@torch.no_grad()
+def check(head: DraftHead, target: Target, prompt: list[int], saved: Path | None = None) -> float:
+    """The largest difference between the three; raises ValueError above TOLERANCE, saying where. `prompt` needs two tokens.
+
+    head and target in float32; saved: the directory to read back.
+    """
+    heads = {"the drafter": head}
+    if saved is not None:
+        heads["the drafter with the saved files"] = load_head(saved, target, dtype=torch.float32)
+    head.eval()
+    head.bind(target)
+    worst = 0.0
+    for cut in (len(prompt) // 2, len(prompt) - 1):
+        before, root = prompt[:cut], prompt[cut]
+        for who, reader in heads.items():
+            chain, drafted = drafted_logits(reader, target, before, root)
+            trained = trained_logits(head, target, [*before, root, *chain, 0], cut - 1)
+            for depth, (ours, theirs) in enumerate(zip(trained, drafted, strict=True), start=1):
+                difference = (ours - theirs).abs().max().item()
+                if not difference <= TOLERANCE:
+                    raise ValueError(
+                        f"parity gate: at depth {depth} the training forward and {who} differ by {difference:.3g} in the "
+                        f"draft's logits (more than {TOLERANCE}); nothing is called final until they agree"
+                    )
+                worst = max(worst, difference)
+    return worst

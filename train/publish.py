@@ -1,0 +1,109 @@
+"""A trained head on its way out: the gate that its files must pass, and what is sent along with them."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from heads import adapter, hub
+from heads.checkpoint import load_head, read_config
+from heads.hub.card import model_card
+from heads.target import Target
+from inference.drafters import load_drafter
+from inference.evaluation import measure
+from inference.evaluation.measure import acceptance, run
+from train import parity_gate
+from train.finalize import float32
+
+TEXTS, LENGTH = 4, 48  # texts that the gate decodes, and their tokens
+ADAPTER = (adapter.CONFIG, "adapter_model.safetensors")  # of a Medusa-2 head
+CARD, METRICS, REPORT = "README.md", "metrics.json", "report.html"
+
+
+class Passed(NamedTuple):
+    difference: float  # largest, between draft logits of training forward, drafter and files
+    acceptance: float  # tokens per target forward, of the trained head and of the files alike
+
+    def __str__(self) -> str:
+        return (
+            f"parity gate passed: draft logits agree to {self.difference:.1e}, acceptance length {self.acceptance:.2f} "
+            "from the trained head and from the files"
+        )
+
+
+def open_target(settings: DictConfig, head: str | Path) -> Target:
+    """The target of a script's config; where its path is null, the one that the config of `head` names."""
+    path = settings.path
+    if path is None:
+        config = read_config(hub.find(head))
+        path = config.get("foredraft", {}).get("target", {}).get("name") or config.get("base_model_name_or_path")
+    if not path:
+        raise ValueError(f"the config of {head} names no target: give it, target.path=...")
+    return instantiate(settings, path=path)
+
+
+@torch.no_grad()
+def gate(trained: Path, target: Target, files: Path) -> Passed:
+    """Hold the head in `files` against the one in `trained`; ValueError unless both draft the same.
+
+    The texts are the target's own, so no data is needed. The target is read in float32, where equal means equal.
+    """
+    exact = float32(target)
+    starts = [[1 + number * (exact.vocab_size - 2) // TEXTS] for number in range(TEXTS)]
+    written = run(exact, None, starts, max_new_tokens=LENGTH, temperature=1.0, eos_token_id=-1)
+    texts = [start + row for start, row in zip(starts, measure.texts(written), strict=True)]
+    head = load_head(trained, exact, dtype=torch.float32)
+    difference = max(parity_gate.check(head, exact, text[: LENGTH // 2], saved=files) for text in texts[:2])
+    prompts = [text[: LENGTH // 3] for text in texts]
+    lengths = [
+        acceptance(run(exact, load_drafter(str(path), exact), prompts, max_new_tokens=LENGTH, eos_token_id=-1))
+        for path in (trained, files)
+    ]
+    if lengths[0] != lengths[1]:
+        raise ValueError(
+            f"parity gate: the trained head gains {lengths[0]:.4f} tokens per forward and the files in {files} "
+            f"{lengths[1]:.4f}; they are not the same head"
+        )
+    return Passed(difference, lengths[0])
+
+
+def stage(head: Path, folder: Path, repo: str, target: Target, license: str | None) -> None:
+    """Lay out in `folder` what the Hub shall get of the head in `head`: its files, card, metrics, config and report."""
+    for path in sorted(head.iterdir()):
+        if path.is_file() and path.name in (*hub.WEIGHTS, *ADAPTER, "config.json", "config.yaml", METRICS):
+            shutil.copy(path, folder)
+    if (head.parent / REPORT).is_file() and (head.parent / METRICS).is_file():
+        shutil.copy(head.parent / REPORT, folder)
+    recorded = json.loads((head / METRICS).read_text()) if (head / METRICS).is_file() else {}
+    loaded = load_head(head, target)
+    about = {"kind": loaded.kind, "target": target.name, "depth": loaded.depth, "layers": loaded.layers}
+    about |= {"parameters": sum(p.numel() for p in loaded.parameters()), **recorded.get("about", {})}
+    about |= {"repo": repo, "sha256": hub.sha256(folder), "revision": hub.revision(target.name)}
+    if license is not None:
+        about["license"] = license
+    (folder / CARD).write_text(model_card(recorded, about, recorded.get("data")))
+
+
+def push(
+    head: Path,
+    target: Target,
+    repo: str,
+    private: bool = True,
+    replace: bool = False,
+    dry_run: bool = False,
+    license: str | None = None,
+) -> str:
+    """Stage, pass the gate with the very files that are sent, send them; a sentence on what was done."""
+    if not head.is_dir():
+        raise ValueError(f"head={head} is no directory: a head is pushed from where training wrote it")
+    hub.check_name(repo)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        stage(head, folder, repo, target, license)
+        print(gate(head, target, folder), flush=True)
+        return hub.push(folder, repo, private=private, replace=replace, dry_run=dry_run)

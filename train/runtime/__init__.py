@@ -1,0 +1,1 @@
+"""A run and its processes: distributed, strategies, checkpoints, resuming, logging, memory and cost."""

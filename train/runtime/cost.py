@@ -1,0 +1,192 @@
+"""What one training step takes in memory and work, counted before there are weights.
+
+The head is built, learns from one batch and takes one step of its optimizer on fake tensors (shapes without numbers), while
+every byte and every product is counted: so both are those of the code that trains, for any head. The target's share is
+arithmetic on its config.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from heads import adapter
+from heads.base import PackedBatch
+from heads.target import Reading, Target
+from train.losses import soft
+from train.module import DistillationModel
+
+BITS = {"4bit": 4.5, "8bit": 8.0, "mxfp4": 4.25}  # per weight, with the scales that lie beside it
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of tensors made inside, while they live: `peak` is the most at any moment. before: tensors whose
+    memory was there before, of which views are no new bytes."""
+
+    def __init__(self, before: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen = {tensor.untyped_storage()._cdata for tensor in before}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self.note(tensor.untyped_storage())
+        return out
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.seen:
+            size = storage.nbytes()
+            self.seen.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.gone, key, size)
+
+    def gone(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size
+
+
+class ConfigOnlyTarget(Target):
+    """A target that is only a config: it says what shape its answers would have."""
+
+    def read(
+        self, tokens: Tensor, *args: Any, layers: Sequence[int] = (), keep_logits: Any = 0, **kwargs: Any
+    ) -> Reading:
+        rows, length = tokens.shape
+        kept = keep_logits if isinstance(keep_logits, int) and keep_logits else length
+        made: dict[str, Any] = {"dtype": self.dtype, "device": tokens.device}
+        return Reading(
+            torch.empty(rows, kept, self.vocab_size, **made),
+            torch.empty(rows, length, len(layers) * self.hidden_size, **made),
+        )
+
+    def check_logits(self) -> None:
+        """There are no numbers to compare."""
+
+
+class ConfigOnlyDistillation(DistillationModel):
+    """Learns from every slot: which of them count is in the data, and the most is what must fit."""
+
+    def rows(self, counted: Tensor) -> Tensor:
+        return torch.arange(counted.shape[1], device=counted.device)
+
+    def read(self, text: PackedBatch) -> tuple[Tensor, Tensor]:
+        width = self.target.hidden_size
+        features = self.target.read(
+            text.tokens, layers=[*self.head.layers, self.target.num_layers], keep_logits=1
+        ).features
+        return features[..., :-width], features[..., -width:]
+
+
+class Head(NamedTuple):
+    """Of one step of one process, all but `flops` in bytes."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    flops: int
+    layers: list[int]  # that it reads
+
+
+class Body(NamedTuple):
+    """Of the target."""
+
+    weights: float  # bytes, without its ends
+    ends: float  # bytes of embedding and lm_head
+    working: float  # bytes, while it reads a batch
+    flops: float  # per batch
+    parameters: int
+    active: float  # parameters that one token meets, without embeddings and lm_head
+
+
+def study(cfg: DictConfig, config: PretrainedConfig, dtype: torch.dtype) -> tuple[Head, Body, Target]:
+    """cfg: as conf/plan.yaml describes it. The target is one without numbers."""
+    # Fake tensors cannot be moved, and have nowhere to go.
+    with FakeTensorMode(), patch.object(nn.Module, "to", lambda self, *args, **kwargs: self):
+        target = ConfigOnlyTarget(AutoModelForCausalLM.from_config(config, dtype=dtype), name=cfg.target.path)
+        return study_head(cfg, target), study_target(cfg, target), target
+
+
+def study_head(cfg: DictConfig, target: Target) -> Head:
+    """Build the head, learn from one batch, step. Under FakeTensorMode."""
+    more = {"counts": torch.ones(target.vocab_size, dtype=torch.int64)} if "draft_vocab_size" in cfg.head else {}
+    head = instantiate(cfg.head, target=target, **more)
+    distillation = ConfigOnlyDistillation(head, target, soft)
+    parameters = [p for p in distillation.parameters() if p.requires_grad]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)  # counted apart from activations
+    shape = cfg.rows, cfg.length
+    positions = torch.arange(cfg.length).expand(shape)
+    text = PackedBatch(
+        torch.zeros(shape, dtype=torch.int64), torch.ones(shape).bool(), torch.zeros(shape).long(), positions
+    )
+    before = [
+        *distillation.parameters(),
+        *distillation.buffers(),
+        *target.model.parameters(),
+        *target.model.buffers(),
+        *text,
+    ]
+    before += [parameter.grad for parameter in parameters if parameter.grad is not None]
+    flops, live = FlopCounterMode(display=False), Live(before)
+    for counter in (flops, live):  # one at a time: what counts products holds on to tensors
+        with counter:
+            with torch.autocast("cpu", torch.bfloat16, enabled=cfg.bf16):
+                loss = distillation(*text).loss
+            loss.backward()
+    ids = head.draft_ids
+    vocabularies = {target.vocab_size} | (set() if ids is None else {len(ids)})
+    optimizer = instantiate(cfg.optimizer)(distillation, vocabularies, 1e-4, (0.9, 0.95))
+    optimizer.step()
+    state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))
+    held = sum(tensor.nbytes for tensor in [*head.parameters(), *head.buffers()])
+    gradients = sum(parameter.nbytes for parameter in parameters)
+    added = sum(parameter.nbytes for parameter in adapter.layers(target).parameters())
+    if added == 0:
+        return Head(held, gradients, state, live.peak, flops.get_total_flops(), head.layers)
+    # Gradients of an adapter pass through all of the target, which keeps what every layer made of the batch for them; and
+    # it reads the batch once more without the adapter. AdamW has two moments of each weight.
+    with Live(before) as kept:
+        reading = Target.read(target, text.tokens, layers=[target.num_layers], keep_logits=1)
+        between = kept.now - reading.features.nbytes
+    work = flops.get_total_flops() + 4 * text.tokens.numel() * sum(p.numel() for p in target.model.parameters())
+    return Head(held + added, gradients + added, state + 2 * added, live.peak + between, work, head.layers)
+
+
+def study_target(cfg: DictConfig, target: Target) -> Body:
+    """Arithmetic on the config; working memory is that of one layer, since no gradient state is kept."""
+    config, model = target.config, target.model
+    ends = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in m.parameters()}
+    body = {name: p.numel() for name, p in model.named_parameters() if id(p) not in ends}
+    edge = sum(p.numel() for p in model.parameters() if id(p) in ends)
+    facts = config.to_dict()
+    experts = facts.get("num_local_experts") or facts.get("num_experts") or 1
+    share = (facts.get("num_experts_per_tok") or 1) / experts
+    mixed = sum(count for name, count in body.items() if ".experts." in name)
+    dense = sum(body.values()) - mixed
+    size = target.dtype.itemsize
+    bits = BITS[cfg.target.quantization] if cfg.target.quantization else 8.0 * size
+    packed = mixed if cfg.target.quantization == "mxfp4" else mixed + dense
+    weights = packed * bits / 8 + (mixed + dense - packed) * size
+    tokens = cfg.rows * cfg.length
+    head_dim = facts.get("head_dim") or config.hidden_size // config.num_attention_heads
+    active = dense + mixed * share
+    attention = 2 * cfg.length * config.num_attention_heads * head_dim * config.num_hidden_layers  # causal: half of 4
+    # One layer at its widest (the two halves of the MLP and their product), the residual stream, and the mask.
+    wide = 3 * facts.get("intermediate_size", 4 * config.hidden_size) * (facts.get("num_experts_per_tok") or 1)
+    working = tokens * (wide + 4 * config.hidden_size) * size + cfg.rows * cfg.length**2 * (1 + size)
+    return Body(weights, edge * size, working, tokens * (2 * active + attention), sum(body.values()) + edge, active)

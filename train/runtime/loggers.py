@@ -1,0 +1,42 @@
+"""wandb and tensorboard: what transformers' own callbacks (trainer.report_to) leave out. One process logs."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+def prepare(report_to: list[str], directory: Path) -> None:
+    """Before training: where they write, which is not below the checkpoints; without a key wandb stays offline."""
+    if "wandb" in report_to:
+        import wandb
+
+        os.environ.setdefault("WANDB_PROJECT", "foredraft")
+        os.environ.setdefault("WANDB_DIR", str(directory))
+        if wandb.api.api_key is None:
+            os.environ.setdefault("WANDB_MODE", "offline")
+    if "tensorboard" in report_to:
+        os.environ["TENSORBOARD_LOGGING_DIR"] = str(directory / "tensorboard")
+
+
+def finish(report_to: list[str], directory: Path, config: str, metrics: dict[str, Any]) -> None:
+    """After all is measured: the resolved config, the final figures and the report. config: as yaml."""
+    figures = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+    if "wandb" in report_to:
+        import wandb
+        import yaml
+
+        assert wandb.run is not None  # transformers' callback began it
+        wandb.config.update({"foredraft": yaml.safe_load(config)}, allow_val_change=True)
+        wandb.summary.update(figures)
+        artifact = wandb.Artifact(f"report-{wandb.run.id}", type="report")
+        for name in ("report.html", "metrics.json", "history.json"):
+            artifact.add_file(str(directory / name))
+        wandb.log_artifact(artifact)
+        wandb.finish()
+    if "tensorboard" in report_to:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(str(directory / "tensorboard")) as writer:
+            writer.add_text("config", f"```yaml\n{config}\n```")
+            for name, value in figures.items():
+                writer.add_scalar(f"final/{name}", value)
