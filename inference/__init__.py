@@ -1,6 +1,18 @@
 """Decoding with a drafter, losslessly, against a frozen target."""
 
 from inference.drafters import Drafter, drafter_for, load_drafter
-from inference.engine import Generation, generate
+from inference.engine import Engine
+from inference.generation import Generation, generate
+from inference.request import Request
+from inference.sampling import SamplingParams
 
-__all__ = ["Drafter", "Generation", "drafter_for", "generate", "load_drafter"]
+__all__ = [
+    "Drafter",
+    "Engine",
+    "Generation",
+    "Request",
+    "SamplingParams",
+    "drafter_for",
+    "generate",
+    "load_drafter",
+]

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
@@ -21,17 +23,25 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from heads.target import Target
 from inference.drafters.base import Drafter
-from inference.engine import generate
+from inference.generation import generate
 
-KNOWN = (RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
-ENDS = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
+# What transformers makes of a GenerationConfig's own settings, which `generate` reads from the config itself.
+PROCESSORS = (
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+CRITERIA = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
 
 
 def as_custom_generate(target: Target, drafter: Drafter | None) -> Callable[..., Tensor]:
     """A function for `model.generate(custom_generate=...)`, where model is `target.model`.
 
     Sampling takes its seed from torch's global generator, so `set_seed` holds. Raises ValueError for settings that our loop
-    does not know (beams, other logits processors): ignoring one would change the text in silence.
+    does not know (beams, other logits processors): ignoring one would change the text without a word.
     """
 
     def decode(
@@ -44,38 +54,31 @@ def as_custom_generate(target: Target, drafter: Drafter | None) -> Callable[...,
     ) -> Tensor:
         if model is not target.model:
             raise ValueError(f"this drafter was loaded for {target.name}, not for the model whose generate was called")
-        unknown = [type(part).__name__ for part in logits_processor if type(part) not in KNOWN]
-        unknown += [type(part).__name__ for part in stopping_criteria if type(part) not in ENDS]
-        for name, plain in (("num_beams", 1), ("num_return_sequences", 1), ("return_dict_in_generate", False)):
-            value = getattr(generation_config, name)
-            unknown += [f"{name}={value}"] if value not in (plain, None) else []
+        unknown = [type(part).__name__ for part in logits_processor if type(part) not in PROCESSORS]
+        unknown += [type(part).__name__ for part in stopping_criteria if type(part) not in CRITERIA]
         if unknown:
             raise ValueError(
-                f"speculative decoding does not know {', '.join(unknown)}: leave it out, or generate without"
+                f"speculative decoding does not do {', '.join(unknown)}: leave it out, or generate without"
             )
-        config = generation_config
-        sampled = bool(config.do_sample)
-        end = config.eos_token_id
+        sampled, end = bool(generation_config.do_sample), generation_config.eos_token_id
+        streamer = kwargs.get("streamer")
+        # transformers has counted max_new_tokens into max_length by now, and filled in its own defaults.
         return generate(
             target,
             drafter,
             input_ids,
             kwargs.get("attention_mask"),
-            max_new_tokens=config.max_length - input_ids.shape[1],
-            temperature=(1.0 if config.temperature is None else config.temperature) if sampled else 0.0,
-            top_k=(config.top_k or None) if sampled else None,
-            top_p=config.top_p if sampled else None,
-            repetition_penalty=None if config.repetition_penalty in (None, 1.0) else config.repetition_penalty,
+            generation_config,
             seed=int(torch.randint(1 << 62, ())) if sampled else 0,
-            stop_strings=config.stop_strings,
+            streamer=None if streamer is None else WithoutPrompt(streamer),
+            max_new_tokens=None,
             eos_token_id=-1 if end is None else end,
-            streamer=None if kwargs.get("streamer") is None else Quiet(kwargs["streamer"]),
         ).sequences
 
     return decode
 
 
-class Quiet:
+class WithoutPrompt:
     """transformers has handed the prompt to the streamer already: pass on what is new."""
 
     def __init__(self, streamer: Any):

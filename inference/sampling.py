@@ -1,12 +1,14 @@
-"""How the target's next token is chosen: warped logits plus keyed noise, then the argmax.
+"""How the target's next token is chosen: processed logits plus keyed noise, then the argmax.
 
 The coupled rule (Daliri et al., arXiv:2408.07978; Rowan et al., arXiv:2506.05632): every absolute position t of a text
-has Gumbel noise G_t of its own, and the token there is argmax(warped logits + G_t), which has law softmax(warped logits).
-A drafter that adds the same noise to its own logits tends to draft just that token. Whatever it drafts, the text is
-the one that plain decoding with this seed gives, token by token. Temperature 0 is the same rule with G = 0.
+has Gumbel noise G_t of its own, and the token there is argmax(logits + G_t), whose distribution is softmax(logits). A
+drafter that adds the same noise to its own logits tends to draft just that token. Whatever it drafts, the text is the
+one that plain decoding with this seed gives, token by token. Temperature 0 is the same rule with G = 0.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +18,17 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Settings of a generation. temperature 0 is greedy; the warpers apply in transformers' order."""
+class SamplingParams:
+    """Settings of one request, in the words of transformers and of OpenAI's protocol. temperature 0 is greedy."""
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
-    repetition_penalty: float | None = None
+    min_p: float | None = None  # least probability, as a share of the greatest one
+    repetition_penalty: float | None = None  # of tokens in the prompt and the text
+    presence_penalty: float = 0.0  # of tokens in the new text, taken off once
+    frequency_penalty: float = 0.0  # and as often as they occur
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit); -inf bans it
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -31,25 +37,112 @@ class Sampling:
             raise ValueError(f"top_k={self.top_k} must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must lie in (0, 1]")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must lie in [0, 1]")
         if self.repetition_penalty is not None and not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0")
 
-    def warp(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Warped logits (..., vocab). seen: (..., vocab) bool, tokens of the text so far, for the penalty."""
-        if self.repetition_penalty is not None and seen is not None:
-            penalised = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
-            logits = torch.where(seen, penalised, logits)
-        if self.temperature == 0:
+    @property
+    def penalises(self) -> bool:
+        """Do its logits depend on the text so far?"""
+        return bool(self.repetition_penalty or self.presence_penalty or self.frequency_penalty)
+
+
+class Sampling(NamedTuple):
+    """The settings of a batch's rows as tensors, (batch, 1, 1) each; None where no row uses one.
+
+    Tensors, so that a captured step takes any values; what is captured depends on `key` alone.
+    """
+
+    temperature: Tensor | None  # float32; None where all rows are greedy, 0 where some are
+    top_k: Tensor | None  # int64
+    top_p: Tensor | None
+    min_p: Tensor | None
+    repetition_penalty: Tensor | None
+    presence_penalty: Tensor | None
+    frequency_penalty: Tensor | None
+    bias: Tensor | None  # (batch, 1, vocab)
+    mixed: bool  # are some rows greedy and some not?
+    largest_k: int  # a power of two, at least the largest top_k
+
+    @classmethod
+    def of(cls, rows: Sequence[SamplingParams], vocab: int, device: torch.device | str = "cpu") -> "Sampling":
+        def column(name: str, off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
+            """(batch, 1, 1); `off` is the value that changes nothing."""
+            values = [off if value is None else value for value in (getattr(row, name) for row in rows)]
+            if all(value == off for value in values):
+                return None
+            return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
+
+        bias = None
+        if any(row.logit_bias for row in rows):
+            bias = torch.zeros(len(rows), 1, vocab, device=device)
+            for number, row in enumerate(rows):
+                for token, value in row.logit_bias:
+                    bias[number, 0, token] = value
+        largest_k = max(min(row.top_k or vocab, vocab) for row in rows)
+        return cls(
+            column("temperature", 0.0),
+            column("top_k", vocab, torch.int64),
+            column("top_p", 1.0),
+            column("min_p", 0.0),
+            column("repetition_penalty", 1.0),
+            column("presence_penalty", 0.0),
+            column("frequency_penalty", 0.0),
+            bias,
+            len({row.temperature == 0 for row in rows}) == 2,
+            min(vocab, 1 << (largest_k - 1).bit_length()),
+        )
+
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Tensor | None], key: tuple[bool, int]) -> "Sampling":
+        """Put together again what a captured function got as inputs."""
+        return cls(*tensors, *key)  # type: ignore[call-arg,arg-type]
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self[:8]
+
+    @property
+    def key(self) -> tuple[bool, int]:
+        return self.mixed, self.largest_k
+
+    def process(self, logits: Tensor, counts: Tensor | None, seen: Tensor | None) -> Tensor:
+        """Penalised and biased logits (batch, n, vocab). counts: int64 of the same shape, how often the new text holds
+        each token; seen: bool, whether prompt or new text holds it."""
+        if seen is not None:
+            logits = logits.float()
+            if self.repetition_penalty is not None:
+                penalty = self.repetition_penalty
+                logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+            if counts is not None and self.frequency_penalty is not None:
+                logits = logits - self.frequency_penalty * counts
+            if counts is not None and self.presence_penalty is not None:
+                logits = logits - self.presence_penalty * (counts > 0)
+        return logits if self.bias is None else logits + self.bias
+
+    def warp(self, logits: Tensor, greedy_temperature: float = 1.0) -> Tensor:
+        """Logits (batch, n, vocab) through temperature, top-k, top-p and min-p, in transformers' order. Among sampled rows
+        a greedy one gets `greedy_temperature`."""
+        if self.temperature is None:
             return logits
-        logits = logits.float() / self.temperature
-        if self.top_k is not None and self.top_k < logits.shape[-1]:
-            min_probability = logits.topk(self.top_k, dim=-1).values[..., -1:]
-            logits = logits.masked_fill(logits < min_probability, float("-inf"))
-        if self.top_p is not None and self.top_p < 1:
+        temperature = self.temperature
+        if self.mixed:
+            temperature = torch.where(temperature > 0, temperature, greedy_temperature)
+        logits = logits.float() / temperature
+        if self.top_k is not None:
+            best = logits.topk(min(self.largest_k, logits.shape[-1]), dim=-1).values
+            last = (self.top_k - 1).clamp(max=best.shape[-1] - 1).expand(*best.shape[:-1], 1)
+            logits = logits.masked_fill(logits < best.gather(-1, last), float("-inf"))
+        if self.top_p is not None:
             ordered, order = logits.sort(dim=-1, descending=True)
             before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass of the tokens above this one
             dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= self.top_p)
             logits = logits.masked_fill(dropped, float("-inf"))
+        if self.min_p is not None:
+            probabilities = logits.softmax(-1)
+            least = self.min_p * probabilities.amax(-1, keepdim=True)
+            logits = logits.masked_fill(probabilities < least, float("-inf"))
         return logits
 
 

@@ -1,5 +1,6 @@
 """What the target writes after each node of a tree, and so what is accepted of it."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -8,53 +9,63 @@ from torch import Tensor
 
 from heads.target.cuda_graphs import CudaGraphs
 from inference.acceptance_rules import RULES
+from inference.request import Row
 from inference.sampling import Noise, Sampling
 from inference.tree import TokenTree
 from inference.verify import Verification, verify
 
-# Heads draft their best guesses, not samples of a law q: only these rules know how to judge that.
+# Heads draft their best guesses, not samples of a distribution q: only these rules know how to judge that.
 HEAD_RULES = ("tree_deterministic", "typical")
 
 
 class TargetSampler:
-    """The target's own choice after each node: warped logits plus the keyed noise of its position, then argmax."""
+    """The target's own choice after each node: processed logits plus the keyed noise of its position, then argmax."""
 
-    def __init__(
-        self, sampling: Sampling, noise: Noise | None, prompts: list[list[int]], vocab: int, device: torch.device
-    ):
-        self.sampling, self.noise = sampling, noise
-        self.seen: Tensor | None = None
-        if sampling.repetition_penalty is not None:
-            self.seen = torch.zeros(len(prompts), vocab, dtype=torch.bool, device=device)
-            for row, prompt in enumerate(prompts):
-                self.seen[row, torch.tensor(prompt, device=device)] = True
+    def __init__(self, rows: Sequence[Row], vocab: int, device: torch.device):
+        params = [row.request.params for row in rows]
+        self.sampling = Sampling.of(params, vocab, device)
+        self.noise: Noise | None = None
+        if self.sampling.temperature is not None:
+            self.noise = Noise([row.request.seed for row in rows], vocab, device)
+        self.seen: Tensor | None = None  # (batch, vocab) bool: tokens of prompt and text
+        self.counts: Tensor | None = None  # (batch, vocab) int64: how often the new text has each
+        if any(one.penalises for one in params):
+            self.seen = torch.zeros(len(rows), vocab, dtype=torch.bool, device=device)
+            self.counts = torch.zeros(len(rows), vocab, dtype=torch.int64, device=device)
+            for number, row in enumerate(rows):
+                self.seen[number, torch.tensor(row.text, device=device)] = True
+                self.counts[number] = torch.bincount(torch.tensor(row.new_tokens, dtype=torch.int64), minlength=vocab)
 
     def gumbel(self, starts: Tensor, count: int) -> Tensor | None:
-        """(batch, count, vocab): noise of the tokens at positions starts + 0 .. count - 1; starts (batch, 1)."""
+        """(batch, count, vocab): noise of the tokens at positions starts + 0 .. count - 1; starts (batch, 1). None where
+        all rows are greedy, 0 in greedy rows among others."""
         if self.noise is None:
             return None
-        return self.noise.at(starts + torch.arange(count, device=starts.device))
+        noise = self.noise.at(starts + torch.arange(count, device=starts.device))
+        assert self.sampling.temperature is not None
+        return noise * (self.sampling.temperature > 0) if self.sampling.mixed else noise
 
-    def note(self, tokens: Tensor, counts: Tensor) -> None:
+    def append(self, tokens: Tensor, counts: Tensor) -> None:
         """Text that was added: of each row of `tokens` (batch, new) the first `counts` (batch,)."""
-        if self.seen is not None:
+        if self.seen is not None and self.counts is not None:
             real = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
-            self.seen.scatter_(1, torch.where(real, tokens, tokens[:, :1]), True)
+            self.counts.scatter_add_(1, tokens.clamp(min=0), real.long())
+            self.seen |= self.counts > 0
 
-    def verdict(
+    def verify(
         self, logits: Tensor, tree: TokenTree, gumbel: Tensor | None, depth: int, graphs: CudaGraphs
     ) -> tuple[Verification, Tensor]:
         """What is accepted of a tree at most `depth` deep, and whether any logit was not a number (a bool scalar)."""
-        judge = partial(judged, self.sampling, depth)
-        return graphs(("verify", self.sampling, depth), judge, logits, gumbel, self.seen, *tree)
+        choose = partial(choose_and_verify, self.sampling.key, depth)
+        state = gumbel, self.seen, self.counts
+        return graphs(("verify", self.sampling.key, depth), choose, logits, *state, *tree, *self.sampling.tensors)
 
 
-def judged(
-    sampling: Sampling, depth: int, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None, *parts: Tensor
-) -> tuple[Verification, Tensor]:
-    """`Chooser.verdict` as a function of tensors, which can be replayed. parts: of a TokenTree."""
-    tree = TokenTree(*parts)
-    logits = warped(sampling, logits, tree, seen)
+def choose_and_verify(key: tuple[bool, int], depth: int, logits: Tensor, *state: Tensor | None) -> Any:
+    """`TargetSampler.verify` as a function of tensors, which can be captured."""
+    gumbel, seen, counts, *parts = state
+    tree: Any = TokenTree(*parts[:4])  # type: ignore[arg-type]
+    logits = processed(Sampling.from_tensors(parts[4:], key), logits, tree, seen, counts)
     if gumbel is not None:
         rows = torch.arange(len(gumbel), device=logits.device)[:, None]
         logits = logits + gumbel[rows, tree.depths]
@@ -62,50 +73,65 @@ def judged(
     return verify(tree, best.indices, depth), best.values.isnan().any()
 
 
-def warped(sampling: Sampling, logits: Tensor, tree: TokenTree, seen: Tensor | None) -> Tensor:
-    """Logits (batch, nodes, vocab) after penalties and warpers, each node with the text that leads to it. seen: (batch,
-    vocab) bool, tokens of the text so far."""
-    if seen is None:
-        return sampling.warp(logits)
-    # A node's text is the row's and its ancestors'; where it has fewer, its root stands in.
-    above = torch.where(tree.ancestors, tree.tokens[:, None, :], tree.tokens[:, :1, None]).clamp(min=0)
-    of_nodes = seen[:, None].expand(-1, above.shape[1], -1).clone()
-    return sampling.warp(logits.float(), of_nodes.scatter_(2, above, True))
+def processed(
+    sampling: Sampling, logits: Tensor, tree: TokenTree, seen: Tensor | None, counts: Tensor | None
+) -> Tensor:
+    """Logits (batch, nodes, vocab) after penalties, biases and warpers, each node with the text that leads to it. seen,
+    counts: (batch, vocab), of the text so far, the root included."""
+    if seen is not None and counts is not None:
+        nodes = tree.tokens.shape[1]
+        path = tree.ancestors.clone()
+        path[:, :, 0] = False  # the root is counted already
+        tokens = tree.tokens.clamp(min=0)[:, None, :].expand(-1, nodes, -1)
+        counts = counts[:, None].expand(-1, nodes, -1).scatter_add(2, tokens, path.long())
+        seen = seen[:, None] | (counts > 0)
+    return sampling.warp(sampling.process(logits, counts, seen))
 
 
 class RuleSampler(TargetSampler):
     """A published rule in the place of the coupled one, to reproduce and compare: its draws are its own, not keyed by
-    position, so a text depends on the drafter and equals the target's in law only. Plain Python, a host wait per node."""
+    position, so a text depends on the drafter and equals the target's in distribution only. Plain Python, a host wait
+    per node."""
 
-    def __init__(self, rule: str, seeds: list[int], lossless: bool, *args: Any):
-        super().__init__(*args)
+    def __init__(self, rule: str, lossless: bool, rows: Sequence[Row], vocab: int, device: torch.device):
+        super().__init__(rows, vocab, device)
         if rule not in HEAD_RULES:
             raise ValueError(f"rule={rule} is not one of coupled, {', '.join(HEAD_RULES)}")
         self.rule = partial(RULES[rule], lossless=lossless) if rule == "typical" else RULES[rule]
-        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.noise = None
+        for row in rows:
+            row.generator = row.generator or torch.Generator().manual_seed(row.request.seed)
+        self.generators = [row.generator for row in rows]
 
-    def verdict(
+    def verify(
         self, logits: Tensor, tree: TokenTree, gumbel: Tensor | None, depth: int, graphs: CudaGraphs
     ) -> tuple[Verification, Tensor]:
-        logits = warped(self.sampling, logits, tree, self.seen)
-        if self.sampling.temperature == 0:
-            laws = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
-        else:
-            laws = logits.double().softmax(-1)
+        logits = processed(self.sampling, logits, tree, self.seen, self.counts)
+        probabilities = logits.double().softmax(-1)
+        if self.sampling.temperature is None:
+            probabilities = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
         counts, paths, tokens = [], [], []
         for row, generator in enumerate(self.generators):
-
-            def draw(weights: Tensor, generator: torch.Generator = generator) -> int:
-                return int(torch.multinomial(weights.cpu(), 1, generator=generator))
-
-            parents = tree.parents[row].clone()
-            parents[0] = -1
-            path, last = self.rule(tree.tokens[row], parents, laws[row], None, draw)
+            path, last = self.judge(tree, row, probabilities[row], generator)
             rest = [0] * (depth + 1 - len(path))
             counts.append(len(path))
             paths.append(path + rest)
             tokens.append([*tree.tokens[row, path[1:]].tolist(), last, *rest])
-        # It draws behind the last accepted node only; of the others, drafters learn what is likeliest.
+        # It draws after the last accepted node only; of the others, drafters learn what is likeliest.
         new = tree.tokens.new_tensor
-        verdict = Verification(new(counts), new(paths), new(tokens), laws.argmax(-1))
-        return verdict, logits.isnan().any()
+        return Verification(new(counts), new(paths), new(tokens), probabilities.argmax(-1)), logits.isnan().any()
+
+    def judge(
+        self, tree: TokenTree, row: int, probabilities: Tensor, generator: torch.Generator | None
+    ) -> tuple[list[int], int]:
+        """The accepted path of one row, and the token after it. Padding (token -1) is not shown to the rule."""
+        real = [node for node, token in enumerate(tree.tokens[row].tolist()) if node == 0 or token >= 0]
+        place = {node: number for number, node in enumerate(real)}
+        parents = [-1] + [place[parent] for parent in tree.parents[row, real[1:]].tolist()]
+
+        def draw(weights: Tensor) -> int:
+            return int(torch.multinomial(weights.cpu(), 1, generator=generator))
+
+        tokens = tree.tokens[row, real]
+        path, last = self.rule(tokens, tokens.new_tensor(parents), probabilities[real], None, draw)
+        return [real[node] for node in path], last

@@ -34,7 +34,7 @@ from inference.drafters.auto import FIRST, PLAIN, TIMED, Costs
 from inference.drafters.base import Accepted, chains, root_only, trees
 from inference.drafters.union import merge
 from inference.evaluation.lossless import Filled
-from inference.sampling import Sampling
+from inference.sampling import Sampling, SamplingParams
 
 from .conftest import tiny_config
 
@@ -135,7 +135,7 @@ def accepted(*texts: list[int], width: int = 0) -> Accepted:
 
 
 def begun(drafter: Drafter, batch: int = 1) -> Drafter:
-    drafter.begin(batch, 100, Sampling())
+    drafter.begin(batch, 100, Sampling.of([SamplingParams()] * batch, 1024))
     return drafter
 
 
@@ -307,7 +307,7 @@ def test_a_tree_stops_where_little_is_left_to_gain_in_any_row(small):
     texts, features = [[1, 2, 3], [4, 5]], len(head.layers) * small.hidden_size
     for min_probability, levels in ((0.0, 4), (1.1, 1)):
         drafter = DynamicTree(head, small, nodes=10, depth=4, width=3, min_probability=min_probability)
-        drafter.begin(2, 64, Sampling())
+        drafter.begin(2, 64, Sampling.of([SamplingParams()] * 2, 1024))
         assert drafter.propose(accepted(*texts, width=features), None).depths.max() == levels
     scores = []
     drafter = DynamicTree(head, small, nodes=10, depth=4, width=3)

@@ -258,7 +258,7 @@ def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
     """A second proposal equals that of a drafter that never saw the rejected branch."""
     from inference.drafters import DynamicTree
     from inference.drafters.base import Accepted
-    from inference.sampling import Sampling
+    from inference.sampling import Sampling, SamplingParams
 
     head = make("eagle3", target)
     text = torch.tensor([PROMPT])
@@ -272,7 +272,7 @@ def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
 
     def drafts(pieces: list[tuple[int, int]]) -> list[torch.Tensor]:
         drafter = DynamicTree(head, target, nodes=12, depth=4, width=3, min_probability=0)
-        drafter.begin(1, 100, Sampling())
+        drafter.begin(1, 100, Sampling.of([SamplingParams()] * 1, 1024))
         for first, last in pieces:
             seen.clear()
             new = text[:, first + 1 : last + 1]

@@ -18,7 +18,7 @@ from heads.base import PackedBatch, RecurrentHead
 from inference import generate
 from inference.drafters import drafter_for, load_drafter
 from inference.drafters.base import Accepted
-from inference.sampling import Sampling
+from inference.sampling import Sampling, SamplingParams
 from train import parity_gate, trainer
 from train.losses import Prediction, soft
 from train.module import DistillationModel
@@ -102,7 +102,7 @@ def test_a_pruned_head_drafts_its_best_tokens_under_their_own_names(target, kind
     tokens = torch.tensor([PROMPT])
     features = target.read(tokens, layers=head.layers).features[:, :-1]
     drafter = drafter_for(head, target, nodes=8)
-    drafter.begin(1, 64, Sampling(temperature=1.0))
+    drafter.begin(1, 64, Sampling.of([SamplingParams(temperature=1.0)] * 1, 1024))
     gumbel = torch.randn(1, drafter.depth + 1, target.vocab_size) if noisy else None
     tree = drafter.propose(Accepted(tokens[:, 1:], features, [len(PROMPT) - 1], [PROMPT]), gumbel)
     assert torch.isin(tree.tokens[0, 1:], ids).all()

@@ -16,9 +16,9 @@ from heads.checkpoint import save_head
 from heads.hub.card import model_card
 from heads.target import Target
 from inference.drafters import load_drafter
-from inference.engine import generate
 from inference.evaluation.measure import evaluate, identical
 from inference.evaluation.report import RunRecord, Sample, table, write_report
+from inference.generation import generate
 from train import parity_gate
 from train.data import data_card
 from train.data.corpus import Corpus, Held, Packed, prompts, tokenized

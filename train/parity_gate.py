@@ -16,7 +16,7 @@ from heads.checkpoint import load_head
 from heads.target import Target
 from inference.drafters import drafter_for
 from inference.drafters.base import Accepted
-from inference.sampling import Sampling
+from inference.sampling import Sampling, SamplingParams
 
 TOLERANCE = 1e-3
 
@@ -39,7 +39,7 @@ def drafted_logits(head: DraftHead, target: Target, prompt: list[int], root: int
     reading = target.read(tokens, layers=drafter.layers, keep_logits=1)
     text = [*prompt, root]
     accepted = Accepted(torch.tensor([text[1:]], device=target.device), reading.features, [len(prompt)], [text])
-    drafter.begin(1, len(prompt) + 2 * head.depth + 2, Sampling())
+    drafter.begin(1, len(prompt) + 2 * head.depth + 2, Sampling.of([SamplingParams()], target.vocab_size))
     head.logits = record  # type: ignore[method-assign]
     try:
         chain = drafter.propose(accepted, None).tokens[0].tolist()[1:]

@@ -64,25 +64,59 @@ class KVCache(Cache):
     """Room for `capacity` entries in each of `batch` rows of `layers` layers.
 
     lengths: entries of accepted text per row, known on the host, so that no step has to ask the device for them.
-    pending: entries behind the text that the next read shall not overwrite: a head drafts level by level.
+    pending: entries after the text that the next read shall not overwrite: a head drafts level by level.
     starts: (batch, 1) int64, the lengths on the device.
-    reach: None where reads see what is there, up to the longest row's newest entry. A number where they are to be replayed
-    (heads/target/cuda_graphs.py): they see so many columns, and learn from `starts` alone where the text ends.
+    kv_bucket: None where reads see what is there, up to the longest row's newest entry. A number where they are to be
+    captured (cuda_graphs.py): they see so many columns, and learn from `starts` alone where the text ends.
     """
 
     def __init__(self, layers: int, batch: int, capacity: int, device: torch.device | str, capture: bool = False):
-        """replays: shall reads over it be recorded, where the device can?"""
+        """capture: shall reads over it be captured, where the device can?"""
         super().__init__(layers=[CacheLayer(self, i) for i in range(layers)])
-        self.batch, self.capacity, self.device = batch, capacity, torch.device(device)
-        self.graphs = CudaGraphs(self.device, capture)
+        self.device, self.capture = torch.device(device), capture
         self.blocks: dict[tuple, Tensor] = {}
-        self.rows = torch.arange(batch, device=self.device)[:, None]
-        self.static_starts = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
+        self.kv_bucket: int | None = None
+        self.parent: tuple[KVCache, int] | None = None  # whose rows these are, and from which on
+        self.resize(batch, capacity)
         self.clear()
 
+    def resize(self, batch: int, capacity: int) -> None:
+        self.batch, self.capacity = batch, capacity
+        self.graphs = CudaGraphs(self.device, self.capture)
+        self.rows = torch.arange(batch, device=self.device)[:, None]
+        self.static_starts = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
+
+    def rearrange(self, rows: list[int | None], capacity: int) -> None:
+        """The batch becomes these of its rows, None being an empty one, with room for `capacity` entries. It copies, and
+        what was captured is lost, since it knows addresses only."""
+        assert capacity >= self.capacity and self.parent is None
+        if rows == list(range(self.batch)) and capacity == self.capacity:
+            return
+        new, old = [n for n, row in enumerate(rows) if row is not None], [row for row in rows if row is not None]
+        filled = max((self.lengths[row] for row in old), default=0)
+        for key, block in self.blocks.items():
+            layers, pair, _, heads, _, dim = block.shape
+            grown = block.new_zeros(layers, pair, len(rows), heads, capacity, dim)
+            grown[:, :, new, :, :filled] = block[:, :, old, :, :filled]
+            self.blocks[key] = grown
+        for layer in self.layers:
+            layer.is_initialized = False  # its views are of the old blocks
+        lengths = [0 if row is None else self.lengths[row] for row in rows]
+        self.resize(len(rows), capacity)
+        self.kv_bucket = None
+        self.set_lengths(lengths)
+
+    def narrow(self, first: int, count: int) -> "KVCache":
+        """A cache of some rows that lie side by side, in the same memory; its lengths are its own, 0 at first."""
+        if (first, count) == (0, self.batch):
+            return self
+        part = KVCache(len(self.layers), count, self.capacity, self.device)
+        part.parent = self, first
+        return part
+
     def clear(self) -> None:
-        """Forget all text. What was recorded stays."""
-        self.kv_bucket: int | None = None
+        """Forget all text. What was captured stays."""
+        self.kv_bucket = None
         self.set_lengths([0] * self.batch)
 
     def set_lengths(self, lengths: list[int]) -> None:
@@ -127,6 +161,10 @@ class KVCache(Cache):
 
     def block(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """This layer's keys and values, a view into the block that layers of its shape share."""
+        if self.parent is not None:
+            cache, first = self.parent
+            whole_keys, whole_values = cache.block(layer, keys, values)
+            return whole_keys[first : first + self.batch], whole_values[first : first + self.batch]
         same = keys.shape[1:2] == values.shape[1:2] and keys.shape[3] == values.shape[3]
         shapes = [(keys, None)] if same else [(keys, "keys"), (values, "values")]
         views = []

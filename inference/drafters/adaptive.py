@@ -29,6 +29,9 @@ class AdaptiveLength(Drafter):
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.inner.begin(batch, capacity, sampling)
 
+    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+        self.inner.select_rows(rows, capacity, sampling)
+
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         self.inner.resize(self.nodes, self.depth)
         return self.inner.propose(accepted, gumbel)

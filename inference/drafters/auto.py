@@ -10,6 +10,7 @@ largest and none again. Where plain decoding is best it decodes plainly, and loo
 step in a hundred, after twice as many steps each time: a drafter which never helps costs next to nothing.
 """
 
+import copy
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from heads.target import Target
 from inference.drafters.base import Accepted, Drafter, root_only, unpadded
 from inference.drafters.dynamic import DynamicTree
 from inference.drafters.static import StaticTree
-from inference.sampling import Sampling
+from inference.sampling import Sampling, SamplingParams
 from inference.tree import TokenTree, chain
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -65,6 +66,17 @@ class AutoTree(Drafter):
         self.plan, self.depth = plan, plan.levels
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        self.plan_for(batch)
+        self.waiting = list[Accepted]()
+        self.inner.begin(batch, capacity, sampling)
+
+    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+        self.inner.select_rows(rows, capacity, sampling)
+        self.waiting = [select(piece, rows) for piece in self.waiting]
+        self.plan_for(len(rows))
+
+    def plan_for(self, batch: int) -> None:
+        """Trees for a batch of this size from now on; what they cost is measured when it is met first."""
         if batch not in self.costs:
             self.costs[batch] = measure(self.inner, self.target, batch, self.full)
             self.plans = [PLAIN] * (TIMED + 1) + [self.full] * FIRST
@@ -73,8 +85,6 @@ class AutoTree(Drafter):
         if batch != self.batch:
             self.batch = batch
             self.use_next()
-        self.waiting = list[Accepted]()
-        self.inner.begin(batch, capacity, sampling)
         self.started: float | None = None
 
     def use_next(self) -> None:
@@ -149,25 +159,31 @@ class AutoTree(Drafter):
 
 
 def merge(pieces: list[Accepted]) -> Accepted:
-    """What several plain steps accepted, as one. Each gave one token to every row that still writes."""
+    """What several steps accepted, as one: each row's tokens of all pieces, one after the other."""
     if len(pieces) == 1:
         return pieces[0]
-    first, *rest = pieces
-    counts = [
-        sum(piece.counts[row] for piece in pieces) if rest[-1].counts[row] else 0 for row in range(len(first.counts))
-    ]
+    first, last = pieces[0], pieces[-1]
+    counts = [sum(piece.counts[row] for piece in pieces) if last.counts[row] else 0 for row in range(len(first.counts))]
     if all(unpadded(piece) for piece in pieces):
         tokens, features = torch.cat([p.tokens for p in pieces], 1), torch.cat([p.features for p in pieces], 1)
-        return Accepted(tokens, features, counts, pieces[-1].text)
-    # The first piece is ragged: put what follows behind each row's own end.
-    room = max(first.counts) + len(rest)
-    tokens = first.tokens.new_zeros(len(counts), room)
-    features = first.features.new_zeros(len(counts), room, first.features.shape[-1])
-    for row, count in enumerate(first.counts):
-        tokens[row, :count], features[row, :count] = first.tokens[row, :count], first.features[row, :count]
-        for number, piece in enumerate(rest):
-            tokens[row, count + number], features[row, count + number] = piece.tokens[row, 0], piece.features[row, 0]
-    return Accepted(tokens, features, counts, pieces[-1].text)
+        return Accepted(tokens, features, counts, last.text)
+    tokens = first.tokens.new_zeros(len(counts), max(counts))
+    features = first.features.new_zeros(len(counts), max(counts), first.features.shape[-1])
+    for row, total in enumerate(counts):
+        at = 0
+        for piece in pieces if total else ():
+            count = piece.counts[row]
+            tokens[row, at : at + count] = piece.tokens[row, :count]
+            features[row, at : at + count] = piece.features[row, :count]
+            at += count
+    return Accepted(tokens, features, counts, last.text)
+
+
+def select(piece: Accepted, rows: list[int | None]) -> Accepted:
+    """The piece for a batch of these of its rows; a new one (None) has nothing in it."""
+    index = [row or 0 for row in rows]
+    counts = [0 if row is None else piece.counts[row] for row in rows]
+    return Accepted(piece.tokens[index], piece.features[index], counts, [piece.text[row] for row in index])
 
 
 @torch.inference_mode()
@@ -196,16 +212,14 @@ def measure(inner: DynamicTree | StaticTree, target: Target, batch: int, full: P
     tokens = torch.zeros(batch, 1, dtype=torch.int64, device=target.device)
     features = torch.zeros(batch, 1, len(inner.layers) * target.hidden_size, dtype=target.dtype, device=target.device)
     fake = Accepted(tokens, features, [1] * batch, [[0]] * batch)
-    should_stop = None
-    if isinstance(inner, DynamicTree):  # nothing is likely behind made-up features, and all levels are to be timed
-        should_stop, inner.should_stop = inner.should_stop, None
+    probe = copy.copy(inner)  # rows may be in the middle of their texts
+    if isinstance(probe, DynamicTree):  # nothing is likely after made-up features, and all levels are to be timed
+        probe.cache = probe.should_stop = None
     draft = [0.0]
     for levels in range(1, full.levels + 1):
-        inner.begin(batch, text + repeats * 2, Sampling())
-        inner.resize(full.nodes, levels)
-        draft.append(fastest(lambda: inner.propose(fake, None)))
-    if isinstance(inner, DynamicTree):
-        inner.should_stop = should_stop
+        probe.begin(batch, text + repeats * 2, Sampling.of([SamplingParams()] * batch, target.vocab_size))
+        probe.resize(full.nodes, levels)
+        draft.append(fastest(lambda: probe.propose(fake, None)))
     return Costs(read, draft)
 
 

@@ -29,6 +29,10 @@ class Drafter(ABC):
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         """A new generation: forget the last one. capacity: most tokens a row will hold, drafts included."""
 
+    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:  # noqa: B027
+        """The batch becomes these of its rows; None is a new one, whose prompt the next proposal brings. Drafters that
+        remember nothing of a row need not care."""
+
     @abstractmethod
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         """A tree whose root is each row's newest token. gumbel: (batch, depth + 1, vocab) float32; [:, d - 1] is the noise

@@ -35,12 +35,18 @@ class DraftModel(DynamicTree):
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         super().begin(batch, capacity, sampling)
-        self.fresh = True
+        self.fresh = [True] * batch  # rows of which the model has read nothing yet
+
+    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+        super().select_rows(rows, capacity, sampling)
+        self.fresh = [row is None or self.fresh[row] for row in rows]
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        if self.fresh:  # a head starts at the token behind the first one; a model reads that one too
-            first = accepted.tokens.new_tensor([[text[0]] for text in accepted.text])
-            counts = [count + 1 for count in accepted.counts]
-            accepted = accepted._replace(tokens=torch.cat([first, accepted.tokens], dim=1), counts=counts)
-            self.fresh = False
+        if any(self.fresh):  # a head starts at the token after the first one; a model reads that one too
+            tokens, fresh = accepted.tokens, torch.tensor(self.fresh, device=accepted.tokens.device)[:, None]
+            first = tokens.new_tensor([[text[0]] for text in accepted.text])
+            both = torch.cat([first, tokens], dim=1), torch.cat([tokens, first], dim=1)
+            counts = [count + new for count, new in zip(accepted.counts, self.fresh, strict=True)]
+            accepted = accepted._replace(tokens=torch.where(fresh, *both), counts=counts)
+            self.fresh = [False] * len(self.fresh)
         return super().propose(accepted, gumbel)

@@ -70,7 +70,7 @@ class DynamicTree(Drafter):
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.sampling = sampling
-        room = capacity + (1 + self.depth) * (1 + self.width)
+        room = self.room(capacity)
         cache = self.cache
         if cache is None or not cache.graphs.active or cache.batch != batch or cache.capacity < room:
             cache = KVCache(
@@ -79,15 +79,24 @@ class DynamicTree(Drafter):
         cache.clear()
         self.cache = cache
 
-    def log_probs(self, hidden: Tensor, depth: int, gumbel: Tensor | None) -> Tensor:
-        """Log of the draft's law, seen through the noise: (batch, n, draft vocab) float32."""
+    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+        assert self.cache is not None
+        self.sampling = sampling
+        self.cache.rearrange(rows, max(self.cache.capacity, self.room(capacity)))
+
+    def room(self, capacity: int) -> int:
+        """Entries of the head's cache for texts of this length, and the levels of a tree after them."""
+        return capacity + (1 + self.depth) * (1 + self.width)
+
+    def log_probs(self, hidden: Tensor, depth: int, gumbel: Tensor | None, sampling: Sampling) -> Tensor:
+        """Log-probabilities of the draft, seen through the noise: (batch, n, draft vocab) float32."""
         logits = self.head.logits(hidden, depth).float()
         if gumbel is None:
             logits = GREEDY * logits
         else:
             noise = gumbel[:, depth - 1]
             noise = noise if self.draft_ids is None else noise[:, self.draft_ids]
-            logits = self.sampling.warp(logits) + noise[:, None]
+            logits = sampling.warp(logits, greedy_temperature=1 / GREEDY) + noise[:, None]
         return logits.log_softmax(-1).clamp(max=-STEP)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
@@ -98,20 +107,28 @@ class DynamicTree(Drafter):
         grow = partial(self.grow, lengths)
         if self.should_stop is None and new <= 1 + self.depth:  # neither looks at scores nor reads the prompt
             cache.set_bucket(new + self.levels * self.width)
-            key = "grow", cache.kv_bucket, self.nodes, self.levels, self.sampling
-            tree, self.ranks = cache.graphs(key, grow, accepted.tokens, accepted.features, counts, gumbel)
+            key = "grow", cache.kv_bucket, self.nodes, self.levels, self.sampling.key
+            inputs = accepted.tokens, accepted.features, counts, gumbel, *self.sampling.tensors
+            tree, self.ranks = cache.graphs(key, grow, *inputs)
         else:
             cache.kv_bucket = None
-            tree, self.ranks = grow(accepted.tokens, accepted.features, counts, gumbel)
+            tree, self.ranks = grow(accepted.tokens, accepted.features, counts, gumbel, *self.sampling.tensors)
         cache.set_lengths(lengths)
         return tree
 
     def grow(
-        self, lengths: list[int], tokens: Tensor, features: Tensor, counts: Tensor, gumbel: Tensor | None
+        self,
+        lengths: list[int],
+        tokens: Tensor,
+        features: Tensor,
+        counts: Tensor,
+        gumbel: Tensor | None,
+        *tensors: Tensor | None,
     ) -> tuple[TokenTree, Tensor]:
         """The tree below tokens (batch, new), of which the first `counts` (batch, 1) are real, and its nodes' ranks.
         lengths: of the rows with them."""
         head, cache, width = self.head, self.cache, self.width
+        sampling = Sampling.from_tensors(tensors, self.sampling.key)
         assert cache is not None
         cache.rewind()
         hidden = head.read_accepted(features, head.embed(tokens, self.target), cache)
@@ -122,7 +139,7 @@ class DynamicTree(Drafter):
             hidden = hidden.gather(1, last[:, :, None].expand(-1, 1, hidden.shape[-1]))
         cache.extend(lengths, counts)
 
-        best = self.log_probs(hidden, 1, gumbel).topk(width)
+        best = self.log_probs(hidden, 1, gumbel, sampling).topk(width)
         tokens, scores = self.to_target_ids(best.indices[:, 0]), best.values[:, 0]  # (batch, width)
         hidden = hidden.expand(-1, width, -1)
         frontier = torch.arange(1, width + 1, device=tokens.device).expand(batch, -1)  # as candidates, the root is 0
@@ -136,7 +153,7 @@ class DynamicTree(Drafter):
             positions = (cache.starts + depth - 2).expand(-1, width)
             hidden = head.draft_step(hidden, head.embed(tokens, self.target), positions, cache.mask(among), cache)
             cache.pending += width
-            best = self.log_probs(hidden, depth, gumbel).topk(width)
+            best = self.log_probs(hidden, depth, gumbel, sampling).topk(width)
             scored = (best.values + scores[:, :, None]).flatten(1)  # (batch, width * width)
             named = self.to_target_ids(best.indices).flatten(1)
             candidates.append(named)

@@ -40,10 +40,21 @@ class Lookahead(Drafter):
         self.pool: list[dict[int, dict[tuple[int, ...], None]]] = [{} for _ in range(batch)]
         self.lines: Tensor | None = None  # (batch, rounds, window): the rounds, the oldest first
 
+        self.fresh = [True] * batch  # rows without a window yet
+
+    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+        self.pool = [{} if row is None else self.pool[row] for row in rows]
+        self.fresh = [row is None or self.fresh[row] for row in rows]
+        if self.lines is not None:
+            self.lines = self.lines[[row or 0 for row in rows]]
+
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         root = roots(accepted)
-        if self.lines is None:
-            self.lines = self.first_lines(accepted)
+        if any(self.fresh):
+            lines, fresh = self.first_lines(accepted), torch.tensor(self.fresh, device=root.device)[:, None, None]
+            self.lines = lines if self.lines is None else torch.where(fresh, lines, self.lines)
+            self.fresh = [False] * len(self.fresh)
+        assert self.lines is not None
         found = [list(pool.get(text[-1], ())) for pool, text in zip(self.pool, accepted.text, strict=True)]
         most = max(map(len, found))
         blank = (-1,) * self.rounds

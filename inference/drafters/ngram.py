@@ -24,6 +24,10 @@ class NgramDrafter(Drafter):
         self.known: list[dict[tuple[int, ...], dict[int, tuple[int, int]]]] = [{} for _ in range(batch)]
         self.entered = [0] * batch
 
+    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+        self.known = [{} if row is None else self.known[row] for row in rows]
+        self.entered = [0 if row is None else self.entered[row] for row in rows]
+
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         return chains(accepted, [self.check_exists(row, text) for row, text in enumerate(accepted.text)])
 

@@ -84,6 +84,9 @@ class StaticTree(Drafter):
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.sampling = sampling
 
+    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+        self.sampling = sampling
+
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         tokens, features = accepted.tokens, accepted.features
         if unpadded(accepted):
@@ -94,14 +97,18 @@ class StaticTree(Drafter):
             features = features.gather(1, last[:, :, None].expand(-1, 1, features.shape[-1]))[:, 0]
         self.ranks = self.shapes[self.size].order.expand(len(tokens), -1)
         grow = partial(self.grow, self.shapes[self.size])
-        return self.graphs((self.size, self.sampling), grow, tokens, features, gumbel)
+        key = self.size, self.sampling.key
+        return self.graphs(key, grow, tokens, features, gumbel, *self.sampling.tensors)
 
-    def grow(self, shape: "Shape", root: Tensor, features: Tensor, gumbel: Tensor | None) -> TokenTree:
-        """The tree below root (batch, 1), from features (batch, width)."""
+    def grow(
+        self, shape: "Shape", root: Tensor, features: Tensor, gumbel: Tensor | None, *sampling: Tensor | None
+    ) -> TokenTree:
+        """The tree below root (batch, 1), from features (batch, width). sampling: the tensors of a Sampling."""
         logits = self.head.draft_all(features)[:, : shape.levels].float()
         if gumbel is not None:
             noise = gumbel if self.head.draft_ids is None else gumbel[..., self.head.draft_ids]
-            logits = self.sampling.warp(logits) + noise[:, : shape.levels]
+            warper = Sampling.from_tensors(sampling, self.sampling.key)
+            logits = warper.warp(logits) + noise[:, : shape.levels]
         guesses = self.head.to_target_ids(logits.topk(shape.guessed).indices).flatten(1)
         tokens = torch.cat([root, guesses[:, shape.guesses]], dim=1)
         return TokenTree(tokens, *(part.expand(len(tokens), *part.shape[1:]) for part in shape.tree[1:]))

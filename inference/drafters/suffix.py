@@ -61,16 +61,31 @@ class SuffixDrafter(Drafter):
         self.depth = min(nodes, longest) - 1
         self.past, self.remembered = Trie(), 0
         self.texts: list[list[int]] = []
-        self.prompts: list[int] = []
+        self.prompts: list[int | None] = []  # tokens of each row's prompt, None before it was seen
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        for text, prompt in zip(self.texts, self.prompts, strict=True):
-            self.remember(text[prompt:])
-        self.own = [Trie() for _ in range(batch)]
-        self.texts, self.prompts, self.read = [], [], [0] * batch
+        self.forget(set(range(len(self.texts))))
+        self.own: list[Trie] = []
+        self.texts, self.prompts = [], []
+        self.read: list[int] = []
         # [row][n]: the place of its suffix of n tokens, in its own trie, and as far as it is known in that of past outputs.
-        self.places = [[trie] for trie in self.own]
-        self.matches: list[list[Trie]] = [[self.past] for _ in range(batch)]
+        self.places: list[list[Trie]] = []
+        self.matches: list[list[Trie]] = []
+        self.select_rows([None] * batch, capacity, sampling)
+
+    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+        self.forget(set(range(len(self.texts))) - set(rows))
+        self.texts = [[] if row is None else self.texts[row] for row in rows]
+        self.prompts = [None if row is None else self.prompts[row] for row in rows]
+        self.own = [Trie() if row is None else self.own[row] for row in rows]
+        self.read = [0 if row is None else self.read[row] for row in rows]
+        self.places = [[trie] if row is None else self.places[row] for row, trie in zip(rows, self.own, strict=True)]
+        self.matches = [[self.past] if row is None else self.matches[row] for row in rows]
+
+    def forget(self, rows: set[int]) -> None:
+        """These rows have ended: what was written in them is remembered as past output."""
+        for row in sorted(rows):
+            self.remember(self.texts[row][self.prompts[row] :])
 
     def remember(self, output: list[int]) -> None:
         if self.remembered + len(output) > self.room:
@@ -83,8 +98,8 @@ class SuffixDrafter(Drafter):
         self.remembered += len(output)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        if not self.texts:
-            self.prompts = [len(text) - 1 for text in accepted.text]
+        pairs = zip(self.prompts, accepted.text, strict=True)
+        self.prompts = [len(text) - 1 if prompt is None else prompt for prompt, text in pairs]
         self.texts = accepted.text
         return trees(accepted, [self.draft(row, text) for row, text in enumerate(accepted.text)], self.depth)
 

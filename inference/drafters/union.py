@@ -23,13 +23,16 @@ class Union(Drafter):
         self.drafters = list(drafters)
         self.layers = sorted({layer for drafter in drafters for layer in drafter.layers})
         self.nodes = 1 + sum(drafter.nodes - 1 for drafter in drafters)
-
         self.depth = max(drafter.depth for drafter in drafters)
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         for drafter in self.drafters:
             drafter.begin(batch, capacity, sampling)
         self.depth = max(drafter.depth for drafter in self.drafters)
+
+    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+        for drafter in self.drafters:
+            drafter.select_rows(rows, capacity, sampling)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         drafted = [drafter.propose(self.share(drafter, accepted), gumbel) for drafter in self.drafters]

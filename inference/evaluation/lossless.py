@@ -14,8 +14,8 @@ from torch import Tensor
 
 from heads.target import Target
 from inference.drafters.base import Accepted, Drafter, root_only
-from inference.engine import generate
-from inference.sampling import Noise, Sampling
+from inference.generation import generate
+from inference.sampling import Noise, Sampling, SamplingParams
 from inference.tree import TokenTree, chain, padded
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -52,6 +52,9 @@ class Filled(Drafter):
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.inner.begin(batch, capacity, sampling)
+
+    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+        self.inner.select_rows(rows, capacity, sampling)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         return padded(self.inner.propose(accepted, gumbel), self.nodes)
@@ -106,7 +109,8 @@ def partings(
             continue
         text = row + plain[:index]
         one, many = (replay(target, text, len(row), size) for size in (1, nodes))
-        scores = Sampling(temperature).warp(one)
+        sampling = Sampling.of([SamplingParams(temperature)], target.vocab_size, target.device)
+        scores = sampling.warp(one[None, None])[0, 0]
         if temperature > 0:
             position = torch.tensor([[len(text)]], device=target.device)
             scores = scores + Noise([seed], target.vocab_size, target.device).at(position)[0, 0]

@@ -12,7 +12,7 @@ import torch
 
 from heads.target import Target
 from inference.drafters.base import Drafter
-from inference.engine import Generation, generate
+from inference.generation import Generation, generate
 
 BATCH = 16  # prompts decoded together where speed is not what is measured
 REPETITIVE = 0.5  # a continuation with a smaller share of distinct 4-grams is a loop, and loops flatter acceptance

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heads.target import Target
 from inference.drafters.base import Drafter
-from inference.engine import Generation, generate
+from inference.generation import Generation, generate
 
 Contender = Callable[
     [Tensor, int], tuple[int, Generation | None]

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from heads.target import Target
-from inference.engine import generate
+from inference.generation import generate
 from train.data import stdlib, stored_text
 from train.data.packing import Document
 from train.data.packing import Packed as Packed

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from heads.target import Target
-from inference.engine import generate
+from inference.generation import generate
 from train.data.chat_template import ChatFormat
 from train.data.regeneration import ConversationRequest, Output, Sampling
 from train.data.sources import Message, SkippedRow

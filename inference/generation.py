@@ -1,0 +1,242 @@
+"""`generate`: whole texts in one call, a loop over the engine that takes transformers' settings."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from heads.target import Target
+from inference.drafters.base import Drafter
+from inference.engine import Engine, Output
+from inference.request import Request
+from inference.sampling import SamplingParams
+
+PARAMS = {field.name for field in fields(SamplingParams)}
+LIMITS = {"max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "stop_strings", "do_sample", "bad_words_ids"}
+# Settings of a GenerationConfig that say nothing about the text written here: caches, and drafting by transformers.
+IGNORED = {"transformers_version", "bos_token_id", "decoder_start_token_id", "use_cache", "cache_implementation"}
+IGNORED |= {
+    "max_cache_len",
+    "low_memory",
+    "remove_invalid_values",
+    "is_assistant",
+    "early_stopping",
+    "prefill_chunk_size",
+}
+IGNORED |= {"assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind"}
+IGNORED |= {"num_assistant_tokens", "num_assistant_tokens_schedule", "max_matching_ngram_size"}
+OFF: tuple[Any, ...] = (None, False, 0, 1, [], {})  # values that switch any other setting off
+
+
+class Step(NamedTuple):
+    """What one target forward gained."""
+
+    accepted: list[int]  # per row that was still writing: drafts accepted (the bonus not counted)
+    emitted: list[int]  # per such row: tokens added to its text, the bonus counted, less what the end cut off
+    nodes: int  # of the tree, the root counted
+
+
+@dataclass
+class Generation:
+    """sequences: (batch, length) int64: the input as it was given, then the new tokens, padded after their end."""
+
+    sequences: Tensor
+    new_tokens: list[list[int]]
+    steps: list[Step]
+    seconds: dict[str, float] = field(default_factory=dict)  # per stage, when timings were asked for
+    finish_reasons: list[str] = field(default_factory=list)  # per row: "stop" or "length"
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens gained per target forward and row, the bonus counted; the prompt's forward is left out."""
+        forwards = sum(len(step.emitted) for step in self.steps)
+        return sum(sum(step.emitted) for step in self.steps) / forwards if forwards else 0.0
+
+    def accepted_per_depth(self, depth: int) -> list[float]:
+        """Share of steps that accepted at least d drafts, for d = 1 .. depth."""
+        counts = [count for step in self.steps for count in step.accepted]
+        return [sum(count >= d for count in counts) / max(1, len(counts)) for d in range(1, depth + 1)]
+
+
+@torch.inference_mode()
+def generate(
+    target: Target,
+    drafter: Drafter | None,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    generation_config: GenerationConfig | None = None,
+    *,
+    seed: int | Sequence[int] = 0,
+    streamer: Any = None,
+    rule: str = "coupled",
+    lossless: bool = True,
+    timings: bool = False,
+    **settings: Any,
+) -> Generation:
+    """Continue each row of `input_ids` (batch, length) exactly as the target alone would.
+
+    drafter: None is plain decoding through the same loop. attention_mask: (batch, length), 0 where a row is padded, on
+    either side. generation_config and settings: as transformers has them, by keyword: max_new_tokens (128), max_length,
+    do_sample, temperature, top_k, top_p, min_p, repetition_penalty, bad_words_ids, eos_token_id (the target's; -1
+    switches it off), pad_token_id, stop_strings; and presence_penalty, frequency_penalty, logit_bias ({token: bias}) as
+    OpenAI has them. Greedy unless do_sample is true or a temperature above 0 is given; what is not set is off (also top_k,
+    which transformers sets to 50). seed: row r uses seed + r, or give one per row; a row's text depends on its own prompt
+    and seed alone. streamer: transformers' kind. rule, lossless, timings: as in `Engine`.
+
+    Raises ValueError for an empty or too long prompt, for a setting that is not known or not done here, and for logits
+    that are not numbers.
+    """
+    prompts = unpad(input_ids, attention_mask)
+    facts = read_settings(generation_config, settings, target)
+    requests = [
+        Request(prompt, facts.params, budget, row_seed, facts.eos_token_ids, facts.stop_strings)
+        for prompt, budget, row_seed in zip(
+            prompts, budgets(prompts, facts, input_ids, target), row_seeds(seed, len(prompts)), strict=True
+        )
+    ]
+    engine = Engine(target, drafter, rule, lossless, timings=timings)
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    writing = [request for request in requests if request.max_new_tokens > 0]
+    for request in writing:
+        engine.add(request)
+    texts: dict[Request, list[int]] = {request: [] for request in requests}
+    reasons = dict.fromkeys(requests, "length")
+    steps: list[Step] = []
+    while engine.has_work:
+        outputs = engine.step()
+        if outputs[0].accepted is not None:
+            steps.append(as_step(outputs))
+        for output in outputs:
+            texts[output.request] += output.tokens
+            reasons[output.request] = output.finish_reason or "length"
+            if streamer is not None and output.request is requests[0] and output.tokens:
+                streamer.put(torch.tensor(output.tokens))
+    engine.close()
+    if streamer is not None:
+        streamer.end()
+    new_tokens = [texts[request] for request in requests]
+    sequences = with_new_tokens(input_ids, new_tokens, facts.pad_token_id)
+    return Generation(sequences, new_tokens, steps, engine.clock.seconds, list(reasons.values()))
+
+
+def as_step(outputs: list[Output]) -> Step:
+    accepted = [output.accepted for output in outputs if output.accepted is not None]
+    return Step(accepted, [len(output.tokens) for output in outputs], outputs[0].nodes)
+
+
+class Settings(NamedTuple):
+    """A GenerationConfig and keywords, as this loop needs them."""
+
+    params: SamplingParams
+    max_new_tokens: int | None
+    max_length: int | None  # of a row of input_ids and its new tokens
+    eos_token_ids: frozenset[int]
+    pad_token_id: int
+    stop_strings: tuple[str, ...]
+
+
+def read_settings(config: GenerationConfig | None, keywords: dict[str, Any], target: Target) -> Settings:
+    """Raises ValueError that names what is not known, or not done here."""
+    given = {} if config is None else {k: v for k, v in config.to_diff_dict().items() if not k.startswith("_")}
+    given |= keywords
+    known = set(GenerationConfig().to_dict()) | PARAMS | LIMITS
+    for name, value in given.items():
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            raise ValueError(
+                f"{name}={value} is not known to generate" + (f"; did you mean {near[0]}?" if near else "")
+            )
+        if name not in PARAMS | LIMITS | IGNORED and value not in OFF:
+            raise ValueError(f"speculative decoding does not do {name}={value}: leave it out, or generate without")
+    params = {name: given[name] for name in PARAMS & given.keys() if given[name] is not None}
+    sampled = given.get("do_sample")
+    sampled = (config is None and params.get("temperature", 0) != 0) if sampled is None else sampled
+    if sampled and params.get("temperature") == 0:
+        raise ValueError(
+            "do_sample=true with temperature=0: sampling needs a temperature above 0, or leave do_sample out"
+        )
+    params["temperature"] = params.get("temperature", 1.0) if sampled else min(0.0, params.get("temperature", 0.0))
+    params["top_k"] = params.get("top_k") or None
+    params["logit_bias"] = logit_bias(params.get("logit_bias", {}), given.get("bad_words_ids"), target.vocab_size)
+    eos = given.get("eos_token_id")
+    eos = target.eos_token_ids if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    stops = given.get("stop_strings") or ()
+    pad = given.get("pad_token_id")
+    pad = max(0, min(eos, default=0)) if pad is None else pad
+    return Settings(
+        SamplingParams(**params),
+        given.get("max_new_tokens"),
+        given.get("max_length"),
+        frozenset(eos),
+        pad,
+        (stops,) if isinstance(stops, str) else tuple(stops),
+    )
+
+
+def logit_bias(bias: Any, bad_words: list[list[int]] | None, vocab: int) -> tuple[tuple[int, float], ...]:
+    """Banned words of one token are a bias of minus infinity."""
+    pairs = [(int(token), float(value)) for token, value in dict(bias).items()]
+    for word in bad_words or []:
+        if len(word) != 1:
+            raise ValueError(f"bad_words_ids={word}: only words of one token are banned here, this one has {len(word)}")
+        pairs.append((word[0], float("-inf")))
+    for token, _ in pairs:
+        if not 0 <= token < vocab:
+            raise ValueError(f"logit_bias or bad_words_ids names token {token}; the target knows 0 to {vocab - 1}")
+    return tuple(pairs)
+
+
+def budgets(prompts: list[list[int]], facts: Settings, input_ids: Tensor, target: Target) -> list[int]:
+    """New tokens that each row may have."""
+    most = facts.max_new_tokens
+    if most is None:
+        most = 128 if facts.max_length is None else facts.max_length - input_ids.shape[1]
+    if most < 0:
+        name, value = ("max_new_tokens", most) if facts.max_new_tokens is not None else ("max_length", facts.max_length)
+        raise ValueError(
+            f"{name}={value} leaves no room: it must not be below {0 if name[4] == 'n' else input_ids.shape[1]}"
+        )
+    if target.context is None:
+        return [most] * len(prompts)
+    longest = max(map(len, prompts))
+    if longest > target.context:
+        raise ValueError(f"the prompt has {longest} tokens, the target {target.name} reads {target.context} at most")
+    return [min(most, target.context - len(prompt)) for prompt in prompts]
+
+
+def row_seeds(seed: int | Sequence[int], batch: int) -> list[int]:
+    seeds = [seed + row for row in range(batch)] if isinstance(seed, int) else list(seed)
+    if len(seeds) != batch:
+        raise ValueError(f"{len(seeds)} seeds were given for {batch} rows")
+    return seeds
+
+
+def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
+    """Each row's prompt without its padding, which may stand on either side."""
+    if not isinstance(input_ids, Tensor):
+        kind = type(input_ids).__name__
+        raise ValueError(f"input_ids is {kind}, not a tensor: tokenizer(text, return_tensors='pt').input_ids makes one")
+    if input_ids.ndim != 2 or input_ids.shape[0] == 0:
+        raise ValueError(f"input_ids must be (batch, length) with at least one row, not {tuple(input_ids.shape)}")
+    if attention_mask is None:
+        prompts = input_ids.tolist()
+    else:
+        if attention_mask.shape != input_ids.shape:
+            raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
+        pairs = zip(input_ids.tolist(), attention_mask.tolist(), strict=True)
+        prompts = [[token for token, real in zip(*pair, strict=True) if real] for pair in pairs]
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"the prompt of row {row} is empty: give at least one token (the bos token, say)")
+    return prompts
+
+
+def with_new_tokens(input_ids: Tensor, new_tokens: list[list[int]], pad: int) -> Tensor:
+    longest = max(map(len, new_tokens))
+    rows = [new + [pad] * (longest - len(new)) for new in new_tokens]
+    return torch.cat([input_ids, input_ids.new_tensor(rows).view(len(rows), longest)], dim=1)
