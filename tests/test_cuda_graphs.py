@@ -88,7 +88,7 @@ def test_the_text_is_the_same(target, name, monkeypatch, taped):
 def test_drafts_are_those_of_running_it_kernel_by_kernel(target, name, monkeypatch):
     """Greedy, sampled, sampled otherwise, a text that outgrows its columns, a smaller tree; and with an oracle's help, since
     nothing that such a head drafts is accepted."""
-    monkeypatch.setattr("heads.target.cache.SHORTEST", 64)
+    monkeypatch.setattr("heads.target.cache.MIN_BUCKET", 64)
     rows = torch.cat([prompt(21), prompt(21, seed=1)])
 
     def proposed(target: Target) -> list:
@@ -148,7 +148,7 @@ def test_a_second_generation_records_nothing_new(target, taped):
 
 
 def test_a_text_that_outgrows_its_recordings(target, taped, monkeypatch):
-    monkeypatch.setattr("heads.target.cache.SHORTEST", 64)
+    monkeypatch.setattr("heads.target.cache.MIN_BUCKET", 64)
     settings = LIMITS | {"max_new_tokens": 100}
     recorded = again(target)
     out = generate(recorded, drafters(recorded)["eagle3"], prompt(40), **settings)

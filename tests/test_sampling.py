@@ -3,7 +3,7 @@
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
-from inference.sampling import Noise, Sampling
+from inference.sampling import Noise, Sampling, SamplingParams
 from inference.tree import chain, from_parents
 from inference.verify import verify
 
@@ -36,7 +36,8 @@ def test_argmax_of_logits_and_noise_has_the_softmax_law():
 def test_warpers_are_transformers_own():
     logits, ids = torch.randn(3, 50), torch.randint(0, 50, (3, 6))
     seen = torch.zeros(3, 50, dtype=torch.bool).scatter(1, ids, True)
-    ours = Sampling(0.7, top_k=12, top_p=0.8, repetition_penalty=1.4).warp(logits, seen)
+    sampling = Sampling.of([SamplingParams(0.7, top_k=12, top_p=0.8, repetition_penalty=1.4)] * 3, 50)
+    ours = sampling.warp(sampling.process(logits[:, None], None, seen[:, None]))[:, 0]
     theirs = RepetitionPenaltyLogitsProcessor(1.4)(ids, logits) / 0.7
     theirs = TopPLogitsWarper(0.8)(ids, TopKLogitsWarper(12)(ids, theirs))
     torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1))
