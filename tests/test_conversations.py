@@ -12,7 +12,7 @@ from train.data.conversations import corpus
 from train.data.corpus import Document, count_tokens, prompts
 from train.data.sources import Row, SkippedRow, Source
 
-from .chats import CHATML, tokenizer
+from tests.support.chats import CHATML, tokenizer
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 LAYOUTS = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from train.data.conversations import corpus
 
-from .chats import CHATML, GEMMA, tokenizer
+from tests.support.chats import CHATML, GEMMA, tokenizer
 
 FORMS = [tokenizer(CHATML), tokenizer(GEMMA)]
 NAMES = [

@@ -26,7 +26,7 @@ from train.run import main
 
 from .conftest import TEXT
 from .test_heads import KINDS, PROMPT, make
-from .toy.head import ToyHead
+from tests.support.toy.head import ToyHead
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -165,7 +165,7 @@ def train(tiny_path, tmp_path, monkeypatch, capfd):
 
 def test_a_new_head_is_one_file_and_one_yaml(train, tiny_path):
     """Trained by the command that users type, saved, loaded, decoded with; nothing in the project knows its name."""
-    directory = train(f"hydra.searchpath=[file://{ROOT}/tests/toy/conf]", "head=toy")
+    directory = train(f"hydra.searchpath=[file://{ROOT}/tests/support/toy/conf]", "head=toy")
     metrics = json.loads((directory / "metrics.json").read_text())
     assert metrics["head"] == "toy" and metrics["identical_greedy"] == metrics["identical_sampled"] == 1.0
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")

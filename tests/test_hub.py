@@ -1,4 +1,4 @@
-"""Heads travel over the Hub whole: the real client against a server in this process (tests/hub_server.py)."""
+"""Heads travel over the Hub whole: the real client against a server in this process (tests/support/hub_server.py)."""
 
 import json
 import re
@@ -13,8 +13,8 @@ from heads import hub, load_head, save_head
 from heads.eagle3 import Eagle3Head
 from heads.hub.card import model_card
 from inference import load_drafter
-from tests import golden
-from tests.hub_server import TOKEN, HubServer
+from tests.support import golden
+from tests.support.hub_server import TOKEN, HubServer
 from train import publish
 
 NAME = "org/a-head"

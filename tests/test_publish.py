@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from heads import load_head, save_head
 from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
-from tests.hub_server import TOKEN, HubServer
+from tests.support.hub_server import TOKEN, HubServer
 from tests.test_run import SMALL, Ended, end, folder, program  # noqa: F401 -- a fixture
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -27,7 +27,7 @@ def given(tiny_path: Path, folder: Path) -> list[str]:  # noqa: F811
 
 def killed(seed: int, kills: int, *arguments: str, cwd: Path) -> list[int]:
     """How the runs ended: negative numbers are signals."""
-    command = [sys.executable, str(ROOT / "tests/kill_probe.py"), str(seed), str(kills), *arguments]
+    command = [sys.executable, str(ROOT / "tests/support/kill_probe.py"), str(seed), str(kills), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr

@@ -97,7 +97,7 @@ def reads_collectively(given: list[str], tmp_path_factory: pytest.TempPathFactor
     names = [f"{name},{whole}" if name == "zero3" else name for name in HALVES]
     # Muon before DeepSpeed, which leaves marks in the process that a later run stumbles over.
     runs = ["fsdp,optimizer=muon", *SPREAD.values(), *(f"{name},optimizer=adamw" for name in names)]
-    ended = end(torchrun(str(ROOT / "tests/strategy_probe.py"), str(cwd), *runs, "--", *given, TWO, cwd=cwd))
+    ended = end(torchrun(str(ROOT / "tests/support/strategy_probe.py"), str(cwd), *runs, "--", *given, TWO, cwd=cwd))
     assert ended.code == 0, ended.err[-3000:]
     return cwd
 
