@@ -12,10 +12,10 @@ from heads.hydra import HydraHead
 from heads.target import cuda_graphs
 from inference import generate
 from inference.drafters import DynamicTree, Lookahead, SuffixDrafter, Union
-
+from tests.support.architectures import VOCAB, every_family, pair
+from tests.support.batches import prompt
+from tests.support.drafters import SETTINGS, Random, drafters
 from tests.support.tape import Tape
-from .test_architectures import VOCAB, every_family, pair
-from .test_generate import SETTINGS, Random, drafters, prompt
 
 LIMITS = {"max_new_tokens": 20, "eos_token_id": -1, "seed": 7}
 

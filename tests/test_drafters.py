@@ -35,8 +35,7 @@ from inference.drafters.base import Accepted, chains, root_only, trees
 from inference.drafters.union import merge
 from inference.evaluation.lossless import Filled
 from inference.sampling import Sampling, SamplingParams
-
-from .conftest import tiny_config
+from tests.support.tiny import tiny_config
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 SETTINGS = {

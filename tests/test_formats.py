@@ -26,7 +26,7 @@ from heads.hydra import HydraHead
 from heads.medusa import MedusaHead
 from inference import generate, load_drafter
 from tests.support import golden
-from tests.conftest import tiny_config
+from tests.support.tiny import tiny_config
 from train import parity_gate, publish
 from train.cli import CONF
 

@@ -19,14 +19,14 @@ from inference import generate
 from inference.drafters import drafter_for, load_drafter
 from inference.drafters.base import Accepted
 from inference.sampling import Sampling, SamplingParams
+from tests.support.batches import PROMPT
+from tests.support.heads import make_head
+from tests.support.tiny import TEXT
+from tests.support.toy.head import ToyHead
 from train import parity_gate, trainer
 from train.losses import Prediction, soft
 from train.module import DistillationModel
 from train.run import main
-
-from .conftest import TEXT
-from .test_heads import KINDS, PROMPT, make
-from tests.support.toy.head import ToyHead
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,12 +50,11 @@ def answers_of(head, target: Target) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(answer.features, count) for answer, count in zip(seen, outcome.counts.tolist(), strict=True)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_compares_with_just_the_supervised_tokens(target, kind):
+def test_the_loss_compares_with_just_the_supervised_tokens(fresh, head):
     """Tokens 10..15 are supervised. The target chose them by its hidden states 9..14: these are the answers, all of them,
     at every depth."""
-    states = target.read(torch.tensor([PROMPT[:16]]), layers=[target.num_layers]).features[0]
-    for answers, count in answers_of(make(kind, target), target):
+    states = fresh.read(torch.tensor([PROMPT[:16]]), layers=[fresh.num_layers]).features[0]
+    for answers, count in answers_of(head, fresh):
         assert count == 6
         torch.testing.assert_close(answers, states[9:15])
 
@@ -70,7 +69,7 @@ def test_a_mask_that_is_not_shifted_is_seen(target, kind, monkeypatch):
 
     monkeypatch.setattr(trainer, "began", unshifted)
     states = target.read(torch.tensor([PROMPT[:16]]), layers=[target.num_layers]).features[0]
-    for answers, count in answers_of(make(kind, target), target):
+    for answers, count in answers_of(make_head(kind, target), target):
         assert count == 4 and torch.allclose(answers, states[11:15], atol=1e-5)
 
 
@@ -78,15 +77,13 @@ def test_a_mask_that_is_not_shifted_is_seen(target, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", KINDS)
-def test_text_is_the_targets_own(target, kind, temperature):
-    head = make(kind, target)
+def test_text_is_the_targets_own(fresh, head, temperature):
     rows = torch.tensor([PROMPT[:12], [0] * 5 + PROMPT[20:27]])
     mask = (torch.arange(12) >= torch.tensor([[0], [5]])).long()
     settings = {"max_new_tokens": 24, "temperature": temperature, "eos_token_id": -1, "seed": 3}
-    plain = generate(target, None, rows, mask, **settings)
+    plain = generate(fresh, None, rows, mask, **settings)
     every_level = {"min_probability": 0.0} if isinstance(head, RecurrentHead) else {}
-    drafted = generate(target, drafter_for(head, target, **every_level), rows, mask, **settings)
+    drafted = generate(fresh, drafter_for(head, fresh, **every_level), rows, mask, **settings)
     assert drafted.new_tokens == plain.new_tokens
     assert max(step.nodes for step in drafted.steps) > 1
 
@@ -96,7 +93,7 @@ def test_text_is_the_targets_own(target, kind, temperature):
 @pytest.mark.parametrize("kind", ["eagle3", "hydra", "medusa"])
 def test_a_pruned_head_drafts_its_best_tokens_under_their_own_names(target, kind, noisy):
     """Depth 1 by hand: the training forward's logits, the noise of the tokens that they stand for, the target's ids."""
-    head = make(kind, target)
+    head = make_head(kind, target)
     ids = head.draft_ids
     assert ids is not None and len(ids) < target.vocab_size and ids[0] > 0
     tokens = torch.tensor([PROMPT])
@@ -115,7 +112,7 @@ def test_a_pruned_head_drafts_its_best_tokens_under_their_own_names(target, kind
 @pytest.mark.parametrize("kind", ["eagle3", "eagle", "hydra", "hydra_pp", "medusa"])
 def test_a_few_steps_of_training_lower_the_loss(target, kind):
     torch.manual_seed(1)
-    head = make(kind, target).train()
+    head = make_head(kind, target).train()
     distillation = DistillationModel(head, target, soft)
     places = torch.arange(24).repeat(2, 1)
     text = PackedBatch(torch.randint(1, 300, (2, 24)), places >= 0, torch.zeros_like(places), places)
