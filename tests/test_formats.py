@@ -569,7 +569,7 @@ ROUND = [
 @pytest.mark.parametrize(("kind", "name"), ROUND)
 def test_round_trips_are_equal_to_the_bit(deep, tmp_path, kind, name):
     head = ours(kind, deep)
-    export = instantiate(OmegaConf.load(CONF / "ship" / "format" / f"{name}.yaml"))(head, deep)
+    export = instantiate(OmegaConf.load(CONF / "publish" / "format" / f"{name}.yaml"))(head, deep)
     write_head(head, tmp_path, deep, export.form, export.form.files)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", *export.form.files}
     again = read_head(tmp_path, deep)

@@ -116,9 +116,9 @@ def wrap_read(original):
 
 def test_gate_sees_positions_one_off(target, monkeypatch):
     head = make_head("eagle3", target)
-    original = type(head).step
+    original = type(head).draft_step
     monkeypatch.setattr(
-        type(head), "step", lambda self, h, e, positions, m, c: original(self, h, e, positions + 1, m, c)
+        type(head), "draft_step", lambda self, h, e, positions, m, c: original(self, h, e, positions + 1, m, c)
     )
     with pytest.raises(ValueError, match="parity gate: at depth 2"):
         parity_gate.check(head, target, PROMPT)
@@ -137,7 +137,7 @@ MOVES = {"eagle3": "heads.eagle3", "hass": "heads.eagle", "hydra": "heads.hydra"
 @pytest.mark.parametrize("kind", MOVES)
 def test_gate_sees_hidden_states_that_are_not_moved(target, kind, monkeypatch):
     head = make_head(kind, target)
-    monkeypatch.setattr(f"{MOVES[kind]}.later", lambda x, steps: shift_right(x, steps) if x.dtype == torch.bool else x)
+    monkeypatch.setattr(f"{MOVES[kind]}.shift_right", lambda x, steps: x)
     with pytest.raises(ValueError, match="parity gate: at depth 2"):
         parity_gate.check(head, target, PROMPT)
 

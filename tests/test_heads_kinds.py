@@ -23,7 +23,7 @@ from tests.support.batches import PROMPT
 from tests.support.heads import make_head
 from tests.support.tiny import TEXT
 from tests.support.toy.head import ToyHead
-from train import parity_gate, trainer
+from train import module, parity_gate
 from train.losses import Prediction, soft
 from train.module import DistillationModel
 from train.run import main
@@ -67,7 +67,7 @@ def test_a_mask_that_is_not_shifted_is_seen(target, kind, monkeypatch):
         slots = torch.arange(text.tokens.shape[1])
         return text.loss_mask & (slots + 2 < len(slots))
 
-    monkeypatch.setattr(trainer, "began", unshifted)
+    monkeypatch.setattr(module, "draft_loss_mask", unshifted)
     states = target.read(torch.tensor([PROMPT[:16]]), layers=[target.num_layers]).features[0]
     for answers, count in answers_of(make_head(kind, target), target):
         assert count == 4 and torch.allclose(answers, states[11:15], atol=1e-5)
@@ -182,7 +182,7 @@ def test_a_head_may_choose_loss_and_lesson_and_the_command_line_overrules_it():
     losses = {line: cfg.loss["_target_"].rpartition(".")[2] for line, cfg in chosen.items()}
     assert losses["head=medusa"] == "soft" and losses["head=eagle"] == "regression"
     assert losses["head=eagle loss=hard"] == "hard"
-    assert chosen["head=medusa2"].distillation["_target_"] == "train.joint.JointLesson"
+    assert chosen["head=medusa2"].objective["_target_"] == "train.joint.JointDistillation"
     assert chosen["head=eagle3_1"].head.fc_norm and chosen["head=eagle3_1"].head.norm_output
 
 
@@ -192,7 +192,7 @@ def test_every_yaml_builds_its_head_and_its_lesson(path, tiny_path):
     with initialize_config_dir(str(ROOT / "conf"), version_base=None):
         cfg = compose("train", [f"head={path.stem}"])
     head = instantiate(cfg.head, target=target)
-    distillation = instantiate(cfg.distillation, head=head, target=target, loss=instantiate(cfg.loss))
+    distillation = instantiate(cfg.objective, head=head, target=target, loss=instantiate(cfg.loss))
     assert distillation.head is head and distillation.target is target  # not copies of them
     places = torch.arange(12)[None]
     text = PackedBatch(torch.tensor([PROMPT[:12]]), places >= 4, torch.zeros_like(places), places)

@@ -143,7 +143,7 @@ def test_what_is_public_does_not_become_private_by_itself(server, folder):
 
 def test_an_upload_that_was_cut_goes_on(server, folder):
     """The second file's connection breaks for good; run again, only that one is sent."""
-    report = hub.file_sha256(folder / "report.html")
+    report = hub.client.file_sha256(folder / "report.html")
     server.trouble = lambda method, path: "drop" if method == "PUT" and path.endswith(report) else None
     with pytest.raises(ValueError, match="did not take"):
         push(folder)
