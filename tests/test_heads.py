@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from heads import Target, load_head, save_head, vocab
 from heads import step_attention as steps
-from heads.base import PackedBatch, draft_loss_mask, shift_right
+from heads.base import PackedBatch, draft_loss_mask
 from heads.eagle3 import paper_layers
 from tests.support.batches import PROMPT, batch
 from tests.support.heads import make_head

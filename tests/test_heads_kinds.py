@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
@@ -19,7 +16,9 @@ from inference import generate
 from inference.drafters import drafter_for, load_drafter
 from inference.drafters.base import Accepted
 from inference.sampling import Sampling, SamplingParams
+from tests.support import ROOT
 from tests.support.batches import PROMPT
+from tests.support.configs import composed
 from tests.support.heads import make_head
 from tests.support.tiny import TEXT
 from tests.support.toy.head import ToyHead
@@ -27,9 +26,6 @@ from train import module, parity_gate
 from train.losses import Prediction, soft
 from train.module import DistillationModel
 from train.run import main
-
-ROOT = Path(__file__).resolve().parent.parent
-
 
 # -- what is learnt ---------------------------------------------------------------------------------------------------
 
@@ -173,37 +169,14 @@ def test_a_new_head_is_one_file_and_one_yaml(train, tiny_path):
     assert drafted.new_tokens == generate(target, None, prompt, **settings).new_tokens
 
 
-def test_a_head_may_choose_loss_and_lesson_and_the_command_line_overrules_it():
-    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
-        chosen = {
-            line: compose("train", line.split())
-            for line in ("head=medusa", "head=eagle", "head=eagle loss=hard", "head=medusa2", "head=eagle3_1")
-        }
+def test_a_head_may_choose_loss_and_objective_and_the_command_line_overrules_it():
+    lines = ("head=medusa", "head=eagle", "head=eagle loss=hard", "head=medusa2", "head=eagle3_1")
+    chosen = {line: composed("train", *line.split()) for line in lines}
     losses = {line: cfg.loss["_target_"].rpartition(".")[2] for line, cfg in chosen.items()}
     assert losses["head=medusa"] == "soft" and losses["head=eagle"] == "regression"
     assert losses["head=eagle loss=hard"] == "hard"
     assert chosen["head=medusa2"].objective["_target_"] == "train.joint.JointDistillation"
     assert chosen["head=eagle3_1"].head.fc_norm and chosen["head=eagle3_1"].head.norm_output
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "conf" / "head").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_yaml_builds_its_head_and_its_lesson(path, tiny_path):
-    target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
-    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
-        cfg = compose("train", [f"head={path.stem}"])
-    head = instantiate(cfg.head, target=target)
-    distillation = instantiate(cfg.objective, head=head, target=target, loss=instantiate(cfg.loss))
-    assert distillation.head is head and distillation.target is target  # not copies of them
-    places = torch.arange(12)[None]
-    text = PackedBatch(torch.tensor([PROMPT[:12]]), places >= 4, torch.zeros_like(places), places)
-    assert torch.isfinite(distillation(*text).loss)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "conf" / "loss").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_yaml_of_a_loss_builds_it(path):
-    loss = instantiate(OmegaConf.load(path))
-    draft, answer = (Prediction(torch.randn(3, 12), torch.randn(3, 5)) for _ in range(2))
-    assert loss(draft, answer).shape == (3,)
 
 
 def test_medusa2_ends_with_adapter_heads_and_a_warning(train):

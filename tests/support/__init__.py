@@ -3,8 +3,9 @@ tests/conftest.py; no test module imports from another one."""
 
 from pathlib import Path
 
+from train.cli import CONF
+
 ROOT = Path(__file__).resolve().parents[2]
-CONF = ROOT / "conf"
 
 
 def names(group: str) -> list[str]:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -15,7 +14,7 @@ from inference.drafters import AutoTree, DraftModel, DynamicTree, NgramDrafter, 
 from inference.drafters.base import Accepted, Drafter, root_only
 from inference.sampling import Sampling
 from inference.tree import from_parents
-from tests.support import CONF
+from tests.support.configs import composed
 from tests.support.tiny import tiny_config
 
 SETTINGS = {
@@ -71,8 +70,7 @@ def drafters(target) -> dict[str, Drafter]:
 
 def build_drafter(name: str, target: Target, model: Path, head: Path) -> Drafter:
     """The drafter of conf/drafter/<name>.yaml; model, head: what those that need one are given for `spec`."""
-    with initialize_config_dir(str(CONF), version_base=None):
-        settings = compose(overrides=[f"+drafter={name}"]).drafter
+    settings = composed("lossless", f"drafter={name}").drafter
     specs = {
         "head": f"{head}",
         "draft_model": f"draft:{model}",

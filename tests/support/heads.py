@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
 from heads import Target
 from heads.base import DraftHead
-from tests.support import CONF, names
+from tests.support import names
+from tests.support.configs import composed
 
 # What tests change in conf/head/<kind>.yaml, so that a head is small and each of its parts is in use. A kind without a line
 # here is built as its yaml says. A name that is no yaml is a variant: {"kind": the yaml it changes, ...}.
@@ -28,8 +28,7 @@ KINDS = sorted({*names("head"), *OVERRIDES})
 
 def build_head(kind: str, target: Target, **overrides: Any) -> DraftHead:
     """The head of conf/head/<kind>.yaml with these keys changed, with the weights that a training run starts from."""
-    with initialize_config_dir(str(CONF), version_base=None):
-        settings = compose("train", [f"head={kind}", "target.path=none"]).head
+    settings = composed("train", f"head={kind}").head
     if "draft_vocab_size" in settings:
         overrides = {"counts": torch.arange(target.vocab_size)} | overrides
     return instantiate(settings, target=target, **overrides)
