@@ -1,33 +1,23 @@
-"""A tiny random target with a tokenizer, saved as transformers saves any model: what most tests draft for."""
+"""The fixtures of all tests: a tiny random target saved as transformers saves any model, its heads, drafters and texts."""
 
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from heads import Target
-
-VOCAB = 320
-TEXT = "def add(self, other):\n    return self.value + other.value\n\nclass Pair:\n    pass\n" * 40
-
-
-def tiny_config(**changes) -> LlamaConfig:
-    facts = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.3,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
-    }
-    return LlamaConfig(**(facts | changes))
+from heads import Target, save_head
+from heads.base import DraftHead
+from inference.drafters import Drafter
+from tests.support import names
+from tests.support.drafters import build_drafter
+from tests.support.heads import KINDS, make_head
+from tests.support.processes import Ended
+from tests.support.tiny import TEXT, VOCAB, tiny_config
+from train.run import main
 
 
 @pytest.fixture(scope="session")
@@ -58,6 +48,67 @@ def tiny_path(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def target(tiny_path) -> Target:
     return Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def fresh(tiny_path: Path) -> Target:
+    """A target of the test's own, which it may change (Medusa-2 puts an adapter on it)."""
+    return Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+
+
+@pytest.fixture(params=KINDS)
+def head_kind(request: pytest.FixtureRequest) -> str:
+    """Every head of conf/head, and the variants of tests/support/heads.py."""
+    return request.param
+
+
+@pytest.fixture
+def head(head_kind: str, fresh: Target) -> DraftHead:
+    """A head of every kind, on the target `fresh`."""
+    return make_head(head_kind, fresh)
+
+
+@pytest.fixture(params=names("drafter"))
+def drafter(request: pytest.FixtureRequest, target: Target, tiny_path: Path, tmp_path: Path) -> Drafter:
+    """Every drafter of conf/drafter."""
+    if request.param in ("head", "union"):
+        save_head(make_head("eagle3", target), tmp_path / "head", target)
+    return build_drafter(request.param, target, model=tiny_path, head=tmp_path / "head")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve small files; the tokenizer of `tiny_path` was trained on such text."""
+    path = tmp_path_factory.mktemp("texts")
+    for number in range(12):
+        lines = [
+            f"def add_{number}_{line}(self, other):\n    return {line * number} + other.value\n" for line in range(9)
+        ]
+        (path / f"{number}.txt").write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable]:
+    """here(*arguments): `main` in this process, with what `program` would give."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FOREDRAFT_TRACE", raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def run(*arguments: str) -> Ended:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["train/run.py", *arguments, "hydra/job_logging=disabled"])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            assert isinstance(stop.code, int)
+            code = stop.code
+        return Ended(code, *capfd.readouterr())
+
+    yield run
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from scripts.bench.compare import main, named
-
-from .conftest import TEXT
+from tests.support.tiny import TEXT
 
 SMALL = [
     "data=text",

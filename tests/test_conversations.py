@@ -7,12 +7,11 @@ import pytest
 import torch
 from datasets import Dataset
 
+from tests.support.chats import CHATML, tokenizer
 from train.data import data_card
 from train.data.conversations import corpus
 from train.data.corpus import Document, count_tokens, prompts
 from train.data.sources import Row, SkippedRow, Source
-
-from .chats import CHATML, tokenizer
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 LAYOUTS = {

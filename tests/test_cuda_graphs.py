@@ -1,5 +1,5 @@
 """Decoding by recordings, as on a GPU: the same text, and nothing in a step waits for the device. The recorder is
-tests/tape.py, which keeps a CUDA graph's rules on a CPU."""
+tests/support/tape.py, which keeps a CUDA graph's rules on a CPU."""
 
 import warnings
 
@@ -12,10 +12,10 @@ from heads.hydra import HydraHead
 from heads.target import cuda_graphs
 from inference import generate
 from inference.drafters import DynamicTree, Lookahead, SuffixDrafter, Union
-
-from .tape import Tape
-from .test_architectures import VOCAB, every_family, pair
-from .test_generate import SETTINGS, Random, drafters, prompt
+from tests.support.architectures import VOCAB, every_family, pair
+from tests.support.batches import prompt
+from tests.support.drafters import SETTINGS, Random, drafters
+from tests.support.tape import Tape
 
 LIMITS = {"max_new_tokens": 20, "eos_token_id": -1, "seed": 7}
 

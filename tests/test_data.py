@@ -8,11 +8,10 @@ import torch
 from heads.eagle3 import Eagle3Head
 from inference import generate
 from inference.evaluation.measure import distinct
+from tests.support.tiny import TEXT
 from train import losses, trainer
 from train.data import corpus, stdlib
 from train.data.corpus import Document, Packed
-
-from .conftest import TEXT
 
 
 def test_parts_of_the_standard_library_share_no_module():

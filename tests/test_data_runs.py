@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from scripts import preview, regenerate
+from tests.support.tiny import TEXT
 from train.run import main as train
-
-from .conftest import TEXT
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN = f"data.template={ROOT / 'train' / 'plain.jinja'}"

@@ -2,17 +2,13 @@
 
 import itertools
 from functools import partial
-from pathlib import Path
 
-import hydra
 import pytest
 import torch
-from hydra.utils import instantiate
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from heads import Target
-from heads.checkpoint import save_head
 from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
 from inference import generate, load_drafter
@@ -35,10 +31,8 @@ from inference.drafters.base import Accepted, chains, root_only, trees
 from inference.drafters.union import merge
 from inference.evaluation.lossless import Filled
 from inference.sampling import Sampling, SamplingParams
+from tests.support.tiny import tiny_config
 
-from .conftest import tiny_config
-
-CONF = Path(__file__).resolve().parent.parent / "conf"
 SETTINGS = {
     "greedy": {},
     "top-p": {"temperature": 1.0, "top_p": 0.9},
@@ -378,26 +372,6 @@ def test_auto_drafts_where_it_pays(small, monkeypatch):
     calibrated(monkeypatch, drafter, lambda plan: 1.0 + 0.1 * plan.levels)
     nodes = nodes_of_steps(small, drafter, 60)
     assert nodes[-20:].count(5) >= 18  # all but a look at plain decoding
-
-
-CONFIGS = sorted(path.stem for path in (CONF / "drafter").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_yaml_is_one_call_that_builds_a_drafter(target, tiny_path, tmp_path, name):
-    save_head(Eagle3Head.for_target(target, depth=2), tmp_path / "head", target)
-    specs = {
-        "head": tmp_path / "head",
-        "draft_model": f"draft:{tiny_path}",
-        "several": f"draft:{tiny_path}+draft:{tiny_path}",
-        "union": f"ngram+{tmp_path / 'head'}",
-    }
-    overrides = [f"+drafter={name}"] + ([f"drafter.spec={specs[name]}"] if name in specs else [])
-    with hydra.initialize_config_dir(str(CONF), version_base=None):
-        cfg = hydra.compose(overrides=overrides)
-    drafter = instantiate(cfg.drafter, target=target)
-    text = new_tokens(target, None, [prompt(9)], max_new_tokens=12, eos_token_id=-1)
-    assert new_tokens(target, drafter, [prompt(9)], max_new_tokens=12, eos_token_id=-1) == text
 
 
 def test_short_words_name_drafters(target, tiny_path):

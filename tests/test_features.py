@@ -16,31 +16,14 @@ from transformers import LlamaForCausalLM
 from heads import Target
 from heads.base import PackedBatch
 from heads.eagle3 import Eagle3Head
+from tests.support import ROOT
+from tests.support.batches import batch_of, documents
+from tests.support.feature_writer import LAYERS, rows
+from tests.support.tiny import tiny_config
 from train import losses
 from train.data.packing import Packed
 from train.features import disk, online
 from train.module import DistillationModel
-
-from .conftest import tiny_config
-from .test_packing import batch_of, documents
-
-ROOT = Path(__file__).resolve().parent.parent
-LAYERS = [1, 2, 3]
-WRITER = """
-import sys, torch, time
-from pathlib import Path
-from heads import Target
-from train.features import disk
-from tests.test_features import rows, facts
-torch.set_num_threads(1)
-target = Target.from_pretrained(sys.argv[1], dtype="float32", device="cpu")
-real = disk.shard
-def slow(*given):
-    time.sleep(0.3)
-    return real(*given)
-disk.shard = slow
-disk.write(rows(), target, facts(target), Path(sys.argv[2]), 2, int(sys.argv[3]), 2)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -49,15 +32,6 @@ def one_thread():
     torch.set_num_threads(1)  # as in the processes of these tests: the same bits
     yield
     torch.set_num_threads(threads)
-
-
-def rows() -> Packed:
-    torch.manual_seed(5)
-    return Packed(documents(40, 25, 33, 60, 21, 50, 44), length=32, seed=0)
-
-
-def facts(target: Target) -> dict:
-    return disk.describe(rows(), target, LAYERS, "float32", None, 2)
 
 
 def stored(target: Target, path: Path, dtype: str = "float32", top_k: int | None = None, packed: Packed | None = None):
@@ -129,7 +103,9 @@ def test_killed_writers_go_on_and_leave_the_same_manifest(target, tiny_path: Pat
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     writers = [
         subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tiny_path), str(path), str(rank)], cwd=ROOT, env=environment
+            [sys.executable, "-m", "tests.support.feature_writer", str(tiny_path), str(path), str(rank)],
+            cwd=ROOT,
+            env=environment,
         )
         for rank in (0, 1)
     ]

@@ -19,14 +19,13 @@ from transformers import LlamaForCausalLM
 
 from heads import Target, load_head, save_head
 from heads.checkpoint import read_head, write_head
-from heads.eagle import EagleHead
 from heads.eagle3 import Eagle3Head
 from heads.formats import engines
 from heads.hydra import HydraHead
-from heads.medusa import MedusaHead
 from inference import generate, load_drafter
-from tests import golden
-from tests.conftest import tiny_config
+from tests.support import golden
+from tests.support.heads import build_head
+from tests.support.tiny import tiny_config
 from train import parity_gate, publish
 from train.cli import CONF
 
@@ -515,19 +514,22 @@ def test_configs_that_are_none_are_refused(deep, tmp_path):
 # -- export ---------------------------------------------------------------------------------------------------------------
 
 
-def ours(kind: str, target: Target):
-    if kind == "medusa":
-        head = MedusaHead.for_target(target, depth=3, blocks=2)
-    elif kind == "medusa pruned":
-        head = MedusaHead.for_target(target, 3, 1, golden.VD, torch.arange(target.vocab_size))
-    elif kind.startswith("hydra"):
-        head = HydraHead.for_target(target, depth=3, mlp_layers=2, prefix=kind == "hydra_pp", dropout=0.1)
-    elif kind.startswith("eagle1"):
-        head = EagleHead.for_target(target, depth=3, bias=kind.endswith("bias"))
-    else:
-        more = {"fc_norm": True, "norm_output": True} if kind == "eagle3.1" else {}
-        size = None if kind == "eagle3 full vocabulary" else golden.VD
-        head = Eagle3Head.for_target(target, 3, None, size, torch.arange(target.vocab_size), **more)
+OURS: dict[str, tuple[str, dict[str, Any]]] = {  # kinds of conf/head, and what is changed in their yaml
+    "eagle3": ("eagle3", {"depth": 3, "draft_vocab_size": golden.VD}),
+    "eagle3 full vocabulary": ("eagle3", {"depth": 3, "draft_vocab_size": None}),
+    "eagle3.1": ("eagle3_1", {"depth": 3, "draft_vocab_size": golden.VD}),
+    "eagle1": ("eagle", {"depth": 3}),
+    "eagle1 with bias": ("eagle", {"depth": 3, "bias": True}),
+    "medusa": ("medusa", {"depth": 3, "blocks": 2}),
+    "medusa pruned": ("medusa", {"depth": 3, "draft_vocab_size": golden.VD}),
+    "hydra": ("hydra", {"depth": 3, "mlp_layers": 2, "dropout": 0.1}),
+    "hydra_pp": ("hydra_pp", {"depth": 3, "mlp_layers": 2, "dropout": 0.1}),
+}
+
+
+def ours(name: str, target: Target):
+    kind, changes = OURS[name]
+    head = build_head(kind, target, **changes)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -549,27 +551,13 @@ def choices(name: str) -> list[str]:
     return ["vllm", "speculators"] if name == "eagle3.1" else ["vllm", "speculators", "sglang", "eagle"]
 
 
-ROUND = [
-    (k, f)
-    for k in (
-        "eagle3",
-        "eagle3 full vocabulary",
-        "eagle3.1",
-        "eagle1",
-        "eagle1 with bias",
-        "medusa",
-        "medusa pruned",
-        "hydra",
-        "hydra_pp",
-    )
-    for f in choices(k)
-]
+ROUND = [(kind, name) for kind in OURS for name in choices(kind)]
 
 
 @pytest.mark.parametrize(("kind", "name"), ROUND)
 def test_round_trips_are_equal_to_the_bit(deep, tmp_path, kind, name):
     head = ours(kind, deep)
-    export = instantiate(OmegaConf.load(CONF / "ship" / "format" / f"{name}.yaml"))(head, deep)
+    export = instantiate(OmegaConf.load(CONF / "publish" / "format" / f"{name}.yaml"))(head, deep)
     write_head(head, tmp_path, deep, export.form, export.form.files)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", *export.form.files}
     again = read_head(tmp_path, deep)

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.chats import CHATML, GEMMA, tokenizer
 from train.data.conversations import corpus
-
-from .chats import CHATML, GEMMA, tokenizer
 
 FORMS = [tokenizer(CHATML), tokenizer(GEMMA)]
 NAMES = [

@@ -9,53 +9,13 @@ from safetensors.torch import load_file, save_file
 
 from heads import Target, load_head, save_head, vocab
 from heads import step_attention as steps
-from heads.base import PackedBatch, draft_loss_mask, shift_right
-from heads.draft_model import DraftModelHead
-from heads.eagle import EagleHead
-from heads.eagle3 import Eagle3Head, paper_layers
-from heads.hydra import HydraHead
-from heads.medusa import MedusaHead
+from heads.base import PackedBatch, draft_loss_mask
+from heads.eagle3 import paper_layers
+from tests.support.batches import PROMPT, batch
+from tests.support.heads import make_head
 from train import parity_gate
 from train.losses import soft
 from train.module import DistillationModel
-
-KINDS = ("eagle3", "eagle3 full vocabulary", "eagle3.1", "medusa", "eagle", "hass", "hydra", "hydra_pp", "draft_model")
-PROMPT = torch.randint(1, 300, (30,), generator=torch.Generator().manual_seed(1)).tolist()
-
-
-def make(kind: str, target: Target):
-    counts = torch.arange(target.vocab_size)
-    if kind == "medusa":
-        head = MedusaHead.for_target(target, depth=3, blocks=2, draft_vocab_size=250, counts=counts)
-    elif kind.startswith("hydra"):
-        plus = kind == "hydra_pp"
-        head = HydraHead.for_target(
-            target, depth=3, mlp_layers=3 if plus else 1, prefix=plus, dropout=0.1, draft_vocab_size=150, counts=counts
-        )
-    elif kind == "draft_model":
-        head = DraftModelHead.for_target(target)
-    elif kind == "eagle":
-        head = EagleHead.for_target(target, depth=1, bias=True)
-    elif kind == "hass":
-        head = EagleHead.for_target(target, depth=3)
-    elif kind == "eagle3.1":
-        head = Eagle3Head.for_target(target, depth=4, fc_norm=True, norm_output=True)
-    else:
-        head = Eagle3Head.for_target(target, depth=4, draft_vocab_size=200 if kind == "eagle3" else None, counts=counts)
-    with torch.no_grad():
-        for parameter in head.parameters():  # away from ones and zeros, or a lost norm would not show
-            parameter.copy_(
-                parameter + 0.3 * torch.randn_like(parameter) * parameter.std().nan_to_num(1.0).clamp(min=0.1)
-            )
-    return head.eval()
-
-
-def batch(*lengths: int) -> PackedBatch:
-    """One row of documents of these lengths."""
-    documents = torch.tensor([[number for number, length in enumerate(lengths) for _ in range(length)]])
-    positions = torch.tensor([[place for length in lengths for place in range(length)]])
-    tokens = torch.randint(1, 300, documents.shape)
-    return PackedBatch(tokens, torch.ones_like(tokens).bool(), documents, positions)
 
 
 def states(head, target: Target, text: PackedBatch) -> list[torch.Tensor]:
@@ -100,49 +60,42 @@ def test_padding_is_not_learnt_from():
 # -- training, drafting and files draft the same ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_parity_gate_passes_for_what_is_right(target, kind, tmp_path):
-    head = make(kind, target)
-    save_head(head, tmp_path, target)
-    assert parity_gate.check(head, target, PROMPT, saved=tmp_path) < 1e-4
+def test_parity_gate_passes_for_what_is_right(fresh, head, tmp_path):
+    save_head(head, tmp_path, fresh)
+    assert parity_gate.check(head, fresh, PROMPT, saved=tmp_path) < 1e-4
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_documents_draft_as_they_do_alone(target, kind):
-    head, text = make(kind, target), batch(12, 9, 15)
-    packed = states(head, target, text)
+def test_packed_documents_draft_as_they_do_alone(fresh, head):
+    text = batch(12, 9, 15)
+    packed = states(head, fresh, text)
     for number, (first, last) in enumerate([(0, 12), (12, 21), (21, 36)]):
         alone = PackedBatch(*(tensor[:, first:last] for tensor in text))
         alone = alone._replace(documents=torch.zeros_like(alone.documents))
-        for depth, (whole, single) in enumerate(zip(packed, states(head, target, alone), strict=True), start=1):
+        for depth, (whole, single) in enumerate(zip(packed, states(head, fresh, alone), strict=True), start=1):
             inside = draft_loss_mask(alone, depth)
             assert torch.equal(inside, draft_loss_mask(text, depth)[:, first:last]), number
             torch.testing.assert_close(whole[:, first:last][inside], single[inside], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_files_give_back_the_head_bit_for_bit(target, kind, tmp_path):
-    head = make(kind, target)
-    save_head(head, tmp_path, target)
-    again = load_head(tmp_path, target)
+def test_files_give_back_the_head_bit_for_bit(fresh, head, tmp_path):
+    save_head(head, tmp_path, fresh)
+    again = load_head(tmp_path, fresh)
     assert again.state_dict().keys() == head.state_dict().keys()
     for name, tensor in head.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
     assert (again.layers, again.depth, again.kind) == (head.layers, head.depth, head.kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_parameter_learns(target, kind):
-    head, text = make(kind, target).train(), batch(20, 12)
-    DistillationModel(head, target, soft)(*text).loss.backward()
+def test_every_parameter_learns(fresh, head):
+    text = batch(20, 12)
+    DistillationModel(head.train(), fresh, soft)(*text).loss.backward()
     for name, parameter in head.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
 
-def test_layers_are_not_tied_by_accident(target):
-    for kind in KINDS:
-        pointers = [parameter.data_ptr() for parameter in make(kind, target).parameters()]
-        assert len(pointers) == len(set(pointers))
+def test_layers_are_not_tied_by_accident(head):
+    pointers = [parameter.data_ptr() for parameter in head.parameters()]
+    assert len(pointers) == len(set(pointers))
 
 
 # -- pitfalls: each is broken on purpose and seen -----------------------------------------------------------------------
@@ -162,17 +115,17 @@ def wrap_read(original):
 
 
 def test_gate_sees_positions_one_off(target, monkeypatch):
-    head = make("eagle3", target)
-    original = type(head).step
+    head = make_head("eagle3", target)
+    original = type(head).draft_step
     monkeypatch.setattr(
-        type(head), "step", lambda self, h, e, positions, m, c: original(self, h, e, positions + 1, m, c)
+        type(head), "draft_step", lambda self, h, e, positions, m, c: original(self, h, e, positions + 1, m, c)
     )
     with pytest.raises(ValueError, match="parity gate: at depth 2"):
         parity_gate.check(head, target, PROMPT)
 
 
 def test_gate_sees_fused_layers_off_by_one(target, monkeypatch):
-    head = make("eagle3", target)
+    head = make_head("eagle3", target)
     monkeypatch.setattr(Target, "read", wrap_read(Target.read))
     with pytest.raises(ValueError, match="parity gate: at depth 1"):
         parity_gate.check(head, target, PROMPT)
@@ -183,15 +136,15 @@ MOVES = {"eagle3": "heads.eagle3", "hass": "heads.eagle", "hydra": "heads.hydra"
 
 @pytest.mark.parametrize("kind", MOVES)
 def test_gate_sees_hidden_states_that_are_not_moved(target, kind, monkeypatch):
-    head = make(kind, target)
-    monkeypatch.setattr(f"{MOVES[kind]}.later", lambda x, steps: shift_right(x, steps) if x.dtype == torch.bool else x)
+    head = make_head(kind, target)
+    monkeypatch.setattr(f"{MOVES[kind]}.shift_right", lambda x, steps: x)
     with pytest.raises(ValueError, match="parity gate: at depth 2"):
         parity_gate.check(head, target, PROMPT)
 
 
 def test_gate_sees_a_prefix_layer_that_reads_other_text(target, monkeypatch):
     """Hydra++'s layer looks at the whole row in training, the future included, and at the past alone in drafting."""
-    head = make("hydra_pp", target)
+    head = make_head("hydra_pp", target)
     monkeypatch.setattr(
         PackedBatch, "mask", lambda text: torch.ones(1, text.tokens.shape[1], text.tokens.shape[1]).bool()
     )
@@ -200,7 +153,7 @@ def test_gate_sees_a_prefix_layer_that_reads_other_text(target, monkeypatch):
 
 
 def test_gate_sees_a_draft_model_one_position_off(target, monkeypatch):
-    head = make("draft_model", target)
+    head = make_head("draft_model", target)
     forward = type(head).forward
     monkeypatch.setattr(type(head), "forward", lambda self, *batch: [out.roll(1, 1) for out in forward(self, *batch)])
     with pytest.raises(ValueError, match="parity gate: at depth 1"):
@@ -208,7 +161,7 @@ def test_gate_sees_a_draft_model_one_position_off(target, monkeypatch):
 
 
 def test_gate_sees_training_steps_that_look_at_text_they_have_not_got(target, monkeypatch):
-    head = make("eagle3", target)
+    head = make_head("eagle3", target)
     scores = steps.text_scores
     monkeypatch.setattr(steps, "text_scores", lambda q, k, mask, back, *rest: scores(q, k, mask, 0, *rest))
     with pytest.raises(ValueError, match="parity gate: at depth 2"):
@@ -217,7 +170,7 @@ def test_gate_sees_training_steps_that_look_at_text_they_have_not_got(target, mo
 
 def test_gate_sees_features_before_the_final_norm(target, monkeypatch):
     """Medusa reads the last hidden state after the final norm; one engine handed it over before."""
-    head = make("medusa", target)
+    head = make_head("medusa", target)
     original, calls = Target.read, {"count": 0}
 
     def read(self, *args, **kwargs):
@@ -231,7 +184,7 @@ def test_gate_sees_features_before_the_final_norm(target, monkeypatch):
 
 
 def test_gate_sees_a_lost_rope_theta(target, tmp_path):
-    head = make("eagle3", target)
+    head = make_head("eagle3", target)
     save_head(head, tmp_path, target)
     edit(tmp_path, lambda config: config.pop("rope_parameters"))
     parity_gate.check(head, target, PROMPT, saved=tmp_path)  # the old spelling, rope_theta, is there too
@@ -242,7 +195,7 @@ def test_gate_sees_a_lost_rope_theta(target, tmp_path):
 
 def test_gate_sees_rope_that_the_files_do_not_tell(target, tmp_path):
     """Trained with frequencies that config.json does not describe: the files read back draft otherwise."""
-    head = make("eagle3", target)
+    head = make_head("eagle3", target)
     save_head(head, tmp_path, target)
     head.rotary.rule.inv_freq.mul_(0.5)
     with pytest.raises(ValueError, match=r"parity gate.*saved files"):
@@ -250,7 +203,7 @@ def test_gate_sees_rope_that_the_files_do_not_tell(target, tmp_path):
 
 
 def test_context_length_is_the_targets(target):
-    assert make("eagle3", target).to_config()["max_position_embeddings"] == target.context == 256
+    assert make_head("eagle3", target).to_config()["max_position_embeddings"] == target.context == 256
 
 
 @torch.no_grad()
@@ -260,7 +213,7 @@ def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
     from inference.drafters.base import Accepted
     from inference.sampling import Sampling, SamplingParams
 
-    head = make("eagle3", target)
+    head = make_head("eagle3", target)
     text = torch.tensor([PROMPT])
     features = target.read(text, layers=head.layers).features
 
@@ -286,7 +239,7 @@ def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["eagle3", "hass"])
 def test_a_lesson_does_not_depend_on_the_blocks_it_is_read_in(target, kind, monkeypatch):
-    distillation, text, found = DistillationModel(make(kind, target), target, soft), batch(20, 12), []
+    distillation, text, found = DistillationModel(make_head(kind, target), target, soft), batch(20, 12), []
     for block in (256, 7):
         monkeypatch.setattr("heads.step_attention.BLOCK", block)
         distillation.zero_grad()
@@ -352,7 +305,7 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_weights_that_do_not_fit_are_named(target, tmp_path, name):
-    save_head(make("eagle3", target), tmp_path, target)
+    save_head(make_head("eagle3", target), tmp_path, target)
     weights = load_file(tmp_path / "model.safetensors")
     change, message = MUTATIONS[name]
     change(weights)
@@ -362,7 +315,7 @@ def test_weights_that_do_not_fit_are_named(target, tmp_path, name):
 
 
 def test_a_head_of_another_target_is_refused(target, tmp_path):
-    save_head(make("eagle3", target), tmp_path, target)
+    save_head(make_head("eagle3", target), tmp_path, target)
     edit(tmp_path, lambda config: config["foredraft"]["target"].update(embedding_digest="0" * 16))
     with pytest.raises(ValueError, match="embedding_digest: the head was trained for 0000"):
         load_head(tmp_path, target)
@@ -370,7 +323,7 @@ def test_a_head_of_another_target_is_refused(target, tmp_path):
 
 def test_head_counts_come_from_the_weights_too(target, tmp_path):
     """A published head says 2 heads and stores 5: drafting with 2 would be silent."""
-    save_head(make("medusa", target), tmp_path, target)
+    save_head(make_head("medusa", target), tmp_path, target)
     edit(tmp_path, lambda config: config.update(medusa_num_heads=2))
     with pytest.raises(ValueError, match="medusa_num_heads=2, the weights are of 3"):
         load_head(tmp_path, target)
@@ -381,7 +334,7 @@ def test_missing_files_are_named(target, tmp_path):
         load_head(tmp_path, target)
     with pytest.raises(ValueError, match="neither a directory nor a Hub id"):
         load_head(tmp_path / "nothing" / "here", target)
-    save_head(make("medusa", target), tmp_path, target)
+    save_head(make_head("medusa", target), tmp_path, target)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match="damaged"):
         load_head(tmp_path, target)

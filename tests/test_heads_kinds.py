@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
@@ -19,17 +16,16 @@ from inference import generate
 from inference.drafters import drafter_for, load_drafter
 from inference.drafters.base import Accepted
 from inference.sampling import Sampling, SamplingParams
-from train import parity_gate, trainer
+from tests.support import ROOT
+from tests.support.batches import PROMPT
+from tests.support.configs import composed
+from tests.support.heads import make_head
+from tests.support.tiny import TEXT
+from tests.support.toy.head import ToyHead
+from train import module, parity_gate
 from train.losses import Prediction, soft
 from train.module import DistillationModel
 from train.run import main
-
-from .conftest import TEXT
-from .test_heads import KINDS, PROMPT, make
-from .toy.head import ToyHead
-
-ROOT = Path(__file__).resolve().parent.parent
-
 
 # -- what is learnt ---------------------------------------------------------------------------------------------------
 
@@ -50,12 +46,11 @@ def answers_of(head, target: Target) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(answer.features, count) for answer, count in zip(seen, outcome.counts.tolist(), strict=True)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_compares_with_just_the_supervised_tokens(target, kind):
+def test_the_loss_compares_with_just_the_supervised_tokens(fresh, head):
     """Tokens 10..15 are supervised. The target chose them by its hidden states 9..14: these are the answers, all of them,
     at every depth."""
-    states = target.read(torch.tensor([PROMPT[:16]]), layers=[target.num_layers]).features[0]
-    for answers, count in answers_of(make(kind, target), target):
+    states = fresh.read(torch.tensor([PROMPT[:16]]), layers=[fresh.num_layers]).features[0]
+    for answers, count in answers_of(head, fresh):
         assert count == 6
         torch.testing.assert_close(answers, states[9:15])
 
@@ -68,9 +63,9 @@ def test_a_mask_that_is_not_shifted_is_seen(target, kind, monkeypatch):
         slots = torch.arange(text.tokens.shape[1])
         return text.loss_mask & (slots + 2 < len(slots))
 
-    monkeypatch.setattr(trainer, "began", unshifted)
+    monkeypatch.setattr(module, "draft_loss_mask", unshifted)
     states = target.read(torch.tensor([PROMPT[:16]]), layers=[target.num_layers]).features[0]
-    for answers, count in answers_of(make(kind, target), target):
+    for answers, count in answers_of(make_head(kind, target), target):
         assert count == 4 and torch.allclose(answers, states[11:15], atol=1e-5)
 
 
@@ -78,15 +73,13 @@ def test_a_mask_that_is_not_shifted_is_seen(target, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", KINDS)
-def test_text_is_the_targets_own(target, kind, temperature):
-    head = make(kind, target)
+def test_text_is_the_targets_own(fresh, head, temperature):
     rows = torch.tensor([PROMPT[:12], [0] * 5 + PROMPT[20:27]])
     mask = (torch.arange(12) >= torch.tensor([[0], [5]])).long()
     settings = {"max_new_tokens": 24, "temperature": temperature, "eos_token_id": -1, "seed": 3}
-    plain = generate(target, None, rows, mask, **settings)
+    plain = generate(fresh, None, rows, mask, **settings)
     every_level = {"min_probability": 0.0} if isinstance(head, RecurrentHead) else {}
-    drafted = generate(target, drafter_for(head, target, **every_level), rows, mask, **settings)
+    drafted = generate(fresh, drafter_for(head, fresh, **every_level), rows, mask, **settings)
     assert drafted.new_tokens == plain.new_tokens
     assert max(step.nodes for step in drafted.steps) > 1
 
@@ -96,7 +89,7 @@ def test_text_is_the_targets_own(target, kind, temperature):
 @pytest.mark.parametrize("kind", ["eagle3", "hydra", "medusa"])
 def test_a_pruned_head_drafts_its_best_tokens_under_their_own_names(target, kind, noisy):
     """Depth 1 by hand: the training forward's logits, the noise of the tokens that they stand for, the target's ids."""
-    head = make(kind, target)
+    head = make_head(kind, target)
     ids = head.draft_ids
     assert ids is not None and len(ids) < target.vocab_size and ids[0] > 0
     tokens = torch.tensor([PROMPT])
@@ -115,7 +108,7 @@ def test_a_pruned_head_drafts_its_best_tokens_under_their_own_names(target, kind
 @pytest.mark.parametrize("kind", ["eagle3", "eagle", "hydra", "hydra_pp", "medusa"])
 def test_a_few_steps_of_training_lower_the_loss(target, kind):
     torch.manual_seed(1)
-    head = make(kind, target).train()
+    head = make_head(kind, target).train()
     distillation = DistillationModel(head, target, soft)
     places = torch.arange(24).repeat(2, 1)
     text = PackedBatch(torch.randint(1, 300, (2, 24)), places >= 0, torch.zeros_like(places), places)
@@ -165,7 +158,7 @@ def train(tiny_path, tmp_path, monkeypatch, capfd):
 
 def test_a_new_head_is_one_file_and_one_yaml(train, tiny_path):
     """Trained by the command that users type, saved, loaded, decoded with; nothing in the project knows its name."""
-    directory = train(f"hydra.searchpath=[file://{ROOT}/tests/toy/conf]", "head=toy")
+    directory = train(f"hydra.searchpath=[file://{ROOT}/tests/support/toy/conf]", "head=toy")
     metrics = json.loads((directory / "metrics.json").read_text())
     assert metrics["head"] == "toy" and metrics["identical_greedy"] == metrics["identical_sampled"] == 1.0
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
@@ -176,37 +169,14 @@ def test_a_new_head_is_one_file_and_one_yaml(train, tiny_path):
     assert drafted.new_tokens == generate(target, None, prompt, **settings).new_tokens
 
 
-def test_a_head_may_choose_loss_and_lesson_and_the_command_line_overrules_it():
-    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
-        chosen = {
-            line: compose("train", line.split())
-            for line in ("head=medusa", "head=eagle", "head=eagle loss=hard", "head=medusa2", "head=eagle3_1")
-        }
+def test_a_head_may_choose_loss_and_objective_and_the_command_line_overrules_it():
+    lines = ("head=medusa", "head=eagle", "head=eagle loss=hard", "head=medusa2", "head=eagle3_1")
+    chosen = {line: composed("train", *line.split()) for line in lines}
     losses = {line: cfg.loss["_target_"].rpartition(".")[2] for line, cfg in chosen.items()}
     assert losses["head=medusa"] == "soft" and losses["head=eagle"] == "regression"
     assert losses["head=eagle loss=hard"] == "hard"
-    assert chosen["head=medusa2"].distillation["_target_"] == "train.joint.JointLesson"
+    assert chosen["head=medusa2"].objective["_target_"] == "train.joint.JointDistillation"
     assert chosen["head=eagle3_1"].head.fc_norm and chosen["head=eagle3_1"].head.norm_output
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "conf" / "head").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_yaml_builds_its_head_and_its_lesson(path, tiny_path):
-    target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
-    with initialize_config_dir(str(ROOT / "conf"), version_base=None):
-        cfg = compose("train", [f"head={path.stem}"])
-    head = instantiate(cfg.head, target=target)
-    distillation = instantiate(cfg.distillation, head=head, target=target, loss=instantiate(cfg.loss))
-    assert distillation.head is head and distillation.target is target  # not copies of them
-    places = torch.arange(12)[None]
-    text = PackedBatch(torch.tensor([PROMPT[:12]]), places >= 4, torch.zeros_like(places), places)
-    assert torch.isfinite(distillation(*text).loss)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "conf" / "loss").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_yaml_of_a_loss_builds_it(path):
-    loss = instantiate(OmegaConf.load(path))
-    draft, answer = (Prediction(torch.randn(3, 12), torch.randn(3, 5)) for _ in range(2))
-    assert loss(draft, answer).shape == (3,)
 
 
 def test_medusa2_ends_with_adapter_heads_and_a_warning(train):

@@ -1,4 +1,4 @@
-"""Heads travel over the Hub whole: the real client against a server in this process (tests/hub_server.py)."""
+"""Heads travel over the Hub whole: the real client against a server in this process (tests/support/hub_server.py)."""
 
 import json
 import re
@@ -13,8 +13,8 @@ from heads import hub, load_head, save_head
 from heads.eagle3 import Eagle3Head
 from heads.hub.card import model_card
 from inference import load_drafter
-from tests import golden
-from tests.hub_server import TOKEN, HubServer
+from tests.support import golden
+from tests.support.hub_server import TOKEN, HubServer
 from train import publish
 
 NAME = "org/a-head"
@@ -143,7 +143,7 @@ def test_what_is_public_does_not_become_private_by_itself(server, folder):
 
 def test_an_upload_that_was_cut_goes_on(server, folder):
     """The second file's connection breaks for good; run again, only that one is sent."""
-    report = hub.file_sha256(folder / "report.html")
+    report = hub.client.file_sha256(folder / "report.html")
     server.trouble = lambda method, path: "drop" if method == "PUT" and path.endswith(report) else None
     with pytest.raises(ValueError, match="did not take"):
         push(folder)

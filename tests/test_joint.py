@@ -13,21 +13,14 @@ from heads.hub.card import model_card
 from heads.medusa import MedusaHead
 from heads.medusa2 import Medusa2Head
 from inference import generate, load_drafter
+from tests.support.batches import PROMPT, batch
 from train import parity_gate
 from train.joint import JointDistillation
 from train.losses import soft
 from train.module import DistillationModel
 from train.optimizer import adamw, muon
 
-from .test_heads import PROMPT, batch
-
 IDS = torch.tensor([PROMPT])
-
-
-@pytest.fixture
-def fresh(tiny_path) -> Target:
-    """A target of one's own: these tests change it."""
-    return Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
 
 
 def disturb(target: Target) -> None:

@@ -1,32 +1,20 @@
 """Packing: nothing is lost uncounted, and a packed token has the loss that it has in a row of its own."""
 
-import hydra
 import pytest
 import torch
-from hydra.utils import instantiate
 from torch import Tensor
 
 from heads.base import PackedBatch, draft_loss_mask
 from heads.target import Target
-from train.cli import CONF
+from tests.support import names
+from tests.support.batches import batch_of, documents
+from tests.support.heads import build_head
 from train.data.packing import Document, Packed, best_fit
 from train.module import DistillationModel
 
-HEADS = sorted(file.stem for file in (CONF / "head").glob("*.yaml"))
-
-
-def documents(*lengths: int, prompt: int = 3) -> list[Document]:
-    return [
-        Document(torch.randint(1, 300, (length,)).tolist(), [place >= prompt for place in range(length)])
-        for length in lengths
-    ]
-
 
 def distillation(target: Target, kind: str) -> DistillationModel:
-    with hydra.initialize_config_dir(str(CONF), version_base=None):
-        cfg = hydra.compose("train", [f"head={kind}", "target.path=x"])
-    more = {"counts": torch.ones(target.vocab_size)} if "draft_vocab_size" in cfg.head else {}
-    head = instantiate(cfg.head, target=target, **more)
+    head = build_head(kind, target)
     with torch.no_grad():
         for parameter in head.parameters():  # layers that start as nothing would hide what reaches them
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -46,13 +34,8 @@ def token_losses(distillation: DistillationModel, batch: dict[str, Tensor]) -> T
     return torch.stack(losses)
 
 
-def batch_of(packed: Packed) -> dict[str, Tensor]:
-    rows = [packed[row] for row in range(len(packed))]
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
 @pytest.mark.parametrize("long", ["split", "truncate"])
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", names("head"))
 def test_a_packed_token_has_the_loss_that_it_has_alone(tiny_path, kind: str, long: str):
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")  # a head may put adapters into it
     texts = documents(20, 9, 15, 26, 14, 12)

@@ -13,10 +13,9 @@ from huggingface_hub import constants
 from heads import load_head, save_head
 from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
-from tests.hub_server import TOKEN, HubServer
-from tests.test_run import SMALL, Ended, end, folder, program  # noqa: F401 -- a fixture
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support import ROOT
+from tests.support.hub_server import TOKEN, HubServer
+from tests.support.processes import SMALL, Ended, end, program
 
 
 @pytest.fixture
@@ -115,7 +114,7 @@ def test_push_as_it_is_typed(script, trained, monkeypatch, tmp_path):
         assert ended.code == 2 and "hf auth login" in ended.err and "secret" not in ended.out + ended.err
 
 
-def test_a_training_pushes_what_it_ends_with(tiny_path: Path, folder: Path, tmp_path: Path):  # noqa: F811
+def test_a_training_pushes_what_it_ends_with(tiny_path: Path, folder: Path, tmp_path: Path):
     given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "head=medusa", "evaluate.proof=false"]
     given += ["trainer.max_steps=2", "evaluate.eval_steps=0", "push_to_hub=org/mine", "push_private=false"]
     with HubServer() as hub:

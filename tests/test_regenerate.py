@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from inference import generate
+from tests.support.bad_server import WAYS, BadServer
 from train.data.chat_template import ChatFormat
 from train.data.generation_clients import Server, in_process, through_server
 from train.data.regeneration import Output, Sampling, questions
 from train.data.sources import Source
-
-from .bad_server import WAYS, BadServer
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLING = Sampling(1.0, None, 16, 7)

@@ -12,22 +12,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support import ROOT
+from tests.support.processes import ONE, SMALL_EAGLE3, TWO, complaint, end, program, torchrun
 from train.runtime import checkpoints, run_state
 
-from .test_run import end, program
-from .test_strategies import ONE, ROOT, SMALL, TWO, complaint, folder, here, torchrun  # noqa: F401 -- fixtures
-
-RUN = [*SMALL, ONE, "optimizer=adamw", "trainer.max_steps=24", "trainer.save_steps=3", "evaluate.eval_steps=8"]
+RUN = [*SMALL_EAGLE3, ONE, "optimizer=adamw", "trainer.max_steps=24", "trainer.save_steps=3", "evaluate.eval_steps=8"]
 
 
 @pytest.fixture(scope="module")
-def given(tiny_path: Path, folder: Path) -> list[str]:  # noqa: F811
+def given(tiny_path: Path, folder: Path) -> list[str]:
     return [*RUN, f"target.path={tiny_path}", f"data.path={folder}"]
 
 
 def killed(seed: int, kills: int, *arguments: str, cwd: Path) -> list[int]:
     """How the runs ended: negative numbers are signals."""
-    command = [sys.executable, str(ROOT / "tests/kill_probe.py"), str(seed), str(kills), *arguments]
+    command = [sys.executable, str(ROOT / "tests/support/kill_probe.py"), str(seed), str(kills), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr
@@ -99,7 +98,7 @@ def test_the_best_weights_are_those_that_drafted_best():
     assert checkpoints.best_step(history) == 6 and checkpoints.best_step(history[:1]) is None
 
 
-def test_a_run_ships_its_best_weights(given: list[str], here, tmp_path: Path, monkeypatch):  # noqa: F811
+def test_a_run_ships_its_best_weights(given: list[str], here, tmp_path: Path, monkeypatch):
     """Here the first ones, since measurements are made to fall."""
     lengths = iter([3.0, 2.0, 1.0])
     monkeypatch.setattr("train.run.acceptance", lambda generations: next(lengths))
@@ -115,7 +114,7 @@ def test_a_run_ships_its_best_weights(given: list[str], here, tmp_path: Path, mo
 # Sweeps, other heads, other processes
 
 
-def test_a_sweep_that_is_repeated_passes_over_what_is_done(given: list[str], reference: Path, here, tmp_path):  # noqa: F811
+def test_a_sweep_that_is_repeated_passes_over_what_is_done(given: list[str], reference: Path, here, tmp_path):
     shutil.copytree(reference, tmp_path / "out/optimizer-adamw")
     config = tmp_path / "out/optimizer-adamw/config.yaml"
     config.write_text(config.read_text().replace("output_dir: out", "output_dir: out/optimizer-adamw"))
@@ -135,7 +134,7 @@ def unfinished(reference: Path, directory: Path, **changes: object) -> Path:
     return directory
 
 
-def test_a_directory_with_checkpoints_of_another_head(given: list[str], reference: Path, here, tmp_path: Path):  # noqa: F811
+def test_a_directory_with_checkpoints_of_another_head(given: list[str], reference: Path, here, tmp_path: Path):
     unfinished(reference, tmp_path / "out")
     message = complaint(here(*given[2:], "head=medusa", "output_dir=out"))
     assert "holds an unfinished run with another config" in message and "head._target_ is heads.eagle3" in message

@@ -26,12 +26,10 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from heads import Target, load_head
 from inference import generate, load_drafter
-from train.run import main
+from tests.support.processes import SMALL, Ended, complaint, end, printed, program
+from tests.support.tiny import TEXT, VOCAB, tiny_config
 from train.runtime import checkpoints, run_state
 
-from .conftest import TEXT, VOCAB, tiny_config
-
-ROOT = Path(__file__).resolve().parent.parent
 KINDS = ["medusa", "eagle3"]
 STEPS = 52
 PROMISED = {  # issue 2, item 7
@@ -49,83 +47,6 @@ PROMISED = {  # issue 2, item 7
     "dtype",
     "versions",
 }
-SMALL = [
-    "data=text",
-    "target=hf",
-    "target.device=cpu",
-    "length=64",
-    "self_generated_tokens=0",
-    "keep_checkpoints=true",
-    "trainer.per_device_train_batch_size=4",
-    "trainer.logging_steps=1",
-    "trainer.warmup_steps=2",
-    "evaluate.prompts=4",
-    "evaluate.prompt_tokens=16",
-    "evaluate.new_tokens=16",
-    "evaluate.eval_prompts=2",
-]
-
-
-class Ended(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-def program(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen:
-    """The real thing. One thread: sums of floats come out alike in every run."""
-    inherited = {name: value for name, value in os.environ.items() if name != "FOREDRAFT_TRACE"}
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "train" / "run.py"), *arguments],
-        cwd=cwd,
-        env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def end(process: subprocess.Popen) -> Ended:
-    try:
-        out, err = process.communicate(timeout=300)
-    finally:
-        process.kill()
-    return Ended(process.returncode, out, err)
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable]:
-    """here(*arguments): `main` in this process, with what `program` would give."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("FOREDRAFT_TRACE", raising=False)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-
-    def run(*arguments: str) -> Ended:
-        capfd.readouterr()
-        monkeypatch.setattr(sys, "argv", ["train/run.py", *arguments, "hydra/job_logging=disabled"])
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            assert isinstance(stop.code, int)
-            code = stop.code
-        return Ended(code, *capfd.readouterr())
-
-    yield run
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve small files; the tokenizer of `tiny_path` was trained on such text."""
-    path = tmp_path_factory.mktemp("texts")
-    for number in range(12):
-        lines = [
-            f"def add_{number}_{line}(self, other):\n    return {line * number} + other.value\n" for line in range(9)
-        ]
-        (path / f"{number}.txt").write_text("\n".join(lines))
-    return path
 
 
 @pytest.fixture(scope="session")
@@ -217,11 +138,6 @@ def history(directory: Path) -> list[dict]:
 
 def clock(directory: Path) -> list[float]:
     return [entry["train_seconds"] for entry in entries(directory) if "train_seconds" in entry]
-
-
-def printed(out: str) -> list[tuple[str, str, str]]:
-    """Step, loss and agreement of each line of progress."""
-    return re.findall(r"^step (\d+)/\d+  loss (\S+)  agreement by depth ([\d. ]+)  ", out, re.M)
 
 
 def metrics(directory: Path) -> dict:
@@ -383,15 +299,6 @@ def test_a_signal_may_come_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPa
 
 
 # Bad input
-
-
-def complaint(ended: Ended) -> str:
-    """The one sentence on stderr, of a run that bad input ended before it did anything."""
-    assert ended.code == 2, ended
-    assert "Traceback" not in ended.err and not printed(ended.out)
-    lines = [line.removeprefix("error: ") for line in ended.err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and ended.err.rstrip().endswith(lines[0]), ended.err
-    return lines[0]
 
 
 def file(path: Path, content: str | bytes = "") -> Path:

@@ -4,7 +4,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from heads import Target
-from tests.conftest import tiny_config
+from tests.support.tiny import tiny_config
 from train.data import corpus, stored_text
 from train.data.packing import Document
 

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,58 +13,21 @@ from safetensors.torch import load_file
 
 from heads import Target
 from inference import generate, load_drafter
+from tests.support import ROOT
+from tests.support.processes import ONE, SMALL_EAGLE3, STEPS, TWO, end, program, torchrun
+from tests.support.tiny import TEXT
 from train.data.row_order import Stream
 from train.runtime import strategy
 
-from .conftest import TEXT
-from .test_run import complaint, end, folder, here, program  # noqa: F401 -- fixtures
-
-ROOT = Path(__file__).resolve().parent.parent
-STEPS = 20
 HALVES = {"ddp": "MULTI_CPU", "fsdp": "FSDP"}
 if importlib.util.find_spec("deepspeed") is not None:
     HALVES |= {"zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
-SMALL = [
-    "head=eagle3",
-    "head.draft_vocab_size=128",
-    "data=text",
-    "target=hf",
-    "target.device=cpu",
-    "length=64",
-    "self_generated_tokens=0",
-    f"trainer.max_steps={STEPS}",
-    "trainer.bf16=false",
-    "trainer.learning_rate=0.001",
-    "trainer.warmup_steps=2",
-    "trainer.logging_steps=1",
-    "evaluate.prompts=2",
-    "evaluate.timed_prompts=1",
-    "evaluate.prompt_tokens=16",
-    "evaluate.new_tokens=8",
-    "evaluate.eval_prompts=1",
-    f"evaluate.eval_steps={STEPS}",
-    "evaluate.proof=false",
-]
 SPREAD = {  # a target in pieces beside it, and one that writes first, which all processes do together; features by both
     "ddp-fsdp": "ddp,optimizer=adamw,target.sharding=fsdp",
     "fsdp-tensor": "fsdp,optimizer=adamw,target.sharding=tensor",
     "ddp-512": "ddp,optimizer=adamw,target.sharding=fsdp,trainer.max_steps=4,self_generated_tokens=512",
     "ddp-disk": "ddp,optimizer=adamw,features.dtype=float32,features.shard_rows=4,features=disk",
 }
-ONE, TWO = "trainer.per_device_train_batch_size=4", "trainer.per_device_train_batch_size=2"
-
-
-def torchrun(*arguments: str, cwd: Path) -> subprocess.Popen:
-    """Two processes on this machine, on a port that is free."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    return subprocess.Popen(
-        [*command, "--rdzv-endpoint", "localhost:0", *arguments],
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def losses(directory: Path) -> list[float]:
@@ -74,8 +35,8 @@ def losses(directory: Path) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def given(tiny_path: Path, folder: Path) -> list[str]:  # noqa: F811
-    return [*SMALL, f"target.path={tiny_path}", f"data.path={folder}"]
+def given(tiny_path: Path, folder: Path) -> list[str]:
+    return [*SMALL_EAGLE3, f"target.path={tiny_path}", f"data.path={folder}"]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +58,7 @@ def reads_collectively(given: list[str], tmp_path_factory: pytest.TempPathFactor
     names = [f"{name},{whole}" if name == "zero3" else name for name in HALVES]
     # Muon before DeepSpeed, which leaves marks in the process that a later run stumbles over.
     runs = ["fsdp,optimizer=muon", *SPREAD.values(), *(f"{name},optimizer=adamw" for name in names)]
-    ended = end(torchrun(str(ROOT / "tests/strategy_probe.py"), str(cwd), *runs, "--", *given, TWO, cwd=cwd))
+    ended = end(torchrun(str(ROOT / "tests/support/strategy_probe.py"), str(cwd), *runs, "--", *given, TWO, cwd=cwd))
     assert ended.code == 0, ended.err[-3000:]
     return cwd
 

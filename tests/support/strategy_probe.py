@@ -1,6 +1,6 @@
 """train/run.py under torchrun, once per engine in the same two processes (starting them is what takes the time).
 
-    torchrun --nproc-per-node 2 tests/strategy_probe.py FOLDER ENGINE[,override...] ... -- OVERRIDE ...
+    torchrun --nproc-per-node 2 tests/support/strategy_probe.py FOLDER ENGINE[,override...] ... -- OVERRIDE ...
 
 Each run writes to FOLDER/ENGINE-VALUE, the value of its last override, and each process leaves facts-RANK.json there, about
 how the run was spread.

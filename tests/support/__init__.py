@@ -1,0 +1,13 @@
+"""What test modules share and pytest need not know: builders, tiny servers, programs that tests start. Fixtures are in
+tests/conftest.py; no test module imports from another one."""
+
+from pathlib import Path
+
+from train.cli import CONF
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def names(group: str) -> list[str]:
+    """What a user may choose for a config group, in alphabetical order: names("head") gives draft_model, eagle, ..."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))

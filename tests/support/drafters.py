@@ -1,0 +1,82 @@
+"""Drafters for tests: one that guesses at random, one of each sort, and every yaml of conf/drafter."""
+
+from pathlib import Path
+
+import torch
+from hydra.utils import instantiate
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from heads import Target
+from heads.eagle3 import Eagle3Head
+from heads.medusa import MedusaHead
+from inference.drafters import AutoTree, DraftModel, DynamicTree, NgramDrafter, StaticTree
+from inference.drafters.base import Accepted, Drafter, root_only
+from inference.sampling import Sampling
+from inference.tree import from_parents
+from tests.support.configs import composed
+from tests.support.tiny import tiny_config
+
+SETTINGS = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0},
+    "top-p": {"temperature": 1.0, "top_p": 0.9},
+    "top-k": {"temperature": 0.7, "top_k": 20},
+    "penalty": {"temperature": 1.0, "repetition_penalty": 1.3},
+    "greedy with penalty": {"repetition_penalty": 1.3},
+}
+
+
+class Random(Drafter):
+    """Drafts a random tree of random tokens, another one in every step."""
+
+    depth, nodes = 4, 9
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        self.generator = torch.Generator().manual_seed(batch)
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None):
+        roots = root_only(accepted).tokens
+        tokens = torch.randint(0, 40, (len(roots), 8), generator=self.generator)
+        return from_parents(torch.cat([roots, tokens], 1), torch.tensor([[0, 0, 0, 1, 1, 3, 3, 5, 5]] * len(roots)), 4)
+
+
+def eager_head(target) -> Eagle3Head:
+    head = Eagle3Head.for_target(target, depth=4, draft_vocab_size=200, counts=torch.arange(target.vocab_size))
+    return head.eval()
+
+
+def smaller(target) -> Target:
+    """A model of the same vocabulary with other weights."""
+    torch.manual_seed(5)
+    return Target(LlamaForCausalLM(tiny_config(num_hidden_layers=2)), target.tokenizer, "smaller")
+
+
+def drafters(target) -> dict[str, Drafter]:
+    head, medusa = eager_head(target), MedusaHead.for_target(target, depth=3)
+    for stack in medusa.stacks:
+        torch.nn.init.normal_(stack[-1].weight, std=0.5)
+    return {
+        "random": Random(),
+        "ngram": NgramDrafter(),
+        "medusa": StaticTree(medusa.eval(), target, nodes=9),
+        "eagle3": DynamicTree(head, target, nodes=10, depth=4, width=3, min_probability=0),
+        "eagle3 auto": AutoTree(DynamicTree(head, target, nodes=12, depth=4, width=3, min_probability=0), target),
+        "medusa auto": AutoTree(StaticTree(medusa.eval(), target, nodes=9), target),
+        "draft model": DraftModel(smaller(target), target, min_probability=0),
+        "eagle3 chain": DynamicTree(head, target, nodes=5, depth=4, width=1, min_probability=0),
+    }
+
+
+def build_drafter(name: str, target: Target, model: Path, head: Path) -> Drafter:
+    """The drafter of conf/drafter/<name>.yaml; model, head: what those that need one are given for `spec`."""
+    settings = composed("lossless", f"drafter={name}").drafter
+    specs = {
+        "head": f"{head}",
+        "draft_model": f"draft:{model}",
+        "several": f"draft:{model}+draft:{model}",
+        "union": f"ngram+{head}",
+    }
+    if name in specs:
+        settings.spec = specs[name]
+    return instantiate(settings, target=target)

@@ -1,0 +1,43 @@
+"""Writes stored features slowly, as one of two processes, so that a test can kill it halfway:
+
+python -m tests.support.feature_writer TARGET FOLDER RANK
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from heads import Target
+from tests.support.batches import documents
+from train.data.packing import Packed
+from train.features import disk
+
+LAYERS = [1, 2, 3]
+
+
+def rows() -> Packed:
+    torch.manual_seed(5)
+    return Packed(documents(40, 25, 33, 60, 21, 50, 44), length=32, seed=0)
+
+
+def facts(target: Target) -> dict:
+    return disk.describe(rows(), target, LAYERS, "float32", None, 2)
+
+
+def main(path: str, folder: str, rank: str) -> None:
+    torch.set_num_threads(1)
+    target = Target.from_pretrained(path, dtype="float32", device="cpu")
+    shard = disk.shard
+
+    def slow(*given):
+        time.sleep(0.3)
+        return shard(*given)
+
+    disk.shard = slow
+    disk.write(rows(), target, facts(target), Path(folder), 2, int(rank), 2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,46 @@
+"""Heads for tests, built from conf/head as a training run builds them."""
+
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+
+from heads import Target
+from heads.base import DraftHead
+from tests.support import names
+from tests.support.configs import composed
+
+# What tests change in conf/head/<kind>.yaml, so that a head is small and each of its parts is in use. A kind without a line
+# here is built as its yaml says. A name that is no yaml is a variant: {"kind": the yaml it changes, ...}.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "eagle": {"bias": True},
+    "eagle3": {"draft_vocab_size": 200},
+    "eagle3_1": {"draft_vocab_size": None},
+    "hydra": {"depth": 3, "dropout": 0.1, "draft_vocab_size": 150},
+    "hydra_pp": {"depth": 3, "mlp_layers": 3, "dropout": 0.1, "draft_vocab_size": 150},
+    "medusa": {"depth": 3, "blocks": 2, "draft_vocab_size": 250},
+    "medusa2": {"depth": 3, "rank": 4},
+    "eagle3 full vocabulary": {"kind": "eagle3", "draft_vocab_size": None},
+    "hass": {"kind": "eagle", "depth": 3},
+}
+KINDS = sorted({*names("head"), *OVERRIDES})
+
+
+def build_head(kind: str, target: Target, **overrides: Any) -> DraftHead:
+    """The head of conf/head/<kind>.yaml with these keys changed, with the weights that a training run starts from."""
+    settings = composed("train", f"head={kind}").head
+    if "draft_vocab_size" in settings:
+        overrides = {"counts": torch.arange(target.vocab_size)} | overrides
+    return instantiate(settings, target=target, **overrides)
+
+
+def make_head(name: str, target: Target, **overrides: Any) -> DraftHead:
+    """A head of a kind or of a variant, in eval mode, with noise on its weights: a norm that is left out at weights of one,
+    or a layer at weights of zero, would not show."""
+    settings = {"kind": name} | OVERRIDES.get(name, {}) | overrides
+    head = build_head(target=target, **settings)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            scale = parameter.std().nan_to_num(1.0).clamp(min=0.1)
+            parameter.copy_(parameter + 0.3 * torch.randn_like(parameter) * scale)
+    return head.eval()

@@ -1,0 +1,104 @@
+"""The command line as users type it, in processes of its own, and what such a process says when it ends."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.support import ROOT
+
+SMALL = [
+    "data=text",
+    "target=hf",
+    "target.device=cpu",
+    "length=64",
+    "self_generated_tokens=0",
+    "keep_checkpoints=true",
+    "trainer.per_device_train_batch_size=4",
+    "trainer.logging_steps=1",
+    "trainer.warmup_steps=2",
+    "evaluate.prompts=4",
+    "evaluate.prompt_tokens=16",
+    "evaluate.new_tokens=16",
+    "evaluate.eval_prompts=2",
+]
+STEPS = 20  # of a run with SMALL_EAGLE3
+SMALL_EAGLE3 = [  # for runs that are compared step by step: no proof, few measurements
+    "head=eagle3",
+    "head.draft_vocab_size=128",
+    "data=text",
+    "target=hf",
+    "target.device=cpu",
+    "length=64",
+    "self_generated_tokens=0",
+    f"trainer.max_steps={STEPS}",
+    "trainer.bf16=false",
+    "trainer.learning_rate=0.001",
+    "trainer.warmup_steps=2",
+    "trainer.logging_steps=1",
+    "evaluate.prompts=2",
+    "evaluate.timed_prompts=1",
+    "evaluate.prompt_tokens=16",
+    "evaluate.new_tokens=8",
+    "evaluate.eval_prompts=1",
+    f"evaluate.eval_steps={STEPS}",
+    "evaluate.proof=false",
+]
+# The same rows in a step: by one process, and by each of two.
+ONE, TWO = "trainer.per_device_train_batch_size=4", "trainer.per_device_train_batch_size=2"
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def program(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen:
+    """`python train/run.py` with these arguments. One thread: sums of floats come out alike in every run."""
+    inherited = {name: value for name, value in os.environ.items() if name != "FOREDRAFT_TRACE"}
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train" / "run.py"), *arguments],
+        cwd=cwd,
+        env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def torchrun(*arguments: str, cwd: Path) -> subprocess.Popen:
+    """Two processes on this machine, on a port that is free."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    return subprocess.Popen(
+        [*command, "--rdzv-endpoint", "localhost:0", *arguments],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(process: subprocess.Popen) -> Ended:
+    try:
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    return Ended(process.returncode, out, err)
+
+
+def printed(out: str) -> list[tuple[str, str, str]]:
+    """Step, loss and agreement of each line of progress."""
+    return re.findall(r"^step (\d+)/\d+  loss (\S+)  agreement by depth ([\d. ]+)  ", out, re.M)
+
+
+def complaint(ended: Ended) -> str:
+    """The one sentence on stderr, of a run that bad input ended before it did anything."""
+    assert ended.code == 2, ended
+    assert "Traceback" not in ended.err and not printed(ended.out)
+    lines = [line.removeprefix("error: ") for line in ended.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and ended.err.rstrip().endswith(lines[0]), ended.err
+    return lines[0]

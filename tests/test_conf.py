@@ -1,0 +1,123 @@
+"""A yaml of conf/ is one constructor call: every one of them builds what it names, with what the program adds to it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from heads.base import PackedBatch
+from heads.eagle3 import Eagle3Head
+from heads.medusa import MedusaHead
+from inference import generate
+from inference.drafters import Drafter
+from tests.support import names
+from tests.support.batches import PROMPT, documents
+from tests.support.configs import composed
+from tests.support.heads import make_head
+from tests.support.tiny import TEXT
+from train.data.packing import Packed
+from train.losses import Prediction, soft
+from train.module import DistillationModel
+from train.trainer import arguments
+
+
+@pytest.mark.parametrize("name", names("head"))
+def test_a_head_with_its_objective_and_loss(name: str, fresh):
+    cfg = composed("train", f"head={name}")
+    head = instantiate(cfg.head, target=fresh)
+    distillation = instantiate(cfg.objective, head=head, target=fresh, loss=instantiate(cfg.loss))
+    assert distillation.head is head and distillation.target is fresh  # not copies of them
+    places = torch.arange(12)[None]
+    text = PackedBatch(torch.tensor([PROMPT[:12]]), places >= 4, torch.zeros_like(places), places)
+    assert torch.isfinite(distillation(*text).loss)
+
+
+@pytest.mark.parametrize("name", names("objective"))
+def test_an_objective(name: str, fresh):
+    objective = composed("train", f"objective={name}").objective
+    head = make_head("medusa2", fresh)  # which both can train
+    assert isinstance(instantiate(objective, head=head, target=fresh, loss=soft), DistillationModel)
+
+
+@pytest.mark.parametrize("name", names("loss"))
+def test_a_loss(name: str):
+    loss = instantiate(composed("train", f"loss={name}").loss)
+    draft, answer = (Prediction(torch.randn(3, 12), torch.randn(3, 5)) for _ in range(2))
+    assert loss(draft, answer).shape == (3,)
+
+
+@pytest.mark.parametrize("name", names("optimizer"))
+def test_an_optimizer(name: str, target):
+    build = instantiate(composed("train", f"optimizer={name}").optimizer)
+    distillation = DistillationModel(make_head("eagle3", target), target, soft)
+    optimizer = build(distillation, {target.vocab_size}, 1e-3, (0.9, 0.95))
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    assert optimized == {id(parameter) for parameter in distillation.head.parameters()}
+
+
+@pytest.mark.parametrize("name", names("strategy"))
+def test_a_strategy(name: str, target, tmp_path: Path):
+    if name.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    cfg = composed("train", f"strategy={name}", f"output_dir={tmp_path}", "trainer.bf16=false")
+    assert cfg.strategy.name == name
+    args = arguments(cfg.trainer, target, **instantiate(cfg.strategy.arguments, _convert_="all"))
+    assert bool(args.deepspeed) == name.startswith("zero") and bool(args.fsdp) == (name == "fsdp")
+
+
+@pytest.mark.parametrize("name", names("features"))
+def test_features(name: str, target, tmp_path: Path):
+    cfg = composed("train", f"features={name}", f"output_dir={tmp_path / 'out'}")
+    packed = Packed(documents(20, 14, 30), length=16, seed=0)
+    dataset = instantiate(cfg.features)(packed, target, [target.num_layers], 2)
+    assert len(dataset) == len(packed)
+    assert torch.equal(dataset[1]["tokens"], packed[1]["tokens"])
+
+
+@pytest.mark.parametrize("name", names("data"))
+def test_data(name: str, target, folder: Path, tmp_path: Path):
+    """A set of the Hub is read from a file, by which the network is spared and nothing else."""
+    rows = [{"text": f"{number} {TEXT[:400]}"} for number in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = folder if name == "text" else tmp_path / "rows.jsonl"
+    changes = ["data.max_files=2"] if name == "stdlib" else [f"data.path={path}"]
+    data = composed("train", f"data={name}", *changes).data
+    more = {"cache_dir": str(tmp_path / "cache")} if "messages" in data else {}
+    found = instantiate(data, tokenizer=target.tokenizer, **more)
+    assert len(found.train) > 0 and len(found.validation) > 0 and len(found.test) > 0
+    assert any(found.train[0].loss_mask) and found.card["source"]
+
+
+@pytest.mark.parametrize("name", names("target"))
+def test_a_target(name: str, tiny_path: Path):
+    changes = {"hf": {"path": str(tiny_path)}, "random": {"hidden_size": 64, "num_layers": 1, "dtype": "float32"}}
+    found = instantiate(composed("train", f"target={name}").target, device="cpu", **changes.get(name, {}))
+    assert found.tokenizer is not None and found.num_layers > 0
+
+
+def test_a_drafter(target, drafter: Drafter):
+    prompt = torch.tensor([[*PROMPT[:4], *PROMPT[:4], 7]])  # said twice, so that there is something to look up
+    text = generate(target, None, prompt, max_new_tokens=12, eos_token_id=-1).new_tokens
+    assert generate(target, drafter, prompt, max_new_tokens=12, eos_token_id=-1).new_tokens == text
+
+
+@pytest.mark.parametrize("name", names("publish/format"))
+def test_a_format(name: str, target):
+    export = instantiate(composed("publish/export", f"format={name}", "head=x", "output_dir=y").format)
+    counts = torch.arange(target.vocab_size)
+    heads = [
+        MedusaHead.for_target(target, depth=2),
+        make_head("hydra", target, draft_vocab_size=None),
+        make_head("eagle", target),
+        Eagle3Head.for_target(target, 2, None, 200, counts),
+    ]
+    written = []
+    for head in heads:
+        try:
+            written.append(export(head, target).form.files)
+        except ValueError:  # a kind that the format does not know: tests/test_formats.py
+            continue
+    assert written and all(written)
