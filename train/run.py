@@ -121,7 +121,7 @@ def train(
 ) -> HeadTrainer:
     """The trainer at the end of its steps. Ends the process where it was told to stop before."""
     dataset = instantiate(cfg.features)(packed, target, head.layers, cfg.trainer.per_device_train_batch_size)
-    distillation = instantiate(cfg.distillation, head=head, target=target, loss=instantiate(cfg.loss))
+    distillation = instantiate(cfg.objective, head=head, target=target, loss=instantiate(cfg.loss))
     rows = rows_per_step(cfg)
     if args.max_steps <= 0:
         args.max_steps = math.ceil(args.num_train_epochs * len(dataset) / rows)
