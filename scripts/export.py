@@ -15,7 +15,7 @@ from train import publish
 from train.cli import CONF, entry
 
 
-@entry("export", CONF / "ship")
+@entry("export", CONF / "publish")
 def main(cfg: DictConfig) -> None:
     out = Path(cfg.output_dir)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -11,7 +11,7 @@ from train import publish
 from train.cli import CONF, entry
 
 
-@entry("parity", CONF / "ship")
+@entry("parity", CONF / "publish")
 def main(cfg: DictConfig) -> None:
     target = publish.open_target(cfg.target, cfg.head)
     trained = hub.find(cfg.head)

@@ -1,10 +1,9 @@
 """What a training run will need, before it starts:  python scripts/plan.py target=ORG/NAME head=eagle3 gpus=8
 
-Nothing is loaded but the target's config. What a step takes is counted (train/runtime/cost.py); here it is laid out over GPUs, and
-beside each line stands how it came to be.
+Nothing is loaded but the target's config. What a step takes is counted in train/runtime/cost.py; this program divides it over
+the GPUs and says beside each line where the number comes from.
 """
 
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from transformers import AutoConfig
 from heads.target import Target
 from heads.target.loading import resolve_dtype
 from heads.target.sharding import COLLECTIVE
-from train.cli import CONF, entry
+from train.cli import entry
 from train.runtime.cost import BITS, Body, Head, study
 
 GIB = 2**30
@@ -94,12 +93,12 @@ def lines(cfg: DictConfig, head: Head, body: Body, layers: int, target: Target) 
 def remedies(cfg: DictConfig) -> list[list[str]]:
     """What could be changed where it does not fit, the cheapest first."""
     rows = [[f"accumulation={cfg.accumulation * cfg.rows}", "rows=1"]] if cfg.rows > 1 else []
-    engine = [["strategy=fsdp"]] if cfg.gpus > 1 and not SHARDS[cfg.strategy.name][0] else []
+    strategy = [["strategy=fsdp"]] if cfg.gpus > 1 and not SHARDS[cfg.strategy.name][0] else []
     smaller = [] if cfg.target.quantization or cfg.target.sharding else [["target.quantization=4bit"]]
     if smaller and cfg.gpus > 1:
         smaller.insert(0, ["target.sharding=fsdp"])
     shorter = [[f"length={cfg.length // part}"] for part in (2, 4)]
-    return [*rows, *engine, *smaller, *shorter, *[a + b for a in smaller for b in engine + shorter]]
+    return [*rows, *strategy, *smaller, *shorter, *[a + b for a in smaller for b in strategy + shorter]]
 
 
 def plan(cfg: DictConfig) -> dict[str, Any]:
@@ -115,7 +114,7 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
     head, body, target = study(cfg, config, dtype)
     layers = len(head.layers)
     found = lines(cfg, head, body, layers, target)
-    flops = (body.flops + head.flops * cfg.loss_mask) / (cfg.rows * cfg.length)
+    flops = (body.flops + head.flops * cfg.supervised_fraction) / (cfg.rows * cfg.length)
     rate = cfg.gpus * cfg.gpu_tflops * 1e12 * cfg.efficiency / flops
     return {
         "gib": found,
@@ -133,19 +132,14 @@ def fitting(cfg: DictConfig) -> tuple[list[str], float] | None:
     for change in remedies(cfg):
         changed = cast(
             DictConfig,
-            OmegaConf.merge(cfg, OmegaConf.from_dotlist([one.replace("engine=", "strategy.name=") for one in change])),
+            OmegaConf.merge(
+                cfg, OmegaConf.from_dotlist([one.replace("strategy=", "strategy.name=") for one in change])
+            ),
         )
         total = plan(changed)["total"]
         if total <= cfg.gpu_gib:
             return change, total
     return None
-
-
-def spelled_out(argument: str) -> str:
-    """target=ORG/NAME as target.path=ORG/NAME: what conf/target does not name is a target."""
-    key, _, value = argument.partition("=")
-    chosen = key == "target" and not (CONF / "target" / f"{value}.yaml").is_file()
-    return f"target.path={value}" if chosen else argument
 
 
 @entry("plan")
@@ -160,7 +154,7 @@ def main(cfg: DictConfig) -> None:
     print(
         f"{body / 1e9:.1f} GFLOP per token in the target's forward, {head / 1e9:.1f} in the head (forward, backward, both "
         f"vocabularies' logits)\n{found['tokens_per_second']:,.0f} tokens/s = {cfg.gpus} x {cfg.gpu_tflops:g} TFLOP/s x "
-        f"{cfg.efficiency} / {(body + head * cfg.loss_mask) / 1e9:.1f} GFLOP: {found['hours']:.1f} hours for "
+        f"{cfg.efficiency} / {(body + head * cfg.supervised_fraction) / 1e9:.1f} GFLOP: {found['hours']:.1f} hours for "
         f"{cfg.tokens:,} tokens\n{found['disk'] / 1e12:.2f} TB, should their features be kept on disk in bfloat16"
     )
     if found["total"] > cfg.gpu_gib:
@@ -175,5 +169,4 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = [spelled_out(argument) for argument in sys.argv[1:]]
     main()

@@ -11,7 +11,7 @@ from train import publish
 from train.cli import CONF, entry
 
 
-@entry("push", CONF / "ship")
+@entry("push", CONF / "publish")
 def main(cfg: DictConfig) -> None:
     target = publish.open_target(cfg.target, cfg.head)
     print(publish.push(Path(cfg.head), target, cfg.repo, cfg.private, cfg.replace, cfg.dry_run, cfg.license))

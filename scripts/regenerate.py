@@ -1,7 +1,8 @@
-"""Answers by the target itself in place of a set's own:  python scripts/regenerate.py data=jsonl data.path=FILE endpoint=URL
+"""Replace a set's answers by the target's own:  python scripts/regenerate.py data.path=FILE endpoint=URL
 
 endpoint: any server that speaks OpenAI's protocol (vLLM, SGLang, a hosted one), with its /v1; without one the target answers
-in this process. The output is trained on with data=jsonl data.path=OUTPUT. Stopped, the same command goes on.
+in this process. The output is trained on with data=conversations data.path=OUTPUT. A stopped run is continued by the same
+command.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
 """Promises of train/cli.py: what a user mistypes or cannot write is message in one sentence, and fails."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from train.cli import entry
 from train.config_check import nearest
+from train.config_help import comments, describe
+
+ROOT = Path(__file__).resolve().parent.parent
 
 FILES = {
     "tiny.yaml": """
@@ -236,6 +240,105 @@ def test_failed_job_of_a_sweep_fails_the_sweep_after_the_others_ran(run: Run) ->
 
     code, seen = run("-m", "seed=1,2", body=fail_first)
     assert code == 2 and [cfg.seed for cfg in seen] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "typed, message",
+    [
+        (["call.dept=3"], "call.dept is not known; did you mean call.depth?"),
+        (["+call.widht=3"], "call.widht is not known; did you mean call.width?"),
+        (["call.width=wide"], "call.width=wide: Value 'wide' of type 'str' could not be converted to Integer"),
+        (["+call.width=3", "call.depth=2"], None),
+    ],
+)
+def test_what_a_constructor_takes(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], typed: list[str], message: str | None
+) -> None:
+    """Its signature is the schema: for a default of null, and for a key that `+` adds."""
+    given = "call:\n  _target_: tests.test_cli.call\n  depth: 1\n"
+    with (tmp_path / "conf" / "tiny.yaml").open("a") as opened:
+        opened.write(given + ("" if typed[0].startswith("+") else "  width: null\n"))
+    code, seen = run(*typed)
+    assert (code, len(seen)) == ((2, 0) if message else (0, 1))
+    assert (message or "") in capsys.readouterr().err
+
+
+def call(depth: int, width: int | None = None) -> None:
+    """What the test above configures."""
+
+
+def test_comments_of_a_yaml_are_the_meanings_of_its_keys() -> None:
+    text = (
+        "# @package _global_\n# A file\na: 1   # one\nb:\n  # two\n  c: 'x # y'  # kept\n  d: 2\n\n  # three\n  e: 3\n"
+    )
+    assert comments(text, "p") == {"p": "A file", "p.a": "one", "p.b.c": "kept", "p.b.e": "three"}
+
+
+def command(program: str, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A program as it is typed. A hang is a failure."""
+    inherited = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(cwd / "cache")}
+    typed = [sys.executable, ROOT / program, *arguments]
+    return subprocess.run(typed, cwd=cwd, env=inherited | environment, capture_output=True, text=True, timeout=300)
+
+
+ROW = '{"question": "a?", "answer": "b"}\n'
+BAD_DATA = {
+    "no chat template": (
+        "rows.jsonl",
+        ROW.encode(),
+        "conversations",
+        r"has no chat template, and .*data\.template=plain",
+    ),
+    "rows as raw text": (
+        "rows.jsonl",
+        ROW.encode(),
+        "text",
+        r"rows\.jsonl holds rows, not raw text: give data=conversations",
+    ),
+    "no Parquet": ("x.parquet", ROW.encode(), "conversations", r"x\.parquet is no Parquet file: its first bytes are"),
+    "a broken Parquet": ("x.parquet", b"PAR1" + bytes(99), "conversations", r"x\.parquet is no Parquet file that can"),
+    "a choice of earlier versions": (
+        "x",
+        b"",
+        "jsonl",
+        r"^error: data=jsonl is not known; did you mean data=conversations\?",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_DATA)
+def test_bad_data_ends_in_one_sentence(name: str, tiny_path: Path, tmp_path: Path) -> None:
+    """Raised inside a generator of `datasets`, whose chain of causes has a cycle."""
+    file, content, data, message = BAD_DATA[name]
+    (tmp_path / file).write_bytes(content)
+    ended = command("scripts/preview.py", f"target={tiny_path}", f"data={data}", f"data.path={file}", cwd=tmp_path)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("error: ") and re.search(message, last), ended.stderr
+
+
+def test_a_dataset_of_the_hub_without_a_network(tiny_path: Path, tmp_path: Path) -> None:
+    given = [f"target={tiny_path}", "data=conversations", "data.path=nobody/no-such-set"]
+    ended = command("scripts/preview.py", *given, cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("error: data.path=nobody/no-such-set is neither here nor a dataset")
+
+
+PROGRAMS = sorted(path.stem for path in (ROOT / "conf").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_help_gives_every_key_a_meaning(name: str) -> None:
+    """A key of its own, or that of the settings it belongs to; what a choice is about does not explain its keys."""
+    choices, _, keys = describe(None, name, [], ROOT / "conf").partition("Keys, ")
+    groups = {line.partition(":")[0] for line in choices.splitlines()}
+    explained: list[int] = []  # indents of the settings around a line that have a meaning
+    for line in keys.splitlines()[1:-2]:
+        indent = len(line) - len(line.lstrip())
+        explained = [outer for outer in explained if outer < indent]
+        assert " # " in line or explained, line
+        if " # " in line and line.partition(":")[0] not in groups:
+            explained.append(indent)
 
 
 @pytest.mark.parametrize("flags, shown", [(["--help"], "head: eagle3, medusa"), (["--cfg", "job"], "max_steps: 100")])

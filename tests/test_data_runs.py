@@ -69,7 +69,7 @@ def test_a_run_on_conversations_online_and_from_disk(file: Path, tiny_path: Path
         *SMALL,
         "head=medusa",
         f"target.path={tiny_path}",
-        "data=jsonl",
+        "data=conversations",
         f"data.path={file}",
         PLAIN,
         "data.test_share=0.2",
@@ -91,7 +91,13 @@ def test_a_run_on_conversations_online_and_from_disk(file: Path, tiny_path: Path
 
 def test_preview_shows_what_is_supervised(file: Path, tiny_path: Path, tmp_path: Path, here):
     out = here(
-        preview.main, "target=hf", f"target.path={tiny_path}", "data=jsonl", f"data.path={file}", PLAIN, "samples=2"
+        preview.main,
+        "target=hf",
+        f"target.path={tiny_path}",
+        "data=conversations",
+        f"data.path={file}",
+        PLAIN,
+        "samples=2",
     )
     assert out.count("--- document") == 2 and "User: add " in out and "?\nAssistant:[[ def add(self" in out
     assert re.search(r"<\|endoftext\|>\]\]", out) and "1 x not JSON" in out
@@ -105,7 +111,7 @@ def test_regenerated_in_process_and_trained_on(file: Path, tiny_path: Path, tmp_
         "target=hf",
         f"target.path={tiny_path}",
         "target.device=cpu",
-        "data=jsonl",
+        "data=conversations",
         f"data.path={file}",
         PLAIN,
         "data.test_share=0.2",
@@ -117,5 +123,5 @@ def test_regenerated_in_process_and_trained_on(file: Path, tiny_path: Path, tmp_
     assert {"seed", "finish_reasons", "settings", "where", "digest", "number", "messages"} == rows[0].keys()
     again = here(regenerate.main, *given, "max_tokens=8", "temperature=0.0", "data.max_rows=30")
     assert "30 rows in" in again and len((tmp_path / "regenerated.jsonl").read_text().splitlines()) == 30
-    shown = here(preview.main, *given[:2], "data=jsonl", "data.path=regenerated.jsonl", PLAIN)
+    shown = here(preview.main, *given[:2], "data=conversations", "data.path=regenerated.jsonl", PLAIN)
     assert "rows" in shown and "User: add " in shown

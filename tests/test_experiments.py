@@ -5,9 +5,11 @@ from pathlib import Path
 
 import hydra
 import pytest
+from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from scripts.plan import plan, spelled_out
+from scripts.plan import plan
+from train.cli import spelled_out
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 RECIPES = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -32,7 +34,7 @@ def test_a_recipe_composes(name: str):
     planned = re.search(r"tokens: ([\d.]+) GiB.*, ([\d.]+) hours, by\n# +python scripts/plan.py (.+)", text)
     assert planned is not None
     with hydra.initialize_config_dir(str(CONF), version_base=None):
-        wanted = hydra.compose("plan", [spelled_out(argument) for argument in planned[3].split()])
+        wanted = hydra.compose("plan", [part for argument in planned[3].split() for part in spelled_out(argument)])
     assert (CONF.parent / wanted.target.path).is_file() and wanted.strategy.name == cfg.strategy.name
     if name != "llama33_70b_eagle3":
         return  # a plan takes four seconds; one stands for all
@@ -40,3 +42,9 @@ def test_a_recipe_composes(name: str):
     found = plan(wanted)
     assert found["total"] == pytest.approx(float(planned[1]), rel=0.02)
     assert found["hours"] == pytest.approx(float(planned[2]), rel=0.05)
+
+
+@pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: file.stem)
+def test_what_a_yaml_names_can_be_called(file: Path):
+    for name in re.findall(r"_target_: (\S+)", file.read_text()):
+        assert callable(get_object(name))

@@ -11,6 +11,7 @@ from heads import Target, adapter
 from heads.base import PackedBatch
 from heads.eagle3 import Eagle3Head
 from scripts import plan
+from train.cli import spelled_out
 from train.losses import soft
 from train.module import DistillationModel
 from train.optimizer import adamw
@@ -79,10 +80,10 @@ def test_the_sum_is_the_sum(planned: dict):
     assert planned["disk"] == 500_000_000 * 4 * 32 * 2  # three layers and the last one, hidden 32, bfloat16
 
 
-@pytest.mark.parametrize("engine", plan.SHARDS)
-def test_shards_are_shares(engine: str, small: DictConfig, planned: dict):
-    one, eight = planned["gib"], plan.plan(DictConfig({**small, "engine": {"name": engine}, "gpus": 8}))["gib"]
-    for name, cut in zip(("head weights", "gradients", "optimizer state"), plan.SHARDS[engine], strict=True):
+@pytest.mark.parametrize("strategy", plan.SHARDS)
+def test_shards_are_shares(strategy: str, small: DictConfig, planned: dict):
+    one, eight = planned["gib"], plan.plan(DictConfig({**small, "strategy": {"name": strategy}, "gpus": 8}))["gib"]
+    for name, cut in zip(("head weights", "gradients", "optimizer state"), plan.SHARDS[strategy], strict=True):
         assert eight[name][0] == pytest.approx(one[name][0] / (8 if cut else 1))
 
 
@@ -143,5 +144,5 @@ def test_an_adapter_makes_the_target_keep_what_it_made(small: DictConfig, tiny_p
 
 
 def test_a_target_may_be_named_without_its_group():
-    assert plan.spelled_out("target=ORG/NAME") == "target.path=ORG/NAME"
-    assert [plan.spelled_out(word) for word in ("target=hf", "gpus=8")] == ["target=hf", "gpus=8"]
+    assert spelled_out("target=ORG/NAME") == ["target.path=ORG/NAME"]
+    assert [spelled_out(word) for word in ("target=hf", "gpus=8")] == [["target=hf"], ["gpus=8"]]

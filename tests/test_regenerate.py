@@ -99,7 +99,13 @@ def test_other_settings_other_questions_and_a_changed_file_are_refused(file: Pat
 
 def test_a_kill_loses_and_doubles_nothing(file: Path, tmp_path: Path):
     output, server = tmp_path / "out.jsonl", BadServer(slow=0.1)
-    given = ["data=jsonl", f"data.path={file}", f"endpoint={server.endpoint}", f"output={output}", "concurrency=4"]
+    given = [
+        "data=conversations",
+        f"data.path={file}",
+        f"endpoint={server.endpoint}",
+        f"output={output}",
+        "concurrency=4",
+    ]
     given += ["timeout=5.0", "max_tokens=16", "seed=7"]
     command = [sys.executable, str(ROOT / "scripts" / "regenerate.py"), *given]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -1,9 +1,9 @@
-"""What every Hydra entry point is wrapped in: bad input gets one clear sentence and a non-zero exit code.
+"""The command line of every program: bad input gives one clear sentence and a non-zero exit code.
 
     @entry("train")
     def main(cfg: DictConfig) -> None: ...
 
-Everything typed is checked before anything runs (train/config_check.py).
+The whole command line is checked before anything runs (train/config_check.py); --help is written by train/config_help.py.
 Exit codes: 0 done, 1 a bug (with its traceback), 2 bad input, 130 interrupted. FOREDRAFT_TRACE=1 shows the traceback
 of bad input too.
 """
@@ -15,20 +15,38 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hydra
+from hydra import conf as hydra_conf
 from hydra._internal.utils import get_args_parser
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import env_override
 from hydra.errors import HydraException, InstantiationException, OverrideParseException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
-from train.config_check import Plan, first_line, make_plan
+from train.config_check import Plan, first_line, make_plan, search_path
+from train.config_help import describe
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
+HERE = Path(__file__).resolve().parent
+# In a wheel both lie inside this package (pyproject.toml), in a checkout beside it.
+CONF, SCRIPTS = (HERE / name if (HERE / name).is_dir() else HERE.parent / name for name in ("conf", "scripts"))
+
+
+def shipped(name: str) -> str:
+    """Where scripts/<name> is: relative in the root of a checkout, as metrics and cards say it, else absolute."""
+    path, relative = SCRIPTS / name, Path("scripts") / name
+    return str(relative if relative.exists() and relative.samefile(path) else path)
+
+
+OmegaConf.register_new_resolver("shipped", shipped, replace=True)
+# What every program wants of Hydra: no folder and no log of its own. In a sweep it writes outputs/multirun.yaml.
+BASE = hydra_conf.HydraConf(run=hydra_conf.RunDir("."), sweep=hydra_conf.SweepDir("outputs", "."), output_subdir=None)
+BASE.defaults = [{**entry, **{name: "none" for name in entry if name.endswith("_logging")}} for entry in BASE.defaults]
+ConfigStore.instance().store(group="hydra", name="config", node=BASE, provider="foredraft")
 
 
 class JobFailed(Exception):
@@ -45,11 +63,16 @@ def entry(config_name: str, config_dir: Path = CONF) -> Callable[[Callable[[Dict
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
         @functools.wraps(main)
         def run() -> None:
+            sys.argv[1:] = [part for argument in sys.argv[1:] for part in spelled_out(argument, config_dir)]
             args = get_args_parser().parse_args()
             # As Hydra reads --config-path: beside the file of `main`, unless it is absolute.
             folder = Path(inspect.getfile(main)).resolve().parent / (args.config_path or config_dir)
             try:
-                plan = make_plan(args, args.config_name or config_name, folder)
+                name = args.config_name or config_name
+                plan = make_plan(args, name, folder)
+                if args.help:
+                    print(describe(inspect.getmodule(main), name, search_path(args) + args.overrides, folder))
+                    return
                 job = functools.wraps(main)(functools.partial(run_job, main, plan))
                 # Hydra would format errors itself and end the process: with this variable it passes them on.
                 with env_override({"HYDRA_FULL_ERROR": "1"}):
@@ -97,10 +120,10 @@ def explain(error: Exception, folder: str) -> int:
 
 def sentence(error: BaseException, folder: str) -> str | None:
     """`error` in a user's words, or None for a bug."""
+    if any(map(no_space, chain(error))):
+        return f"no space left in {folder}"
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__  # hydra.utils.instantiate wraps what a constructor raised
-    if no_space(error):
-        return f"no space left in {folder}"
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override!r}: write key=value, with quotes around signs such as = and ,"
     if isinstance(error, HydraException):
@@ -116,13 +139,32 @@ def sentence(error: BaseException, folder: str) -> str | None:
     return None
 
 
-def no_space(error: BaseException | None) -> bool:
-    """Is a full disk behind `error`? Only Python's own writers say so by number."""
-    while error is not None:
-        # "unexpected pos": torch.save's zip writer wrote less than it was given
-        if "No space left on device" in str(error) or "unexpected pos" in str(error):
-            return True
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """`error` and what led to it. `raise error.__cause__` inside `except` makes a cycle, so each is given once."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
         error = error.__cause__ or error.__context__
-    return False
+
+
+def no_space(error: BaseException) -> bool:
+    """Does `error` report a full disk? Only Python's own writers do so by number."""
+    # "unexpected pos": torch.save's zip writer wrote less than it was given
+    named = "No space left on device" in str(error) or "unexpected pos" in str(error)
+    return named or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
+
+
+def spelled_out(argument: str, folder: Path = CONF) -> list[str]:
+    """What stands for `argument` in Hydra's language: target=ORG/NAME is target.path=ORG/NAME, drafter=DIRECTORY is drafter=head
+    drafter.spec=DIRECTORY, and a prompt is text whatever signs are in it."""
+    key, _, value = argument.partition("=")
+    if key == "prompt" and value != "null" and value[:1] not in ("'", '"'):
+        text = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # not OmegaConf's interpolation
+        text = re.sub(r"(\\*)'", r"\1\1\\'", text)
+        return ["prompt='" + re.sub(r"(\\+)\Z", r"\1\1", text) + "'"]
+    if key not in ("target", "drafter") or not ("/" in value or os.path.exists(value)):
+        return [argument]
+    if (folder / key / f"{value}.yaml").is_file() or value.startswith(("{", "[")):
+        return [argument]
+    return [f"target.path={value}"] if key == "target" else ["drafter=head", f"drafter.spec={value}"]

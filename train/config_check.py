@@ -1,16 +1,19 @@
 """What is checked of a command line before anything runs, in a sweep for every job: choices, keys and types.
 
-A choice and a key must be known, and a value must have the type of the default it replaces (`+key=value` adds a key,
-`++key=value` sets one unchecked). Whatever is wrong is a HydraException with one sentence.
+Hydra composes in struct mode, so it finds what is not known; here that becomes one sentence with the nearest known name.
+A value must have the type of the default it replaces, and what a yaml passes to its `_target_` must fit the signature there.
+(`+key=value` adds a key, `++key=value` sets one whatever its default.) Whatever is wrong is a HydraException.
 """
 
 import argparse
 import contextlib
+import inspect
 import itertools
 import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import make_dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +23,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hydra.types import RunMode
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -36,6 +40,9 @@ KINDS = {
 }
 
 
+RENAMED = {"data": dict.fromkeys(("jsonl", "parquet", "hub"), "conversations")}  # what earlier versions called a choice
+
+
 class Plan(NamedTuple):
     """What the command line asks for, checked."""
 
@@ -48,7 +55,7 @@ def make_plan(args: argparse.Namespace, config_name: str, folder: Path) -> Plan:
     """Check the command line; HydraException, with one sentence, for the first thing that is not right."""
     if args.hydra_help or args.shell_completion or args.info or args.experimental_rerun:
         return Plan(sweep=False, jobs=1, apart=set())  # Hydra's own affairs
-    common = [f"hydra.searchpath=['file://{os.path.abspath(args.config_dir)}']"] if args.config_dir else []
+    common = search_path(args)
     with hydra.initialize_config_dir(str(folder), version_base=None):
         loader = GlobalHydra.instance().config_loader()
         typed, sweep = args.overrides, args.multirun
@@ -64,6 +71,11 @@ def make_plan(args: argparse.Namespace, config_name: str, folder: Path) -> Plan:
     shared = any(count > 1 for output_dir, count in folders.items() if output_dir is not None)
     swept = {override.get_key_element() for override in overrides if override.is_sweep_override()}
     return Plan(sweep, len(jobs), swept if shared else set())
+
+
+def search_path(args: argparse.Namespace) -> list[str]:
+    """--config-dir, as an override."""
+    return [f"hydra.searchpath=['file://{os.path.abspath(args.config_dir)}']"] if args.config_dir else []
 
 
 def expand(overrides: list[Override]) -> list[list[str]]:
@@ -88,14 +100,22 @@ def check(config_name: str, overrides: list[str], number: int) -> str | None:
             raise HydraException(f"{line} is a sweep, which needs -m; a list is written {key}=[{value}]")
     values = [override for override in parsed if is_value(override)]
     base = compose(config_name, [str(override.input_line) for override in parsed if override not in values], number)
-    known = set(names(OmegaConf.to_container(base)))
-    keys = [key for override in values for key in leaves(override.key_or_group, override.value(), base)]
-    for key in keys:
-        if key not in known:
-            raise HydraException(unknown_key(key, known))
-    final = compose(config_name, overrides, number) if values else base
-    for key in keys:
-        check_type(key, base, final)
+    known = dict(flat(base))
+    try:
+        final = compose(config_name, overrides, number) if values else base
+    except ConfigCompositionException as error:
+        key = getattr(error.__cause__, "full_key", None)  # of OmegaConf's struct mode
+        if key is None:
+            raise
+        typed = (override.key_or_group for override in values)
+        whole = next((name for name in typed if name.startswith(f"{key}.")), key)  # trainr of trainr.max_steps
+        raise HydraException(unknown_key(whole, known)) from None
+    for key in known:
+        if any(key == override.key_or_group or key.startswith(f"{override.key_or_group}.") for override in values):
+            check_type(key, base, final)
+    for key, node in [("", final), *flat(final)]:
+        if isinstance(node, DictConfig) and "_target_" in node:
+            check_call(key, node)
     return OmegaConf.select(final, "output_dir")
 
 
@@ -116,7 +136,7 @@ def compose(config_name: str, overrides: list[str], number: int) -> DictConfig:
         known = GlobalHydra.instance().config_loader().get_group_options(group) if group else []
         if not known:
             raise
-        near = nearest(option, known)
+        near = RENAMED.get(group, {}).get(option) or nearest(option, known)
         hint = f"; did you mean {group}={near}?" if near else "."
         raise HydraException(f"{group}={option} is not known{hint} Known: {', '.join(sorted(known))}.") from None
     with open_dict(cfg):
@@ -125,22 +145,44 @@ def compose(config_name: str, overrides: list[str], number: int) -> DictConfig:
     return cfg
 
 
-def names(tree: Any, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a config but Hydra's own."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for name, child in items:
+def flat(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key of a config but Hydra's own, and what stands there, unresolved."""
+    for name in cfg:
+        node = cfg._get_node(name)
         if prefix or name != "hydra":
-            yield f"{prefix}{name}"
-            yield from names(child, f"{prefix}{name}.")
+            yield f"{prefix}{name}", node
+        if (
+            isinstance(node, DictConfig)
+            and not node._is_none()
+            and not node._is_missing()
+            and (prefix or name != "hydra")
+        ):
+            yield from flat(node, f"{prefix}{name}.")
 
 
-def leaves(key: str, value: Any, base: DictConfig) -> Iterator[str]:
-    """The keys that an override sets: `a={b: 1, c: 2}` sets a.b and a.c."""
-    if isinstance(value, dict) and OmegaConf.is_dict(OmegaConf.select(base, key)):
-        for name, child in value.items():
-            yield from leaves(f"{key}.{name}", child, base)
-    else:
-        yield key
+def check_call(key: str, node: DictConfig) -> None:
+    """HydraException if the constructor that `node` names takes no such argument, or not such a value."""
+    try:
+        parameters = inspect.signature(get_object(node._target_), eval_str=True).parameters
+    except (HydraException, ImportError, NameError, TypeError, ValueError):
+        return  # instantiate says what is wrong with it, in the words of Python
+    taken = {name: parameter for name, parameter in parameters.items() if parameter.kind != parameter.VAR_KEYWORD}
+    for name, child in node.items_ex(resolve=False):
+        dotted = f"{key}.{name}".removeprefix(".")
+        if str(name).startswith("_") or (name not in taken and len(taken) < len(parameters)):
+            continue
+        if name not in taken:
+            raise HydraException(unknown_key(dotted, [f"{key}.{other}".removeprefix(".") for other in taken]))
+        if not isinstance(child, str | int | float | bool):
+            continue  # null, or a list or group that instantiate converts first
+        try:
+            schema = OmegaConf.structured(make_dataclass("Schema", [("value", taken[name].annotation)]))
+        except OmegaConfBaseException:
+            continue  # a tensor, a callable, a union with a class: the constructor's own affair
+        try:
+            schema.value = child
+        except OmegaConfBaseException as error:
+            raise HydraException(f"{dotted}={child}: {first_line(error)}") from None
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:

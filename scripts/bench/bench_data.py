@@ -1,4 +1,4 @@
-"""Training tokens/s of packed rows against one document per row:  python scripts/bench/bench_data.py data=jsonl data.path=FILE
+"""Training tokens/s of packed rows against one document per row:  python scripts/bench/bench_data.py data=conversations data.path=FILE
 
 Both see the same documents, the same head and optimiser steps, in turn, step by step, so that a change of the machine's speed
 meets both alike. Tokens are documents' tokens: padding is none.

@@ -262,7 +262,7 @@ def write_samples(directory: Path) -> None:
 
 
 def self_generated_text(directory: Path) -> None:
-    """Text for heads to learn from, which the target writes from beginnings in the training part (train/data/stored_text.py)."""
+    """Text that the target writes for heads to learn from (train/data/stored_text.py)."""
     target = Target.from_pretrained(str(directory))
     assert target.tokenizer is not None
     library = standard_library(target.tokenizer)

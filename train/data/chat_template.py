@@ -27,6 +27,11 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
 
 
+def template_file(template: str) -> Path:
+    """The Jinja file that data.template names; "plain" is the one that lies beside this file."""
+    return Path(__file__).with_name("plain_chat.jinja") if template == "plain" else Path(template)
+
+
 class ChatFormat:
     """template: a Jinja file in place of the tokenizer's own. thinking: what a template with such a switch is told; None
     leaves it at its default. Raises ValueError where there is no template, or it knows no switch."""
@@ -36,14 +41,14 @@ class ChatFormat:
         if template is None and tokenizer.chat_template is None:
             raise ValueError(
                 f"{where} has no chat template, and the data are conversations: give one with data.template=FILE "
-                "(train/data/plain_chat.jinja suits a model that knows none), and the same one where the head is used"
+                "(data.template=plain suits a model that knows none), and the same one where the head is used"
             )
-        if template is not None and not Path(template).is_file():
-            raise ValueError(f"data.template={template} is no file: give a Jinja chat template")
+        if template is not None and not template_file(template).is_file():
+            raise ValueError(f"data.template={template} is no file: give a Jinja chat template, or plain")
         if not tokenizer.is_fast:
             raise ValueError(f"{where} is a slow tokenizer: masks need the characters of each token; save a fast one")
         self.tokenizer = tokenizer
-        self.template = tokenizer.get_chat_template() if template is None else Path(template).read_text()
+        self.template = tokenizer.get_chat_template() if template is None else template_file(template).read_text()
         self.name = f"the chat template of {where}" if template is None else f"the chat template {template}"
         self.tagged = bool(GENERATION.search(self.template))
         if thinking is not None and not re.search(r"\b(enable_)?thinking\b", self.template):

@@ -113,7 +113,8 @@ def encode(
         + Path(__file__).read_bytes()
     )
     words = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.name_or_path
-    written = Path(template).read_text() if template and Path(template).is_file() else tokenizer.chat_template
+    file = chat_template.template_file(template) if template else None
+    written = file.read_text() if file is not None and file.is_file() else tokenizer.chat_template
     settings = repr((source.digest(), written, thinking, tokenizer.special_tokens_map, words))
     features = {
         "number": datasets.Value("int64"),
@@ -195,7 +196,5 @@ def source_of(data: Any) -> Source:
     """The rows that a conf/data yaml names, without reading them. Raises ValueError where it names none."""
     names = {field.name for field in fields(Source)}
     if "path" not in data or data._target_ != "train.data.conversations.corpus":
-        raise ValueError(
-            "these data are no conversations: give data=jsonl data.path=FILE, parquet, hub, or a set by name"
-        )
+        raise ValueError("these data are no conversations: give data=conversations data.path=FILE, or a set by name")
     return Source(**{name: value for name, value in data.items() if name in names})

@@ -40,12 +40,15 @@ def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*"
     """Every file below `path` that matches `glob`, or the one file `path`, as raw text.
 
     A share of the files, picked by name, is held out; a single file is cut, its last part held out. Raises ValueError
-    that names what is missing, empty or not UTF-8.
+    that names what is missing, empty, not UTF-8, or a file of rows.
     """
     root = Path(path)
     if not root.exists():
         raise ValueError(f"data.path={path} does not exist: give a text file or a folder of them")
     files = [root] if root.is_file() else sorted(file for file in root.glob(glob) if file.is_file())
+    for file in files:
+        if file.suffix in (".jsonl", ".parquet"):
+            raise ValueError(f"{file} holds rows, not raw text: give data=conversations data.path={path}")
     texts = [(file, read_text(file)) for file in files]
     texts = [(file, text) for file, text in texts if text.strip()]
     if not texts:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub import HfApi
+
 Message = dict[str, str]
 
 # Tried in this order, so a set with both `prompt` and `messages` (UltraChat-200k) is read from `messages`.
@@ -96,10 +98,13 @@ def files(path: str) -> list[Path]:
 
 
 def read(file: Path) -> Iterator[Row]:
-    if file.suffix == ".parquet":
-        return parquet(file)
     with file.open("rb") as opened:
-        array = opened.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        begins = opened.read(64)
+    if begins.startswith(b"PAR1"):
+        return parquet(file)
+    if file.suffix == ".parquet":
+        raise ValueError(f"{file} is no Parquet file: its first bytes are {begins[:4]!r}, not b'PAR1'")
+    array = begins.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     return json_array(file) if array else json_lines(file)
 
 
@@ -138,8 +143,16 @@ def parquet(file: Path) -> Iterator[Row]:
 
 
 def hub(source: Source) -> Iterator[Row]:
+    trouble = f"data.path={source.path} is neither here nor a dataset that the Hub gives"
+    try:
+        HfApi().dataset_info(source.path, timeout=10)  # load_dataset would repeat its own requests for a long time
+    except Exception as error:  # of the network or of the Hub, by one of two HTTP libraries
+        import datasets
+
+        datasets.config.HF_HUB_OFFLINE = True  # what was downloaded before can still be read
+        trouble += f" ({' '.join(str(error).split())[:300]})"
     return load(
-        f"data.path={source.path} is neither here nor a dataset that the Hub gives",
+        trouble,
         source.path,
         name=source.name,
         data_files=source.data_files,

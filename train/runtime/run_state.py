@@ -18,7 +18,7 @@ from train.runtime import checkpoints, distributed
 CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.json", "checkpoints"
 REPLICATED = {"single", "ddp"}  # engines whose checkpoints are the same
 # What does not change a run: how rows are spread over processes (`rows_per_step` is compared), and where it is written.
-SPREAD = {"engine", "processes", "trainer.per_device_train_batch_size", "trainer.gradient_accumulation_steps"}
+SPREAD = {"strategy", "processes", "trainer.per_device_train_batch_size", "trainer.gradient_accumulation_steps"}
 PLACES = {"output_dir"}
 
 
@@ -83,7 +83,7 @@ def check_same_run(directory: Path, before: dict[str, Any], now: dict[str, Any])
             f"output_dir={directory} holds an unfinished run with another config ({'; '.join(different[:3])}): "
             f"give another output_dir, the old settings to go on, or delete {directory / CHECKPOINTS}"
         )
-    engines = before["engine"]["name"], now["engine"]["name"]
+    engines = before["strategy"]["name"], now["strategy"]["name"]
     if engines[0] != engines[1] and not set(engines) <= REPLICATED:
         raise ValueError(
             f"output_dir={directory} holds checkpoints of strategy={engines[0]}, which strategy={engines[1]} cannot read: "

@@ -1,0 +1,53 @@
+"""The `foredraft` command: `foredraft train head=medusa` is `python train/run.py head=medusa`, and so on for scripts/*.py.
+
+A program is imported when it is chosen, so that --help needs no torch.
+"""
+
+import importlib
+import sys
+from difflib import get_close_matches
+
+PROGRAMS = {
+    "train": ("train.run", "train a draft head and measure what it gained"),
+    "generate": ("train.scripts.generate", "continue prompts with a drafter"),
+    "lossless": ("train.scripts.lossless", "check on your own model that drafting does not change the text"),
+    "preview": ("train.scripts.preview", "show what a head would be trained on"),
+    "regenerate": ("train.scripts.regenerate", "replace the answers of a data set by the target's own"),
+    "plan": ("train.scripts.plan", "estimate memory and time of a training before it starts"),
+    "export": ("train.scripts.export", "write a head in the layout of another engine"),
+    "parity": ("train.scripts.parity", "check that a head, its files and its export draft the same"),
+    "push": ("train.scripts.push", "send a head to the Hugging Face Hub"),
+}
+
+
+def usage() -> str:
+    width = max(map(len, PROGRAMS)) + 2
+    lines = [f"  {name:{width}}{what}" for name, (_, what) in PROGRAMS.items()]
+    return "\n".join(
+        [
+            "usage: foredraft COMMAND [key=value ...]",
+            "",
+            *lines,
+            "",
+            "foredraft COMMAND --help lists every key of a command, its value and its meaning.",
+        ]
+    )
+
+
+def main() -> None:
+    """Run the program that the first argument names, with the others. Exit codes: as train/cli.py has them."""
+    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if command in ("-h", "--help"):
+        print(usage())
+        return
+    if command not in PROGRAMS:
+        near = get_close_matches(command, PROGRAMS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        print(f"error: {command} is no command of foredraft{hint} Known: {', '.join(PROGRAMS)}.", file=sys.stderr)
+        raise SystemExit(2)
+    sys.argv = [f"{sys.argv[0]} {command}", *sys.argv[2:]]
+    importlib.import_module(PROGRAMS[command][0]).main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The wheel is complete: it is built, installed into an environment of its own and used as processes in another folder."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scripts.foredraft import PROGRAMS
+
+ROOT = Path(__file__).resolve().parent.parent
+PLACES = {"conf": "train/conf", "scripts": "train/scripts"}  # where a folder of the repository is in the wheel
+CPU = ["target.device=cpu", "target.dtype=float32"]
+THREE_STEPS = [
+    *("head=medusa", "data.max_files=4", "length=64", "self_generated_tokens=0", "trainer.bf16=false"),
+    *(
+        "trainer.max_steps=3",
+        "trainer.warmup_steps=1",
+        "trainer.per_device_train_batch_size=2",
+        "evaluate.eval_steps=0",
+    ),
+    *("evaluate.prompts=2", "evaluate.timed_prompts=1", "evaluate.prompt_tokens=16", "evaluate.new_tokens=8"),
+    *("evaluate.proof=false", "output_dir=out"),
+]
+Program = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "FOREDRAFT_TRACE")}
+    environment = inherited | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, because setuptools leaves a build/ that a later wheel would take files from."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in ("heads", "inference", "train", "conf", "scripts"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", "dist", "."]
+    built = run(*pip, cwd=copy)
+    assert built.returncode == 0, built.stderr
+    (found,) = (copy / "dist").glob("foredraft-*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def foredraft(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """foredraft(*arguments) in an empty folder, installed beside the libraries that are here but without this checkout."""
+    environment, folder = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("elsewhere")
+    made = run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
+    assert made.returncode == 0, made.stderr
+    python = environment / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel]
+    installed = run(*install, cwd=folder)
+    assert installed.returncode == 0, installed.stderr
+    # Python reads no .pth file in a folder that a .pth file names, so the editable install there has no effect here.
+    (place,) = environment.glob("lib/python*/site-packages")
+    (place / "libraries.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    asked = run(python, "-c", "import heads, train; print(heads.__file__, train.__file__)", cwd=folder)
+    assert asked.stdout.count(str(environment)) == 2, asked
+
+    def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return run(environment / "bin" / "foredraft", *arguments, cwd=folder)
+
+    return program
+
+
+@pytest.fixture(scope="module")
+def trained(foredraft: Program) -> subprocess.CompletedProcess[str]:
+    """Three steps on the embedded target; the head is in out/head of the folder where `foredraft` runs."""
+    return foredraft("train", *CPU, *THREE_STEPS)
+
+
+def in_wheel(path: Path) -> str:
+    first, *rest = path.relative_to(ROOT).parts
+    return "/".join([PLACES.get(first, first), *rest])
+
+
+def test_nothing_else_lands_at_the_top(wheel: Path):
+    with zipfile.ZipFile(wheel) as opened:
+        top = {name.split("/")[0] for name in opened.namelist()}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"heads", "inference", "train"}
+
+
+def test_every_module_config_template_and_target_is_in_it(wheel: Path):
+    with zipfile.ZipFile(wheel) as opened:
+        there = set(opened.namelist())
+    wanted = [path for room in ("heads", "inference", "train") for path in (ROOT / room).rglob("*.py")]
+    wanted += [*(ROOT / "train").rglob("*.jinja"), *(ROOT / "conf").rglob("*.yaml"), *(ROOT / "scripts").glob("*.py")]
+    wanted += [*(ROOT / "scripts" / "targets").glob("*.json")]
+    embedded = ROOT / "scripts" / "embedded_target"
+    wanted += [*embedded.rglob("*.safetensors"), *embedded.glob("*.json"), *embedded.glob("*.jinja")]
+    assert {in_wheel(path) for path in wanted} <= there
+    assert not [name for name in there if "/bench/" in name]
+
+
+def test_the_embedded_target_has_the_plain_chat_template():
+    plain = ROOT / "train" / "data" / "plain_chat.jinja"
+    assert (ROOT / "scripts" / "embedded_target" / "chat_template.jinja").read_bytes() == plain.read_bytes()
+
+
+def test_the_extra_names_what_a_trainer_needs():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    names = {requirement.partition(">")[0].partition(";")[0].strip() for requirement in extras["train"]}
+    assert names >= {"accelerate", "datasets", "hydra-core", "peft", "wandb", "jinja2", "matplotlib", "deepspeed"}
+    assert all(">=" in requirement for requirement in extras["train"])
+
+
+def test_help_lists_every_command(foredraft: Program):
+    shown = foredraft("--help")
+    assert shown.returncode == 0
+    assert [line.split()[0] for line in shown.stdout.splitlines() if line.startswith("  ")] == list(PROGRAMS)
+
+
+def test_an_unknown_command_is_one_sentence(foredraft: Program):
+    ended = foredraft("trian")
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("error: trian is no command of foredraft; did you mean train?")
+
+
+def test_help_of_a_command(foredraft: Program):
+    shown = foredraft("train", "--help")
+    assert shown.returncode == 0, shown.stderr
+    assert "trainer.max_steps" not in shown.stderr and "head: draft_model, eagle, eagle3" in shown.stdout
+
+
+def test_a_training(foredraft: Program, trained: subprocess.CompletedProcess[str]):
+    assert trained.returncode == 0, trained.stderr
+    assert "step 3/3" in trained.stdout
+
+
+def test_lossless_and_export_with_the_trained_head(foredraft: Program, trained: subprocess.CompletedProcess[str]):
+    few = ["prompts=1", "prompt_tokens=16", "new_tokens=8", "dtype=float32"]
+    proved = foredraft("lossless", "target.device=cpu", "drafter=out/head", *few)
+    assert proved.returncode == 0 and proved.stdout.endswith("lossless\n"), proved
+    exported = foredraft("export", "head=out/head", "format=vllm", "output_dir=exported", "target.device=cpu")
+    assert exported.returncode == 0 and "parity gate passed" in exported.stdout, exported
+
+
+def test_generate(foredraft: Program, trained: subprocess.CompletedProcess[str]):
+    streamed = foredraft("generate", *CPU, "drafter=out/head", "prompt=def f(x='a', y=${b}):", "max_new_tokens=12")
+    assert streamed.returncode == 0 and streamed.stdout.strip(), streamed
+    assert streamed.stderr.rstrip().endswith("with drafter out/head") and "12 tokens in " in streamed.stderr
