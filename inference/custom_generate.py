@@ -8,33 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from heads.target import Target
 from inference.drafters.base import Drafter
 from inference.generation import generate
 
 # What transformers makes of a GenerationConfig's own settings, which `generate` reads from the config itself.
-PROCESSORS = (
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
-CRITERIA = (EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
+FROM_CONFIG = {"MinPLogitsWarper", "NoBadWordsLogitsProcessor", "RepetitionPenaltyLogitsProcessor"}
+FROM_CONFIG |= {"TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"}
+FROM_CONFIG |= {"EosTokenCriteria", "MaxLengthCriteria", "StopStringCriteria"}
 
 
 def as_custom_generate(target: Target, drafter: Drafter | None) -> Callable[..., Tensor]:
@@ -54,8 +37,8 @@ def as_custom_generate(target: Target, drafter: Drafter | None) -> Callable[...,
     ) -> Tensor:
         if model is not target.model:
             raise ValueError(f"this drafter was loaded for {target.name}, not for the model whose generate was called")
-        unknown = [type(part).__name__ for part in logits_processor if type(part) not in PROCESSORS]
-        unknown += [type(part).__name__ for part in stopping_criteria if type(part) not in CRITERIA]
+        parts = {type(part).__name__ for part in (*logits_processor, *stopping_criteria)}
+        unknown = sorted(parts - FROM_CONFIG)
         if unknown:
             raise ValueError(
                 f"speculative decoding does not do {', '.join(unknown)}: leave it out, or generate without"

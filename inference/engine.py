@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from heads.target import Reading, Target
 from heads.target.cache import KVCache
@@ -214,30 +215,22 @@ class Engine:
         return first, reading.features, lengths
 
     def join(self, staying: list[int], new: Sequence[Row], features: Tensor, lengths: list[int]) -> Accepted:
-        """What drafters read next: of the rows that stay what they were to read, of new ones their whole prompts. The
-        token after each position goes with its features, so a prompt's tokens are its second up to the root."""
-        texts = [row.text[1:] for row in new]
-        longest = max(lengths)
-        rows = [text[:length] + [0] * (longest - length) for text, length in zip(texts, lengths, strict=True)]
-        fresh = Accepted(torch.tensor(rows, device=features.device), features, lengths, [row.text for row in new])
-        if not staying:
-            return fresh
-        old = self.accepted
-        width = max(longest, old.tokens.shape[1])
-        before, after = (
-            Accepted(
-                torch.nn.functional.pad(part.tokens, (0, width - part.tokens.shape[1])),
-                torch.nn.functional.pad(part.features, (0, 0, 0, width - part.features.shape[1])),
-                part.counts,
-                part.text,
-            )
-            for part in (old, fresh)
+        """What drafters read next: of rows that stay what they were to read, of new ones their whole prompts. A position's
+        features go with the token after it, so the tokens are those of a prompt from the second up to the root."""
+        rows = [
+            row.text[1 : length + 1] + [0] * (max(lengths) - length) for row, length in zip(new, lengths, strict=True)
+        ]
+        tokens = torch.tensor(rows, device=features.device)
+        fresh = Accepted(tokens, features, lengths, [row.text for row in new])
+        parts = (
+            [(self.accepted, staying), (fresh, list(range(len(new))))] if staying else [(fresh, list(range(len(new))))]
         )
+        width = max(part.tokens.shape[1] for part, _ in parts)
         return Accepted(
-            torch.cat([before.tokens[staying], after.tokens]),
-            torch.cat([before.features[staying], after.features]),
-            [before.counts[number] for number in staying] + after.counts,
-            [before.text[number] for number in staying] + after.text,
+            torch.cat([pad(part.tokens[chosen], (0, width - part.tokens.shape[1])) for part, chosen in parts]),
+            torch.cat([pad(part.features[chosen], (0, 0, 0, width - part.tokens.shape[1])) for part, chosen in parts]),
+            [part.counts[number] for part, chosen in parts for number in chosen],
+            [part.text[number] for part, chosen in parts for number in chosen],
         )
 
     def new_sampler(self, rows: Sequence[Row]) -> TargetSampler:

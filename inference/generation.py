@@ -90,20 +90,14 @@ def generate(
     Raises ValueError for an empty or too long prompt, for a setting that is not known or not done here, and for logits
     that are not numbers.
     """
-    prompts = unpad(input_ids, attention_mask)
     facts = read_settings(generation_config, settings, target)
-    requests = [
-        Request(prompt, facts.params, budget, row_seed, facts.eos_token_ids, facts.stop_strings)
-        for prompt, budget, row_seed in zip(
-            prompts, budgets(prompts, facts, input_ids, target), row_seeds(seed, len(prompts)), strict=True
-        )
-    ]
+    requests = make_requests(unpad(input_ids, attention_mask), facts, input_ids.shape[1], seed, target)
     engine = Engine(target, drafter, rule, lossless, timings=timings)
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    writing = [request for request in requests if request.max_new_tokens > 0]
-    for request in writing:
-        engine.add(request)
+    for request in requests:
+        if request.max_new_tokens > 0:
+            engine.add(request)
     texts: dict[Request, list[int]] = {request: [] for request in requests}
     reasons = dict.fromkeys(requests, "length")
     steps: list[Step] = []
@@ -191,29 +185,29 @@ def logit_bias(bias: Any, bad_words: list[list[int]] | None, vocab: int) -> tupl
     return tuple(pairs)
 
 
-def budgets(prompts: list[list[int]], facts: Settings, input_ids: Tensor, target: Target) -> list[int]:
-    """New tokens that each row may have."""
+def make_requests(
+    prompts: list[list[int]], facts: Settings, length: int, seed: int | Sequence[int], target: Target
+) -> list[Request]:
+    """length: of the rows of input_ids. Raises ValueError for a prompt or a budget that does not fit."""
     most = facts.max_new_tokens
     if most is None:
-        most = 128 if facts.max_length is None else facts.max_length - input_ids.shape[1]
+        most = 128 if facts.max_length is None else facts.max_length - length
     if most < 0:
-        name, value = ("max_new_tokens", most) if facts.max_new_tokens is not None else ("max_length", facts.max_length)
         raise ValueError(
-            f"{name}={value} leaves no room: it must not be below {0 if name[4] == 'n' else input_ids.shape[1]}"
+            f"max_new_tokens={facts.max_new_tokens} and max_length={facts.max_length} leave no room after a prompt of "
+            f"{length} tokens: give more"
         )
-    if target.context is None:
-        return [most] * len(prompts)
-    longest = max(map(len, prompts))
-    if longest > target.context:
-        raise ValueError(f"the prompt has {longest} tokens, the target {target.name} reads {target.context} at most")
-    return [min(most, target.context - len(prompt)) for prompt in prompts]
-
-
-def row_seeds(seed: int | Sequence[int], batch: int) -> list[int]:
-    seeds = [seed + row for row in range(batch)] if isinstance(seed, int) else list(seed)
-    if len(seeds) != batch:
-        raise ValueError(f"{len(seeds)} seeds were given for {batch} rows")
-    return seeds
+    longest, context = max(map(len, prompts)), target.context
+    if context is not None and longest > context:
+        raise ValueError(f"the prompt has {longest} tokens, the target {target.name} reads {context} at most")
+    seeds = [seed + row for row in range(len(prompts))] if isinstance(seed, int) else list(seed)
+    if len(seeds) != len(prompts):
+        raise ValueError(f"{len(seeds)} seeds were given for {len(prompts)} rows")
+    budgets = [most if context is None else min(most, context - len(prompt)) for prompt in prompts]
+    return [
+        Request(prompt, facts.params, budget, row_seed, facts.eos_token_ids, facts.stop_strings)
+        for prompt, budget, row_seed in zip(prompts, budgets, seeds, strict=True)
+    ]
 
 
 def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
