@@ -42,7 +42,17 @@ def shipped(name: str) -> str:
     return str(relative if relative.exists() and relative.samefile(path) else path)
 
 
+def bfloat16_products() -> bool:
+    """For `${bfloat16_products:}`: may the device of a run compute in bfloat16?"""
+    import torch  # seconds, which `--help` of the other programs need not wait for
+
+    from heads.target.loading import has_bfloat16_products
+
+    return has_bfloat16_products("cuda" if torch.cuda.is_available() else "cpu")
+
+
 OmegaConf.register_new_resolver("shipped", shipped, replace=True)
+OmegaConf.register_new_resolver("bfloat16_products", bfloat16_products, replace=True)
 # What every program wants of Hydra: no folder and no log of its own. In a sweep it writes outputs/multirun.yaml.
 BASE = hydra_conf.HydraConf(run=hydra_conf.RunDir("."), sweep=hydra_conf.SweepDir("outputs", "."), output_subdir=None)
 BASE.defaults = [{**entry, **{name: "none" for name in entry if name.endswith("_logging")}} for entry in BASE.defaults]

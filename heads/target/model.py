@@ -12,7 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from heads.target import attention
 from heads.target.cache import KVCache
-from heads.target.loading import check_exists, check_supported, quantization_config, resolve_dtype
+from heads.target.loading import (
+    check_exists,
+    check_supported,
+    has_bfloat16_products,
+    quantization_config,
+    resolve_dtype,
+)
 from heads.target.sharding import COLLECTIVE, arguments, full_tensor
 
 
@@ -66,7 +72,7 @@ class Target:
     ) -> "Target":
         """Load a target from a directory or the Hub.
 
-        dtype: "auto" (as saved), "float32", "bfloat16" ...; quantization: None, "4bit" or "8bit" (bitsandbytes);
+        dtype: "float32", "bfloat16" ..., or "auto": as saved, but float32 where the device has no bfloat16 products; quantization: None, "4bit" or "8bit" (bitsandbytes);
         spread: None, "layers", "fsdp" or "tensor" (heads/target/sharding.py), for one that no device holds alone.
         Raises ValueError that names the path when there is no model, or its tokenizer does not fit its vocabulary.
         """
@@ -79,6 +85,8 @@ class Target:
             dtype = resolve_dtype(dtype)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        if dtype == "auto" and quantization is None and not has_bfloat16_products(device):
+            dtype = torch.float32
         if quantization is not None:
             kwargs["quantization_config"] = quantization_config(quantization, dtype)
             kwargs.setdefault("device_map", device)
