@@ -80,7 +80,7 @@ def test_the_card_on_the_hub_says_what_the_head_is(server, run, target):
     data = ModelCard(card).data.to_dict()
     assert data["license"] == "mit" and data["tags"] == ["speculative-decoding", "draft-head", "eagle3"]
     assert "base_model" not in data  # a path on this disk
-    assert hub.sha256(run / "head") in card and "2.50" in card and "1.75x" in card and "a CPU" in card
+    assert hub.weights_sha256(run / "head") in card and "2.50" in card and "1.75x" in card and "a CPU" in card
     assert f'load_drafter("{NAME}", target)' in card and "some text" in card and "2026-01-02" in card
     assert (
         "vllm serve" in card
@@ -259,13 +259,13 @@ def test_a_name_that_cannot_be_is_refused_first(server, run, target, name):
 
 
 def test_a_target_of_the_hub_has_its_revision_in_the_card(server, monkeypatch, tmp_path):
-    assert hub.revision(str(tmp_path)) is None
+    assert hub.cached_commit(str(tmp_path)) is None
     snapshot = tmp_path / "cache" / "models--org--target" / "snapshots" / ("ab" * 20)
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     (tmp_path / "cache" / "models--org--target" / "refs").mkdir()
     (tmp_path / "cache" / "models--org--target" / "refs" / "main").write_text("ab" * 20)
-    assert hub.revision("org/target") == "ab" * 20
+    assert hub.cached_commit("org/target") == "ab" * 20
     about = {"kind": "eagle3", "target": "org/target", "revision": "ab" * 20}
     assert "ab" * 20 in model_card({}, about, None)
 

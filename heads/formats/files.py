@@ -19,7 +19,7 @@ from heads.formats.base import HeadFiles
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-# In this order: where a directory has both, pickles are never touched.
+# In this order: where a directory has both, pickles are never read.
 SAFE = ("model.safetensors", INDEX, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 LARGEST_JSON = 2**24  # bytes; configs have some thousand
@@ -37,7 +37,7 @@ def read(directory: Path) -> HeadFiles:
         tensors = read_safetensors(weights)
     else:
         tensors = read_pickled(weights)
-    return HeadFiles(config, tensors, directory)
+    return HeadFiles(config, tensors, directory, [])
 
 
 def read_config(directory: Path) -> dict:
@@ -108,7 +108,7 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
 def check_zip(path: Path) -> None:
     """Raise ValueError unless `path` is a zip as torch.save writes it."""
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is no zip file, as torch.save writes since 1.6: save it anew, best as safetensors")
+        raise ValueError(f"{path} is no zip file, as torch.save writes since 1.6: save it again, best as safetensors")
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
