@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
+from safetensors.torch import load_file, save_file
 
 from heads import hub, load_head, save_head
 from heads.eagle3 import Eagle3Head
@@ -133,6 +134,88 @@ def test_a_different_head_is_not_overwritten_without_a_word(server, folder):
     assert server.repos[NAME].files == before
     push(folder, replace=True)
     assert server.repos[NAME].files["model.safetensors"] != before["model.safetensors"]
+
+
+def test_a_replaced_head_leaves_nothing_to_be_loaded(server, folder, run, target, tmp_path):
+    """Weights under another name and an adapter of the old head would be loaded under the new config."""
+    medusa, (config, weights, _) = tmp_path / "medusa", golden.medusa_v1()
+    medusa.mkdir()
+    (medusa / "config.json").write_text(json.dumps(config))
+    save_file(weights, medusa / "medusa_lm_head.safetensors")
+    (medusa / "LICENSE").write_text("ours")
+    push(folder)
+    with pytest.raises(ValueError, match="holds a different head"):
+        push(medusa)
+    server.repos[NAME].files |= {"adapter_config.json": b"{}", "notes.txt": b"theirs"}
+    with pytest.raises(ValueError, match="holds a different head .*adapter_config.json"):
+        push(folder)
+    shown = push(medusa, replace=True, dry_run=True)
+    assert "model.safetensors  deleted" in shown and "adapter_config.json" in server.repos[NAME].files
+    said = push(medusa, replace=True)
+    assert "model.safetensors  deleted, of the head that was there" in said
+    assert set(server.repos[NAME].files) == {
+        *("config.json", "medusa_lm_head.safetensors", "LICENSE"),
+        *("README.md", "notes.txt"),  # not of a head: they stay
+    }
+
+
+def test_a_repository_that_changes_meanwhile_is_not_overwritten(server, folder):
+    push(folder)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    def somebody_else(method: str, path: str) -> None:
+        if "/commit/" in path:
+            server.repos[NAME].commits.append("another head")
+
+    server.trouble = somebody_else
+    with pytest.raises(ValueError, match="somebody else changed it meanwhile"):
+        push(folder, replace=True)
+    assert server.repos[NAME].files["model.safetensors"] == content
+
+
+def test_what_arrived_is_held_against_what_was_sent(server, folder):
+    def spoil(method: str, path: str) -> None:
+        if "/revision/" in path:  # asked for after the commit
+            server.repos[NAME].history[path.split("/")[-1]] = server.repos[NAME].files | {"config.json": b"{}"}
+            server.repos[NAME].commits.append("so that the commit is no longer main")
+
+    server.trouble = spoil
+    with pytest.raises(ValueError, match=r"does not hold the head that was sent \(config.json differ\)"):
+        push(folder)
+
+
+def test_weights_are_held_against_their_card(server, folder, target):
+    push(folder)
+    load_head(NAME, target)
+    content = server.repos[NAME].files["model.safetensors"]
+    server.repos[NAME].files["model.safetensors"] = content[:-1] + bytes([content[-1] ^ 1])
+    server.repos[NAME].commits.append("weights alone")
+    with pytest.raises(ValueError, match=r"are not those of its README\.md"):
+        load_head(NAME, target)
+
+
+def test_a_revision_is_what_is_loaded(server, folder, target):
+    push(folder)
+    first = server.repos[NAME].sha
+    weights = {name: t + 1 if name == "fc.weight" else t for name, t in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors")
+    (folder / "README.md").write_text("another")
+    push(folder, replace=True)
+    old, new = (load_head(NAME, target, revision=revision).state_dict() for revision in (first, None))
+    torch.testing.assert_close(old["fc.weight"] + 1, new["fc.weight"])
+    again = load_drafter(NAME, target, revision=first).head
+    assert torch.equal(again.state_dict()["fc.weight"], old["fc.weight"])
+    with pytest.raises(ValueError, match="is a directory, which has no revision=main"):
+        load_head(folder, target, revision="main")
+
+
+def test_the_config_is_read_before_weights_are_fetched(server, folder, target):
+    (folder / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}))
+    push(folder)
+    with pytest.raises(ValueError, match=f"the head in {NAME} is a DFlash block drafter"):
+        load_head(NAME, target)
+    assert not any(line.startswith("GET") and line.endswith(".safetensors") for line in server.log)
 
 
 def test_what_is_public_does_not_become_private_by_itself(server, folder):
