@@ -18,7 +18,7 @@ CONFIG = "adapter_config.json"
 
 
 def add(target: Target, rank: int, alpha: int) -> None:
-    """Add a new adapter, which changes nothing before training, to every linear layer but the lm_head. Its weights are float32.
+    """Add a new adapter, without effect before training, to every linear layer but the lm_head. Its weights are float32.
 
     Raises ValueError for a target whose layers are sharded."""
     from peft import LoraConfig

@@ -15,6 +15,13 @@ COPIED = (*NEEDED, "intermediate_size", "num_key_value_heads", "rms_norm_eps", "
 COPIED_IF_THERE = ("head_dim", "max_position_embeddings", "bos_token_id", "eos_token_id")
 
 
+class LayerConfig(LlamaConfig):
+    """A Llama config whose hidden size need not be a multiple of its number of attention heads, since it has a head_dim."""
+
+    def validate_architecture(self) -> None:
+        pass
+
+
 def config_like(target: Target, kind: str) -> LlamaConfig:
     """One Llama layer of the target's shape. Raises ValueError where the target's config has no such shape."""
     settings = target.config.to_dict()
@@ -26,7 +33,7 @@ def config_like(target: Target, kind: str) -> LlamaConfig:
     copied["vocab_size"] = target.vocab_size
     if settings.get("rope_parameters"):
         copied["rope_parameters"] = rope_parameters(settings)
-    return LlamaConfig(num_hidden_layers=1, tie_word_embeddings=False, **copied)
+    return LayerConfig(num_hidden_layers=1, tie_word_embeddings=False, **copied)
 
 
 def from_json(settings: dict[str, Any]) -> LlamaConfig:
@@ -35,7 +42,7 @@ def from_json(settings: dict[str, Any]) -> LlamaConfig:
     copied = {name: settings[name] for name in (*COPIED, "attention_bias") if name in NEEDED or name in settings}
     copied |= {name: settings[name] for name in COPIED_IF_THERE if settings.get(name) is not None}
     rope = rope_parameters(settings)
-    return LlamaConfig(num_hidden_layers=1, tie_word_embeddings=False, rope_parameters=rope, **copied)
+    return LayerConfig(num_hidden_layers=1, tie_word_embeddings=False, rope_parameters=rope, **copied)
 
 
 def to_json(config: LlamaConfig) -> dict[str, Any]:

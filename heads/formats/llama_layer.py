@@ -8,6 +8,7 @@ from heads.target import Target
 
 # What our decoder layer does, and no other.
 LAYER = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
+SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 ROPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
@@ -19,6 +20,12 @@ def layer_settings(files: HeadFiles, settings: dict[str, Any], target: Target) -
     check_one_layer(files)
     check_settings(files, settings, LAYER)
     settings = dict(settings)
+    for name in SIZES:
+        if settings.get(name) is not None and (type(settings[name]) is not int or settings[name] < 1):
+            raise files.error(f"config.json says {name}={settings[name]!r}, which is no size")
+    heads = settings["num_attention_heads"]
+    if heads % (settings.get("num_key_value_heads") or heads):
+        raise files.error(f"{heads} attention heads cannot share {settings['num_key_value_heads']} key/value heads")
     if settings.get("num_hidden_layers", 1) != 1:
         files.notes.append(
             f"config.json says num_hidden_layers={settings['num_hidden_layers']}, the weights are of one"
