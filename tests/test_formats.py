@@ -507,12 +507,21 @@ def test_an_index_cannot_point_out_of_its_directory(deep, tmp_path, name):
         load_head(tmp_path / "head", deep)
 
 
-def test_a_head_of_the_hub_cannot_make_python_import_a_module(deep, tmp_path):
-    pulled = tmp_path / "models--org--head" / "snapshots" / "abc"
+@pytest.mark.parametrize("place", ["models--org--head/snapshots/abc", "cloned"])
+def test_files_of_a_head_cannot_make_python_import_a_module(deep, tmp_path, place, monkeypatch):
+    pulled = tmp_path / place
     write(pulled, {"foredraft": {"class": "antigravity:geohash"}}, {"x": torch.ones(2)}, "model.safetensors")
     with pytest.raises(ValueError, match="antigravity:geohash, which is not imported"):
         load_head(pulled, deep)
     assert "antigravity" not in sys.modules
+    mark = tmp_path / "executed"
+    (pulled / "code_beside_a_head.py").write_text(f"open({str(mark)!r}, 'w')")
+    monkeypatch.chdir(pulled)
+    monkeypatch.syspath_prepend("")  # as Python has it that is started there
+    write(pulled, {"foredraft": {"class": "code_beside_a_head:Head"}}, {"x": torch.ones(2)}, "model.safetensors")
+    with pytest.raises(ValueError, match="code_beside_a_head:Head, which is not imported"):
+        load_head(pulled, deep)
+    assert not mark.exists()
     write(pulled, {"foredraft": {"class": "os:system"}}, {"x": torch.ones(2)}, "model.safetensors")
     with pytest.raises(ValueError, match="os:system, which is no DraftHead"):
         load_head(pulled, deep)

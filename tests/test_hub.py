@@ -9,13 +9,14 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
-from heads import hub, load_head, save_head
+from heads import Target, hub, load_head, save_head
 from heads.eagle3 import Eagle3Head
 from heads.hub.card import model_card
 from inference import load_drafter
 from tests.support import golden
-from tests.support.hub_server import TOKEN, HubServer
+from tests.support.hub_server import TOKEN, HubServer, Repo
 from train import publish
 
 NAME = "org/a-head"
@@ -147,7 +148,7 @@ def test_a_replaced_head_leaves_nothing_to_be_loaded(server, folder, run, target
     with pytest.raises(ValueError, match="holds a different head"):
         push(medusa)
     server.repos[NAME].files |= {"adapter_config.json": b"{}", "notes.txt": b"theirs"}
-    with pytest.raises(ValueError, match="holds a different head .*adapter_config.json"):
+    with pytest.raises(ValueError, match=r"holds a different head .*adapter_config\.json"):
         push(folder)
     shown = push(medusa, replace=True, dry_run=True)
     assert "model.safetensors  deleted" in shown and "adapter_config.json" in server.repos[NAME].files
@@ -351,6 +352,23 @@ def test_a_target_of_the_hub_has_its_revision_in_the_card(server, monkeypatch, t
     assert hub.cached_commit("org/target") == "ab" * 20
     about = {"kind": "eagle3", "target": "org/target", "revision": "ab" * 20}
     assert "ab" * 20 in model_card({}, about, None)
+
+
+def test_a_target_and_its_tokenizer_are_of_the_revision_that_was_asked_for(server, tiny_path, tmp_path):
+    """The newest tokenizer has more tokens: it would not fit the older model's vocabulary."""
+    server.repos["org/target"] = repo = Repo(private=False)
+    repo.files = {path.name: path.read_bytes() for path in tiny_path.iterdir()}
+    first = repo.sha
+    repo.history[first] = dict(repo.files)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    tokenizer.add_tokens([f"<new {number}>" for number in range(100)])
+    tokenizer.save_pretrained(tmp_path / "newer")
+    repo.files |= {path.name: path.read_bytes() for path in (tmp_path / "newer").iterdir()}
+    repo.commits.append("a new token")
+    older = Target.from_pretrained("org/target", dtype="float32", device="cpu", revision=first)
+    assert older.tokenizer is not None and len(older.tokenizer) <= older.vocab_size
+    with pytest.raises(ValueError, match="they do not belong together"):
+        Target.from_pretrained("org/target", dtype="float32", device="cpu")
 
 
 def test_pushing_needs_a_directory(server, target):

@@ -145,6 +145,18 @@ MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "rope
 YARN = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
 PARTIAL = {"partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"}
 
+SPECULATORS = {
+    "architectures": ["Eagle3Speculator"],
+    "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},  # a class under no name, which nothing loads
+    "draft_vocab_size": 32000,
+    "has_no_defaults_at_init": False,
+    IDS: None,
+    "norm_before_residual": True,
+    "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "/cluster/Llama", "architectures": []}},
+    "speculators_model_type": "eagle3",
+    "transformer_layer_config": {k: v for k, v in LLAMA3.items() if k not in ("architectures", "draft_vocab_size")},
+}
+
 
 def ids(layer_ids: list[int] | None, **more: Any) -> dict[str, Any]:
     return {"eagle_config": {IDS: layer_ids, "use_aux_hidden_state": True} | more}
@@ -152,6 +164,7 @@ def ids(layer_ids: list[int] | None, **more: Any) -> dict[str, Any]:
 
 # name -> config, weights (of the shrunken config), what the warning says.
 TAKEN: dict[str, tuple[dict, Any, str]] = {
+    "speculators, as RedHatAI publishes it": (SPECULATORS, "layers.0", "max_position_embeddings"),
     "no rope, 2048 positions": (LLAMA3, "midlayer", "max_position_embeddings: the head says 2048, the target 256"),
     "another theta": (NAMED | {"rope_theta": 1000000.0}, "midlayer", "rope_parameters: the head says .*1000000"),
     "40 layers of the target": (LLAMA3 | {"num_hidden_layers": 40}, "midlayer", "num_hidden_layers=40, the weights"),
@@ -325,7 +338,11 @@ REFUSED: dict[str, tuple[dict, str]] = {
         "EAGLE-1 in the first",
     ),
     "MLA": ({"architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 512}, "multi-head latent attention"),
-    "a class of its own": ({"auto_map": {"": "config.Eagle3SpeculatorConfig"}}, "names code of its own"),
+    "a class of its own": ({"auto_map": {"AutoModel": "modeling.Head"}}, "names code of its own"),
+    "DFlash with a class of its own": (
+        {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}},
+        "a DFlash block",
+    ),
 }
 
 

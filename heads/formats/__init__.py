@@ -9,7 +9,6 @@ from heads.formats.hydra import HydraFormat
 from heads.formats.medusa import MedusaFormat, VllmMedusaFormat
 from heads.formats.own import NativeFormat
 from heads.formats.speculators import SpeculatorsFormat
-from heads.formats.unsupported import check_supported_drafter
 
 # The first that matches is taken, so the more specific ones come first.
 FORMATS: tuple[type[Format], ...] = (
@@ -25,7 +24,6 @@ FORMATS: tuple[type[Format], ...] = (
 
 def detect(files: HeadFiles) -> Format:
     """The layout of these files; ValueError where it is none that is known here."""
-    check_supported_drafter(files.config, files.directory)
     for layout in FORMATS:
         match = layout.match(files)
         if match is not None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from heads.formats.base import HeadFiles
+from heads.formats.unsupported import check_supported_drafter
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -40,15 +41,18 @@ def read(directory: Path) -> HeadFiles:
     return HeadFiles(config, tensors, directory, [])
 
 
-def read_config(directory: Path) -> dict:
-    """config.json, refused where it names code."""
+def read_config(directory: Path, name: str = "") -> dict:
+    """config.json, refused where it is of a drafter that is not known here, or names code. name: for errors."""
     path = directory / CONFIG
     if not path.is_file():
         raise ValueError(f"{directory} holds no {CONFIG}: give the directory that training wrote (<output_dir>/head)")
     config = read_json(path)
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no settings, but {type(config).__name__}")
-    code = [name for name in ("auto_map", "custom_pipelines", "trust_remote_code") if config.get(name)]
+    check_supported_drafter(config, name or directory)
+    code = [key for key in ("auto_map", "custom_pipelines", "trust_remote_code") if config.get(key)]
+    if isinstance(config.get("auto_map"), dict) and config["auto_map"].keys() == {""}:
+        code.remove("auto_map")  # speculators writes it so: nothing would load a class under no name
     if code:
         raise ValueError(
             f"{path} names code of its own ({', '.join(code)}): a head is data here, and nothing that comes with it is "

@@ -9,11 +9,11 @@ DRAFTERS = {
     "dflare": "a DFlare block drafter",
     "dspark": "a DSpark block drafter",
     "domino": "a Domino block drafter",
-    "peagle": "a P-EAGLE drafter, which has several layers and drafts all depths at once",
+    "peagle": "a P-EAGLE drafter of several layers",
     "mlp_speculator": "an MLP speculator (IBM's accelerators)",
     "mlpspeculator": "an MLP speculator (IBM's accelerators)",
     "mtp": "a multi-token-prediction layer, which belongs to its target's own checkpoint",
-    "eaglespeculator": "EAGLE-1 in the first layout of the speculators package; convert it with speculators 0.2 or later",
+    "eaglespeculator": "EAGLE-1 in the first layout (0.1) of the speculators package",
 }
 KNOWN = "Heads that load here: Medusa, Hydra, EAGLE-1/2 and EAGLE-3"
 

@@ -21,7 +21,6 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 
 from heads.formats.files import PICKLED, SAFE, read_config
-from heads.formats.unsupported import check_supported_drafter
 
 WEIGHTS = (*SAFE, *PICKLED)
 # What a head consists of, in any layout: of these a repository holds what the newest head has, and no others.
@@ -67,7 +66,7 @@ def find(path_or_id: str | Path, revision: str | None = None) -> Path:
     what = f"head {name} is no directory here, and the Hub does not give it"
     with one_sentence_errors(what):
         found = Path(snapshot_download(name, revision=revision, allow_patterns=TEXTS))
-    check_supported_drafter(read_config(found), name)
+    read_config(found, name)
     with one_sentence_errors(what):
         found = Path(snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", *TEXTS]))
         if not any((found / file).is_file() for file in SAFE):

@@ -96,7 +96,8 @@ class Requests(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def json(self, content: Any, status: int = 200, **headers: str) -> None:
-        self.answer(status, json.dumps(content).encode(), Content_Type="application/json", **headers)
+        body, head_only = json.dumps(content).encode(), self.command == "HEAD"
+        self.answer(status, body, head_only, Content_Type="application/json", **headers)
 
     def refused(self, status: int) -> None:
         words = {
