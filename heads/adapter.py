@@ -1,6 +1,6 @@
-"""A LoRA adapter on the target (peft): the one thing that changes what a target says, and only Medusa-2 asks for it.
+"""A LoRA adapter on the target (peft): the one thing that changes what a target says, used by Medusa-2 only.
 
-The adapter lies in the target's own layers, so plain decoding, drafts and features are all those of the adapted target.
+The adapter is part of the target's layers, so plain decoding, drafts and features are all those of the adapted target.
 Files: `adapter_config.json` and `adapter_model.safetensors` beside the head's, as peft reads them.
 """
 
@@ -18,31 +18,31 @@ CONFIG = "adapter_config.json"
 
 
 def add(target: Target, rank: int, alpha: int) -> None:
-    """Put a new adapter, at first without effect, on every linear layer but the lm_head. Its weights are float32.
+    """Add a new adapter, without effect before training, to every linear layer but the lm_head. Its weights are float32.
 
-    Raises ValueError for a target in pieces."""
+    Raises ValueError for a target whose layers are sharded."""
     from peft import LoraConfig
 
     if target.reads_collectively:
         raise ValueError(
-            f"an adapter is put on whole layers, and sharding={target.sharding} cuts them: choose sharding=layers"
+            f"an adapter needs whole layers, and sharding={target.sharding} splits them: choose sharding=layers"
         )
     target.model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"))
-    for layer in layers(target):
+    for layer in lora_layers(target):
         layer.weight = nn.Parameter(layer.get_parameter("weight").float())
 
 
-def layers(target: Target) -> nn.ModuleList:
-    """The adapter's own linear layers, none where the target has no adapter."""
+def lora_layers(target: Target) -> nn.ModuleList:
+    """The adapter's own linear layers; empty where the target has no adapter."""
     found = [
         module for name, module in target.model.named_modules() if name.endswith((".lora_A.default", ".lora_B.default"))
     ]
     return nn.ModuleList(found)
 
 
-def adapted(target: Target) -> list[Any]:
-    """The target's layers that have an adapter beside them (peft's BaseTunerLayer), none where it has no adapter."""
-    if not layers(target):
+def tuned_layers(target: Target) -> list[Any]:
+    """The target's layers that carry an adapter (peft's BaseTunerLayer); empty without one."""
+    if not lora_layers(target):
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -50,21 +50,21 @@ def adapted(target: Target) -> list[Any]:
 
 
 def merge(target: Target) -> None:
-    """Add the adapter to the weights beside it: but for rounding the same text, without the adapter's products in every
-    step. For decoding; 4- and 8-bit weights would lose too much, and stay as they are."""
-    for layer in adapted(target):
+    """Merge the adapter into the weights, for decoding: the same text but for rounding, without the adapter's products in
+    every step. 4- and 8-bit weights would lose too much and stay as they are."""
+    for layer in tuned_layers(target):
         if target.quantization is None and not layer.merged:
             layer.merge()
 
 
 @contextmanager
-def without(target: Target) -> Iterator[None]:
-    """The target as it was."""
+def disabled(target: Target) -> Iterator[None]:
+    """The target without its adapter."""
     target.model.disable_adapters()
     try:
         yield
     finally:
-        target.model.enable_adapters()  # and its weights may learn again
+        target.model.enable_adapters()  # this also makes its weights trainable again
 
 
 def save(target: Target, directory: Path) -> None:
@@ -72,9 +72,9 @@ def save(target: Target, directory: Path) -> None:
 
 
 def load(target: Target, directory: Path) -> None:
-    """Put the adapter of these files on the target, in the place of the one it may have."""
-    for layer in adapted(target):
-        if layer.merged:  # the next one is not to be added to it
+    """Load the adapter in `directory` onto the target, replacing the one that it may have."""
+    for layer in tuned_layers(target):
+        if layer.merged:  # the new one must not be added on top of it
             layer.unmerge()
     with torch.no_grad():
-        target.model.load_adapter(str(directory), adapter_name="default", hotswap=len(layers(target)) > 0)
+        target.model.load_adapter(str(directory), adapter_name="default", hotswap=len(lora_layers(target)) > 0)

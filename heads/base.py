@@ -68,11 +68,12 @@ class DraftHead(nn.Module, ABC):
     kind: str
     cache_layers: int = 0  # layers of keys and values that it keeps of the text
     format: ClassVar[str] = "foredraft's own"  # of its files, for people
-    renamed: ClassVar[dict[str, str]] = {}  # beginnings of weights' names, here and on disk, where these differ
+    disk_prefixes: ClassVar[dict[str, str]] = {}  # prefixes of weights' names, here -> on disk, where they differ
     layers: list[int]  # which hidden states it reads, numbered as in heads/target/model.py
     depth: int  # deepest draft that it was trained for
     limit: int | None = None  # deepest draft that it can make; None for no limit
     pruned: bool = False  # does it draft from a part of the vocabulary?
+    imported: bool = False  # was it trained elsewhere?
     d2t: Tensor
     t2d: Tensor
 
@@ -90,28 +91,19 @@ class DraftHead(nn.Module, ABC):
     def to_config(self) -> dict:
         """What config.json needs so that `from_config`, and the engines that read this format, rebuild the head."""
 
-    @classmethod
-    def describes(cls, config: dict) -> bool:
-        """Is this the config.json of such a head in its published format, whoever wrote it?"""
-        return False
+    def attach(self, target: Target) -> None:
+        """Reference what the head uses of the target and does not save. Call it before any use of the head."""
 
-    def bind(self, target: Target) -> None:
-        """Take hold of what the head borrows of the target and does not save. Comes before any use of the head."""
-
-    def finish(self) -> None:
-        """Training is over: become what is shipped."""
+    def on_train_end(self) -> None:
+        """Called once after training: merge what only training needs."""
 
     def incompatibilities(self, target: Target) -> list[str]:
-        """Where the head and this target disagree, in words; a shape that differs is found without its help."""
+        """Why the head cannot draft for this target, in words; a weight of another shape is found without its help."""
         return []
 
-    def disk_names(self) -> dict[str, str]:
-        """{name on disk: name here} of every weight."""
-        names = {}
-        for name in self.state_dict():
-            found = next((pair for pair in self.renamed.items() if name.startswith(pair[0])), ("", ""))
-            names[found[1] + name.removeprefix(found[0])] = name
-        return names
+    def differences(self, target: Target) -> list[str]:
+        """Settings that are the head's own and not this target's, in words: a mistake in a head that was trained here."""
+        return []
 
     @abstractmethod
     def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:

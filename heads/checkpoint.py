@@ -3,45 +3,88 @@
 import errno
 import hashlib
 import json
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from heads import adapter, formats
 from heads.base import DraftHead
-from heads.formats.files import CONFIG, SAFE, read_config
-from heads.hub.client import find
+from heads.formats.files import CONFIG, INDEX, SAFE, read_config
+from heads.hub.client import find, weights_sha256
 from heads.target import Target
 
 WEIGHTS = SAFE[0]
-SMALL = 1 << 22  # parameters; 16 MB in float32
+SMALL_HEAD = 1 << 22  # parameters; 16 MB in float32
+CARD = "README.md"
 
 
 def fingerprint(target: Target) -> dict:
-    """What ties a head to the target it was trained on. The digest is of the final norm and of some embedding rows."""
-    rows = target.embeddings[:: max(1, target.vocab_size // 64)]
-    digest = hashlib.sha256(rows.detach().float().cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
+    """What ties a head to the target it was trained on. The digest is of some embedding rows, as they are stored: it is the
+    same whatever dtype the target was loaded in."""
+    ids = range(0, target.vocab_size, max(1, target.vocab_size // 64))
+    stored = stored_embeddings(target, ids)
+    rows = target.embeddings[:: ids.step].detach().cpu() if stored is None else stored
+    digest = hashlib.sha256(rows.to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()).hexdigest()[:16]
     facts = {"name": target.name, "model_type": target.config.model_type, "vocab_size": target.vocab_size}
     return facts | {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "embedding_digest": digest}
 
 
+def stored_embeddings(target: Target, ids: range) -> Tensor | None:
+    """These rows of the embedding in the checkpoint that the target was loaded from; None where there is none to read.
+
+    Those in memory will not do alone: a float16 load of bfloat16 weights has lost its smallest numbers."""
+    embedding = target.model.get_input_embeddings()
+    module = next(name for name, part in target.model.named_modules() if part is embedding)
+    suffix = f"{module.rpartition('.')[2]}.weight"  # what stands before it differs between versions of transformers
+    path = checkpoint_file(target, INDEX)
+    if path is not None:
+        parts: dict[str, str] = json.loads(path.read_text())["weight_map"]
+        path = next((path.parent / part for name, part in parts.items() if name.endswith(suffix)), None)
+    else:
+        path = checkpoint_file(target, WEIGHTS)
+    if path is None or not path.is_file():
+        return None
+    with safe_open(path, framework="pt") as checkpoint:
+        for name in checkpoint.keys():  # noqa: SIM118 -- it is no dict
+            rows = checkpoint.get_slice(name)
+            if name.endswith(suffix) and rows.get_shape() == [target.vocab_size, target.hidden_size]:
+                return torch.stack([rows[i] for i in ids])
+    return None
+
+
+def checkpoint_file(target: Target, name: str) -> Path | None:
+    """A file of the target's checkpoint, in its directory or the Hub's cache."""
+    if Path(target.name).is_dir():
+        return Path(target.name) / name if (Path(target.name) / name).is_file() else None
+    if target.name.count("/") != 1:
+        return None
+    cached = try_to_load_from_cache(target.name, name, revision=target.model.config._commit_hash)
+    return Path(cached) if isinstance(cached, str) else None
+
+
 def save_head(head: DraftHead, directory: str | Path, target: Target, **facts: Any) -> None:
     """Write model.safetensors and config.json. `facts` (JSON values) go under "foredraft", beside what loading uses."""
-    write_head(head, directory, target, formats.own(head), (WEIGHTS,), **facts)
+    write_head(head, directory, target, formats.default_format(head), (WEIGHTS,), **facts)
 
 
 def write_head(
-    head: DraftHead, directory: str | Path, target: Target, form: formats.Format, files: tuple[str, ...], **facts: Any
+    head: DraftHead, directory: str | Path, target: Target, layout: formats.Format, files: tuple[str, ...], **facts: Any
 ) -> None:
-    """Write a head in layout `form`, its weights under each name of `files`. Raises OSError where the disk is full."""
+    """Write a head in `layout`, its weights under each name of `files`. Raises OSError where the disk is full."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    weights, config = form.weights_of(head, target), form.config_of(head, target)
+    weights, config = layout.export_weights(head, target), layout.export_config(head, target)
     config["dtype"] = str(head.dtype).removeprefix("torch.")
     own = {"kind": head.kind, "depth": head.depth, "target": fingerprint(target)}
+    if head.imported:
+        own["imported"] = True
     config["foredraft"] = own | config.get("foredraft", {}) | facts
     try:
         for name in files:
@@ -50,7 +93,7 @@ def write_head(
             else:
                 torch.save(weights, directory / name)
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        if len(adapter.layers(target)):
+        if len(adapter.lora_layers(target)):
             adapter.save(target, directory)
     except SafetensorError as error:  # safetensors reports a full disk in words only
         if "No space left" in str(error) or "os error 28" in str(error):
@@ -58,47 +101,71 @@ def write_head(
         raise
 
 
-def read_head(path: str | Path, target: Target) -> DraftHead:
+def read_head(path: str | Path, target: Target, revision: str | None = None) -> DraftHead:
     """The head in a directory or on the Hub, on the CPU, in the dtype it was stored in. An adapter beside it (Medusa-2) is
-    put on the target, whose text it changes.
+    loaded onto the target, whose text it changes. revision: a branch, tag or commit on the Hub.
 
-    Raises ValueError that names what is missing, left over, of another shape, or at odds with `target`.
+    Raises ValueError that names what is missing, left over, of another shape, or at odds with `target`. Warns once of
+    what is taken from the files although it is unusual or not the target's.
     """
-    found = formats.read(find(path))
-    head = formats.build(formats.detect(found), found, target)
-    if (found.where / adapter.CONFIG).is_file():
-        adapter.load(target, found.where)
-    elif len(adapter.layers(target)):
-        raise found.wrong(f"{target.name} has an adapter on it, which this head does not know: load the target anew")
-    head.bind(target)
-    check_fit(found, head, target)
+    files = formats.read(find(path, revision))
+    check_card(files.directory)
+    head = formats.build(formats.detect(files), files, target)
+    head.imported = not files.trained_here
+    if (files.directory / adapter.CONFIG).is_file():
+        adapter.load(target, files.directory)
+    elif len(adapter.lora_layers(target)):
+        raise files.error(f"{target.name} has an adapter on it, which this head does not know: load the target again")
+    head.attach(target)
+    check_fit(files, head, target)
     return head
 
 
-def load_head(path: str | Path, target: Target, dtype: torch.dtype | None = None) -> DraftHead:
+def load_head(
+    path: str | Path, target: Target, dtype: torch.dtype | None = None, revision: str | None = None
+) -> DraftHead:
     """The head of `read_head` on the target's device, for inference. dtype: None takes the one that it drafts fastest in."""
-    head = read_head(path, target)
+    head = read_head(path, target, revision)
     return head.to(target.device, dtype or drafting_dtype(head, target)).eval().requires_grad_(False)
 
 
 def drafting_dtype(head: DraftHead, target: Target) -> torch.dtype:
     """The target's, but float32 for a small head on a CPU: what it computes there is less than what a half-precision
     kernel costs to call, and its weights stay in the processor's cache at either width."""
-    small = sum(parameter.numel() for parameter in head.parameters()) < SMALL
+    small = sum(parameter.numel() for parameter in head.parameters()) < SMALL_HEAD
     return torch.float32 if small and target.device.type == "cpu" else target.dtype
 
 
-def check_fit(found: formats.HeadFiles, head: DraftHead, target: Target) -> None:
-    """Raise ValueError where the head and this target disagree, saying which side says what."""
-    saved, now = found.config.get("foredraft", {}).get("target", {}), fingerprint(target)
+def check_card(directory: Path) -> None:
+    """Raise ValueError where the model card beside the weights was written for other weights."""
+    card = directory / CARD
+    said = re.search(r"SHA-256 of the weights\W+([0-9a-f]{64})", card.read_text("utf-8")) if card.is_file() else None
+    if said and said[1] != weights_sha256(directory):
+        raise ValueError(
+            f"the weights in {directory} are not those of its {CARD} (SHA-256 {said[1][:12]}...): the download or the "
+            f"repository mixes two heads; fetch it again, or remove {CARD} if you changed the weights yourself"
+        )
+
+
+def check_fit(files: formats.HeadFiles, head: DraftHead, target: Target) -> None:
+    """Raise ValueError where the head and this target disagree, saying which side says what. What differs and may be
+    meant, in a head that was trained elsewhere, is one warning."""
+    saved, now = files.config.get("foredraft", {}).get("target", {}), fingerprint(target)
     problems = [
         f"{name}: the head was trained for {saved[name]}, the target has {now[name]}"
         for name in ("vocab_size", "hidden_size", "num_layers", "embedding_digest")
         if name in saved and saved[name] != now[name]
     ]
     problems += head.incompatibilities(target)
+    notes = [*files.notes, *head.differences(target)]
+    if files.trained_here:
+        problems += notes
     if problems:
-        raise ValueError(f"the head in {found.where} does not fit {target.name}: " + "; ".join(dict.fromkeys(problems)))
+        raise ValueError(
+            f"the head in {files.directory} does not fit {target.name}: " + "; ".join(dict.fromkeys(problems))
+        )
+    if notes:
+        warnings.warn(f"the head in {files.directory} is used as its files say: {'; '.join(notes)}", stacklevel=3)
 
 
 __all__ = ["check_fit", "find", "fingerprint", "load_head", "read_config", "read_head", "save_head", "write_head"]

@@ -20,7 +20,7 @@ from heads.target.sharding import full_tensor
 class DraftModelHead(RecurrentHead):
     kind, depth = "draft_model", 1
     format = "a causal language model as transformers saves it"
-    renamed: ClassVar[dict[str, str]] = {"model.": ""}
+    disk_prefixes: ClassVar[dict[str, str]] = {"model.": ""}
 
     def __init__(self, reader: Target, vocab_size: int):
         """reader: the small model. vocab_size: the target's; some models pad theirs."""
@@ -66,7 +66,7 @@ class DraftModelHead(RecurrentHead):
             setattr(part, name, buffer.to(getattr(part, name).device))
         return self
 
-    def finish(self) -> None:
+    def on_train_end(self) -> None:
         if self.tuner:
             self.tuner.pop().merge_and_unload()
 

@@ -29,7 +29,7 @@ class EagleHead(RecurrentHead):
 
     kind, cache_layers = "eagle", 1
     format = "EAGLE-1 as SafeAILab and SGLang read it (LlamaForCausalLMEagle)"
-    renamed: ClassVar[dict[str, str]] = {"layer.": "layers.0."}
+    disk_prefixes: ClassVar[dict[str, str]] = {"layer.": "layers.0."}
     target: Target
 
     def __init__(self, config: LlamaConfig, depth: int = 1, bias: bool = False, noise: float = 0.2):
@@ -53,28 +53,28 @@ class EagleHead(RecurrentHead):
             head.fc.weight[:, width:].copy_(torch.eye(width))
             if head.fc.bias is not None:
                 head.fc.bias.zero_()
-        head.bind(target)
+        head.attach(target)
         return head.to(target.device)
 
-    def bind(self, target: Target) -> None:
+    def attach(self, target: Target) -> None:
         self.target, self.layers = target, [target.num_layers]
 
     @classmethod
-    def describes(cls, config: dict) -> bool:
-        return "LlamaForCausalLMEagle" in config.get("architectures", [])
-
-    @classmethod
     def from_config(cls, config: dict) -> "EagleHead":
-        own = config.get("foredraft", {})
-        shape = LlamaConfig.from_dict({key: value for key, value in config.items() if key not in ("foredraft", "bias")})
-        return cls(shape, own.get("depth", 1), config.get("bias", True))  # absent means true in the authors' code
+        depth = config.get("foredraft", {}).get("depth", 1)
+        return cls(
+            llama_config.from_json(config), depth, config.get("bias", True)
+        )  # absent means true in the authors' code
 
     def to_config(self) -> dict:
         facts = {"architectures": ["LlamaForCausalLMEagle"], "bias": self.fc.bias is not None}
-        return llama_config.saved(self.config) | facts
+        return llama_config.to_json(self.config) | facts
 
     def incompatibilities(self, target: Target) -> list[str]:
         return llama_config.incompatibilities(self.config, target)
+
+    def differences(self, target: Target) -> list[str]:
+        return llama_config.differences(self.config, target)
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.target.logits(hidden)
@@ -84,17 +84,17 @@ class EagleHead(RecurrentHead):
 
     def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         length, attention = text.tokens.shape[1], self.layer.self_attn
-        hidden, beside = features, embeddings.roll(-1, dims=1)
+        hidden, next_embeddings = features, embeddings.roll(-1, dims=1)
         if self.training and self.noise:
             hidden = hidden + (torch.rand_like(hidden) - 0.5) * self.noise * 512 / length
         cos, sin = self.rotary(text.positions, length, self.dtype)
         mask, steps, outs = text.mask(), [], []
         for _ in range(self.depth):
-            fused = self.fuse(hidden, beside)
+            fused = self.fuse(hidden, next_embeddings)
             q, k, v = attention.project(fused, cos, sin)
             steps.append((k, v))
-            attended = attention.merge(attend_steps(q, steps, mask))
-            outs.append(self.layer.finish(fused, attended))
+            attended = attention.project_out(attend_steps(q, steps, mask))
+            outs.append(self.layer.feed_forward(fused, attended))
             hidden = shift_right(outs[-1], 1)
         return outs
 
@@ -106,4 +106,4 @@ class EagleHead(RecurrentHead):
     def draft_step(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
         fused = self.fuse(hidden, embeddings)
         cos, sin = self.rotary(positions, cache.capacity, fused.dtype)
-        return self.layer.finish(fused, self.layer.self_attn.cached(fused, cos, sin, mask, cache, layer=0))
+        return self.layer.feed_forward(fused, self.layer.self_attn.attend_cached(fused, cos, sin, mask, cache, layer=0))

@@ -1,6 +1,6 @@
 """EAGLE-3: one decoder layer that drafts on from its own output (arXiv:2503.01840), and 3.1's normed variant.
 
-At slot p it reads the target's features of position p, fused from three layers, beside the embedding of token p + 1,
+At slot p it reads the target's features of position p, fused from three layers, next_embeddings the embedding of token p + 1,
 and drafts token p + 2. Deeper drafts read its own output in the place of features that the target has not made yet.
 
 Training repeats that ("training-time test", section 3.2): step i reads the output of step i - 1. Instead of shifting
@@ -36,10 +36,10 @@ class MidLayer(nn.Module):
         self.hidden_norm, self.input_layernorm = RMSNorm(width, eps), RMSNorm(width, eps)
         self.post_attention_layernorm = RMSNorm(width, eps)
 
-    def side_by_side(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+    def concat_inputs(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         return torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
 
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+    def feed_forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
         hidden = hidden + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -116,13 +116,9 @@ class Eagle3Head(RecurrentHead):
         return [self.lm_head]
 
     @classmethod
-    def describes(cls, config: dict) -> bool:
-        return "LlamaForCausalLMEagle3" in config.get("architectures", [])
-
-    @classmethod
     def from_config(cls, config: dict) -> "Eagle3Head":
         return cls(
-            LlamaConfig.from_dict({k: v for k, v in config.items() if k not in ("eagle_config", "foredraft")}),
+            llama_config.from_json(config),
             layers=config["eagle_aux_hidden_state_layer_ids"],
             depth=config.get("foredraft", {}).get("depth", 7),
             draft_vocab_size=config.get("draft_vocab_size"),
@@ -133,7 +129,7 @@ class Eagle3Head(RecurrentHead):
         )
 
     def to_config(self) -> dict:
-        return llama_config.saved(self.config) | {
+        return llama_config.to_json(self.config) | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": self.lm_head.out_features,
             "target_hidden_size": self.config.hidden_size,
@@ -141,19 +137,17 @@ class Eagle3Head(RecurrentHead):
             "norm_before_fc": self.input_norm is not None,
             "fc_norm": len(self.fc_norm) > 0,
             "norm_output": self.norm_output,
-            # Two numberings of the same layers, each where its engines look: see heads/formats/eagle3.py.
             "eagle_aux_hidden_state_layer_ids": self.layers,
             "num_aux_hidden_states": len(self.layers),
-            "eagle_config": {
-                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in self.layers],
-                "use_aux_hidden_state": True,
-            },
         }
 
     def incompatibilities(self, target: Target) -> list[str]:
         beyond = [k for k in self.layers if k > target.num_layers]
         words = [f"the head reads hidden state {k}, the target has 0..{target.num_layers}" for k in beyond[-1:]]
         return llama_config.incompatibilities(self.config, target) + words
+
+    def differences(self, target: Target) -> list[str]:
+        return llama_config.differences(self.config, target)
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.input_norm is not None:
@@ -175,14 +169,14 @@ class Eagle3Head(RecurrentHead):
 
     def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         hidden = self.fuse(features)
-        beside = embeddings.to(hidden.dtype).roll(-1, dims=1)
+        next_embeddings = embeddings.to(hidden.dtype).roll(-1, dims=1)
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], hidden.dtype)
         mask, steps, outs = text.mask(), [], []
         for _ in range(self.depth):
-            q, k, v = self.midlayer.self_attn.project(self.midlayer.side_by_side(beside, hidden), cos, sin)
+            q, k, v = self.midlayer.self_attn.project(self.midlayer.concat_inputs(next_embeddings, hidden), cos, sin)
             steps.append((k, v))
-            attended = self.midlayer.self_attn.merge(attend_steps(q, steps, mask))
-            outs.append(self.midlayer.finish(self.residual(hidden), attended))
+            attended = self.midlayer.self_attn.project_out(attend_steps(q, steps, mask))
+            outs.append(self.midlayer.feed_forward(self.residual(hidden), attended))
             hidden = shift_right(self.feed_back(outs[-1]), 1)
         return outs
 
@@ -196,9 +190,9 @@ class Eagle3Head(RecurrentHead):
 
     def _draft(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
         cos, sin = self.rotary(positions, cache.capacity, hidden.dtype)
-        x = self.midlayer.side_by_side(embeddings.to(hidden.dtype), hidden)
-        attended = self.midlayer.self_attn.cached(x, cos, sin, mask, cache, layer=0)
-        return self.midlayer.finish(self.residual(hidden), attended)
+        x = self.midlayer.concat_inputs(embeddings.to(hidden.dtype), hidden)
+        attended = self.midlayer.self_attn.attend_cached(x, cos, sin, mask, cache, layer=0)
+        return self.midlayer.feed_forward(self.residual(hidden), attended)
 
 
 def paper_layers(n: int) -> list[int]:

@@ -53,17 +53,19 @@ class PrefixLayer(nn.Module):
     def forward(self, hidden: Tensor, text: PackedBatch) -> Tensor:
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], hidden.dtype)
         q, k, v = self.layer.self_attn.project(self.layer.input_layernorm(hidden), cos, sin)
-        return self.finish(hidden, self.layer.self_attn.merge(attend_steps(q, [(k, v)], text.mask())))
+        return self.feed_forward(hidden, self.layer.self_attn.project_out(attend_steps(q, [(k, v)], text.mask())))
 
     def read(self, hidden: Tensor, cache: KVCache) -> Tensor:
         new = hidden.shape[1]
         causal = torch.ones(1, new, new, dtype=torch.bool, device=hidden.device).tril()
         cos, sin = self.rotary(cache.columns(new), cache.capacity, hidden.dtype)
         x = self.layer.input_layernorm(hidden)
-        return self.finish(hidden, self.layer.self_attn.cached(x, cos, sin, cache.mask(causal), cache, layer=0))
+        return self.feed_forward(
+            hidden, self.layer.self_attn.attend_cached(x, cos, sin, cache.mask(causal), cache, layer=0)
+        )
 
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        return self.norm(self.layer.finish(hidden, attended))
+    def feed_forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        return self.norm(self.layer.feed_forward(hidden, attended))
 
 
 class HydraHead(RecurrentHead):
@@ -122,7 +124,7 @@ class HydraHead(RecurrentHead):
         config = llama_config.config_like(target, "Hydra++") if prefix else None
         facts = target.hidden_size, target.vocab_size, depth, mlp_layers
         head = cls(*facts, config, dropout, draft_vocab_size, target.name)
-        head.bind(target)
+        head.attach(target)
         head.init_projections(target, counts)
         if prefix:
             layer, norm = head.prefix_embeding_layer.layer, head.prefix_embeding_layer.norm
@@ -133,16 +135,12 @@ class HydraHead(RecurrentHead):
                 norm.weight.copy_(size)  # the identity, nearly
         return head.to(target.device)
 
-    def bind(self, target: Target) -> None:
+    def attach(self, target: Target) -> None:
         self.layers = [target.num_layers]
 
     @property
     def projections(self) -> list[nn.Linear]:
         return [module for module in self.hydra_lm_head.modules() if isinstance(module, nn.Linear)]
-
-    @classmethod
-    def describes(cls, config: dict) -> bool:
-        return "hydra_num_heads" in config
 
     @classmethod
     def from_config(cls, config: dict) -> "HydraHead":
@@ -159,7 +157,7 @@ class HydraHead(RecurrentHead):
             own["vocab_size"],
             config["hydra_num_heads"],
             config["hydra_num_layers"],
-            LlamaConfig.from_dict(own["prefix"]) if arch == "prefix-mlp" else None,
+            llama_config.from_json(own["prefix"]) if arch == "prefix-mlp" else None,
             own.get("dropout", 0.0),
             own.get("draft_vocab_size"),
             config["base_model_name_or_path"],
@@ -168,7 +166,7 @@ class HydraHead(RecurrentHead):
     def to_config(self) -> dict:
         own: dict = {"hidden_size": self.hidden, "vocab_size": self.vocab_size, "dropout": self.dropout}
         if self.cache_layers:
-            own["prefix"] = llama_config.saved(self.prefix_embeding_layer.config)
+            own["prefix"] = llama_config.to_json(self.prefix_embeding_layer.config)
         if self.draft_ids is not None:
             own["draft_vocab_size"] = len(self.draft_ids)
         return {
@@ -184,16 +182,21 @@ class HydraHead(RecurrentHead):
     def incompatibilities(self, target: Target) -> list[str]:
         return llama_config.incompatibilities(self.prefix_embeding_layer.config, target) if self.cache_layers else []
 
+    def differences(self, target: Target) -> list[str]:
+        return llama_config.differences(self.prefix_embeding_layer.config, target) if self.cache_layers else []
+
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.hydra_lm_head[depth - 1](self.hydra_mlp[depth - 1](hidden))
 
     def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
-        hidden, beside = features.to(self.dtype), embeddings.to(self.dtype).roll(-1, dims=1)
+        hidden, next_embeddings = features.to(self.dtype), embeddings.to(self.dtype).roll(-1, dims=1)
         if self.cache_layers:
             hidden = self.prefix_embeding_layer(hidden, text)
         # Slot p of depth d: the hidden state of p + 1 - d, then the embeddings of p + 2 - d .. p + 1.
         return [
-            torch.cat([shift_right(hidden, i), *(shift_right(beside, back) for back in range(i, -1, -1))], dim=-1)
+            torch.cat(
+                [shift_right(hidden, i), *(shift_right(next_embeddings, back) for back in range(i, -1, -1))], dim=-1
+            )
             for i in range(self.depth)
         ]
 

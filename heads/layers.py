@@ -1,5 +1,7 @@
 """The few layers that heads share. Names of submodules are the names of the weights on disk, in every published format."""
 
+import copy
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,8 +21,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-class Normed(torch.autograd.Function):
-    """`rms_norm`, of which the backward has the input alone, in the dtype that it came in."""
+class RMSNormFunction(torch.autograd.Function):
+    """`rms_norm`, that keeps only its input for the backward, in the input's dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -35,9 +37,9 @@ class Normed(torch.autograd.Function):
         x, weight = (tensor.detach().requires_grad_(needed) for tensor, needed in saved)
         with torch.enable_grad():
             out = rms_norm(x, weight, ctx.eps).to(gradient.dtype)
-        wanted = [tensor for tensor in (x, weight) if tensor.requires_grad]
-        found = iter(torch.autograd.grad(out, wanted, gradient))
-        return *(next(found) if tensor.requires_grad else None for tensor in (x, weight)), None
+        inputs = [tensor for tensor in (x, weight) if tensor.requires_grad]
+        gradients = iter(torch.autograd.grad(out, inputs, gradient))
+        return *(next(gradients) if tensor.requires_grad else None for tensor in (x, weight)), None
 
 
 class RMSNorm(nn.Module):
@@ -46,7 +48,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        apply = Normed.apply if torch.is_grad_enabled() else rms_norm
+        apply = RMSNormFunction.apply if torch.is_grad_enabled() else rms_norm
         return apply(x, self.weight, self.eps)
 
 
@@ -64,28 +66,41 @@ class ResidualBlock(nn.Module):
 
 
 class Rotary:
-    """Cosines and sines of rotary positions, by transformers' own rule for the config (llama3, yarn, linear ...).
+    """Cosines and sines of rotary positions, by transformers' own implementation for the config (llama3, yarn, linear ...).
 
-    They are tabulated once: computing them anew costs as much as a small layer in every step of drafting. It is no
-    module, so that no cast of a head to bfloat16 can reach the table (a well-known way to lose acceptance).
+    They are computed once and kept in a table: computing them in every drafting step costs as much as a small layer. This is
+    not a module, so a cast of the head to bfloat16 cannot reach the table (a well-known way to lose acceptance).
     """
 
     def __init__(self, config: LlamaConfig):
-        self.rule, self.table = LlamaRotaryEmbedding(config), torch.empty(2, 0, 0)
+        self.config, self.table = config, torch.empty(2, 0, 0, device="cpu")
+
+    @cached_property
+    def rope(self) -> LlamaRotaryEmbedding:
+        """Made when first used: a head that is built to compare shapes needs none."""
+        config, rope = self.config, self.config.rope_parameters
+        if rope["rope_type"] == "default" and "partial_rotary_factor" in rope:  # transformers' Llama would ignore it
+            config = copy.copy(config)
+            config.head_dim = int(config.head_dim * rope["partial_rotary_factor"])
+        return LlamaRotaryEmbedding(config)
 
     def __call__(self, positions: Tensor, longest: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(batch, 1, length, head_dim) each, for positions (batch, length) all below `longest`."""
         if self.table.shape[1] < longest or self.table.device != positions.device:
             size = max(256, 1 << (longest - 1).bit_length())
             every = torch.arange(size, device=positions.device)[None]
-            rule = self.rule.to(positions.device)
+            rope = self.rope.to(positions.device)
             with torch.autocast(positions.device.type, enabled=False):
-                self.table = torch.cat(rule(torch.empty(1, device=positions.device), every))
+                self.table = torch.cat(rope(torch.empty(1, device=positions.device), every))
         cos, sin = self.table[:, positions].to(dtype)
         return cos[:, None], sin[:, None]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (..., dim) with its first dimensions rotated, as many as cos has: all of them but for partial rotary positions."""
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat([rotate(x[..., :width], cos, sin), x[..., width:]], dim=-1)
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-right, left], dim=-1) * sin
 
@@ -109,19 +124,19 @@ class Attention(nn.Module):
         q, k = rotate(both, cos, sin).split([self.heads, self.kv_heads], dim=1)
         return q, k, self.v_proj(x).view(batch, length, self.kv_heads, self.dim).transpose(1, 2)
 
-    def cached(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: KVCache, layer: int) -> Tensor:
+    def attend_cached(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: KVCache, layer: int) -> Tensor:
         """Attend over the cache and x (batch, length, width); mask (batch, length, keys) bool."""
         q, k, v = self.project(x, cos, sin)
         keys, values = cache.update(k, v, layer)
-        return self.merge(attend(q, keys, values, mask[:, None]))
+        return self.project_out(attend(q, keys, values, mask[:, None]))
 
-    def merge(self, out: Tensor) -> Tensor:
+    def project_out(self, out: Tensor) -> Tensor:
         """(batch, heads, length, dim) -> (batch, length, hidden)."""
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
-class Gated(torch.autograd.Function):
-    """silu(gate) * up, of which the backward needs the two factors only."""
+class SiLUAndMulFunction(torch.autograd.Function):
+    """silu(gate) * up, which keeps only its two factors for the backward."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -136,7 +151,7 @@ class Gated(torch.autograd.Function):
 
 
 class MLP(nn.Module):
-    """In training it keeps what its two first products made, half of what autograd would: the rest is soon made anew."""
+    """In training it keeps the outputs of its first two products, half of what autograd would, and recomputes the rest."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -148,17 +163,17 @@ class MLP(nn.Module):
         gate, up = self.gate_proj(x), self.up_proj(x)
         if not torch.is_grad_enabled():
             return self.down_proj(F.silu(gate) * up)
-        made = Gated.apply(gate, up)
-        place = made.untyped_storage()._cdata  # not `made`, which would then live as long as the hooks
+        activated = SiLUAndMulFunction.apply(gate, up)
+        storage = activated.untyped_storage()._cdata  # not the tensor, which the hooks would keep alive
 
-        def pack(saved: Tensor) -> Any:  # what down_proj keeps: its weight, and for its gradient `made`
-            return saved.shape if saved.untyped_storage()._cdata == place else saved
+        def pack(saved: Tensor) -> Any:  # down_proj saves its weight and `activated`
+            return saved.shape if saved.untyped_storage()._cdata == storage else saved
 
         def unpack(packed: Any) -> Tensor:
             return (F.silu(gate) * up).view(packed) if isinstance(packed, torch.Size) else packed
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return self.down_proj(made)
+            return self.down_proj(activated)
 
 
 class DecoderLayer(nn.Module):
@@ -171,6 +186,6 @@ class DecoderLayer(nn.Module):
         self.self_attn, self.mlp = Attention(config, width), MLP(config)
         self.post_attention_layernorm = RMSNorm(width, eps)
 
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+    def feed_forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
         hidden = hidden + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -1,8 +1,9 @@
 """The Llama config of heads that hold a decoder layer: what they copy from their target, save, and compare with it.
 
-Rope and context length above all: a head that was trained with one rope_theta and served with another drafts badly, and
-one with max_position_embeddings 2048 fails beyond it.
+Rope and context length above all: a head that was trained with one rope and served with another drafts badly.
 """
+
+from typing import Any
 
 from torch import nn
 from transformers import LlamaConfig
@@ -11,47 +12,92 @@ from heads.target import Target
 
 NEEDED = ("hidden_size", "num_attention_heads")
 COPIED = (*NEEDED, "intermediate_size", "num_key_value_heads", "rms_norm_eps", "vocab_size")
-COPIED_IF_THERE = ("head_dim", "rope_parameters", "max_position_embeddings", "bos_token_id", "eos_token_id")
+COPIED_IF_THERE = ("head_dim", "max_position_embeddings", "bos_token_id", "eos_token_id")
+
+
+class LayerConfig(LlamaConfig):
+    """A Llama config whose hidden size need not be a multiple of its number of attention heads, since it has a head_dim."""
+
+    def validate_architecture(self) -> None:
+        pass
 
 
 def config_like(target: Target, kind: str) -> LlamaConfig:
     """One Llama layer of the target's shape. Raises ValueError where the target's config has no such shape."""
-    facts = target.config.to_dict()
-    missing = [name for name in NEEDED if name not in facts]
+    settings = target.config.to_dict()
+    missing = [name for name in NEEDED if name not in settings]
     if missing:
         raise ValueError(f"the config of {target.name} has no {', '.join(missing)}: an {kind} layer is shaped by it")
-    copied = {name: facts[name] for name in (*COPIED, *COPIED_IF_THERE) if facts.get(name) is not None}
-    copied.setdefault("intermediate_size", 4 * facts["hidden_size"])
+    copied = {name: settings[name] for name in (*COPIED, *COPIED_IF_THERE) if settings.get(name) is not None}
+    copied.setdefault("intermediate_size", 4 * settings["hidden_size"])
     copied["vocab_size"] = target.vocab_size
-    return LlamaConfig(num_hidden_layers=1, tie_word_embeddings=False, **copied)
+    if settings.get("rope_parameters"):
+        copied["rope_parameters"] = rope_parameters(settings)
+    return LayerConfig(num_hidden_layers=1, tie_word_embeddings=False, **copied)
 
 
-def saved(config: LlamaConfig) -> dict:
-    """What a saved head says of its layer. Written out also where it is Llama's default: engines differ on defaults."""
+def from_json(settings: dict[str, Any]) -> LlamaConfig:
+    """The layer that a config.json describes. Only what shapes it is read: published files carry settings of their target
+    and of other classes along. Raises KeyError for a size that is missing."""
+    copied = {name: settings[name] for name in (*COPIED, "attention_bias") if name in NEEDED or name in settings}
+    copied |= {name: settings[name] for name in COPIED_IF_THERE if settings.get(name) is not None}
+    rope = rope_parameters(settings)
+    return LayerConfig(num_hidden_layers=1, tie_word_embeddings=False, rope_parameters=rope, **copied)
+
+
+def to_json(config: LlamaConfig) -> dict[str, Any]:
+    """What config.json says of the layer. Llama's defaults are written out too: engines differ on defaults."""
     names = (*COPIED, "head_dim", "max_position_embeddings", "rope_parameters")
-    facts = config.to_diff_dict() | {name: getattr(config, name) for name in names}
+    settings = config.to_diff_dict() | {name: getattr(config, name) for name in names}
     rope = dict(config.rope_parameters)
-    facts["rope_theta"] = rope.pop("rope_theta")  # and so for engines on transformers 4, which know no rope_parameters
+    settings["rope_theta"] = rope.pop("rope_theta")  # for engines on transformers 4, which know no rope_parameters
     if rope.get("rope_type", "default") != "default":
-        facts["rope_scaling"] = rope
-    return facts | {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False}
+        settings["rope_scaling"] = rope
+    if "partial_rotary_factor" in rope:
+        settings["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    return settings | {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False}
+
+
+def rope_parameters(settings: dict[str, Any]) -> dict[str, Any]:
+    """The rope of a config.json, in the one spelling that transformers 5 has.
+
+    Published ones say it flat (`rope_theta`), in `rope_scaling` or in `rope_parameters`, and the type under `type` or
+    `rope_type`. A target with a rope per kind of layer (Gemma 3) gives that of full attention. mrope gives all its sections
+    the same positions where there is only text, so it is the default rope here."""
+    rope = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
+    rope = dict(rope.get("full_attention", rope))
+    given = rope.pop("type", None)
+    kind = rope.pop("rope_type", None) or given or "default"
+    if kind in ("default", "mrope"):
+        kind, rope = "default", {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    rope |= {"rope_type": kind, "rope_theta": rope.get("rope_theta") or settings.get("rope_theta") or 10000.0}
+    if settings.get("partial_rotary_factor"):
+        rope.setdefault("partial_rotary_factor", settings["partial_rotary_factor"])
+    if rope.get("partial_rotary_factor") == 1:
+        del rope["partial_rotary_factor"]
+    return {name: value for name, value in rope.items() if value is not None}
 
 
 def incompatibilities(config: LlamaConfig, target: Target) -> list[str]:
-    """Where this config and the target's disagree, in words."""
-    facts, problems = target.config.to_dict(), []
-    for name in ("hidden_size", "vocab_size", "max_position_embeddings", "rope_parameters"):
-        ours, theirs = getattr(config, name), facts.get(name)
-        if name == "rope_parameters" and theirs is not None:
-            ours, theirs = tidy(ours), tidy(theirs)
-        if theirs not in (None, ours):
-            problems.append(f"{name}: the head says {ours}, the target {theirs}")
-    return problems
+    """Sizes in which a head of this layer cannot fit the target, in words."""
+    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+    found = {name: (getattr(config, name), theirs) for name, theirs in sizes.items()}
+    return [
+        f"{name}: the head says {ours}, the target {theirs}" for name, (ours, theirs) in found.items() if ours != theirs
+    ]
 
 
-def tidy(rope: dict) -> dict:
-    """Rope settings without the old spelling of rope_type, and without what is not set."""
-    return {name: value for name, value in rope.items() if name != "type" and value is not None}
+def differences(config: LlamaConfig, target: Target) -> list[str]:
+    """Where the layer's rope or context length is not the target's, in words. A head that was trained so drafts well."""
+    settings, found = target.config.to_dict(), []
+    if target.context not in (None, config.max_position_embeddings):
+        found.append(
+            f"max_position_embeddings: the head says {config.max_position_embeddings}, the target {target.context}"
+        )
+    ours, theirs = rope_parameters({"rope_parameters": config.rope_parameters}), rope_parameters(settings)
+    if settings.get("rope_parameters") and ours != theirs:
+        found.append(f"rope_parameters: the head says {ours}, the target {theirs}")
+    return found
 
 
 def init_near_identity(*projections: nn.Linear) -> None:

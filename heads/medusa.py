@@ -61,10 +61,6 @@ class MedusaHead(ParallelHead):
         return [stack[-1] for stack in self.stacks]  # type: ignore[misc]
 
     @classmethod
-    def describes(cls, config: dict) -> bool:
-        return "medusa_num_heads" in config
-
-    @classmethod
     def from_config(cls, config: dict) -> "MedusaHead":
         own = config["foredraft"]
         return cls(

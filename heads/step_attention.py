@@ -1,9 +1,9 @@
-"""Attention of a recurrent head's lesson: step i over the text (keys of step 0) and over its draft's steps since.
+"""Attention of a recurrent head in training: step i attends over the text (keys of step 0) and over its own draft steps.
 
-A step that began i slots back sees the text up to there, and one key of every later step (heads/eagle3.py has the picture).
-Scores are not kept for the backward, which makes them anew from one number a query, as FlashAttention does (Dao et al.,
-arXiv:2205.14135, section 3.1): memory grows with the length of a row, not with its square. Queries go block by block, each
-over the text up to its own end: half of all scores are never made.
+A draft that began i slots back sees the text up to there, and one key of every later step (heads/eagle3.py has the picture).
+Scores are not kept for the backward pass, which recomputes them from one number per query, as FlashAttention does (Dao et
+al., arXiv:2205.14135, section 3.1): memory grows with the length of a row, not with its square. Queries are processed in
+blocks, each over the text up to its own end, so half of all scores are never computed.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BLOCK = 256  # queries that attend at a time
-UNSEEN = 1e30  # what a score loses where the mask forbids it
+MASK_PENALTY = 1e30  # subtracted from a score that the mask forbids
 
 
 def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], mask: Tensor) -> Tensor:
@@ -33,61 +33,74 @@ def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], mask: Tensor) ->
         ]
         return torch.cat(parts, dim=2)
     ages = range(len(drafted) - 1, -1, -1)
-    own_keys, own_values = (
+    draft_keys, draft_values = (
         torch.stack([pair[which].roll(age, 2) for age, pair in zip(ages, drafted, strict=True)], dim=3)
         for which in (0, 1)
     )
-    dtype = values.dtype  # under autocast, applying positions may have made more of the others
-    return Attend.apply(q.to(dtype), keys.to(dtype), values, own_keys.to(dtype), own_values, mask)
+    dtype = values.dtype  # under autocast, rotary positions may have promoted the others
+    return StepAttention.apply(q.to(dtype), keys.to(dtype), values, draft_keys.to(dtype), draft_values, mask)
 
 
-class Attend(torch.autograd.Function):
+class StepAttention(torch.autograd.Function):
     """Softmax attention over the text's keys and values, and for each query over those of its own slot, (batch, kv heads,
-    length, later steps, dim). The heads that share a key/value head lie side by side: (batch, kv heads, group, ...).
+    length, later steps, dim). Heads that share a key/value head form a group: (batch, kv heads, group, ...).
 
-    All exponentials are to the base of 2, which costs a quarter of `exp` on a CPU; scores are scaled to suit."""
+    Exponentials are to base 2, which costs a quarter of `exp` on a CPU; the scores are scaled to match."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, keys: Tensor, values: Tensor, own_keys: Tensor, own_values: Tensor, mask: Tensor):
+    def forward(
+        ctx: Any, q: Tensor, keys: Tensor, values: Tensor, draft_keys: Tensor, draft_values: Tensor, mask: Tensor
+    ):
         queries = q.unflatten(1, (keys.shape[1], -1))
-        own = own_scores(queries, own_keys)
-        out, norms = torch.empty_like(queries), own.new_empty(own.shape[:-1])
+        draft = draft_scores(queries, draft_keys)
+        out, norms = torch.empty_like(queries), draft.new_empty(draft.shape[:-1])
         for rows, end in blocks(q.shape[2]):
-            scores = text_scores(queries, keys, mask, own_keys.shape[3], rows, end)
-            top = torch.maximum(scores.amax(-1), own[:, :, :, rows].amax(-1))[..., None]
+            scores = text_scores(queries, keys, mask, draft_keys.shape[3], rows, end)
+            top = torch.maximum(scores.amax(-1), draft[:, :, :, rows].amax(-1))[..., None]
             scores.sub_(top).exp2_()
-            beside = (own[:, :, :, rows] - top).exp2()
-            total = scores.sum(-1, keepdim=True) + beside.sum(-1, keepdim=True)
-            gained = over(scores.to(q.dtype), values[:, :, :end]) + side(beside.to(q.dtype), own_values[:, :, rows])
-            out[:, :, :, rows] = gained / total
+            draft_weights = (draft[:, :, :, rows] - top).exp2()
+            total = scores.sum(-1, keepdim=True) + draft_weights.sum(-1, keepdim=True)
+            attended = weighted_sum(scores.to(q.dtype), values[:, :, :end]) + draft_sum(
+                draft_weights.to(q.dtype), draft_values[:, :, rows]
+            )
+            out[:, :, :, rows] = attended / total
             norms[:, :, :, rows] = (top + total.log2())[..., 0]
-        ctx.save_for_backward(q, keys, values, own_keys, own_values, mask, out, norms)
+        ctx.save_for_backward(q, keys, values, draft_keys, draft_values, mask, out, norms)
         return out.flatten(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor):
-        q, keys, values, own_keys, own_values, mask, out, norms = ctx.saved_tensors
-        queries, given = (x.unflatten(1, (keys.shape[1], -1)) for x in (q, gradient))
+        q, keys, values, draft_keys, draft_values, mask, out, norms = ctx.saved_tensors
+        queries, out_gradient = (x.unflatten(1, (keys.shape[1], -1)) for x in (q, gradient))
         scale = q.shape[-1] ** -0.5
-        # A weight's gradient less this, which is the same for all weights of a query, is its score's (the softmax's rule).
-        common = (given * out).sum(-1, dtype=norms.dtype)[..., None]
-        weights = (own_scores(queries, own_keys) - norms[..., None]).exp2()
-        moved = (weights * (dots(given, own_values) - common) * scale).to(q.dtype)
-        for_queries = side(moved, own_keys)
-        for_own_keys, for_own_values = spread(moved, queries), spread(weights.to(q.dtype), given)
-        for_keys, for_values = (torch.zeros_like(x, dtype=norms.dtype) for x in (keys, values))
+        # Softmax: a score's gradient is its weight times (the weight's gradient - this mean, one per query).
+        mean_gradient = (out_gradient * out).sum(-1, dtype=norms.dtype)[..., None]
+        weights = (draft_scores(queries, draft_keys) - norms[..., None]).exp2()
+        score_gradient = (weights * (draft_dots(out_gradient, draft_values) - mean_gradient) * scale).to(q.dtype)
+        queries_gradient = draft_sum(score_gradient, draft_keys)
+        draft_keys_gradient, draft_values_gradient = (
+            draft_sum_transposed(score_gradient, queries),
+            draft_sum_transposed(weights.to(q.dtype), out_gradient),
+        )
+        keys_gradient, values_gradient = (torch.zeros_like(x, dtype=norms.dtype) for x in (keys, values))
         for rows, end in blocks(q.shape[2]):
-            weights = text_scores(queries, keys, mask, own_keys.shape[3], rows, end)
+            weights = text_scores(queries, keys, mask, draft_keys.shape[3], rows, end)
             weights.sub_(norms[:, :, :, rows, None]).exp2_()
-            arrived = given[:, :, :, rows].flatten(2, 3)
-            for_values[:, :, :end] += weights.to(q.dtype).flatten(2, 3).mT @ arrived
-            moved = (arrived @ values[:, :, :end].mT).view_as(weights)
-            moved = (moved - common[:, :, :, rows]).mul_(scale).mul_(weights).to(q.dtype)
-            for_queries[:, :, :, rows] += over(moved, keys[:, :, :end])
-            for_keys[:, :, :end] += moved.flatten(2, 3).mT @ queries[:, :, :, rows].flatten(2, 3)
-        back = for_queries.flatten(1, 2), for_keys.to(q.dtype), for_values.to(q.dtype), for_own_keys, for_own_values
-        return *back, None
+            block_gradient = out_gradient[:, :, :, rows].flatten(2, 3)
+            values_gradient[:, :, :end] += weights.to(q.dtype).flatten(2, 3).mT @ block_gradient
+            score_gradient = (block_gradient @ values[:, :, :end].mT).view_as(weights)
+            score_gradient = (score_gradient - mean_gradient[:, :, :, rows]).mul_(scale).mul_(weights).to(q.dtype)
+            queries_gradient[:, :, :, rows] += weighted_sum(score_gradient, keys[:, :, :end])
+            keys_gradient[:, :, :end] += score_gradient.flatten(2, 3).mT @ queries[:, :, :, rows].flatten(2, 3)
+        gradients = (
+            queries_gradient.flatten(1, 2),
+            keys_gradient.to(q.dtype),
+            values_gradient.to(q.dtype),
+            draft_keys_gradient,
+            draft_values_gradient,
+        )
+        return *gradients, None
 
 
 def blocks(length: int) -> Iterator[tuple[slice, int]]:
@@ -97,42 +110,44 @@ def blocks(length: int) -> Iterator[tuple[slice, int]]:
         yield slice(start, end), end
 
 
-def text_scores(queries: Tensor, keys: Tensor, mask: Tensor, shift_right: int, rows: slice, end: int) -> Tensor:
-    """(batch, kv heads, group, rows, end) in float32 at least, of queries that began `later` slots back."""
-    some = scaled(queries[:, :, :, rows])
-    scores = (some.flatten(2, 3) @ keys[:, :, :end].mT).unflatten(2, some.shape[2:4])
+def text_scores(queries: Tensor, keys: Tensor, mask: Tensor, steps_back: int, rows: slice, end: int) -> Tensor:
+    """(batch, kv heads, group, rows, end) in float32 at least, of queries whose drafts began `steps_back` slots earlier."""
+    block = scaled(queries[:, :, :, rows])
+    scores = (block.flatten(2, 3) @ keys[:, :, :end].mT).unflatten(2, block.shape[2:4])
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    began = torch.arange(rows.start - shift_right, rows.stop - shift_right, device=mask.device) % mask.shape[1]
-    unseen = mask[:, began, :end].to(scores.dtype).sub_(1).mul_(UNSEEN)  # added: a quarter of what filling in costs
-    return scores.add_(unseen[:, None, None])
+    begins = torch.arange(rows.start - steps_back, rows.stop - steps_back, device=mask.device) % mask.shape[1]
+    penalty = mask[:, begins, :end].to(scores.dtype).sub_(1).mul_(MASK_PENALTY)  # adding costs a quarter of masked_fill
+    return scores.add_(penalty[:, None, None])
 
 
 def scaled(queries: Tensor) -> Tensor:
     return queries * (queries.shape[-1] ** -0.5 / math.log(2))
 
 
-def own_scores(queries: Tensor, own_keys: Tensor) -> Tensor:
+def draft_scores(queries: Tensor, draft_keys: Tensor) -> Tensor:
     """(batch, kv heads, group, length, later steps), as `text_scores`."""
-    return dots(scaled(queries), own_keys)
+    return draft_dots(scaled(queries), draft_keys)
 
 
-def dots(x: Tensor, own: Tensor) -> Tensor:
-    """Of x (batch, kv heads, group, rows, dim) with each row's own states (batch, kv heads, rows, steps, dim)."""
-    found = [(x * one[:, :, None]).sum(-1, dtype=torch.promote_types(x.dtype, torch.float32)) for one in own.unbind(3)]
-    return torch.stack(found, dim=-1)
+def draft_dots(x: Tensor, states: Tensor) -> Tensor:
+    """x (batch, kv heads, group, rows, dim) times each row's own states (batch, kv heads, rows, steps, dim)."""
+    products = [
+        (x * step[:, :, None]).sum(-1, dtype=torch.promote_types(x.dtype, torch.float32)) for step in states.unbind(3)
+    ]
+    return torch.stack(products, dim=-1)
 
 
-def over(weights: Tensor, states: Tensor) -> Tensor:
+def weighted_sum(weights: Tensor, states: Tensor) -> Tensor:
     """Weights (batch, kv heads, group, rows, keys) over states (batch, kv heads, keys, dim)."""
     return (weights.flatten(2, 3) @ states).unflatten(2, weights.shape[2:4])
 
 
-def side(weights: Tensor, own: Tensor) -> Tensor:
+def draft_sum(weights: Tensor, states: Tensor) -> Tensor:
     """Weights (batch, kv heads, group, rows, steps) over each row's own states (batch, kv heads, rows, steps, dim)."""
-    pairs = zip(weights.split(1, -1), own.unbind(3), strict=True)
-    return sum(weight * one[:, :, None] for weight, one in pairs)
+    pairs = zip(weights.split(1, -1), states.unbind(3), strict=True)
+    return sum(weight * step[:, :, None] for weight, step in pairs)
 
 
-def spread(weights: Tensor, x: Tensor) -> Tensor:
-    """Its transpose: (batch, kv heads, rows, steps, dim)."""
+def draft_sum_transposed(weights: Tensor, x: Tensor) -> Tensor:
+    """The transpose of `draft_sum`: (batch, kv heads, rows, steps, dim)."""
     return torch.stack([(weight * x).sum(2) for weight in weights.split(1, -1)], dim=3)

@@ -3,7 +3,7 @@
 `head` may be in any layout that `load_drafter` reads, so this also converts published heads.
 """
 
-import shutil
+import tempfile
 from pathlib import Path
 
 from hydra.utils import instantiate
@@ -26,15 +26,16 @@ def main(cfg: DictConfig) -> None:
     export = instantiate(cfg.format)(head, target)
     recorded = read_config(found).get("foredraft", {})
     facts = {name: recorded[name] for name in ("accuracies",) if name in recorded}
-    part = out.with_name(f"{out.name}.part")  # what is at output_dir has passed the gate
-    shutil.rmtree(part, ignore_errors=True)
-    write_head(head, part, target, export.form, export.form.files, **facts)
-    if cfg.gate:
-        print(publish.gate(found, target, part))
-    if out.exists():
-        out.rmdir()
-    part.rename(out)
-    print(f"{out}: {export.form.title}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as scratch:  # what is at output_dir has passed the gate
+        part = Path(scratch) / "head"
+        write_head(head, part, target, export.layout, export.layout.weight_files, **facts)
+        if cfg.gate:
+            print(publish.gate(found, target, part))
+        if out.exists():
+            out.rmdir()
+        part.rename(out)
+    print(f"{out}: {export.layout.title}")
     if export.note:
         print(export.note)
     depth = head.depth

@@ -68,12 +68,17 @@ def states(target: Target, layers: list[int]) -> list[Tensor]:
     return [out.hidden_states[layer][0] for layer in layers]
 
 
-def drafted(directory: Path, target: Target, root: int) -> list[Tensor]:
-    """Logits of each depth, of the chain that the drafter of this directory proposes behind PROMPT and root."""
-    return parity_gate.drafted_logits(load_head(directory, target, dtype=torch.float32), target, PROMPT, root)[1]
+DEPTHS = 3  # compared of a chain: from depth 2 on a head reads its own output
 
 
-EAGLE3 = {"safeailab_eagle3": "midlayer", "specforge": "midlayer", "modelopt": "layers.0", "speculators": "layers.0"}
+def drafted(directory: Path, target: Target, root: int, depth: int | None = None) -> tuple[list[int], list[Tensor]]:
+    """The chain that the drafter of this directory proposes after PROMPT and root, and the logits of each depth."""
+    head = load_head(directory, target, dtype=torch.float32)
+    head.depth = depth or head.depth
+    return parity_gate.drafted_logits(head, target, PROMPT, root)
+
+
+EAGLE3 = ("safeailab_eagle3", "specforge", "modelopt", "speculators")
 MEDUSA = {"medusa_v1": 5, "medusa_v2": 3, "vllm_medusa": 3}
 EAGLE = ("safeailab_eagle", "vllm_eagle")
 HYDRA = ("hydra", "hydra_pp")
@@ -87,28 +92,40 @@ GOLDEN = (*EAGLE3, *EAGLE, *MEDUSA, *HYDRA)
 def test_eagle3_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
     config, weights, file = make(name, deep)
     root = 7
-    ours = drafted(write(tmp_path, config, weights, file), deep, root)[0]
+    chain, ours = drafted(write(tmp_path, config, weights, file), deep, root, DEPTHS)
     with torch.no_grad():
-        embedded = deep.embed(torch.tensor([*PROMPT[1:], root]))
+        embedded, after = deep.embed(torch.tensor([*PROMPT[1:], root])), deep.embed(torch.tensor(chain[: DEPTHS - 1]))
         layers = [2, golden.N // 2, golden.N - 3]
-        theirs = golden.eagle3_draft(config, weights, states(deep, layers), embedded, EAGLE3[name])
-    torch.testing.assert_close(ours, theirs[-1], atol=1e-4, rtol=1e-4)
+        theirs = golden.eagle3_drafts(config, weights, states(deep, layers), embedded, after)
+    assert len(ours) == DEPTHS
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", EAGLE)
 def test_eagle1_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
     config, weights, file = make(name, deep)
     root = 7
-    ours = drafted(write(tmp_path, config, weights, file), deep, root)[0]
-    embedded = deep.embed(torch.tensor([*PROMPT[1:], root]))
-    theirs = deep.logits(golden.eagle_draft(weights, states(deep, [golden.N])[0], embedded))
-    torch.testing.assert_close(ours, theirs[-1], atol=1e-4, rtol=1e-4)
+    chain, ours = drafted(write(tmp_path, config, weights, file), deep, root, DEPTHS)
+    embedded, after = deep.embed(torch.tensor([*PROMPT[1:], root])), deep.embed(torch.tensor(chain[: DEPTHS - 1]))
+    theirs = [
+        deep.logits(h) for h in golden.eagle_drafts(config, weights, states(deep, [golden.N])[0], embedded, after)
+    ]
+    assert len(ours) == DEPTHS
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_the_output_norm_is_seen_from_depth_2_on(deep, tmp_path):
+    """What the comparison above must be able to see: without norm_output the first depth is the same, the second not."""
+    config, weights, file = make("specforge", deep)
+    _, normed = drafted(write(tmp_path / "a", config, weights, file), deep, 7, DEPTHS)
+    _, plain = drafted(write(tmp_path / "b", config | {"norm_output": False}, weights, file), deep, 7, DEPTHS)
+    assert torch.equal(normed[0], plain[0]) and not torch.allclose(normed[1], plain[1], atol=1e-2)
 
 
 @pytest.mark.parametrize("name", MEDUSA)
 def test_medusa_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
     config, weights, file = make(name, deep)
-    ours = drafted(write(tmp_path, config, weights, file), deep, root=7)
+    _, ours = drafted(write(tmp_path, config, weights, file), deep, root=7)
     w = {key: tensor.float() for key, tensor in weights.items()}
     last = states(deep, [golden.N])[0][-1]
     assert len(ours) == MEDUSA[name]  # the first says two in its config and stores five
@@ -181,11 +198,12 @@ def extra(name: str) -> Mutation:
     return f"with {name}", lambda config, weights: weights.update({name: torch.ones(2)}), f"{name}"
 
 
-def say(key: str, value: Any, message: str, inside: str | None = None) -> Mutation:
+def say(key: str, value: Any, message: str, inside: str | None = None, without: str = "") -> Mutation:
     """Config key set to another value (None takes it away)."""
 
     def change(config: dict, weights: dict) -> None:
         settings = config[inside] if inside else config
+        settings.pop(without, None)
         if value is None:
             del settings[key]
         else:
@@ -224,9 +242,15 @@ def eagle3_mutations(layer: str, inside: str | None, pruned: bool = True) -> lis
         store("d2t", lambda d2t: d2t.int(), "d2t is torch.int32"),
         say("draft_vocab_size", golden.VD - 1, "lm_head.weight|d2t"),
         say("vocab_size", 2 * golden.V, "vocab_size: the head says 640, the target|t2d", inside),
-        say("rope_theta", 10000.0, "rope_parameters: the head says .*10000.*the target .*5000", inside),
-        say("max_position_embeddings", 2048, "max_position_embeddings: the head says 2048, the target 256", inside),
-        say("num_hidden_layers", 2, "num_hidden_layers=2", inside),
+        say(
+            "rope_scaling",
+            {"type": "dynamic", "factor": 2.0},
+            "a rope of type dynamic",
+            inside,
+            without="rope_parameters",
+        ),
+        say("mlp_bias", True, "mlp_bias=True", inside),
+        extra(f"{layer.replace('midlayer', 'layers.0').replace('.0', '.1')}.mlp.up_proj.weight"),
         say("hidden_act", "gelu", "hidden_act=gelu", inside),
         say("num_key_value_heads", 4, "self_attn.k_proj.weight", inside),
         say("auto_map", {"AutoModel": "evil.Model"}, "names code of its own"),
@@ -250,9 +274,10 @@ EAGLE1 = [
     extra("another.weight"),
     say("hidden_size", 64, "fc.weight"),
     say("vocab_size", 640, "vocab_size: the head says 640, the target 320"),
-    say("rope_theta", 10000.0, "rope_parameters: the head says .*10000.*the target .*5000"),
-    say("max_position_embeddings", 2048, "max_position_embeddings: the head says 2048, the target 256"),
-    say("num_hidden_layers", 2, "num_hidden_layers=2"),
+    say("rope_scaling", {"type": "dynamic", "alpha": 1000.0}, "a rope of type dynamic"),
+    say("rope_parameters", {"rope_type": "dynamic", "factor": 2.0}, "a rope of type dynamic"),
+    say("mlp_bias", True, "mlp_bias=True"),
+    say("quantization_config", {"bits": 4}, "quantization_config=.*can be drafted with"),
     say("hidden_act", "gelu", "hidden_act=gelu"),
     say("num_key_value_heads", 4, "self_attn.k_proj.weight"),
     say("auto_map", {"AutoModel": "evil.Model"}, "names code of its own"),
@@ -280,7 +305,9 @@ MUTATIONS: dict[str, list[Mutation]] = {
     "specforge": [
         *eagle3_mutations("midlayer", None),
         T2D,
-        say(IDS, [1, 3, 8], r"reads hidden states \[2, 4, 9\]", "eagle_config"),
+        say(IDS, [1, 3, 8], r"\[1, 3, 8\] may count outputs of layers from 0 or hidden_states", "eagle_config"),
+        say(IDS, [3, 5, 9], r"\[3, 5, 9\] may count", "eagle_config"),
+        say("return_normed", True, "return_normed=True, which is not known here", "eagle_config"),
         say(IDS, [1, 1, 4], "must ascend", "eagle_config"),
         say(IDS, [1, 3, 4], "do not name the same layers"),
         say("use_aux_hidden_state", False, "use_aux_hidden_state=False", "eagle_config"),
@@ -298,7 +325,8 @@ MUTATIONS: dict[str, list[Mutation]] = {
         *eagle3_mutations("layers.0", "transformer_layer_config"),
         T2D,
         say("norm_before_residual", None, "norm_before_residual, which vLLM takes as true"),
-        say("speculators_model_type", "dflash", "speculators_model_type=dflash"),
+        say("speculators_model_type", "dflash", "is a DFlash block drafter, which cannot be drafted with here yet"),
+        say("speculators_model_type", "eagle9", "speculators_model_type=eagle9"),
         say(IDS, [2, 4, 9], r"reads hidden states \[2, 4, 9\]"),
         say("norm_before_fc", False, "input_norm.weight belongs to no layer"),
         say("model_type", "qwen3", "model_type=qwen3", "transformer_layer_config"),
@@ -479,12 +507,21 @@ def test_an_index_cannot_point_out_of_its_directory(deep, tmp_path, name):
         load_head(tmp_path / "head", deep)
 
 
-def test_a_head_of_the_hub_cannot_make_python_import_a_module(deep, tmp_path):
-    pulled = tmp_path / "models--org--head" / "snapshots" / "abc"
+@pytest.mark.parametrize("place", ["models--org--head/snapshots/abc", "cloned"])
+def test_files_of_a_head_cannot_make_python_import_a_module(deep, tmp_path, place, monkeypatch):
+    pulled = tmp_path / place
     write(pulled, {"foredraft": {"class": "antigravity:geohash"}}, {"x": torch.ones(2)}, "model.safetensors")
     with pytest.raises(ValueError, match="antigravity:geohash, which is not imported"):
         load_head(pulled, deep)
     assert "antigravity" not in sys.modules
+    mark = tmp_path / "executed"
+    (pulled / "code_beside_a_head.py").write_text(f"open({str(mark)!r}, 'w')")
+    monkeypatch.chdir(pulled)
+    monkeypatch.syspath_prepend("")  # as Python has it that is started there
+    write(pulled, {"foredraft": {"class": "code_beside_a_head:Head"}}, {"x": torch.ones(2)}, "model.safetensors")
+    with pytest.raises(ValueError, match="code_beside_a_head:Head, which is not imported"):
+        load_head(pulled, deep)
+    assert not mark.exists()
     write(pulled, {"foredraft": {"class": "os:system"}}, {"x": torch.ones(2)}, "model.safetensors")
     with pytest.raises(ValueError, match="os:system, which is no DraftHead"):
         load_head(pulled, deep)
@@ -548,7 +585,7 @@ def choices(name: str) -> list[str]:
     }
     if name in known:
         return known[name]
-    return ["vllm", "speculators"] if name == "eagle3.1" else ["vllm", "speculators", "sglang", "eagle"]
+    return ["vllm", "speculators", "sglang"] if name == "eagle3.1" else ["vllm", "speculators", "sglang", "eagle"]
 
 
 ROUND = [(kind, name) for kind in OURS for name in choices(kind)]
@@ -558,13 +595,13 @@ ROUND = [(kind, name) for kind in OURS for name in choices(kind)]
 def test_round_trips_are_equal_to_the_bit(deep, tmp_path, kind, name):
     head = ours(kind, deep)
     export = instantiate(OmegaConf.load(CONF / "publish" / "format" / f"{name}.yaml"))(head, deep)
-    write_head(head, tmp_path, deep, export.form, export.form.files)
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", *export.form.files}
+    write_head(head, tmp_path, deep, export.layout, export.layout.weight_files)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", *export.layout.weight_files}
     again = read_head(tmp_path, deep)
     assert again.state_dict().keys() == head.state_dict().keys() and again.dtype == head.dtype
     assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in head.state_dict().items())
     assert (again.layers, again.depth) == (head.layers, head.depth)
-    for file in export.form.files:  # each of them alone too
+    for file in export.layout.weight_files:  # each of them alone too
         other = tmp_path / file.replace(".", "-")
         other.mkdir()
         (tmp_path / file).rename(other / file)
@@ -598,7 +635,6 @@ REFUSED = [
     ("medusa pruned", "medusa", "knows no pruned vocabulary"),
     ("eagle1 with bias", "vllm", "vLLM's EAGLE-1 has no fc.bias"),
     ("eagle1", "speculators", "reads no eagle heads"),
-    ("eagle3.1", "sglang", "SGLang knows no fc_norm, norm_output"),
     ("eagle3.1", "eagle", "knows no fc_norm, norm_output"),
 ]
 
@@ -624,7 +660,7 @@ def test_layers_that_zankners_code_would_tie_are_not_written(deep):
     engines.hydra(head, deep)  # still alike, all of them
     with torch.no_grad():
         head.hydra_mlp[1][5].linear.bias.add_(1)
-    with pytest.raises(ValueError, match=r"one block in the place of layers 3, 5, 7 of hydra_mlp\.1"):
+    with pytest.raises(ValueError, match=r"one block in place of layers 3, 5, 7 of hydra_mlp\.1"):
         engines.hydra(head, deep)
 
 
@@ -632,15 +668,20 @@ def test_sglang_gets_the_bias_it_insists_on(deep, tmp_path):
     """Of zeros where the head has none: it drafts the same."""
     head = ours("eagle1", deep)
     export = engines.sglang(head, deep)
-    write_head(head, tmp_path, deep, export.form, export.form.files)
+    write_head(head, tmp_path, deep, export.layout, export.layout.weight_files)
     assert json.loads((tmp_path / "config.json").read_text())["bias"] is True
     state = read_head(tmp_path, deep).state_dict()
     assert not state.pop("fc.bias").any() and state.keys() == head.state_dict().keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in head.state_dict().items())
 
 
-def test_what_an_engine_dropped_is_said(deep):
+def test_what_an_engine_dropped_or_learnt_is_said(deep):
     assert "0.33 removed them" in engines.vllm(ours("medusa", deep), deep).note
+    assert "fc_norm, norm_output: SGLang reads it since" in engines.sglang(ours("eagle3.1", deep), deep).note
+    head = ours("eagle3", deep)
+    head.norm_before_residual = True
+    with pytest.raises(ValueError, match="SGLang knows no norm_before_residual"):
+        engines.sglang(head, deep)
 
 
 # -- the gate ---------------------------------------------------------------------------------------------------------------
@@ -651,7 +692,7 @@ def test_the_gate_passes_an_export_and_stops_another_head(deep, tmp_path, kind):
     head = ours(kind, deep)
     save_head(head, tmp_path / "head", deep)
     export = engines.vllm(head, deep)
-    write_head(head, tmp_path / "export", deep, export.form, export.form.files)
+    write_head(head, tmp_path / "export", deep, export.layout, export.layout.weight_files)
     passed = publish.gate(tmp_path / "head", deep, tmp_path / "export")
     assert passed.difference < 1e-4 and passed.acceptance >= 1
     file = tmp_path / "export" / "model.safetensors"

@@ -197,7 +197,7 @@ def test_gate_sees_rope_that_the_files_do_not_tell(target, tmp_path):
     """Trained with frequencies that config.json does not describe: the files read back draft otherwise."""
     head = make_head("eagle3", target)
     save_head(head, tmp_path, target)
-    head.rotary.rule.inv_freq.mul_(0.5)
+    head.rotary.rope.inv_freq.mul_(0.5)
     with pytest.raises(ValueError, match=r"parity gate.*saved files"):
         parity_gate.check(head, target, PROMPT, saved=tmp_path)
 

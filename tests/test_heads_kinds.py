@@ -197,7 +197,12 @@ def test_a_draft_model_is_trained_like_any_head(train):
 
 @pytest.mark.parametrize(
     ("name", "complaint"),
-    [("nothing.here:Head", "not installed here"), ("json:dumps", "no DraftHead"), ("json", "no DraftHead")],
+    [
+        ("nothing.here:Head", "not imported"),
+        ("json:Head", "which json does not have"),
+        ("json:dumps", "no DraftHead"),
+        ("json", "no DraftHead"),
+    ],
 )
 def test_a_class_that_is_no_head_is_refused(target, tmp_path, name, complaint):
     (tmp_path / "config.json").write_text(json.dumps({"foredraft": {"class": name}}))

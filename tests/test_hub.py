@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
-from heads import hub, load_head, save_head
+from heads import Target, hub, load_head, save_head
 from heads.eagle3 import Eagle3Head
 from heads.hub.card import model_card
 from inference import load_drafter
 from tests.support import golden
-from tests.support.hub_server import TOKEN, HubServer
+from tests.support.hub_server import TOKEN, HubServer, Repo
 from train import publish
 
 NAME = "org/a-head"
@@ -80,7 +82,7 @@ def test_the_card_on_the_hub_says_what_the_head_is(server, run, target):
     data = ModelCard(card).data.to_dict()
     assert data["license"] == "mit" and data["tags"] == ["speculative-decoding", "draft-head", "eagle3"]
     assert "base_model" not in data  # a path on this disk
-    assert hub.sha256(run / "head") in card and "2.50" in card and "1.75x" in card and "a CPU" in card
+    assert hub.weights_sha256(run / "head") in card and "2.50" in card and "1.75x" in card and "a CPU" in card
     assert f'load_drafter("{NAME}", target)' in card and "some text" in card and "2026-01-02" in card
     assert (
         "vllm serve" in card
@@ -133,6 +135,88 @@ def test_a_different_head_is_not_overwritten_without_a_word(server, folder):
     assert server.repos[NAME].files == before
     push(folder, replace=True)
     assert server.repos[NAME].files["model.safetensors"] != before["model.safetensors"]
+
+
+def test_a_replaced_head_leaves_nothing_to_be_loaded(server, folder, run, target, tmp_path):
+    """Weights under another name and an adapter of the old head would be loaded under the new config."""
+    medusa, (config, weights, _) = tmp_path / "medusa", golden.medusa_v1()
+    medusa.mkdir()
+    (medusa / "config.json").write_text(json.dumps(config))
+    save_file(weights, medusa / "medusa_lm_head.safetensors")
+    (medusa / "LICENSE").write_text("ours")
+    push(folder)
+    with pytest.raises(ValueError, match="holds a different head"):
+        push(medusa)
+    server.repos[NAME].files |= {"adapter_config.json": b"{}", "notes.txt": b"theirs"}
+    with pytest.raises(ValueError, match=r"holds a different head .*adapter_config\.json"):
+        push(folder)
+    shown = push(medusa, replace=True, dry_run=True)
+    assert "model.safetensors  deleted" in shown and "adapter_config.json" in server.repos[NAME].files
+    said = push(medusa, replace=True)
+    assert "model.safetensors  deleted, of the head that was there" in said
+    assert set(server.repos[NAME].files) == {
+        *("config.json", "medusa_lm_head.safetensors", "LICENSE"),
+        *("README.md", "notes.txt"),  # not of a head: they stay
+    }
+
+
+def test_a_repository_that_changes_meanwhile_is_not_overwritten(server, folder):
+    push(folder)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    def somebody_else(method: str, path: str) -> None:
+        if "/commit/" in path:
+            server.repos[NAME].commits.append("another head")
+
+    server.trouble = somebody_else
+    with pytest.raises(ValueError, match="somebody else changed it meanwhile"):
+        push(folder, replace=True)
+    assert server.repos[NAME].files["model.safetensors"] == content
+
+
+def test_what_arrived_is_held_against_what_was_sent(server, folder):
+    def spoil(method: str, path: str) -> None:
+        if "/revision/" in path:  # asked for after the commit
+            server.repos[NAME].history[path.split("/")[-1]] = server.repos[NAME].files | {"config.json": b"{}"}
+            server.repos[NAME].commits.append("so that the commit is no longer main")
+
+    server.trouble = spoil
+    with pytest.raises(ValueError, match=r"does not hold the head that was sent \(config.json differ\)"):
+        push(folder)
+
+
+def test_weights_are_held_against_their_card(server, folder, target):
+    push(folder)
+    load_head(NAME, target)
+    content = server.repos[NAME].files["model.safetensors"]
+    server.repos[NAME].files["model.safetensors"] = content[:-1] + bytes([content[-1] ^ 1])
+    server.repos[NAME].commits.append("weights alone")
+    with pytest.raises(ValueError, match=r"are not those of its README\.md"):
+        load_head(NAME, target)
+
+
+def test_a_revision_is_what_is_loaded(server, folder, target):
+    push(folder)
+    first = server.repos[NAME].sha
+    weights = {name: t + 1 if name == "fc.weight" else t for name, t in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors")
+    (folder / "README.md").write_text("another")
+    push(folder, replace=True)
+    old, new = (load_head(NAME, target, revision=revision).state_dict() for revision in (first, None))
+    torch.testing.assert_close(old["fc.weight"] + 1, new["fc.weight"])
+    again = load_drafter(NAME, target, revision=first).head
+    assert torch.equal(again.state_dict()["fc.weight"], old["fc.weight"])
+    with pytest.raises(ValueError, match="is a directory, which has no revision=main"):
+        load_head(folder, target, revision="main")
+
+
+def test_the_config_is_read_before_weights_are_fetched(server, folder, target):
+    (folder / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}))
+    push(folder)
+    with pytest.raises(ValueError, match=f"the head in {NAME} is a DFlash block drafter"):
+        load_head(NAME, target)
+    assert not any(line.startswith("GET") and line.endswith(".safetensors") for line in server.log)
 
 
 def test_what_is_public_does_not_become_private_by_itself(server, folder):
@@ -259,15 +343,32 @@ def test_a_name_that_cannot_be_is_refused_first(server, run, target, name):
 
 
 def test_a_target_of_the_hub_has_its_revision_in_the_card(server, monkeypatch, tmp_path):
-    assert hub.revision(str(tmp_path)) is None
+    assert hub.cached_commit(str(tmp_path)) is None
     snapshot = tmp_path / "cache" / "models--org--target" / "snapshots" / ("ab" * 20)
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     (tmp_path / "cache" / "models--org--target" / "refs").mkdir()
     (tmp_path / "cache" / "models--org--target" / "refs" / "main").write_text("ab" * 20)
-    assert hub.revision("org/target") == "ab" * 20
+    assert hub.cached_commit("org/target") == "ab" * 20
     about = {"kind": "eagle3", "target": "org/target", "revision": "ab" * 20}
     assert "ab" * 20 in model_card({}, about, None)
+
+
+def test_a_target_and_its_tokenizer_are_of_the_revision_that_was_asked_for(server, tiny_path, tmp_path):
+    """The newest tokenizer has more tokens: it would not fit the older model's vocabulary."""
+    server.repos["org/target"] = repo = Repo(private=False)
+    repo.files = {path.name: path.read_bytes() for path in tiny_path.iterdir()}
+    first = repo.sha
+    repo.history[first] = dict(repo.files)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    tokenizer.add_tokens([f"<new {number}>" for number in range(100)])
+    tokenizer.save_pretrained(tmp_path / "newer")
+    repo.files |= {path.name: path.read_bytes() for path in (tmp_path / "newer").iterdir()}
+    repo.commits.append("a new token")
+    older = Target.from_pretrained("org/target", dtype="float32", device="cpu", revision=first)
+    assert older.tokenizer is not None and len(older.tokenizer) <= older.vocab_size
+    with pytest.raises(ValueError, match="they do not belong together"):
+        Target.from_pretrained("org/target", dtype="float32", device="cpu")
 
 
 def test_pushing_needs_a_directory(server, target):

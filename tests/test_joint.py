@@ -25,7 +25,7 @@ IDS = torch.tensor([PROMPT])
 
 def disturb(target: Target) -> None:
     """An adapter as after some training; a new one has no effect."""
-    for parameter in adapter.layers(target).parameters():
+    for parameter in adapter.lora_layers(target).parameters():
         torch.nn.init.normal_(parameter, std=0.05)
 
 
@@ -39,9 +39,9 @@ def test_a_new_adapter_changes_nothing_and_a_trained_one_the_text(fresh):
     torch.testing.assert_close(fresh.read(IDS).logits, before)
     disturb(fresh)
     assert (fresh.read(IDS).logits - before).abs().max() > 0.1
-    with adapter.without(fresh):
+    with adapter.disabled(fresh):
         torch.testing.assert_close(fresh.read(IDS).logits, before)
-    assert all(parameter.requires_grad for parameter in adapter.layers(fresh).parameters())
+    assert all(parameter.requires_grad for parameter in adapter.lora_layers(fresh).parameters())
 
 
 def test_heads_learn_alone_first_and_then_all_of_it(fresh):
@@ -70,7 +70,7 @@ def test_the_adapted_target_is_held_to_what_it_said(fresh):
     disturb(fresh)
     loss = distillation(*text).loss.item()
     now = fresh.read(text.tokens, text.positions, text.mask()).logits.log_softmax(-1)
-    with adapter.without(fresh):
+    with adapter.disabled(fresh):
         before = fresh.read(text.tokens, text.positions, text.mask()).logits.log_softmax(-1)
     # Of each document the target's words for tokens 2 and later, which is what a depth-1 draft is compared with.
     asked = [*range(1, 19), *range(21, 31)]
@@ -88,13 +88,13 @@ def test_decoding_merges_the_adapter_and_another_head_finds_it_apart(fresh, tiny
     load_head(first, fresh)
     apart = fresh.read(IDS).logits
     load_drafter(str(first), fresh)
-    assert all(layer.merged for layer in adapter.adapted(fresh)) and len(adapter.adapted(fresh)) > 0
+    assert all(layer.merged for layer in adapter.tuned_layers(fresh)) and len(adapter.tuned_layers(fresh)) > 0
     torch.testing.assert_close(fresh.read(IDS).logits, apart, atol=1e-3, rtol=1e-3)
     load_drafter(str(second), fresh)
     merged = fresh.read(IDS).logits
     assert (merged - apart).abs().max() > 0.1
     load_head(second, fresh)
-    assert not any(layer.merged for layer in adapter.adapted(fresh))
+    assert not any(layer.merged for layer in adapter.tuned_layers(fresh))
     torch.testing.assert_close(fresh.read(IDS).logits, merged, atol=1e-3, rtol=1e-3)
 
 
@@ -168,7 +168,7 @@ def test_a_tuned_draft_model_is_saved_as_a_model(fresh, tmp_path, lora_rank):
     head.eval()
     states = head(torch.empty(0), torch.empty(0), batch(30)._replace(tokens=IDS))[0]
     drafted = head.logits(states, 1)[0, :-1]
-    head.finish()
+    head.on_train_end()
     save_head(head, tmp_path, fresh)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     torch.testing.assert_close(model(IDS).logits[0, 1:], drafted, atol=1e-4, rtol=1e-4)

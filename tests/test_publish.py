@@ -66,6 +66,15 @@ def test_export_writes_what_has_passed_the_gate(script, trained, target, tmp_pat
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in ours.state_dict().items())
 
 
+def test_export_removes_nothing_that_it_did_not_make(script, trained, tmp_path):
+    (tmp_path / "exported.part").mkdir()
+    (tmp_path / "exported.part" / "thesis.txt").write_text("ours")
+    ended = script("export", f"head={trained}/medusa/head", "format=vllm", "output_dir=exported", "target.device=cpu")
+    assert ended.code == 0, ended.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "exported.part"]
+    assert (tmp_path / "exported.part" / "thesis.txt").read_text() == "ours"
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

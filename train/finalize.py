@@ -72,7 +72,7 @@ def save_final(distillation: DistillationModel, directory: Path, data: Corpus, l
     The rounding comes first, so that what is measured and checked is what is shipped.
     """
     head, target = distillation.head.eval(), distillation.target
-    head.finish()
+    head.on_train_end()
     shipped = torch.float32 if not target.dtype.is_floating_point else target.dtype
     head.to(shipped)
     facts: dict[str, Any] = {}
@@ -145,7 +145,7 @@ def device_name(target: Target) -> str:
 
 
 def facts_of_run(head: DraftHead, target: Target) -> dict[str, Any]:
-    trained = [*head.parameters(), *adapter.layers(target).parameters()]
+    trained = [*head.parameters(), *adapter.lora_layers(target).parameters()]
     return {
         "head": head.kind,
         "target": target.name,

@@ -30,7 +30,7 @@ class JointDistillation(DistillationModel):
         """heads_only: share of the training in which the heads learn alone. Their loss counts fully there."""
         super().__init__(head, target, loss, depth_decay)
         self.heads_only, self.head_weight = heads_only, head_weight
-        self.adapter = adapter.layers(target)  # here they are saved, optimised and synchronised like the head
+        self.adapter = adapter.lora_layers(target)  # here they are saved, optimised and synchronised like the head
         if not len(self.adapter):
             raise ValueError(
                 f"objective=joint trains the target's adapter, and head={head.kind} puts none on it: head=medusa2"
@@ -51,7 +51,7 @@ class JointDistillation(DistillationModel):
             # DDP waits for a gradient of every parameter; this one changes nothing.
             silent = sum(parameter.sum() for parameter in self.adapter.parameters()) * 0.0
             return outcome._replace(loss=outcome.loss + silent)
-        with torch.no_grad(), adapter.without(self.target):
+        with torch.no_grad(), adapter.disabled(self.target):
             _, before = self.read(text)
         features, last = self.read(text)
         outcome = self.compute_loss(text, features, last)

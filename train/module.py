@@ -39,7 +39,7 @@ class DistillationModel(nn.Module):
         # (depth,) drafts to learn from in the whole step, all its batches and processes together, which HeadTrainer counts;
         # None where a batch is all of it.
         self.num_items: Tensor | None = None
-        head.bind(target)
+        head.attach(target)
         target.check_logits()
 
     def forward(

@@ -68,7 +68,7 @@ def check(head: DraftHead, target: Target, prompt: list[int], saved: Path | None
     if saved is not None:
         heads["the drafter with the saved files"] = load_head(saved, target, dtype=torch.float32)
     head.eval()
-    head.bind(target)
+    head.attach(target)
     worst = 0.0
     for cut in (len(prompt) // 2, len(prompt) - 1):
         before, root = prompt[:cut], prompt[cut]

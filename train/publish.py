@@ -83,7 +83,7 @@ def stage(head: Path, folder: Path, repo: str, target: Target, license: str | No
     loaded = load_head(head, target)
     about = {"kind": loaded.kind, "target": target.name, "depth": loaded.depth, "layers": loaded.layers}
     about |= {"parameters": sum(p.numel() for p in loaded.parameters()), **recorded.get("about", {})}
-    about |= {"repo": repo, "sha256": hub.sha256(folder), "revision": hub.revision(target.name)}
+    about |= {"repo": repo, "sha256": hub.weights_sha256(folder), "revision": hub.cached_commit(target.name)}
     if license is not None:
         about["license"] = license
     (folder / CARD).write_text(model_card(recorded, about, recorded.get("data")))

@@ -10,7 +10,7 @@ from heads.formats.medusa import MedusaFormat, VllmMedusaFormat
 from heads.formats.own import NativeFormat
 from heads.formats.speculators import SpeculatorsFormat
 
-# The first that matches is taken: the more particular ones come first.
+# The first that matches is taken, so the more specific ones come first.
 FORMATS: tuple[type[Format], ...] = (
     NativeFormat,
     SpeculatorsFormat,
@@ -22,23 +22,23 @@ FORMATS: tuple[type[Format], ...] = (
 )
 
 
-def detect(found: HeadFiles) -> Format:
+def detect(files: HeadFiles) -> Format:
     """The layout of these files; ValueError where it is none that is known here."""
     for layout in FORMATS:
-        form = layout.match(found)
-        if form is not None:
-            return form
-    keys = ", ".join(sorted(found.weights)[:3])
+        match = layout.match(files)
+        if match is not None:
+            return match
+    keys = ", ".join(sorted(files.weights)[:3])
     raise ValueError(
-        f"{found.where} holds no head in a layout that is known here (architectures {found.config.get('architectures')}, "
-        f"weights {keys} ...). Known: {'; '.join(layout.title for layout in FORMATS)}"
+        f"{files.directory} holds no head in a layout that is known here (architectures "
+        f"{files.config.get('architectures')}, weights {keys} ...). Known: {'; '.join(f.title for f in FORMATS)}"
     )
 
 
-def own(head: DraftHead) -> Format:
+def default_format(head: DraftHead) -> Format:
     """The layout that training saves this head in."""
-    found = next((layout for layout in FORMATS if layout.own and layout.kind is type(head)), None)
+    found = next((layout for layout in FORMATS if layout.is_default and layout.kind is type(head)), None)
     return NativeFormat(type(head)) if found is None else found()
 
 
-__all__ = ["FORMATS", "Format", "Found", "build", "own", "read", "recognise"]
+__all__ = ["FORMATS", "Format", "HeadFiles", "build", "default_format", "detect", "read"]

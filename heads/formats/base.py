@@ -1,9 +1,11 @@
 """A published layout of a head's files, and the strict way from such files to a head.
 
-Engines that skip a key they do not know draft garbage and say nothing (acceptance 0.000), so here every key is accounted
-for: a head is built from the config, and then the file must hold exactly its tensors, under the names of its layout.
+Engines that skip a key they do not know draft garbage silently (acceptance 0.000), so here every key is accounted for: a
+head is built from the config, and the files must hold exactly its tensors, under the names of its layout. What is the
+head's own (rope, context length) is taken as the files say, with one warning where it is not what a reader would expect.
 """
 
+import re
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -17,132 +19,161 @@ from heads.target import Target
 
 
 class HeadFiles(NamedTuple):
-    """What lies in a head's directory, as it is written there."""
+    """The contents of a head's directory, as they are written there."""
 
     config: dict[str, Any]
     weights: dict[str, Tensor]
-    where: Path
+    directory: Path
+    notes: list[str]  # what is taken from the files although a reader would not expect it
 
-    def wrong(self, what: str) -> ValueError:
-        return ValueError(f"the head in {self.where}: {what}")
+    @property
+    def trained_here(self) -> bool:
+        """Did this project train the head, for the target that its config records?"""
+        own = self.config.get("foredraft", {})
+        return "target" in own and not own.get("imported", False)
+
+    def error(self, message: str) -> ValueError:
+        return ValueError(f"the head in {self.directory}: {message}")
+
+    def count(self, name: str) -> int:
+        """The number `name` of the config; ValueError unless so many parts can be in these weights. Raises KeyError."""
+        value = self.config[name]
+        if type(value) is not int or not 0 <= value <= len(self.weights):
+            raise self.error(f"config.json says {name}={value!r}, and the weights are {len(self.weights)} tensors")
+        return value
 
 
 class Format(ABC):
-    """One layout. An instance also knows which of a layout's spellings the files at hand use."""
+    """One layout. An instance also knows which of a layout's spellings the files use."""
 
     title: ClassVar[str]  # for people
     kind: type[DraftHead]
-    own: ClassVar[bool] = False  # do we save heads of this kind in it ourselves?
-    files: ClassVar[tuple[str, ...]] = (
-        "model.safetensors",
-    )  # of the weights; a .pt only where an engine insists on it
+    is_default: ClassVar[bool] = False  # does training save heads of this kind in it?
+    # Names of the weights' files; a .pt only where an engine insists on it.
+    weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors",)
 
     @classmethod
     @abstractmethod
-    def match(cls, found: HeadFiles) -> Self | None:
-        """This layout, if that is what the files are in."""
+    def match(cls, files: HeadFiles) -> Self | None:
+        """This layout, if the files are in it."""
 
     @abstractmethod
-    def native_config(self, found: HeadFiles, target: Target) -> dict[str, Any]:
-        """What `kind.from_config` reads. Raises ValueError for settings that it has no place for."""
+    def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
+        """What `kind.from_config` reads. Raises ValueError for settings that no head here has."""
 
-    def key(self, own: str) -> str:
-        """The name in these files of what the head calls `own`."""
-        here, there = next((pair for pair in self.kind.renamed.items() if own.startswith(pair[0])), ("", ""))
-        return there + own.removeprefix(here)
+    def disk_name(self, name: str) -> str:
+        """The name in these files of the head's weight `name`."""
+        here, there = next((pair for pair in self.kind.disk_prefixes.items() if name.startswith(pair[0])), ("", ""))
+        return there + name.removeprefix(here)
 
-    def supply(self, found: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        """The file's tensors, with those added that follow from others or from the target, and without those that only
-        repeat them. Raises ValueError where such a repetition says something else."""
-        return found.weights
+    def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
+        """The files' tensors, plus those that follow from others or from the target, minus those that only repeat them.
+        Raises ValueError where a repeated one differs."""
+        return files.weights
 
-    def config_of(self, head: DraftHead, target: Target) -> dict[str, Any]:
+    def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         """The config.json to write. Raises ValueError for a head that this layout cannot express."""
         return head.to_config()
 
-    def weights_of(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
+    def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
         """The tensors to write, on the CPU, none sharing memory with another."""
         state = head.state_dict().items()
-        return {self.key(own): tensor.detach().cpu().clone().contiguous() for own, tensor in state}
+        return {self.disk_name(name): tensor.detach().cpu().clone().contiguous() for name, tensor in state}
 
 
-def build(form: Format, found: HeadFiles, target: Target) -> DraftHead:
+def build(layout: Format, files: HeadFiles, target: Target) -> DraftHead:
     """The head in these files, on the CPU and in the dtype it was stored in. Raises ValueError that names every key that is
-    missing, left over, of another shape or of another sort of number."""
+    missing, left over, of another shape or of another kind of number.
+
+    Shapes are compared on the meta device first, so that a config of absurd sizes costs no memory."""
     try:
-        head = form.kind.from_config(form.native_config(found, target))
+        config = layout.head_config(files, target)
+        with torch.device("meta"):
+            head = layout.kind.from_config(config)
     except KeyError as error:
-        raise found.wrong(f"config.json has no {error}, which a {form.kind.__name__} needs") from None
-    wanted = {form.key(own): tensor for own, tensor in head.state_dict().items()}
-    given = complete_vocabulary(found, form.supply(found, head, target), head, target.vocab_size)
-    problems = [f"{name} is missing" for name in sorted(wanted.keys() - given.keys())]
-    problems += [f"{name} belongs to no layer of this head" for name in sorted(given.keys() - wanted.keys())]
-    for name in sorted(wanted.keys() & given.keys()):
-        ours, theirs = wanted[name], given[name]
-        if ours.shape != theirs.shape:
-            said = f"{tuple(theirs.shape)} in the file, {tuple(ours.shape)} by its config and the target"
-            problems.append(f"{name} is {said}")
-        elif ours.is_floating_point() != theirs.is_floating_point() or ours.is_complex() != theirs.is_complex():
-            problems.append(f"{name} is {theirs.dtype}, which is not the sort of number it should be ({ours.dtype})")
-        elif not ours.is_floating_point() and ours.dtype != theirs.dtype:
-            problems.append(f"{name} is {theirs.dtype}, not {ours.dtype}")
+        raise files.error(f"config.json has no {error}, which a {layout.kind.__name__} needs") from None
+    expected = {layout.disk_name(name): tensor for name, tensor in head.state_dict().items()}
+    weights = complete_vocabulary(files, layout.complete_weights(files, head, target), head, target.vocab_size)
+    problems = weight_problems(weights, expected)
     if problems:
-        raise found.wrong("; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""))
-    floats = [given[name].dtype for name in wanted if given[name].is_floating_point()]
-    dtype = floats[0]
-    for other in floats[1:]:
-        dtype = torch.promote_types(dtype, other)
-    head.to(dtype)
-    head.load_state_dict({own: given[form.key(own)] for own in head.state_dict()})
+        raise files.error("; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""))
+    dtype = torch.float32
+    floats = [weights[name].dtype for name in expected if weights[name].is_floating_point()]
+    for number, other in enumerate(floats):
+        dtype = torch.promote_types(dtype, other) if number else other
+    if any(buffer.is_meta for name, buffer in head.named_buffers() if name not in head.state_dict()):
+        head = layout.kind.from_config(config)  # buffers that no file holds; its sizes are those of the weights by now
+    state = {name: weights[layout.disk_name(name)] for name in head.state_dict()}
+    state = {name: t.to(dtype if t.is_floating_point() else t.dtype, copy=True) for name, t in state.items()}
+    head.load_state_dict(state, assign=True)
     return head
 
 
-def expect(found: HeadFiles, settings: dict[str, Any], allowed: dict[str, Any]) -> None:
-    """Raise ValueError if one of `settings` is there and is not what our layers do. allowed: name -> the only value."""
-    for name, value in allowed.items():
+def weight_problems(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """What differs between the tensors of the files and those of the head, in words."""
+    problems = [f"{name} is missing" for name in sorted(expected.keys() - weights.keys())]
+    problems += [f"{name} belongs to no layer of this head" for name in sorted(weights.keys() - expected.keys())]
+    for name in sorted(expected.keys() & weights.keys()):
+        ours, theirs = expected[name], weights[name]
+        if ours.shape != theirs.shape:
+            shapes = f"{tuple(theirs.shape)} in the file, {tuple(ours.shape)} by its config and the target"
+            problems.append(f"{name} is {shapes}")
+        elif ours.is_floating_point() != theirs.is_floating_point() or ours.is_complex() != theirs.is_complex():
+            problems.append(f"{name} is {theirs.dtype}, which is not the kind of number it should be ({ours.dtype})")
+        elif not ours.is_floating_point() and ours.dtype != theirs.dtype:
+            problems.append(f"{name} is {theirs.dtype}, not {ours.dtype}")
+    return problems
+
+
+def check_settings(files: HeadFiles, settings: dict[str, Any], supported: dict[str, Any]) -> None:
+    """Raise ValueError if one of `settings` is set to what our layers do not do. supported: name -> the only value."""
+    for name, value in supported.items():
         if settings.get(name, value) not in (value, None):
-            raise found.wrong(f"config.json says {name}={settings[name]}; only {value} can be drafted with here")
+            raise files.error(f"config.json says {name}={settings[name]}; only {value} can be drafted with here")
 
 
-def check_rope_spellings(found: HeadFiles, settings: dict[str, Any]) -> None:
-    """Raise ValueError where rope is said in the spellings of transformers 4 and 5, and differently: engines read either."""
-    new = settings.get("rope_parameters") or {}
-    if "rope_theta" in settings and new.get("rope_theta", settings["rope_theta"]) != settings["rope_theta"]:
-        raise found.wrong(f"config.json says rope_theta={settings['rope_theta']} and rope_parameters={new}")
+def check_one_layer(files: HeadFiles) -> None:
+    """Raise ValueError for weights of several decoder layers. The config's num_hidden_layers is often the target's."""
+    other = sorted(name for name in files.weights if re.match(r"layers\.[1-9]", name))
+    if other:
+        raise files.error(f"{other[0]} is of a second decoder layer; heads here have one")
 
 
-def check_embeddings(found: HeadFiles, name: str, target: Target) -> None:
-    """Raise ValueError unless tensor `name` is the target's embedding: a frozen copy is let go, another one is not."""
-    stored, ours = found.weights[name], target.embeddings
+def drop_embeddings(files: HeadFiles, name: str, target: Target) -> dict[str, Tensor]:
+    """The weights without the frozen copy `name` of the target's embedding; ValueError where it is not a copy."""
+    weights, stored, ours = dict(files.weights), files.weights.get(name), target.embeddings
+    if stored is None:
+        return weights
     if stored.shape != ours.shape:
-        raise found.wrong(
+        raise files.error(
             f"{name} is {tuple(stored.shape)} in the file, {tuple(ours.shape)} in the target {target.name}"
         )
-    # Whichever side is coarser decides: the other was rounded to it.
-    coarse = min((stored.dtype, ours.dtype), key=lambda dtype: dtype.itemsize)
-    if not torch.equal(stored.to(coarse), ours.detach().cpu().to(coarse)):
-        raise found.wrong(f"{name} differs from the embeddings of {target.name}: it was trained for another target")
+    # Either side may have been rounded to bfloat16 (8 bits) or float16 (whose smallest numbers lose more).
+    if not torch.allclose(stored.float(), ours.detach().float().cpu(), rtol=2**-7, atol=1e-6):
+        raise files.error(f"{name} differs from the embeddings of {target.name}: it was trained for another target")
+    del weights[name]
+    return weights
 
 
 def complete_vocabulary(
-    found: HeadFiles, given: dict[str, Tensor], head: DraftHead, vocab_size: int
+    files: HeadFiles, weights: dict[str, Tensor], head: DraftHead, vocab_size: int
 ) -> dict[str, Tensor]:
-    """`given` with t2d added where a layout leaves it out; ValueError where d2t and t2d make no sense."""
-    d2t, t2d = given.get("d2t"), given.get("t2d")
+    """`weights` with t2d added where a layout leaves it out; ValueError where d2t and t2d make no sense."""
+    d2t, t2d = weights.get("d2t"), weights.get("t2d")
     if d2t is None:
-        return given  # strictness will name it, where it is needed
+        return weights  # named as missing later, if the head needs it
     if d2t.dtype != torch.int64 or d2t.dim() != 1:
-        raise found.wrong(f"d2t is {d2t.dtype} of shape {tuple(d2t.shape)}; it should be int64 of one dimension")
+        raise files.error(f"d2t is {d2t.dtype} of shape {tuple(d2t.shape)}; it should be int64 of one dimension")
     ids = vocab.from_offsets(d2t)
     if len(ids) and not (ids[0] >= 0 and ids[-1] < vocab_size and bool((ids.diff() > 0).all())):
-        raise found.wrong(
+        raise files.error(
             f"d2t names target ids from {ids.min()} to {ids.max()}; d2t holds offsets (id = i + d2t[i]), which must ascend "
             f"within the target's {vocab_size}"
         )
     if t2d is not None and (t2d.shape != (vocab_size,) or not torch.equal(t2d, vocab.to_offsets(ids, vocab_size)[1])):
-        raise found.wrong(f"t2d ({t2d.dtype}, {tuple(t2d.shape)}) does not mark the tokens that d2t names")
+        raise files.error(f"t2d ({t2d.dtype}, {tuple(t2d.shape)}) does not mark the tokens that d2t names")
     if not head.pruned:
         if len(ids) != vocab_size:
-            raise found.wrong(f"d2t has {len(ids)} entries, config.json says a draft vocabulary of {vocab_size}")
-        return {name: tensor for name, tensor in given.items() if name not in ("d2t", "t2d")}
-    return given | {"t2d": vocab.to_offsets(ids, vocab_size)[1]}
+            raise files.error(f"d2t has {len(ids)} entries, config.json says a draft vocabulary of {vocab_size}")
+        return {name: tensor for name, tensor in weights.items() if name not in ("d2t", "t2d")}
+    return weights | {"t2d": vocab.to_offsets(ids, vocab_size)[1]}

@@ -1,6 +1,6 @@
-"""EAGLE-1 and EAGLE-2, which share their weights: SafeAILab's files, and what vLLM and SGLang make of them.
+"""EAGLE-1 and EAGLE-2, which share their weights: SafeAILab's files, and how vLLM and SGLang vary them.
 
-They differ in `fc.bias` (absent from config.json it is there, in the authors' code; vLLM knows none, SGLang insists on one),
+They differ in `fc.bias` (present when config.json does not say, in the authors' code; vLLM has none, SGLang requires one),
 in the name of the architecture, and in whether the target's embeddings are stored along.
 """
 
@@ -11,47 +11,47 @@ from torch import Tensor
 
 from heads.base import DraftHead
 from heads.eagle import EagleHead
-from heads.formats.base import Format, HeadFiles, check_embeddings, check_rope_spellings, expect
+from heads.formats.base import Format, HeadFiles, check_settings, drop_embeddings
+from heads.formats.llama_layer import layer_settings
 from heads.target import Target
 
-NAMES = {"LlamaForCausalLMEagle", "EagleLlamaForCausalLM"}
-LAYER = {"num_hidden_layers": 1, "hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
+ARCHITECTURES = {"LlamaForCausalLMEagle", "EagleLlamaForCausalLM"}
 EMBEDDINGS = "embed_tokens.weight"
 
 
 class EagleFormat(Format):
     title = "EAGLE-1 as SafeAILab, vLLM and SGLang read it"
-    kind, own = EagleHead, True
+    kind, is_default = EagleHead, True
 
     def __init__(self, architecture: str = "LlamaForCausalLMEagle", bias: bool = False, embeddings: bool = False):
         """For writing. bias: always write one, of zeros where the head has none. embeddings: write the target's."""
         self.architecture, self.bias, self.embeddings = architecture, bias, embeddings
 
     @classmethod
-    def match(cls, found: HeadFiles) -> Self | None:
-        named = NAMES & set(found.config.get("architectures") or [])
-        # SafeAILab's own files say LlamaForCausalLM; no Llama has an fc, and no EAGLE-1 an lm_head.
-        shaped = any(name.startswith(("fc.", "layers.0.")) for name in found.weights)
-        shaped = shaped and "lm_head.weight" not in found.weights
-        return cls() if named or (shaped and found.config.get("model_type") == "llama") else None
+    def match(cls, files: HeadFiles) -> Self | None:
+        named = ARCHITECTURES & set(files.config.get("architectures") or [])
+        # SafeAILab's own files say LlamaForCausalLM, with any model_type, and vLLM's first ones nothing. No target's weights
+        # have these names, and no EAGLE-1 an lm_head.
+        by_weights = any(name.startswith(("fc.", "layers.0.")) for name in files.weights)
+        by_weights = by_weights and "lm_head.weight" not in files.weights
+        return cls() if named or by_weights else None
 
-    def native_config(self, found: HeadFiles, target: Target) -> dict[str, Any]:
-        check_rope_spellings(found, found.config)
-        expect(found, found.config, LAYER | {"draft_vocab_size": target.vocab_size})
-        return found.config
+    def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
+        config = files.config.get("model") if files.config.get("model_type") == "eagle" else files.config
+        if not isinstance(config, dict):
+            raise files.error("config.json says model_type=eagle, whose settings stand under model: there are none")
+        check_settings(files, config, {"draft_vocab_size": target.vocab_size})
+        return layer_settings(files, config, target)
 
-    def supply(self, found: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        if EMBEDDINGS not in found.weights:
-            return found.weights
-        check_embeddings(found, EMBEDDINGS, target)
-        return {name: tensor for name, tensor in found.weights.items() if name != EMBEDDINGS}
+    def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
+        return drop_embeddings(files, EMBEDDINGS, target)
 
-    def config_of(self, head: DraftHead, target: Target) -> dict[str, Any]:
+    def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         config = head.to_config()
         return config | {"architectures": [self.architecture], "bias": self.bias or config["bias"]}
 
-    def weights_of(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        weights = super().weights_of(head, target)
+    def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
+        weights = super().export_weights(head, target)
         if self.bias:
             weights.setdefault("fc.bias", torch.zeros(target.hidden_size, dtype=head.dtype))
         if self.embeddings:

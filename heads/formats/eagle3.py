@@ -1,9 +1,6 @@
-"""EAGLE-3 as SafeAILab, SpecForge, ModelOpt, SGLang and vLLM write and read it: `LlamaForCausalLMEagle3`.
+"""EAGLE-3 as SafeAILab, SpecForge, ModelOpt, AngelSlim, SGLang and vLLM write and read it: `LlamaForCausalLMEagle3`.
 
-Two numberings of the fused layers are about, and config.json has a place for each, so one file serves all engines:
-
-    eagle_aux_hidden_state_layer_ids               hidden_states ids, 0 the embedding: vLLM, `speculators`, ours
-    eagle_config.eagle_aux_hidden_state_layer_ids  outputs of decoder layers counted from 0: SGLang, SpecForge, ModelOpt
+The fused layers have two places in config.json and two numberings (heads/formats/layer_ids.py).
 """
 
 from typing import Any, Self
@@ -12,84 +9,97 @@ from torch import Tensor
 
 from heads.base import DraftHead
 from heads.eagle3 import Eagle3Head
-from heads.formats.base import Format, HeadFiles, check_embeddings, check_rope_spellings, expect
+from heads.formats.base import Format, HeadFiles, check_settings, drop_embeddings
+from heads.formats.layer_ids import IDS, for_sglang, resolve_layer_ids
+from heads.formats.llama_layer import layer_settings
 from heads.target import Target
+from heads.target.sharding import full_tensor
 
-IDS = "eagle_aux_hidden_state_layer_ids"
-# What our decoder layer does, and no other.
-LAYER = {"num_hidden_layers": 1, "hidden_act": "silu", "bias": False, "mlp_bias": False, "quantization_config": None}
-# ModelOpt writes its options into eagle_config.
+ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "CosyVoice3Eagle3LlamaForCausalLM"}
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Flags that the weights show where config.json is silent.
+SHOWN_BY = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
+# ModelOpt and TensorRT-LLM write their options into eagle_config: the only values that our layer has, and flags of ours.
 OPTIONS = {
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
+    "next_layer_regular": True,
     "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": 0,
 }
+ALIASES = {name: name for name in FLAGS} | {"return_hidden_post_norm": "norm_output"}
 
 
 class Eagle3Format(Format):
     title = "EAGLE-3 as SafeAILab, vLLM and SGLang read it (LlamaForCausalLMEagle3)"
-    kind, own = Eagle3Head, True
+    kind, is_default = Eagle3Head, True
 
     def __init__(self, layer: str = "midlayer"):
         self.layer = layer  # ModelOpt, and some of SpecForge's heads, call it layers.0
 
     @classmethod
-    def match(cls, found: HeadFiles) -> Self | None:
-        named = Eagle3Head.describes(found.config) or "Eagle3LlamaForCausalLM" in found.config.get("architectures", [])
-        spelt = next(
-            (name for name in ("midlayer", "layers.0") if any(k.startswith(f"{name}.") for k in found.weights)), ""
+    def match(cls, files: HeadFiles) -> Self | None:
+        named = ARCHITECTURES & set(files.config.get("architectures") or [])
+        prefixes = (name for name in ("midlayer", "layers.0") if any(k.startswith(f"{name}.") for k in files.weights))
+        layer = next(prefixes, "")
+        # SafeAILab's own files say LlamaForCausalLM; these are what tells them from EAGLE-1.
+        own = layer == "midlayer" or f"{layer}.hidden_norm.weight" in files.weights
+        return cls(layer or "midlayer") if named or own or (layer and "draft_vocab_size" in files.config) else None
+
+    def disk_name(self, name: str) -> str:
+        return name.replace("midlayer", self.layer, 1)
+
+    def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
+        config = files.config
+        settings = layer_settings(files, config, target)
+        check_settings(files, config, {"bias": False, "target_hidden_size": config["hidden_size"]})
+        flags = {name: config.get(name) for name in FLAGS} | eagle_flags(files)
+        return settings | self.shared_config(files, flags, target) | {"foredraft": config.get("foredraft", {})}
+
+    def shared_config(self, files: HeadFiles, flags: dict[str, Any], target: Target) -> dict[str, Any]:
+        """What both layouts of EAGLE-3 say in their own places: the draft vocabulary, the fused layers, the flags."""
+        size = files.config.get("draft_vocab_size")
+        if size is None:  # absent or null means all of it, unless the weights are of less
+            size = len(files.weights["d2t"]) if "d2t" in files.weights else target.vocab_size
+        given = {name: on for name, on in flags.items() if on is not None}
+        shown = {name: True for name, weight in SHOWN_BY.items() if weight in files.weights}
+        return {"draft_vocab_size": size, IDS: resolve_layer_ids(files, target)} | shown | given
+
+    def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
+        weights = drop_embeddings(files, "embed_tokens.weight", target)
+        if "lm_head.weight" not in weights and not head.pruned and files.config.get("draft_vocab_size") is None:
+            rows = full_tensor(target.model.get_output_embeddings().weight)
+            if not rows.is_floating_point():
+                raise files.error(f"it shares the lm_head of {target.name}, which is quantized: load it unquantized")
+            files.notes.append(f"no lm_head is stored, so that of {target.name} is used")
+            weights["lm_head.weight"] = rows.detach().cpu()
+        return weights
+
+    def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
+        assert isinstance(head, Eagle3Head)
+        eagle = {IDS: for_sglang(head.layers, target), "use_aux_hidden_state": True}
+        return head.to_config() | {"eagle_config": eagle}
+
+
+def eagle_flags(files: HeadFiles) -> dict[str, bool]:
+    """The flags in eagle_config under our names; ValueError for a setting that is not known, or not what our layer does."""
+    eagle = files.config.get("eagle_config") or {}
+    if not isinstance(eagle, dict):
+        raise files.error(f"config.json says eagle_config={eagle!r}, which holds no settings")
+    check_settings(files, eagle, OPTIONS)
+    unknown = sorted(eagle.keys() - OPTIONS.keys() - ALIASES.keys() - {IDS})
+    if unknown:
+        raise files.error(
+            f"eagle_config says {unknown[0]}={eagle[unknown[0]]!r}, which is not known here and may change what the layer "
+            "computes: remove it if it does not"
         )
-        # SafeAILab's own files say LlamaForCausalLM; the pruned vocabulary is what tells them from EAGLE-1.
-        if named or spelt == "midlayer" or (spelt and "draft_vocab_size" in found.config):
-            return cls(spelt or "midlayer")
-        return None
-
-    def key(self, own: str) -> str:
-        return own.replace("midlayer", self.layer, 1)
-
-    def native_config(self, found: HeadFiles, target: Target) -> dict[str, Any]:
-        config, eagle = found.config, found.config.get("eagle_config") or {}
-        if not isinstance(eagle, dict):
-            raise found.wrong(f"config.json says eagle_config={eagle!r}, which holds no settings")
-        check_rope_spellings(found, config)
-        expect(found, config, LAYER | {"target_hidden_size": config["hidden_size"]})
-        expect(found, eagle, OPTIONS)
-        return config | {IDS: layer_ids(found, target), "foredraft": config.get("foredraft", {})}
-
-    def supply(self, found: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        given = dict(found.weights)
-        if "embed_tokens.weight" in given:
-            check_embeddings(found, "embed_tokens.weight", target)
-            del given["embed_tokens.weight"]
-        return given
-
-
-def layer_ids(found: HeadFiles, target: Target) -> list[int]:
-    """The fused layers, as ids of `hidden_states`; ValueError where they are not said, or said twice and differently."""
-    config, n = found.config, target.num_layers
-    ours, theirs = config.get(IDS), (config.get("eagle_config") or {}).get(IDS)
-    for name, said in ((IDS, ours), (f"eagle_config.{IDS}", theirs)):
-        if said is not None and not (isinstance(said, list) and said and all(type(k) is int for k in said)):
-            raise found.wrong(f"config.json says {name}={said!r}, which is no list of layers")
-    if ours is None and theirs is None:
-        rule = [2, n // 2, n - 3]
-        if sorted(set(rule)) != rule:
-            raise found.wrong(
-                f"config.json names no {IDS}, and a target of {n} layers is too shallow for the paper's three"
-            )
-        return rule
-    if ours is None and config.get("foredraft"):
-        raise found.wrong(f"it is of an earlier foredraft, which wrote no {IDS} beside eagle_config: train it again")
-    ids: list[int] = ours or [k + 1 for k in theirs or []]
-    if theirs is not None and ids != [k + 1 for k in theirs]:
-        raise found.wrong(
-            f"{IDS}={ids} (ids of hidden_states) and eagle_config.{IDS}={theirs} (outputs of layers counted from 0) do not "
-            f"name the same layers: the second should be {[k - 1 for k in ids]}"
-        )
-    if sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] <= n:
-        raise found.wrong(
-            f"it reads hidden states {ids} (0 is the embedding); they must ascend within the target's 0..{n}"
-        )
-    return ids
+    flags: dict[str, bool] = {}
+    for name, flag in ALIASES.items():
+        top = files.config.get(flag)
+        if eagle.get(name) is not None:
+            if top is not None and bool(top) != bool(eagle[name]):
+                raise files.error(f"config.json says {flag}={top} and eagle_config.{name}={eagle[name]}")
+            flags[flag] = flags.get(flag, False) or bool(eagle[name])
+    return flags

@@ -1,7 +1,7 @@
 """What each engine reads, and how it is told to: the choices of `python scripts/export.py format=...`.
 
-Each function takes a head and returns the layout for one engine, or raises ValueError where the engine would not load the
-head, or would draft with it wrongly.
+Each function takes a head and its target and returns the layout for one engine, or raises ValueError where the engine
+would not load the head, or would draft with it wrongly.
 """
 
 from typing import NamedTuple
@@ -11,8 +11,9 @@ from heads.eagle import EagleHead
 from heads.eagle3 import Eagle3Head
 from heads.formats.base import Format
 from heads.formats.eagle import EagleFormat
-from heads.formats.eagle3 import Eagle3Format
+from heads.formats.eagle3 import FLAGS, Eagle3Format
 from heads.formats.hydra import HydraFormat, check_tied
+from heads.formats.layer_ids import as_sglang_reads, for_sglang
 from heads.formats.medusa import MedusaFormat, VllmMedusaFormat
 from heads.formats.speculators import SpeculatorsFormat
 from heads.hydra import HydraHead
@@ -29,7 +30,7 @@ EA_MODEL = "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{
 
 
 class Export(NamedTuple):
-    form: Format
+    layout: Format
     use: str  # the command that loads it; {target} and {head} are places
     note: str = ""  # what the engine does not do, or no longer does
 
@@ -44,7 +45,7 @@ def vllm(head: DraftHead, target: Target) -> Export:
         if head.fc.bias is not None:
             raise ValueError("vLLM's EAGLE-1 has no fc.bias, and this head does: train it with head.bias=false")
         return Export(EagleFormat("EagleLlamaForCausalLM"), VLLM, "vLLM drafts a chain, no tree.")
-    raise refusal("vLLM", head)
+    raise unsupported("vLLM", head)
 
 
 def sglang(head: DraftHead, target: Target) -> Export:
@@ -53,20 +54,27 @@ def sglang(head: DraftHead, target: Target) -> Export:
             EagleFormat(bias=True), SGLANG, "SGLang's fc has a bias; one of zeros is written where there is none."
         )
     if not isinstance(head, Eagle3Head):
-        raise refusal("SGLang", head)
+        raise unsupported("SGLang", head)
     if len(head.layers) != 3:
         raise ValueError(f"SGLang fuses three layers, and this head reads hidden states {head.layers}")
     if head.layers[0] == 0:
         raise ValueError(
             "SGLang hands out outputs of decoder layers, and this head reads the embedding (hidden state 0)"
         )
-    plain_layer("SGLang", head)
-    return Export(Eagle3Format(), SGLANG)
+    if as_sglang_reads(for_sglang(head.layers, target), target) != head.layers:
+        raise ValueError(
+            f"SGLang takes layer ids that start with 1 for one less than they are, and this head reads hidden states "
+            f"{head.layers}: vLLM reads it"
+        )
+    check_layer_flags("SGLang", head, known=("norm_before_fc", "fc_norm", "norm_output"))
+    extras = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if head.to_config()[name]]
+    note = f"{', '.join(extras)}: SGLang reads it since its pull requests 24663 and 32334 (2026)." if extras else ""
+    return Export(Eagle3Format(), SGLANG, note)
 
 
 def speculators(head: DraftHead, target: Target) -> Export:
     if not isinstance(head, Eagle3Head):
-        raise refusal("the speculators package", head)
+        raise unsupported("the speculators package", head)
     return Export(SpeculatorsFormat(), "vllm serve {head}", "vLLM finds the target by the name in config.json.")
 
 
@@ -74,52 +82,47 @@ def eagle(head: DraftHead, target: Target) -> Export:
     if isinstance(head, EagleHead):
         return Export(EagleFormat("LlamaForCausalLM", embeddings=True), EA_MODEL)
     if not isinstance(head, Eagle3Head):
-        raise refusal("SafeAILab's code", head)
+        raise unsupported("SafeAILab's code", head)
     n = target.num_layers
     if head.layers != [2, n // 2, n - 3]:
         raise ValueError(
             f"SafeAILab's code reads hidden states {[2, n // 2, n - 3]} of a target of {n} layers, whatever config.json "
             f"says, and this head reads {head.layers}"
         )
-    plain_layer("SafeAILab's code", head)
+    check_layer_flags("SafeAILab's code", head)
     return Export(Eagle3Format(), EA_MODEL)
 
 
 def medusa(head: DraftHead, target: Target) -> Export:
     if type(head) is not MedusaHead:
-        raise refusal("FasterDecoding's code", head)
-    whole_vocabulary("FasterDecoding's code", head)
+        raise unsupported("FasterDecoding's code", head)
+    check_full_vocabulary("FasterDecoding's code", head)
     note = "medusa_lm_head.pt is for FasterDecoding's code, which opens nothing else; TGI takes the safetensors."
     return Export(MedusaFormat(), "text-generation-launcher --model-id {head}", note)
 
 
 def hydra(head: DraftHead, target: Target) -> Export:
     if not isinstance(head, HydraHead):
-        raise refusal("zankner's code", head)
-    whole_vocabulary("zankner's code", head)
+        raise unsupported("zankner's code", head)
+    check_full_vocabulary("zankner's code", head)
     check_tied(head)
     return Export(
         HydraFormat(), "HydraModel.from_pretrained('{head}')", "hydra_lm_head.pt is what zankner's code opens."
     )
 
 
-def refusal(engine: str, head: DraftHead) -> ValueError:
+def unsupported(engine: str, head: DraftHead) -> ValueError:
     return ValueError(f"{engine} reads no {head.kind} heads")
 
 
-def whole_vocabulary(engine: str, head: DraftHead) -> None:
+def check_full_vocabulary(engine: str, head: DraftHead) -> None:
     if head.pruned:
         raise ValueError(f"{engine} knows no pruned vocabulary: train this head with head.draft_vocab_size=null")
 
 
-def plain_layer(engine: str, head: Eagle3Head) -> None:
-    """Raise ValueError for what engines that know only the paper's layer would leave out without a word."""
-    extras = {
-        "norm_before_residual": head.norm_before_residual,
-        "norm_before_fc": head.input_norm is not None,
-        "fc_norm": len(head.fc_norm) > 0,
-        "norm_output": head.norm_output,
-    }
-    used = [name for name, on in extras.items() if on]
+def check_layer_flags(engine: str, head: Eagle3Head, known: tuple[str, ...] = ()) -> None:
+    """Raise ValueError for flags that the engine does not know and would ignore silently."""
+    config = head.to_config()
+    used = [name for name in FLAGS if config[name] and name not in known]
     if used:
         raise ValueError(f"{engine} knows no {', '.join(used)}, and would draft wrongly without a word; vLLM does")

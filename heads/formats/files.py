@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from heads.formats.base import HeadFiles
+from heads.formats.unsupported import check_supported_drafter
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-# In this order: where a directory has both, pickles are never touched.
+# In this order: where a directory has both, pickles are never read.
 SAFE = ("model.safetensors", INDEX, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 LARGEST_JSON = 2**24  # bytes; configs have some thousand
@@ -37,18 +38,21 @@ def read(directory: Path) -> HeadFiles:
         tensors = read_safetensors(weights)
     else:
         tensors = read_pickled(weights)
-    return HeadFiles(config, tensors, directory)
+    return HeadFiles(config, tensors, directory, [])
 
 
-def read_config(directory: Path) -> dict:
-    """config.json, refused where it names code."""
+def read_config(directory: Path, name: str = "") -> dict:
+    """config.json, refused where it is of a drafter that is not known here, or names code. name: for errors."""
     path = directory / CONFIG
     if not path.is_file():
         raise ValueError(f"{directory} holds no {CONFIG}: give the directory that training wrote (<output_dir>/head)")
     config = read_json(path)
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no settings, but {type(config).__name__}")
-    code = [name for name in ("auto_map", "custom_pipelines", "trust_remote_code") if config.get(name)]
+    check_supported_drafter(config, name or directory)
+    code = [key for key in ("auto_map", "custom_pipelines", "trust_remote_code") if config.get(key)]
+    if isinstance(config.get("auto_map"), dict) and config["auto_map"].keys() == {""}:
+        code.remove("auto_map")  # speculators writes it so: nothing would load a class under no name
     if code:
         raise ValueError(
             f"{path} names code of its own ({', '.join(code)}): a head is data here, and nothing that comes with it is "
@@ -108,7 +112,7 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
 def check_zip(path: Path) -> None:
     """Raise ValueError unless `path` is a zip as torch.save writes it."""
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is no zip file, as torch.save writes since 1.6: save it anew, best as safetensors")
+        raise ValueError(f"{path} is no zip file, as torch.save writes since 1.6: save it again, best as safetensors")
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()

@@ -7,71 +7,76 @@ import torch
 from torch import Tensor
 
 from heads.base import DraftHead
-from heads.formats.base import Format, HeadFiles, expect
+from heads.formats.base import Format, HeadFiles, check_settings
 from heads.medusa import MedusaHead
 from heads.target import Target
 from heads.target.sharding import full_tensor
 
 
-def own_settings(
-    found: HeadFiles, target: Target, depth: int, blocks: int, pruned: int | None = None
+def medusa_config(
+    files: HeadFiles, target: Target, depth: int, blocks: int, pruned: int | None = None
 ) -> dict[str, Any]:
     """A Medusa config of ours. Sizes are the target's: the published configs name none."""
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "layers": [target.num_layers]}
-    own = sizes | found.config.get("foredraft", {})
+    own = sizes | files.config.get("foredraft", {})
     if own["layers"] != sizes["layers"]:
-        raise found.wrong(
+        raise files.error(
             f"it reads hidden states {own['layers']}, a Medusa head the target's last, {target.num_layers}"
         )
     return {
-        "base_model_name_or_path": found.config.get("base_model_name_or_path", target.name),
+        "base_model_name_or_path": files.config.get("base_model_name_or_path", target.name),
         "medusa_num_heads": depth,
         "medusa_num_layers": blocks,
         "foredraft": own | ({} if pruned is None else {"draft_vocab_size": pruned}),
     }
 
 
-def stored(keys: Any, pattern: str) -> int:
-    """How many heads the keys number, from 0 to the highest."""
-    numbers = [int(match[1]) for key in keys if (match := re.match(pattern, key))]
-    return max(numbers, default=-1) + 1
+def count_heads(files: HeadFiles, pattern: str) -> int:
+    """How many heads the weights are of: those numbered from 0 without a gap."""
+    numbers = {int(match[1]) for key in files.weights if (match := re.match(pattern, key))}
+    return next(i for i in range(len(numbers) + 1) if i not in numbers)
 
 
 class MedusaFormat(Format):
     """`{i}.{j}.linear.{weight,bias}` and, in version 1, each head's own projection `{i}.{blocks}.weight`."""
 
     title = "Medusa-1 as FasterDecoding and TGI read it"
-    kind, own = MedusaHead, True
-    files = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")  # TGI insists on the one, FasterDecoding on the other
+    kind, is_default = MedusaHead, True
+    weight_files = (
+        "medusa_lm_head.safetensors",
+        "medusa_lm_head.pt",
+    )  # TGI insists on the one, FasterDecoding on the other
 
     @classmethod
-    def match(cls, found: HeadFiles) -> Self | None:
-        return cls() if MedusaHead.describes(found.config) else None
+    def match(cls, files: HeadFiles) -> Self | None:
+        return cls() if "medusa_num_heads" in files.config else None
 
-    def native_config(self, found: HeadFiles, target: Target) -> dict[str, Any]:
-        said, there = found.config["medusa_num_heads"], stored(found.weights, r"(\d+)\.")
-        # Published configs say 2 where 5 are stored (medusa-vicuna-7b-v1.3); fewer than said is a broken file.
-        if there < said or ("foredraft" in found.config and there != said):
-            raise found.wrong(f"config.json says medusa_num_heads={said}, the weights are of {there}")
-        expect(found, found.config, {"version": "2", "quantization_config": None})
-        return own_settings(found, target, there, found.config["medusa_num_layers"])
+    def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
+        declared, stored = files.config["medusa_num_heads"], count_heads(files, r"(\d+)\.")
+        # Published configs say 2 where 5 are stored (medusa-vicuna-7b-v1.3); fewer than declared is a broken file.
+        if stored < declared or (files.trained_here and stored != declared):
+            raise files.error(f"config.json says medusa_num_heads={declared}, the weights are of {stored}")
+        if stored != declared:
+            files.notes.append(f"config.json says medusa_num_heads={declared}, the weights are of {stored}")
+        check_settings(files, files.config, {"version": "2", "quantization_config": None})
+        return medusa_config(files, target, stored, files.count("medusa_num_layers"))
 
-    def supply(self, found: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        if found.config.get("version") is None:
-            return found.weights
+    def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
+        if files.config.get("version") is None:
+            return files.weights
         assert isinstance(head, MedusaHead)
         names = [f"{i}.{head.blocks}.weight" for i in range(head.depth)]
-        own = [name for name in names if name in found.weights]
+        own = [name for name in names if name in files.weights]
         if own:
-            raise found.wrong(
+            raise files.error(
                 f"config.json says version 2, whose heads share the target's lm_head, but {own[0]} is stored"
             )
         rows = full_tensor(target.model.get_output_embeddings().weight)
         if not rows.is_floating_point():
-            raise found.wrong(f"version 2 shares the lm_head of {target.name}, which is quantized: load it unquantized")
-        return found.weights | dict.fromkeys(names, rows.detach().cpu())
+            raise files.error(f"version 2 shares the lm_head of {target.name}, which is quantized: load it unquantized")
+        return files.weights | dict.fromkeys(names, rows.detach().cpu())
 
-    def config_of(self, head: DraftHead, target: Target) -> dict[str, Any]:
+    def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         return head.to_config() | {"base_model_name_or_path": target.name}
 
 
@@ -82,45 +87,45 @@ class VllmMedusaFormat(Format):
     kind = MedusaHead
 
     @classmethod
-    def match(cls, found: HeadFiles) -> Self | None:
-        return cls() if found.config.get("model_type") == "medusa" else None
+    def match(cls, files: HeadFiles) -> Self | None:
+        return cls() if files.config.get("model_type") == "medusa" else None
 
-    def key(self, own: str) -> str:
-        if own in ("d2t", "t2d"):
-            return own
-        block = re.fullmatch(r"(\d+)\.(\d+)\.linear\.(\w+)", own)
+    def disk_name(self, name: str) -> str:
+        if name in ("d2t", "t2d"):
+            return name
+        block = re.fullmatch(r"(\d+)\.(\d+)\.linear\.(\w+)", name)
         if block:
             return f"blocks.{block[1]}.layers.{block[2]}.{block[3]}"
-        return f"lm_heads.{own.split('.')[0]}.weight"
+        return f"lm_heads.{name.split('.')[0]}.weight"
 
-    def native_config(self, found: HeadFiles, target: Target) -> dict[str, Any]:
-        config, there = found.config, stored(found.weights, r"blocks\.(\d+)\.")
-        if there != config["num_heads"]:
-            raise found.wrong(f"config.json says num_heads={config['num_heads']}, the weights are of {there}")
+    def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
+        config, stored = files.config, count_heads(files, r"blocks\.(\d+)\.")
+        if stored != config["num_heads"]:
+            raise files.error(f"config.json says num_heads={config['num_heads']}, the weights are of {stored}")
         for name, ours in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
             if config[name] != ours:
-                raise found.wrong(f"{name}: the head says {config[name]}, the target {target.name} has {ours}")
-        expect(found, config, {"original_lm_head": False})
+                raise files.error(f"{name}: the head says {config[name]}, the target {target.name} has {ours}")
+        check_settings(files, config, {"original_lm_head": False})
         rows = config.get("truncated_vocab_size") or target.vocab_size
-        return own_settings(found, target, there, config["num_hidden_layers"], pruned=rows)
+        return medusa_config(files, target, stored, files.count("num_hidden_layers"), pruned=rows)
 
-    def supply(self, found: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        given = dict(found.weights)
+    def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
+        weights = dict(files.weights)
         if head.pruned:
-            if "token_map" not in given:
-                raise found.wrong("token_map is missing, which a truncated_vocab_size needs")
-            ids = given.pop("token_map").long()
-            given["d2t"] = ids - torch.arange(len(ids))
-        if found.config.get("medusa_fc_bias"):
-            return given
-        names = [self.key(own) for own in head.state_dict() if own.endswith(".linear.bias")]
-        said = next((name for name in names if name in found.weights), None)
-        if said is not None:
-            raise found.wrong(f"config.json says no medusa_fc_bias, and {said} is stored")
-        dtype = next(iter(found.weights.values())).dtype
-        return given | {name: torch.zeros(target.hidden_size, dtype=dtype) for name in names}
+            if "token_map" not in weights:
+                raise files.error("token_map is missing, which a truncated_vocab_size needs")
+            ids = weights.pop("token_map").long()
+            weights["d2t"] = ids - torch.arange(len(ids))
+        if files.config.get("medusa_fc_bias"):
+            return weights
+        names = [self.disk_name(name) for name in head.state_dict() if name.endswith(".linear.bias")]
+        stored = next((name for name in names if name in files.weights), None)
+        if stored is not None:
+            raise files.error(f"config.json says no medusa_fc_bias, and {stored} is stored")
+        dtype = next(iter(files.weights.values())).dtype
+        return weights | {name: torch.zeros(target.hidden_size, dtype=dtype) for name in names}
 
-    def config_of(self, head: DraftHead, target: Target) -> dict[str, Any]:
+    def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         assert isinstance(head, MedusaHead)
         return {
             "architectures": ["MedusaModel"],
@@ -133,8 +138,8 @@ class VllmMedusaFormat(Format):
             "medusa_fc_bias": True,
         }
 
-    def weights_of(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        weights = super().weights_of(head, target)
+    def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
+        weights = super().export_weights(head, target)
         ids = head.draft_ids
         if ids is None:
             return weights

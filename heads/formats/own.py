@@ -1,9 +1,11 @@
 """The layout of a kind of head that nobody else publishes: weights under the head's names, its class in config.json."""
 
-import pkgutil
 import sys
+from operator import attrgetter
 from typing import Any, Self
 
+import heads.draft_model
+import heads.medusa2  # noqa: F401 -- both are named by configs, and only imported modules can be
 from heads.base import DraftHead
 from heads.formats.base import Format, HeadFiles
 from heads.target import Target
@@ -16,30 +18,32 @@ class NativeFormat(Format):
         self.kind = kind
 
     @classmethod
-    def match(cls, found: HeadFiles) -> Self | None:
-        name = found.config.get("foredraft", {}).get("class")
-        return None if name is None else cls(named(found, str(name)))
+    def match(cls, files: HeadFiles) -> Self | None:
+        name = files.config.get("foredraft", {}).get("class")
+        return None if name is None else cls(find_class(files, str(name)))
 
-    def native_config(self, found: HeadFiles, target: Target) -> dict[str, Any]:
-        return found.config
+    def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
+        for name in ("num_hidden_layers", "depth", "medusa_num_heads", "medusa_num_layers"):
+            if name in files.config:
+                files.count(name)
+        return files.config
 
-    def config_of(self, head: DraftHead, target: Target) -> dict[str, Any]:
+    def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         config = head.to_config()
         name = f"{self.kind.__module__}:{self.kind.__qualname__}"
         return config | {"foredraft": config.get("foredraft", {}) | {"class": name}}
 
 
-def named(found: HeadFiles, name: str) -> type[DraftHead]:
-    """The head class that a config.json names as module:Class. Only what is installed here can be named: no code ever comes
-    with the files, and those of the Hub's cache cannot even make Python import a module that it has."""
-    module = name.partition(":")[0]
-    pulled = any(part.startswith("models--") for part in found.where.parts)
-    if pulled and module not in sys.modules:
-        raise found.wrong(f"config.json names the head class {name}, which is not imported: import {module} first")
+def find_class(files: HeadFiles, name: str) -> type[DraftHead]:
+    """The head class that a config.json names as module:Class. Its module must be imported already: files are data, and
+    must not decide what Python imports."""
+    module, _, attribute = name.partition(":")
+    if module not in sys.modules:
+        raise files.error(f"config.json names the head class {name}, which is not imported: import {module} first")
     try:
-        kind = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise found.wrong(f"config.json names the head class {name}, which is not installed here: {error}") from None
+        kind = attrgetter(attribute)(sys.modules[module]) if attribute else None
+    except AttributeError:
+        raise files.error(f"config.json names the head class {name}, which {module} does not have") from None
     if not (isinstance(kind, type) and issubclass(kind, DraftHead)):
-        raise found.wrong(f"config.json names the head class {name}, which is no DraftHead")
+        raise files.error(f"config.json names the head class {name}, which is no DraftHead")
     return kind

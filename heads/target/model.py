@@ -98,7 +98,7 @@ class Target:
             reason = str(error).strip().split("\n")[0]
             raise ValueError(f"target {path} cannot be loaded: {reason}") from error
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path)
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=kwargs.get("revision"))
         except (OSError, ValueError, KeyError):
             tokenizer = None  # decoding and drafting need only ids; what needs text says so itself
         if quantization is None and sharding is None and "device_map" not in kwargs:

@@ -22,11 +22,11 @@ from inference.drafters.union import Union
 WORDS = "none, ngram, suffix, lookahead, draft:<path or id of a smaller model>, a head's directory or Hub id"
 
 
-def load_drafter(spec: str, target: Target, **options: Any) -> Drafter:
+def load_drafter(spec: str, target: Target, revision: str | None = None, **options: Any) -> Drafter:
     """The drafter that `spec` names. `options` go to its constructor; conf/drafter/*.yaml list them.
 
     "none" (plain decoding), "ngram", "suffix", "lookahead", "draft:<path or id of a smaller model>", a head's directory or
-    Hub id; or several of these joined by "+", which gives the union of their trees. Heads and draft models take
+    Hub id (revision: its branch, tag or commit); or several of these joined by "+", which gives the union of their trees. Heads and draft models take
     `tree`: see `with_tree_policy`.
     """
     if "+" in spec and not Path(spec).is_dir():
@@ -44,9 +44,10 @@ def load_drafter(spec: str, target: Target, **options: Any) -> Drafter:
         return drafter_of(small, target, **options)
     if "/" not in spec and not Path(spec).is_dir():
         raise ValueError(f"drafter {spec!r} is not one of: {WORDS}; or several of them joined by +")
-    head = load_head(spec, target)
+    directory = find(spec, revision)
+    head = load_head(directory, target)
     adapter.merge(target)
-    own = read_config(find(spec)).get("foredraft", {})
+    own = read_config(directory).get("foredraft", {})
     return drafter_for(head, target, accuracies=own.get("accuracies"), **options)
 
 

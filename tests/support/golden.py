@@ -1,6 +1,7 @@
 """Tiny heads in the layouts that others publish, written key by key from their descriptions and not by our own savers.
 
-Each function gives (config.json, weights, name of the weights' file) for a target of these sizes.
+Each function gives (config.json, weights, name of the weights' file) for a target of these sizes. Rope, context length and
+what else is not a size are those of published files, named in each, and not the target's.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ H, MLP, V, VD = 32, 64, 320, 200  # hidden, MLP width, vocabulary, draft vocabul
 HEADS, KV, HD = 4, 2, 8  # query heads, key and value heads, head dim
 N = 8  # layers of the target
 Golden = tuple[dict[str, Any], dict[str, Tensor], str]
-ROPE = 5000.0
+ROPE = 5000.0  # of the target, which Hydra++ heads take theirs from
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -34,8 +35,7 @@ def llama(**more: Any) -> dict[str, Any]:
         "num_key_value_heads": KV,
         "num_hidden_layers": 1,
         "rms_norm_eps": 1e-6,
-        "rope_theta": ROPE,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": 2048,
         "vocab_size": V,
         "tie_word_embeddings": False,
         "torch_dtype": "float16",
@@ -68,22 +68,23 @@ def eagle3(prefix: str, rows: int = VD) -> dict[str, Tensor]:
 
 
 def safeailab_eagle3() -> Golden:
-    """The authors' own: called LlamaForCausalLM, no layer ids, a pickle."""
-    config = llama(architectures=["LlamaForCausalLM"], draft_vocab_size=VD)
+    """The authors' own for Vicuna 13B: called LlamaForCausalLM, no rope, no layer ids, the target's 40 layers, a pickle."""
+    config = llama(architectures=["LlamaForCausalLM"], draft_vocab_size=VD, num_hidden_layers=40)
     return config, eagle3("midlayer") | vocabulary(), "pytorch_model.bin"
 
 
 def specforge() -> Golden:
-    """Ids are outputs of decoder layers counted from 0; fc_norm and norm_output are 3.1's."""
+    """For Qwen3-30B-A3B. Ids are outputs of decoder layers counted from 0; fc_norm and norm_output are 3.1's."""
     ids = {"eagle_aux_hidden_state_layer_ids": [1, N // 2 - 1, N - 4], "use_aux_hidden_state": True}
     config = llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=VD, eagle_config=ids)
+    config |= {"rope_theta": 1000000.0, "rope_scaling": None, "sliding_window": None, "max_window_layers": 48}
     config |= {"fc_norm": True, "norm_output": True}
     norms = {f"fc_norm.{i}.weight": norm() for i in range(3)}
     return config, eagle3("midlayer") | vocabulary() | norms, "model.safetensors"
 
 
 def modelopt() -> Golden:
-    """The layer is `layers.0`, and t2d is left out."""
+    """The layer is `layers.0`, and t2d is left out. Rope on a quarter of the dimensions, as in a head for Qwen3.5-9B."""
     options = {
         "eagle_aux_hidden_state_layer_ids": [1, N // 2 - 1, N - 4],
         "use_aux_hidden_state": True,
@@ -92,13 +93,15 @@ def modelopt() -> Golden:
         "use_mtp_layernorm": False,
     }
     config = llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=VD, eagle_config=options)
+    rope = {"partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"}
+    config |= {"rope_parameters": rope, "partial_rotary_factor": 0.25, "max_position_embeddings": 262144}
     weights = eagle3("layers.0") | vocabulary()
     del weights["t2d"]
     return config, weights, "model.safetensors"
 
 
 def speculators(embeddings: Tensor) -> Golden:
-    """vLLM's: the layer's config apart, ids of hidden_states, embeddings along, one norm before fc."""
+    """vLLM's, for GPT-OSS 20B: the layer's config apart, ids of hidden_states, embeddings along, one norm before fc."""
     method = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}
     config = {
         "architectures": ["Eagle3Speculator"],
@@ -115,20 +118,26 @@ def speculators(embeddings: Tensor) -> Golden:
             "proposal_methods": [method],
             "verifier": {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]},
         },
-        "transformer_layer_config": llama(architectures=["LlamaForCausalLM"]),
+        "transformer_layer_config": llama(
+            architectures=["LlamaForCausalLM"], rope_theta=500000.0, max_position_embeddings=131072
+        ),
     }
     more = {"embed_tokens.weight": embeddings.to(torch.float16), "input_norm.weight": norm(3 * H)}
     return config, eagle3("layers.0") | vocabulary() | more, "model.safetensors"
 
 
 def safeailab_eagle(embeddings: Tensor) -> Golden:
-    """`bias` is absent, which means true; no first norm, no last one, no lm_head; the target's embeddings; a pickle."""
+    """`bias` is absent, which means true; no first norm, no last one, no lm_head; the target's embeddings; a pickle.
+    That for Mixtral says model_type mixtral."""
     weights = {"embed_tokens.weight": embeddings.to(torch.float16), "fc.weight": random(H, 2 * H), "fc.bias": random(H)}
-    return llama(architectures=["LlamaForCausalLM"]), weights | layer("layers.0", H), "pytorch_model.bin"
+    config = llama(architectures=["LlamaForCausalLM"], model_type="mixtral", max_position_embeddings=4096)
+    return config, weights | layer("layers.0", H), "pytorch_model.bin"
 
 
 def vllm_eagle() -> Golden:
-    config = llama(architectures=["EagleLlamaForCausalLM"], bias=False)
+    config = llama(
+        architectures=["EagleLlamaForCausalLM"], bias=False, rope_theta=10000.0, max_position_embeddings=4096
+    )
     return config, {"fc.weight": random(H, 2 * H)} | layer("layers.0", H), "model.safetensors"
 
 
@@ -216,18 +225,20 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
 
 
-def llama_layer(weights: dict[str, Tensor], prefix: str, x: Tensor, residual: Tensor) -> Tensor:
+def llama_layer(weights: dict[str, Tensor], prefix: str, x: Tensor, residual: Tensor, config: dict) -> Tensor:
     """One decoder layer, causally, of x (length, width) with positions from 0."""
     w = {name.removeprefix(f"{prefix}."): tensor for name, tensor in weights.items() if name.startswith(f"{prefix}.")}
-    length = len(x)
-    angles = torch.outer(torch.arange(length).float(), ROPE ** (-torch.arange(0, HD, 2).float() / HD))
+    length, width = len(x), int(HD * config.get("partial_rotary_factor", 1))
+    theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 10000.0)
+    angles = torch.outer(torch.arange(length).float(), theta ** (-torch.arange(0, width, 2).float() / width))
     cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
 
     def heads(name: str, count: int, turned: bool) -> Tensor:
         states = (x @ w[f"self_attn.{name}_proj.weight"].T).view(length, count, HD).transpose(0, 1)
         if turned:
-            left, right = states.chunk(2, dim=-1)
-            states = states * cos + torch.cat([-right, left], -1) * sin
+            left, right = states[..., :width].chunk(2, dim=-1)
+            rotated = states[..., :width] * cos + torch.cat([-right, left], -1) * sin
+            states = torch.cat([rotated, states[..., width:]], -1)
         return states.repeat_interleave(HEADS // count, 0)
 
     q, k, v = heads("q", HEADS, True), heads("k", KV, True), heads("v", KV, False)
@@ -239,29 +250,44 @@ def llama_layer(weights: dict[str, Tensor], prefix: str, x: Tensor, residual: Te
     return hidden + gated @ w["mlp.down_proj.weight"].T
 
 
-def eagle3_draft(
-    config: dict, weights: dict[str, Tensor], states: list[Tensor], embedded: Tensor, prefix: str
-) -> Tensor:
-    """Depth-1 logits (length, draft vocabulary). states: the three fused hidden states (length, H); embedded: (length, H),
-    of the token behind each position."""
-    w = {name: tensor.float() for name, tensor in weights.items()}
+def eagle3_drafts(
+    config: dict, weights: dict[str, Tensor], states: list[Tensor], embedded: Tensor, chain: Tensor
+) -> list[Tensor]:
+    """Logits (draft vocabulary,) of each depth. states: the three fused hidden states (length, H); embedded: (length, H), of
+    the token after each position; chain: (depths - 1, H), of the tokens drafted so far."""
+    w, prefix = {name: tensor.float() for name, tensor in weights.items()}, "midlayer"
+    prefix = prefix if f"{prefix}.hidden_norm.weight" in w else "layers.0"
+    layer = config.get("transformer_layer_config", config)
     if config.get("fc_norm"):
         states = [rms(state, w[f"fc_norm.{i}.weight"]) for i, state in enumerate(states)]
     features = torch.cat(states, -1)
     if config.get("norm_before_fc"):
         features = rms(features, w["input_norm.weight"])
-    fused = features @ w["fc.weight"].T
-    normed = rms(fused, w[f"{prefix}.hidden_norm.weight"])
-    x = torch.cat([rms(embedded, w[f"{prefix}.input_layernorm.weight"]), normed], -1)
-    out = llama_layer(w, prefix, x, normed if config.get("norm_before_residual") else fused)
-    return rms(out, w["norm.weight"]) @ w["lm_head.weight"].T
+    hidden, drafts = features @ w["fc.weight"].T, []
+    for token in [*chain, None]:
+        normed = rms(hidden, w[f"{prefix}.hidden_norm.weight"])
+        x = torch.cat([rms(embedded, w[f"{prefix}.input_layernorm.weight"]), normed], -1)
+        out = llama_layer(w, prefix, x, normed if config.get("norm_before_residual") else hidden, layer)[-1:]
+        last = rms(out, w["norm.weight"])
+        drafts.append((last @ w["lm_head.weight"].T)[0])
+        if token is not None:  # its hidden state stands in for features that the target has not made
+            hidden = torch.cat([hidden, last if config.get("norm_output") else out])
+            embedded = torch.cat([embedded, token[None]])
+    return drafts
 
 
-def eagle_draft(weights: dict[str, Tensor], last: Tensor, embedded: Tensor) -> Tensor:
-    """The depth-1 hidden states (length, H) of EAGLE-1. last: the target's last hidden state, behind its final norm."""
-    w = {name: tensor.float() for name, tensor in weights.items()}
-    fused = torch.cat([embedded, last], -1) @ w["fc.weight"].T + w.get("fc.bias", torch.zeros(H))
-    return llama_layer(w, "layers.0", fused, fused)
+def eagle_drafts(
+    config: dict, weights: dict[str, Tensor], last: Tensor, embedded: Tensor, chain: Tensor
+) -> list[Tensor]:
+    """The hidden states (H,) of each depth of EAGLE-1. last: the target's last hidden states (length, H), after its final
+    norm; embedded, chain: as above."""
+    w, drafts = {name: tensor.float() for name, tensor in weights.items()}, []
+    for token in [*chain, None]:
+        fused = torch.cat([embedded, last], -1) @ w["fc.weight"].T + w.get("fc.bias", torch.zeros(H))
+        drafts.append(llama_layer(w, "layers.0", fused, fused, config)[-1])
+        if token is not None:
+            last, embedded = torch.cat([last, drafts[-1][None]]), torch.cat([embedded, token[None]])
+    return drafts
 
 
 def hydra_draft(config: dict, weights: dict[str, Tensor], last: Tensor, behind: list[Tensor]) -> Tensor:
@@ -271,7 +297,8 @@ def hydra_draft(config: dict, weights: dict[str, Tensor], last: Tensor, behind: 
     i = len(behind) - 1
     if config["hydra_head_arch"] == "prefix-mlp":
         inner = {name.removeprefix("prefix_embeding_layer."): t for name, t in w.items() if name.startswith("prefix")}
-        last = llama_layer(inner, "layers.0", rms(last, inner["layers.0.input_layernorm.weight"]), last)
+        normed = rms(last, inner["layers.0.input_layernorm.weight"])
+        last = llama_layer(inner, "layers.0", normed, last, {"rope_theta": ROPE})
         last, places, projection = rms(last, inner["norm.weight"]), (1, 3, 5, 7), f"hydra_lm_head.{i}.1"
     else:
         places, projection = (0, 1), f"hydra_lm_head.{i}"

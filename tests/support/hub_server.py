@@ -24,13 +24,19 @@ class Repo:
         self.files: dict[str, bytes] = {}
         self.commits: list[str] = []
 
+        self.history: dict[str, dict[str, bytes]] = {}  # the files of every commit, by its sha
+
     @property
     def sha(self) -> str:
         return hashlib.sha1(repr((self.commits, sorted(self.files.items()))).encode()).hexdigest()
 
-    def entry(self, path: str) -> dict[str, Any]:
+    def at(self, revision: str) -> dict[str, bytes] | None:
+        """The files of a revision: a commit, or main."""
+        return self.files if revision in ("main", self.sha) else self.history.get(revision)
+
+    def entry(self, path: str, files: dict[str, bytes]) -> dict[str, Any]:
         """As /tree and /paths-info describe a file."""
-        content = self.files[path]
+        content = files[path]
         blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
         found: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": blob}
         if path.endswith(LARGE):
@@ -90,10 +96,16 @@ class Requests(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def json(self, content: Any, status: int = 200, **headers: str) -> None:
-        self.answer(status, json.dumps(content).encode(), Content_Type="application/json", **headers)
+        body, head_only = json.dumps(content).encode(), self.command == "HEAD"
+        self.answer(status, body, head_only, Content_Type="application/json", **headers)
 
     def refused(self, status: int) -> None:
-        words = {401: "Invalid credentials in Authorization header", 403: "Forbidden", 429: "Too many requests"}
+        words = {
+            401: "Invalid credentials in Authorization header",
+            403: "Forbidden",
+            412: "Precondition failed",
+            429: "Too many requests",
+        }
         self.json({"error": words.get(status, "no")}, status, X_Error_Message=words.get(status, "no"))
 
     def missing(self) -> None:
@@ -132,16 +144,19 @@ class Requests(BaseHTTPRequestHandler):
         if parts[0] != "api":
             if parts[2:4] == ["info", "lfs"]:
                 return self.batch(hub, json.loads(content))
-            return self.download(repo, "/".join(parts[4:]), cut)
-        verb = parts[4] if len(parts) > 4 else "revision"
+            return self.download(repo, parts[3], "/".join(parts[4:]), cut)
+        verb, revision = parts[4] if len(parts) > 4 else "revision", parts[5] if len(parts) > 5 else "main"
+        files = repo.at(revision)
+        if files is None:
+            return self.json({"error": "Invalid rev id"}, 404, X_Error_Code="RevisionNotFound")
         if verb == "revision":
-            files = [{"rfilename": file} for file in sorted(repo.files)]
-            return self.json({"id": name, "sha": repo.sha, "private": repo.private, "siblings": files, "tags": []})
+            sha, siblings = repo.sha if files is repo.files else revision, [{"rfilename": f} for f in sorted(files)]
+            return self.json({"id": name, "sha": sha, "private": repo.private, "siblings": siblings, "tags": []})
         if verb == "tree":
-            return self.json([repo.entry(file) for file in sorted(repo.files)])
+            return self.json([repo.entry(file, files) for file in sorted(files)])
         if verb == "paths-info":
             asked = parse_qs(content.decode()).get("paths", []) if content[:1] != b"{" else json.loads(content)["paths"]
-            return self.json([repo.entry(file) for file in asked if file in repo.files])
+            return self.json([repo.entry(file, files) for file in asked if file in files])
         if verb == "preupload":
             asked = json.loads(content)["files"]
             modes = {file["path"]: "lfs" if file["path"].endswith(LARGE) else "regular" for file in asked}
@@ -167,9 +182,15 @@ class Requests(BaseHTTPRequestHandler):
         self.json({"transfer": "basic", "objects": objects})
 
     def commit(self, hub: HubServer, repo: Repo, name: str, lines: list[dict[str, Any]]) -> None:
+        parent = next((line["value"].get("parentCommit") for line in lines if line["key"] == "header"), None)
+        if parent not in (None, repo.sha):
+            return self.refused(412)
+        repo.history[repo.sha] = dict(repo.files)
         for line in lines:
             value = line["value"]
-            if line["key"] == "file":
+            if line["key"] == "deletedFile":
+                del repo.files[value["path"]]
+            elif line["key"] == "file":
                 repo.files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 repo.files[value["path"]] = hub.objects[value["oid"]]
@@ -177,12 +198,13 @@ class Requests(BaseHTTPRequestHandler):
                 repo.commits.append(value["summary"])
         self.json({"success": True, "commitOid": repo.sha, "commitUrl": f"{hub.url}/{name}/commit/{repo.sha}"})
 
-    def download(self, repo: Repo, path: str, cut: bool) -> None:
-        if path not in repo.files:
-            return self.json({"error": "Entry not found"}, 404, X_Error_Code="EntryNotFound", X_Repo_Commit=repo.sha)
-        content, entry = repo.files[path], repo.entry(path)
+    def download(self, repo: Repo, revision: str, path: str, cut: bool) -> None:
+        files, sha = repo.at(revision) or {}, repo.sha if revision == "main" else revision
+        if path not in files:
+            return self.json({"error": "Entry not found"}, 404, X_Error_Code="EntryNotFound", X_Repo_Commit=sha)
+        content, entry = files[path], repo.entry(path, files)
         etag = entry["lfs"]["oid"] if "lfs" in entry else entry["oid"]
-        headers = {"ETag": f'"{etag}"', "X_Repo_Commit": repo.sha, "Accept_Ranges": "bytes"}
+        headers = {"ETag": f'"{etag}"', "X_Repo_Commit": sha, "Accept_Ranges": "bytes"}
         start, status = 0, 200
         if self.headers.get("Range"):
             start, status = int(self.headers["Range"].removeprefix("bytes=").split("-")[0]), 206

@@ -155,7 +155,7 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
     state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))
     held = sum(tensor.nbytes for tensor in [*head.parameters(), *head.buffers()])
     gradients = sum(parameter.nbytes for parameter in parameters)
-    added = sum(parameter.nbytes for parameter in adapter.layers(target).parameters())
+    added = sum(parameter.nbytes for parameter in adapter.lora_layers(target).parameters())
     if added == 0:
         return Head(held, gradients, state, live.peak, flops.get_total_flops(), head.layers)
     # Gradients of an adapter pass through all of the target, which keeps what every layer made of the batch for them; and

@@ -21,10 +21,10 @@ class ToyHead(ParallelHead):
     @classmethod
     def for_target(cls, target: Target, depth: int = 2) -> "ToyHead":
         head = cls(target.hidden_size, depth)
-        head.bind(target)
+        head.attach(target)
         return head.to(target.device)
 
-    def bind(self, target: Target) -> None:
+    def attach(self, target: Target) -> None:
         self.target, self.layers = target, [target.num_layers]
 
     @classmethod

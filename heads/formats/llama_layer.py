@@ -1,0 +1,49 @@
+"""The decoder layer of an imported EAGLE head: which of its settings are taken as they are, and which are refused."""
+
+from typing import Any
+
+from heads import llama_config
+from heads.formats.base import HeadFiles, check_one_layer, check_settings
+from heads.target import Target
+
+# What our decoder layer does, and no other.
+LAYER = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
+SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+ROPES = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+def layer_settings(files: HeadFiles, settings: dict[str, Any], target: Target) -> dict[str, Any]:
+    """`settings` with what is missing filled in. What is odd and taken as it is goes to `files.notes`: the weights decide
+    how many layers there are and whether projections have biases, and rope and context length are the head's own.
+
+    Raises ValueError for a layer that cannot be drafted with here."""
+    check_one_layer(files)
+    check_settings(files, settings, LAYER)
+    settings = dict(settings)
+    for name in SIZES:
+        if settings.get(name) is not None and (type(settings[name]) is not int or settings[name] < 1):
+            raise files.error(f"config.json says {name}={settings[name]!r}, which is no size")
+    heads = settings["num_attention_heads"]
+    if heads % (settings.get("num_key_value_heads") or heads):
+        raise files.error(f"{heads} attention heads cannot share {settings['num_key_value_heads']} key/value heads")
+    if settings.get("num_hidden_layers", 1) != 1:
+        files.notes.append(
+            f"config.json says num_hidden_layers={settings['num_hidden_layers']}, the weights are of one"
+        )
+    if settings.get("use_sliding_window") and settings.get("sliding_window"):
+        files.notes.append(f"sliding_window={settings['sliding_window']} is not applied, it drafts over the whole text")
+    new = settings.get("rope_parameters") or {}
+    if "rope_theta" in settings and new.get("rope_theta", settings["rope_theta"]) != settings["rope_theta"]:
+        raise files.error(f"config.json says rope_theta={settings['rope_theta']} and rope_parameters={new}")
+    rope = llama_config.rope_parameters(settings)
+    if rope["rope_type"] not in ROPES:
+        raise files.error(
+            f"config.json says a rope of type {rope['rope_type']}, whose angles depend on the length of the whole text: a "
+            f"cached key would have the wrong ones; heads here have one of {', '.join(ROPES)}"
+        )
+    if not settings.get("max_position_embeddings"):  # the first EAGLE called it max_sequence_length
+        settings["max_position_embeddings"] = settings.get("max_sequence_length") or target.context or 2048
+    if any(name.endswith("self_attn.q_proj.bias") for name in files.weights):
+        settings.setdefault("attention_bias", True)
+    settings.setdefault("vocab_size", target.vocab_size)
+    return settings

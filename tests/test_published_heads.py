@@ -1,0 +1,401 @@
+"""Peculiarities of published config.json files, each on a shrunken target with weights made in its layout: the head loads
+and drafts, or is refused in a sentence that its user can act on."""
+
+import json
+import re
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
+
+from heads import Target, load_head, save_head
+from heads.checkpoint import fingerprint, write_head
+from heads.eagle3 import Eagle3Head
+from heads.formats import engines
+from inference import generate, load_drafter
+from tests.conftest import VOCAB, tiny_config
+
+H, MLP, DRAFT = 32, 64, 200
+IDS = "eagle_aux_hidden_state_layer_ids"
+PROMPT = torch.randint(1, 300, (1, 20), generator=torch.Generator().manual_seed(3))
+
+
+@cache
+def tiny_target(layers: int, gpt_oss: bool = False) -> Target:
+    torch.manual_seed(0)
+    if gpt_oss:
+        sizes = {"hidden_size": H, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes |= {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "vocab_size": VOCAB}
+        config = GptOssConfig(num_hidden_layers=layers, initializer_range=0.1, pad_token_id=0, eos_token_id=0, **sizes)
+        return Target(GptOssForCausalLM(config), name="a gpt-oss")
+    return Target(LlamaForCausalLM(tiny_config(num_hidden_layers=layers, initializer_range=0.1)), name="a llama")
+
+
+def shrink(config: dict[str, Any]) -> dict[str, Any]:
+    """The same config for a target of width 32: what is a size becomes small, what is odd stays odd."""
+    for inner in ("transformer_layer_config", "model"):
+        if isinstance(config.get(inner), dict):
+            outer = {key: value for key, value in config.items() if key != inner}
+            return shrink(outer | {"hidden_size": 1}) | {inner: shrink(config[inner])}
+    full = config.get("draft_vocab_size") == config.get("vocab_size")
+    wide = config.get("head_dim", 0) * config.get("num_attention_heads", 0) not in (0, config.get("hidden_size"))
+    uneven = config.get("hidden_size", 0) % config.get("num_attention_heads", 1) != 0
+    few = config.get("num_key_value_heads", 1) < config.get("num_attention_heads", 1)
+    small = {
+        "hidden_size": H,
+        "target_hidden_size": H,
+        "intermediate_size": MLP,
+        "vocab_size": VOCAB,
+        "num_attention_heads": 7 if uneven else 4,
+        "num_key_value_heads": (1 if uneven else 2) if few else 4,
+        "head_dim": 16 if wide else 8,
+        "draft_vocab_size": VOCAB if full else DRAFT,
+    }
+    return config | {key: value for key, value in small.items() if config.get(key) is not None}
+
+
+def random(*shape: int) -> Tensor:
+    return (torch.randn(*shape) * 0.2).to(torch.float16)
+
+
+def layer(config: dict[str, Any], prefix: str, width: int) -> dict[str, Tensor]:
+    heads, dim = config["num_attention_heads"], config.get("head_dim") or H // config["num_attention_heads"]
+    kv = config.get("num_key_value_heads", heads)
+    shapes = {
+        "self_attn.q_proj": (heads * dim, width),
+        "self_attn.k_proj": (kv * dim, width),
+        "self_attn.v_proj": (kv * dim, width),
+        "self_attn.o_proj": (H, heads * dim),
+        "mlp.gate_proj": (MLP, H),
+        "mlp.up_proj": (MLP, H),
+        "mlp.down_proj": (H, MLP),
+        "post_attention_layernorm": (H,),
+    }
+    return {f"{prefix}.{name}.weight": random(*shape) for name, shape in shapes.items()}
+
+
+def eagle3(config: dict[str, Any], prefix: str, fused: int = 3) -> dict[str, Tensor]:
+    """Weights of an EAGLE-3 head of this (shrunken) config. `fused`: how many hidden states it reads."""
+    inner, rows = config.get("transformer_layer_config", config), config.get("draft_vocab_size") or VOCAB
+    flags = config | (config.get("eagle_config") or {})
+    weights = layer(inner, prefix, 2 * H)
+    weights |= {"fc.weight": random(H, fused * H), "norm.weight": random(H), "lm_head.weight": random(rows, H)}
+    weights |= {f"{prefix}.{name}.weight": random(H) for name in ("hidden_norm", "input_layernorm")}
+    if rows < VOCAB:
+        weights["d2t"] = torch.arange(rows).div(20, rounding_mode="floor")
+    if flags.get("norm_before_fc"):
+        weights["input_norm.weight"] = random(fused * H)
+    if flags.get("fc_norm"):
+        weights |= {f"fc_norm.{i}.weight": random(H) for i in range(fused)}
+    return weights
+
+
+def eagle1(config: dict[str, Any]) -> dict[str, Tensor]:
+    inner = config.get("model", config)
+    weights = layer(inner, "layers.0", H) | {"fc.weight": random(H, 2 * H)}
+    return weights | ({"fc.bias": random(H)} if inner.get("bias", True) else {})
+
+
+def write(directory: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(weights, directory / "model.safetensors")
+    return directory
+
+
+def load(directory: Path, target: Target) -> tuple[Any, list[str]]:
+    """The head, and what was warned of; it drafts the target's own text."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        head = load_head(directory, target)
+    said = [str(warning.message) for warning in caught if "is used as its files say" in str(warning.message)]
+    settings = {"max_new_tokens": 8, "eos_token_id": -1}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        drafted = generate(target, load_drafter(str(directory), target), PROMPT, **settings)
+    assert drafted.new_tokens == generate(target, None, PROMPT, **settings).new_tokens
+    assert any(step.nodes > 1 for step in drafted.steps)
+    return head, said
+
+
+LLAMA3 = {  # of SafeAILab's EAGLE-3 for Llama-3.1-8B: 2048 positions and no rope on a target with 131072 and theta 500000
+    "architectures": ["LlamaForCausalLM"],
+    "draft_vocab_size": 32000,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 2048,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 1,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+NAMED = LLAMA3 | {"architectures": ["LlamaForCausalLMEagle3"]}
+MIXTRAL = {k: v for k, v in LLAMA3.items() if k != "draft_vocab_size"} | {"model_type": "mixtral", "vocab_size": 32000}
+MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "rope_theta": 1000000.0}
+YARN = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+PARTIAL = {"partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"}
+
+SPECULATORS = {
+    "architectures": ["Eagle3Speculator"],
+    "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},  # a class under no name, which nothing loads
+    "draft_vocab_size": 32000,
+    "has_no_defaults_at_init": False,
+    IDS: None,
+    "norm_before_residual": True,
+    "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "/cluster/Llama", "architectures": []}},
+    "speculators_model_type": "eagle3",
+    "transformer_layer_config": {k: v for k, v in LLAMA3.items() if k not in ("architectures", "draft_vocab_size")},
+}
+
+
+def ids(layer_ids: list[int] | None, **more: Any) -> dict[str, Any]:
+    return {"eagle_config": {IDS: layer_ids, "use_aux_hidden_state": True} | more}
+
+
+# name -> config, weights (of the shrunken config), what the warning says.
+TAKEN: dict[str, tuple[dict, Any, str]] = {
+    "speculators, as RedHatAI publishes it": (SPECULATORS, "layers.0", "max_position_embeddings"),
+    "no rope, 2048 positions": (LLAMA3, "midlayer", "max_position_embeddings: the head says 2048, the target 256"),
+    "another theta": (NAMED | {"rope_theta": 1000000.0}, "midlayer", "rope_parameters: the head says .*1000000"),
+    "40 layers of the target": (LLAMA3 | {"num_hidden_layers": 40}, "midlayer", "num_hidden_layers=40, the weights"),
+    "tied with a pruned vocabulary": (NAMED | {"tie_word_embeddings": True}, "layers.0", "max_position"),
+    "AngelSlim's name": (LLAMA3 | {"architectures": ["Eagle3LlamaForCausalLM"]}, "midlayer", "max_position"),
+    "token ids outside": (NAMED | {"bos_token_id": 163584, "eos_token_id": 163585}, "midlayer", "max_position"),
+    "model_type phi3": (NAMED | {"model_type": "phi3"}, "midlayer", "max_position"),
+    "heads wider than hidden": (NAMED | {"num_attention_heads": 64, "head_dim": 128}, "midlayer", "max_position"),
+    "more heads than fit": (
+        NAMED | {"hidden_size": 2048, "num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128},
+        "midlayer",
+        "max_position",
+    ),
+    "full vocabulary": (NAMED | {"draft_vocab_size": 128256}, "midlayer", "max_position"),
+    "mrope": (NAMED | MROPE, "midlayer", "rope_parameters"),
+    "yarn": (NAMED | {"rope_scaling": YARN, "rope_theta": 50000.0}, "midlayer", "yarn"),
+    "partial rope": (NAMED | {"rope_parameters": PARTIAL, "partial_rotary_factor": 0.25}, "midlayer", "0.25"),
+    "EAGLE-1 of model_type mixtral": (MIXTRAL, eagle1, "max_position_embeddings"),
+    "EAGLE-1 in vLLM's first layout": ({"model_type": "eagle", "model": MIXTRAL}, eagle1, "max_position_embeddings"),
+    "EAGLE-1's max_sequence_length": (
+        {k: v for k, v in MIXTRAL.items() if k != "max_position_embeddings"} | {"max_sequence_length": 2048},
+        eagle1,
+        "max_position_embeddings: the head says 2048",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_is_the_heads_own_is_taken_with_one_warning(tmp_path, name):
+    config, layout, message = TAKEN[name]
+    config = shrink(config)
+    weights = eagle3(config, layout) if isinstance(layout, str) else layout(config)
+    head, said = load(write(tmp_path, config, weights), tiny_target(8))
+    assert len(said) == 1 and re.search(message, said[0]) and head.imported
+
+
+def test_a_head_of_others_is_exported_and_loads_again_with_its_own_rope(tmp_path):
+    config, target = shrink(NAMED | {"rope_parameters": PARTIAL}), tiny_target(8)
+    head, _ = load(write(tmp_path / "theirs", config, eagle3(config, "midlayer")), target)
+    export = engines.vllm(head, target)
+    write_head(head, tmp_path / "ours", target, export.layout, export.layout.weight_files)
+    saved = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert saved["partial_rotary_factor"] == 0.25 and saved["rope_theta"] == 10000000
+    again, said = load(tmp_path / "ours", target)
+    assert len(said) == 1 and again.config.rope_parameters == head.config.rope_parameters
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in head.state_dict().items())
+
+
+def test_a_head_of_ours_must_have_the_targets_rope(tmp_path):
+    """Strict where it is a mistake: a head that was trained here copies rope and context from its target."""
+    target = tiny_target(8)
+    save_head(Eagle3Head.for_target(target, 3), tmp_path, target)
+    for key, value, message in (
+        ("max_position_embeddings", 2048, "max_position_embeddings: the head says 2048, the target 256"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}, "rope_parameters: the head says"),
+        ("num_hidden_layers", 40, "num_hidden_layers=40"),
+    ):
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
+        changed = {k: v for k, v in config.items() if k != "rope_theta" or key != "rope_parameters"} | {key: value}
+        (tmp_path / "other" / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=message):
+            load_head(tmp_path / "other", target)
+
+
+# -- which layers -----------------------------------------------------------------------------------------------------
+
+# name -> layers of the target, is it a gpt-oss, what config.json says, the hidden states that are read, the warning
+LAYERS: dict[str, tuple[int, bool, dict, list[int], str]] = {
+    "SpecForge": (61, False, ids([1, 29, 57]), [2, 30, 58], "are taken for outputs of layers"),
+    "SpecForge, not the usual three": (24, False, ids([1, 11, 21]), [2, 12, 22], "outputs of layers .* as SGLang"),
+    "AQ-MedAI's Kimi-K2": (61, False, ids([2, 30, 58]), [2, 30, 58], ""),
+    "starts with 2": (60, False, ids([2, 29, 58]), [2, 29, 58], "ids of hidden_states, as SGLang"),
+    "nvidia's v3": (36, True, ids([24, 30, 36], norm_before_fc=True), [24, 30, 36], "since the last one is 36"),
+    "nvidia's long context": (36, True, ids([1, 17, 32]), [2, 18, 33], "are taken for outputs of layers"),
+    "none said": (36, False, {}, [2, 18, 33], ""),
+    "null": (24, True, ids(None), [2, 12, 21], ""),
+    "four at the top level": (94, False, {IDS: [2, 46, 91, 93]}, [2, 46, 91, 93], ""),
+    "SpecForge's at the top level": (48, False, {IDS: [1, 23, 44]}, [2, 24, 45], "are taken for outputs of layers"),
+    "said by hand": (45, False, ids([4, 20, 40]) | {"foredraft": {"layers": [5, 21, 41]}}, [5, 21, 41], ""),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_fused_layers_are_found_by_evidence(tmp_path, name):
+    layers, gpt_oss, said, expected, message = LAYERS[name]
+    config = shrink(NAMED | said)
+    target = tiny_target(layers, gpt_oss)
+    head, warned = load(write(tmp_path, config, eagle3(config, "midlayer", len(expected))), target)
+    assert head.layers == expected
+    assert re.search(message, warned[0]) if message else "taken for" not in warned[0]
+
+
+@pytest.mark.parametrize(
+    ("layers", "gpt_oss", "given"),
+    [(45, False, [4, 20, 40]), (36, True, [1, 17, 33]), (24, False, [1, 11, 24]), (24, False, [0, 11, 21])],
+)
+def test_ambiguous_layers_are_refused_with_the_remedy(tmp_path, layers, gpt_oss, given):
+    config, target = shrink(NAMED | ids(given)), tiny_target(layers, gpt_oss)
+    write(tmp_path, config, eagle3(config, "midlayer"))
+    with pytest.raises(ValueError, match=r'"foredraft": \{"layers": \[[\d, ]+\]\} to its config.json') as error:
+        load_head(tmp_path, target)
+    remedies = [json.loads(found) for found in re.findall(r'\{"layers": (\[[\d, ]+\])\}', str(error.value))]
+    assert remedies == [[k + 1 for k in given], given]
+    write(tmp_path, config | {"foredraft": {"layers": given}}, eagle3(config, "midlayer"))
+    assert load(tmp_path, target)[0].layers == given
+
+
+@pytest.mark.parametrize("gpt_oss", [False, True])
+@pytest.mark.parametrize("layers", [[2, 12, 21], [4, 12, 24], [3, 5, 9]])
+def test_an_export_names_the_layers_that_both_engines_read(tmp_path, layers, gpt_oss):
+    """vLLM reads the top level, as hidden states. SGLang reads eagle_config, and adds 1 where the first id is 1 and the
+    target is no gpt-oss: computed here from its rule, not by ours."""
+    target = tiny_target(24, gpt_oss)
+    head = Eagle3Head.for_target(target, 3, layers)
+    export = engines.sglang(head, target)
+    write_head(head, tmp_path, target, export.layout, export.layout.weight_files)
+    config = json.loads((tmp_path / "config.json").read_text())
+    inside = config["eagle_config"][IDS]
+    assert config[IDS] == layers == ([k + 1 for k in inside] if inside[0] == 1 and not gpt_oss else inside)
+    assert load_head(tmp_path, target).layers == layers
+
+
+def test_layers_that_sglang_cannot_be_told_are_refused():
+    target = tiny_target(8)
+    with pytest.raises(ValueError, match="SGLang takes layer ids that start with 1"):
+        engines.sglang(Eagle3Head.for_target(target, 3, [1, 4, 6]), target)
+
+
+# -- flags and weights ------------------------------------------------------------------------------------------------
+
+
+def test_flags_in_eagle_config_are_ours(tmp_path):
+    config = shrink(NAMED | ids([1, 3, 4], return_hidden_post_norm=True, norm_before_fc=True, next_layer_regular=True))
+    head, _ = load(write(tmp_path, config, eagle3(config, "midlayer")), tiny_target(8))
+    assert head.norm_output and head.input_norm is not None
+    write(tmp_path / "two", config | {"norm_output": False}, eagle3(config, "midlayer"))
+    with pytest.raises(ValueError, match=r"norm_output=False and eagle_config\.return_hidden_post_norm=True"):
+        load_head(tmp_path / "two", tiny_target(8))
+
+
+def test_norms_that_only_the_weights_show_are_used(tmp_path):
+    config = shrink(NAMED)
+    weights = eagle3(config | {"fc_norm": True, "norm_before_fc": True}, "midlayer")
+    head, _ = load(write(tmp_path, config, weights), tiny_target(8))
+    assert len(head.fc_norm) == 3 and head.input_norm is not None
+
+
+def test_a_head_without_an_lm_head_uses_the_targets(tmp_path):
+    """nvidia's first head for gpt-oss."""
+    config, target = shrink(NAMED) | {"draft_vocab_size": None}, tiny_target(8)
+    weights = {name: tensor for name, tensor in eagle3(config, "midlayer").items() if name != "lm_head.weight"}
+    head, said = load(write(tmp_path, config, weights), target)
+    assert "no lm_head is stored" in said[0]
+    torch.testing.assert_close(head.lm_head.weight.float(), target.model.lm_head.weight)
+    assert head.lm_head.weight.data_ptr() != target.model.lm_head.weight.data_ptr()
+
+
+REFUSED: dict[str, tuple[dict, str]] = {
+    "DFlash": ({"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": {}}, "a DFlash block"),
+    "DFlare": ({"architectures": ["QwenDFlareDraftModel"]}, "a DFlare block"),
+    "DSpark": ({"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3"}, "a DSpark block"),
+    "DSpark in speculators": ({"speculators_model_type": "dspark", "transformer_layer_config": {}}, "a DSpark block"),
+    "Domino": ({"architectures": ["DominoDraftModel"]}, "a Domino block"),
+    "P-EAGLE": ({"architectures": ["PEagleDraftModel"], "model_type": "llama"}, "a P-EAGLE drafter"),
+    "MTP": ({"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"}, "a multi-token-prediction layer"),
+    "MLP speculator": ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "an MLP speculator"),
+    "early speculators": (
+        {"architectures": ["LlamaEagleSpeculator"], "model_type": "llama_eagle"},
+        "EAGLE-1 in the first",
+    ),
+    "MLA": ({"architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 512}, "multi-head latent attention"),
+    "a class of its own": ({"auto_map": {"AutoModel": "modeling.Head"}}, "names code of its own"),
+    "DFlash with a class of its own": (
+        {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}},
+        "a DFlash block",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_drafters_of_other_kinds_are_refused_by_name(tmp_path, name):
+    config, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message) as error:
+        load_head(write(tmp_path, config, {"fc.weight": torch.zeros(2, 2)}), tiny_target(8))
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["medusa_num_layers", "medusa_num_heads"])
+def test_counts_of_a_hostile_config_are_not_looped_over(tmp_path, key):
+    config = {"medusa_num_heads": 1, "medusa_num_layers": 1} | {key: 10**12}
+    write(tmp_path, config, {"0.0.linear.weight": random(H, H), "0.1.weight": random(VOCAB, H)})
+    with pytest.raises(ValueError, match=f"{key}={10**12}"):
+        load_head(tmp_path, tiny_target(8))
+
+
+def test_sizes_of_a_hostile_config_cost_no_memory(tmp_path):
+    """A layer of 2**40 numbers would not fit in this machine; the shapes are compared without it."""
+    config = shrink(NAMED) | {"intermediate_size": 2**35, "num_attention_heads": 2**30}
+    write(tmp_path, config, eagle3(shrink(NAMED), "midlayer"))
+    with pytest.raises(
+        ValueError, match=r"midlayer.mlp.down_proj.weight is \(32, 64\) in the file, \(32, 34359738368\)"
+    ):
+        load_head(tmp_path, tiny_target(8))
+
+
+# -- the target's digest ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", ["whole", "1MB"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_a_head_fits_its_target_in_every_dtype(tmp_path, stored, shards):
+    """Rows with numbers below float16's range and between bfloat16's steps: a digest of what is in memory would differ."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_config(num_hidden_layers=8, vocab_size=20_000))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(torch.logspace(-9, 0, H))
+    model.to(getattr(torch, stored)).save_pretrained(
+        tmp_path / "target", max_shard_size="50GB" if shards == "whole" else "1MB"
+    )
+    assert (tmp_path / "target" / "model.safetensors.index.json").is_file() == (shards != "whole")
+    loaded = {
+        dtype: Target.from_pretrained(tmp_path / "target", dtype=dtype, device="cpu")
+        for dtype in ("float32", "bfloat16", "float16")
+    }
+    rows = {dtype: target.embeddings[0].to(torch.bfloat16) for dtype, target in loaded.items()}
+    assert stored == "float16" or not torch.equal(rows["float32"], rows["float16"])
+    assert len({fingerprint(target)["embedding_digest"] for target in loaded.values()}) == 1
+    save_head(Eagle3Head.for_target(loaded["float32"], 3), tmp_path / "head", loaded["float32"])
+    assert load_head(tmp_path / "head", loaded["float16"]).layers == [2, 4, 5]
+    other = Target(LlamaForCausalLM(tiny_config(num_hidden_layers=8, vocab_size=20_000)), name="another")
+    with pytest.raises(ValueError, match="embedding_digest: the head was trained for"):
+        load_head(tmp_path / "head", other)
