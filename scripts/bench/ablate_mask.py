@@ -55,7 +55,7 @@ def main() -> None:
     settings, results = sys.argv[1:], {}
     for name, rule in {"shifted": draft_loss_mask, "unshifted": unshifted}.items():
         for user in (module, trainer):  # the loss, and how many drafts it is averaged over
-            user.draft_loss_mask = rule
+            vars(user)["draft_loss_mask"] = rule
         sys.argv = ["train/run.py", *settings, f"output_dir={DIRECTORY / name}"]
         training.main()
         with torch.inference_mode():

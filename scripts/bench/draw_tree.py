@@ -1,4 +1,4 @@
-"""One decoding step as a picture:  python scripts/bench/draw_tree.py head=outputs/eagle3/head output=tree.svg
+"""One decoding step as a picture:  python scripts/bench/draw_tree.py drafter.spec=outputs/eagle3/head
 
 Decodes a held-out prompt and draws the tree of drafts of one step, with the path that the target accepted in colour. The step
 drawn is the first that accepted as many drafts as the steps do on average.
@@ -16,7 +16,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from omegaconf import DictConfig
 
 from heads import Target
-from inference import load_drafter
 from inference.engine import Engine
 from inference.evaluation.plots import COLORS
 from inference.request import Request
@@ -50,8 +49,7 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(f"the target {target.name} has no tokenizer, and the prompts are text")
     held_out = instantiate(cfg.data, tokenizer=target.tokenizer).test
     row = prompts(target.tokenizer, held_out, cfg.prompt + 1, cfg.prompt_tokens)[cfg.prompt]
-    drafter = load_drafter(cfg.head, target, nodes=cfg.nodes, depth=cfg.depth)
-    engine = Engine(target, drafter)
+    engine = Engine(target, instantiate(cfg.drafter, target=target))
     engine.add(Request(row, max_new_tokens=cfg.new_tokens))
     steps = list(decode(engine))
     typical = round(mean(len(step.accepted) for step in steps))
@@ -107,7 +105,8 @@ def layout(labels: Sequence[str], parents: Sequence[int], kinds: Sequence[str]) 
     widths = [LETTER * len(label) + 16 for label in labels]
     columns = [max(w for w, d in zip(widths, depths, strict=True) if d == depth) for depth in range(max(depths) + 1)]
     lefts = list(accumulate((width + GAP for width in columns), initial=MARGIN))
-    rows, free = {}, count()
+    rows: dict[int, float] = {}
+    free = count()
     for node in depth_first(children):
         below = [rows[child] for child in children[node]]
         rows[node] = (below[0] + below[-1]) / 2 if below else float(next(free))
