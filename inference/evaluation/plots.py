@@ -88,8 +88,7 @@ def svg(axes: "Axes", name: str) -> Markup:
     """The chart as an element of a page, by its paths and texts alone: matplotlib's style sheet and ids would hold for the
     whole page. A gid that begins with TITLE becomes the title that a pointer shows."""
     buffer = io.StringIO()
-    figure = axes.get_figure(root=True)
-    assert figure is not None
+    figure: Any = axes.get_figure()
     figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     root = ElementTree.fromstring(buffer.getvalue().replace(' xmlns="http://www.w3.org/2000/svg"', ""))
     picture = ElementTree.Element("svg", {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": name})
