@@ -2,14 +2,14 @@
 
     python scripts/lossless.py target=hf target.path=... drafter=head drafter.spec=outputs/eagle3/head
 
-Levels L1 to L3 of inference/evaluation/lossless.py, and for every place where texts part in half precision its gap audit.
+Levels L1 to L3 of inference/evaluation/lossless.py, and for every place where texts differ in half precision its gap audit.
 """
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from heads import Target
-from inference.evaluation.lossless import Filled, Rows, partings, shares
+from inference.evaluation.lossless import PaddedDrafter, PaddedRoot, divergences, identical_shares
 from train.cli import entry
 from train.data.corpus import prompts
 
@@ -26,25 +26,27 @@ def main(cfg: DictConfig) -> None:
         f"{len(rows)} prompts of {cfg.prompt_tokens} tokens, {cfg.new_tokens} new tokens each, drafter {cfg.drafter.spec}"
     )
     wrong = 0
-    for name, share in shares(exact, instantiate(cfg.drafter, target=exact), None, rows, cfg.new_tokens).items():
+    for name, share in identical_shares(
+        exact, instantiate(cfg.drafter, target=exact), None, rows, cfg.new_tokens
+    ).items():
         print(f"L1  float32, {name}: {share:.1%} identical")
         wrong += share < 1
     half: Target = instantiate(cfg.target, dtype=cfg.dtype)
     drafter = instantiate(cfg.drafter, target=half)
-    filled = Filled(drafter)
-    nodes = filled.nodes
-    for name, share in shares(half, filled, Rows(nodes), rows, cfg.new_tokens).items():
+    padded = PaddedDrafter(drafter)
+    nodes = padded.nodes
+    for name, share in identical_shares(half, padded, PaddedRoot(nodes), rows, cfg.new_tokens).items():
         print(f"L2  {cfg.dtype}, {name}: {share:.1%} identical to plain decoding with {nodes} rows a forward")
     for temperature in (0.0, 1.0):
-        found = partings(half, drafter, rows, cfg.new_tokens, nodes, temperature)
-        print(f"L3  {cfg.dtype}, temperature {temperature}: {len(found)} of {len(rows)} texts part somewhere")
-        for parting in found:
-            kind = "arithmetic" if parting.is_arithmetic else "NOT explained by rounding"
+        found = divergences(half, drafter, rows, cfg.new_tokens, nodes, temperature)
+        print(f"L3  {cfg.dtype}, temperature {temperature}: {len(found)} of {len(rows)} texts differ somewhere")
+        for place in found:
+            kind = "arithmetic" if place.is_arithmetic else "NOT explained by rounding"
             print(
-                f"      prompt {parting.row}, token {parting.token}: gap {parting.gap:.4f}, "
-                f"forwards differ by {parting.difference:.4f}: {kind}"
+                f"      prompt {place.row}, token {place.token}: gap {place.gap:.4f}, "
+                f"forwards differ by {place.difference:.4f}: {kind}"
             )
-            wrong += not parting.is_arithmetic
+            wrong += not place.is_arithmetic
     if wrong:
         raise ValueError(f"{wrong} checks failed: with this target and drafter, drafting changes the text")
     print("lossless")

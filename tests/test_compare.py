@@ -21,7 +21,7 @@ SMALL = [
     "prompt_tokens=16",
     "new_tokens=16",
     "+train.length=64",
-    "+train.data.stored_text=0",
+    "+train.self_generated_tokens=0",
     "+train.trainer={max_steps:2,warmup_steps:1}",
     "train.evaluate.prompts=2",
     "+train.evaluate={prompt_tokens:16,new_tokens:8,eval_steps:0}",
@@ -81,5 +81,5 @@ def test_a_head_that_is_not_there_is_named(compare):
 
 
 def test_heads_in_braces_are_found_wherever_a_row_names_them():
-    row = {"drafter": {"spec": "{eagle3}+ngram"}, "rival": {"assistant_model": "{draft_model}"}}
+    row = {"drafter": {"spec": "{eagle3}+ngram"}, "baseline": {"assistant_model": "{draft_model}"}}
     assert named(row) == ["eagle3", "draft_model"]

@@ -29,7 +29,7 @@ from inference.drafters import (
 from inference.drafters.auto import FIRST, PLAIN, TIMED, Costs
 from inference.drafters.base import Accepted, chains, root_only, trees
 from inference.drafters.union import merge
-from inference.evaluation.lossless import Filled
+from inference.evaluation.lossless import PaddedDrafter
 from inference.sampling import Sampling, SamplingParams
 from tests.support.tiny import tiny_config
 
@@ -410,11 +410,11 @@ def test_bad_settings_are_named(target, tiny_path):
         drafter_for(MedusaHead.for_target(target), target, tree="adaptive")
 
 
-def test_a_filled_tree_has_the_rows_of_the_largest(small):
+def test_a_padded_tree_has_the_rows_of_the_largest(small):
     """For lossless.py, which compares with plain decoding of as many rows a forward."""
-    filled = Filled(Union([eagle(small), NgramDrafter()]))
-    out = generate(small, filled, torch.arange(1, 12)[None], max_new_tokens=20, eos_token_id=-1)
-    assert {step.nodes for step in out.steps} == {filled.nodes}
+    padded = PaddedDrafter(Union([eagle(small), NgramDrafter()]))
+    out = generate(small, padded, torch.arange(1, 12)[None], max_new_tokens=20, eos_token_id=-1)
+    assert {step.nodes for step in out.steps} == {padded.nodes}
     assert (
         out.new_tokens
         == generate(small, None, torch.arange(1, 12)[None], max_new_tokens=20, eos_token_id=-1).new_tokens

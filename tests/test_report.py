@@ -3,26 +3,19 @@
 import ast
 import math
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
+import matplotlib
 import pytest
 from huggingface_hub import ModelCard
 
 from heads.hub.card import duration, model_card, number, percent
-from inference.evaluation.plots import (
-    DEPTHS,
-    MOST_POINTS,
-    Bar,
-    Series,
-    bar_chart,
-    line_chart,
-    spread,
-    stacked_bar,
-    ticks,
-)
+from inference.evaluation.plots import DEPTHS, MOST_POINTS, VARIABLES, Bar, Series, bar_chart, line_chart, share_chart
 from inference.evaluation.report import RunRecord, Sample, table, write_report
 
 METRICS: dict = {
@@ -69,8 +62,9 @@ SHOWN = {
     "date": "2025-11-20",
 }
 FLOATS = {key for key, value in METRICS.items() if isinstance(value, float)}
+CHARTED = {"accepted_per_depth", "step_seconds"}  # charts take long: where they are not the question, they are left out
 PAGE_ONLY = {"command": "python train/run.py seed=0", "versions": "2.13.0"}
-HISTORY = [{"step": s, "loss": 9 / s, "acc_1": 1 - 1 / s, "agree_2": 1 - 2 / s} for s in range(10, 310, 10)]
+HISTORY = [{"step": s, "loss": 9 / s, "acc_1": 1 - 1 / s, "acc_2": 1 - 2 / s} for s in range(10, 310, 10)]
 EVALS = [{"step": s, "acceptance_length": 1 + s / 100} for s in (100, 200, 300)]
 PIECES = [
     ("\n", 0),
@@ -135,10 +129,6 @@ def read(path: Path, run: RunRecord) -> Page:
     return Page(source.replace("\r\n", "\n").replace("\r", "\n"))  # what a browser does before it parses
 
 
-def without(key: str) -> dict:
-    return {name: value for name, value in METRICS.items() if name != key}
-
-
 @pytest.mark.parametrize("run", [RUN, RunRecord("empty", {}, [], [], ""), RUN._replace(samples=[Sample("", [])])])
 def test_page_is_well_formed_and_needs_nothing_else(tmp_path, run):
     page = read(tmp_path, run)
@@ -163,7 +153,8 @@ ABSENT = [(key, gone) for key in {**SHOWN, **PAGE_ONLY} for gone in (None, math.
 
 @pytest.mark.parametrize(("key", "gone"), [*((key, "left out") for key in {**SHOWN, **PAGE_ONLY}), *ABSENT])
 def test_what_was_not_measured_is_left_out(tmp_path, key, gone):
-    metrics = without(key) if gone == "left out" else {**METRICS, key: gone}
+    few = {name: value for name, value in METRICS.items() if name == key or name not in CHARTED}
+    metrics = {name: value for name, value in few.items() if name != key} if gone == "left out" else {**few, key: gone}
     page = read(tmp_path, RunRecord("t", metrics, [], [], ""))
     shown = {**SHOWN, **PAGE_ONLY}[key]
     for text in (page.text, table(metrics), model_card(metrics, {"kind": "k", "target": "t"}, None)):
@@ -197,7 +188,7 @@ def test_sample_keeps_its_text_and_says_how_each_token_came(tmp_path):
 
 
 def test_half_a_character_does_not_cost_the_page(tmp_path):
-    page = read(tmp_path, RUN._replace(samples=[Sample("\ud800", [("\udcff", 1), ("\u00e9", 0)])]))
+    page = read(tmp_path, RUN._replace(history=[], samples=[Sample("\ud800", [("\udcff", 1), ("\u00e9", 0)])]))
     assert page.tokens[0][-1][2] == "\u00e9"
 
 
@@ -213,7 +204,7 @@ def test_half_a_character_does_not_cost_the_page(tmp_path):
 )
 def test_identity_is_never_overstated(tmp_path, greedy, sampled, value, kind):
     metrics = {**METRICS, "identical_greedy": greedy, "identical_sampled": sampled}
-    write_report(tmp_path / "r.html", RUN._replace(metrics=metrics))
+    write_report(tmp_path / "r.html", RUN._replace(metrics=metrics, history=[]))
     assert f'<b class="{kind}">{value}</b>' in (tmp_path / "r.html").read_text(encoding="utf-8")
     card = model_card(metrics, HEAD, None)
     assert card.count("on every prompt measured") == (greedy in (True, 1.0)) + (sampled in (True, 1.0))
@@ -247,21 +238,44 @@ def test_digits_and_units():
 
 
 def parse(chart: str) -> ET.Element:
-    """The chart as XML; every coordinate in it must be a finite number inside the picture."""
+    """The chart as XML: named, without ids and colours of its own, every coordinate a finite number inside the picture."""
     root = ET.fromstring(chart)
+    assert root.attrib["role"] == "img" and root.attrib["aria-label"]
+    assert not re.search(r"#[0-9a-f]{6}| id=|font-family|clip-path|NaN|nan|inf", chart)
     _, _, width, height = map(float, root.attrib["viewBox"].split())
     for node in root.iter():
-        for name in ("x", "cx", "width"):
-            assert -1 <= float(node.get(name, 0)) <= width + 1
-        for name in ("y", "cy", "height"):
-            assert -1 <= float(node.get(name, 0)) <= height + 1
-        for x, y in re.findall(r"[ML]([^,]+),([\d.enaif+-]+)", node.get("d", "")):
-            assert -1 <= float(x) <= width + 1 and -1 <= float(y) <= height + 1
+        points = [(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", node.get("d", ""))]
+        for x, y in [*points, (float(node.get("x", 0)), float(node.get("y", 0)))]:
+            assert -1 <= x <= width + 1 and -1 <= y <= height + 1
     return root
 
 
-def curves(root: ET.Element) -> list[str]:
-    return [node.attrib["d"] for node in root.iter("path") if node.get("class") == "curve"]
+def lines(root: ET.Element) -> list[list[tuple[float, float]]]:
+    """The stretches of the curves, which are drawn without a break. (A dot is a line of no length, wider than these.)"""
+    curves = [node.attrib["d"] for node in root.iter("path") if "stroke-width: 2;" in node.attrib["style"]]
+    stretches = [stretch for curve in curves for stretch in curve.split("M")[1:]]
+    return [[(float(x), float(y)) for x, y in re.findall(r"([\d.]+) ([\d.]+)", one)] for one in stretches]
+
+
+def titles(root: ET.Element) -> list[str]:
+    return [node.text or "" for node in root.iter("title")]
+
+
+def boxes(root: ET.Element) -> list[tuple[float, float]]:
+    """Width and height of the bars: what is filled."""
+    found = []
+    for node in root.iter("path"):
+        if re.search(r"fill: (?!none)", node.attrib["style"]):
+            xs, ys = zip(*((float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", node.attrib["d"])))
+            found.append((max(xs) - min(xs), max(ys) - min(ys)))
+    return found
+
+
+def labels(root: ET.Element, unit: str) -> list[float]:
+    """The numbers of the y axis, which stand at the left of it."""
+    words = [node.text or "" for node in root.iter("text") if "text-anchor: end" in node.attrib["style"]]
+    assert all(word.endswith(unit) for word in words)
+    return [float(word.removesuffix(unit)) for word in words]
 
 
 @pytest.mark.parametrize(
@@ -277,58 +291,68 @@ def curves(root: ET.Element) -> list[str]:
         [1.0, 1.0 + 1e-15],
     ],
 )
+@pytest.mark.filterwarnings("error")
 def test_line_chart_of_any_values(ys):
-    parse(line_chart("loss", [Series("", [(i, y) for i, y in enumerate(ys)], "red")]))
+    root = parse(line_chart("loss", [Series("", [(i, y) for i, y in enumerate(ys)], "d1")], " s"))
+    finite = [y for y in ys if math.isfinite(y)]
+    assert titles(root) == [f"step {i}: {y:.2f} s" for i, y in enumerate(ys) if math.isfinite(y)]
+    assert f"{finite[-1]:.2f} s" in [node.text for node in root.iter("text")]
 
 
 def test_nothing_to_draw_is_no_chart():
-    assert line_chart("n", []) == line_chart("n", [Series("a", [], "red")]) == ""
-    assert line_chart("n", [Series("a", [(1, math.nan)], "red")]) == ""
-    assert bar_chart("n", [], " %", "depth") == bar_chart("n", [Bar("1", math.nan, "red")], " %", "depth") == ""
-    assert stacked_bar("n", [], duration) == stacked_bar("n", [Bar("read", 0.0, "red")], duration) == ""
+    assert line_chart("n", []) == line_chart("n", [Series("a", [], "d1")]) == ""
+    assert line_chart("n", [Series("a", [(1, math.nan)], "d1")]) == ""
+    assert bar_chart("n", [], " %", "depth") == bar_chart("n", [Bar("1", math.nan, "d1")], " %", "depth") == ""
+    assert share_chart("n", [], duration) == share_chart("n", [Bar("read", 0.0, "d1")], duration) == ""
 
 
 def test_line_breaks_where_the_loss_was_not_a_number():
     points = [(i, math.nan if i in (2, 5) else 1.0 + i) for i in range(7)]
-    (path,) = curves(parse(line_chart("loss", [Series("", points, "red")])))
-    assert path.count("M") == 3 and path.count("L") == 2
+    root = parse(line_chart("loss", [Series("", points, "d1")]))
+    assert [len(stretch) for stretch in lines(root)] == [2, 2, 1]
+    assert len(titles(root)) == 5
+    points = [(i, math.nan if i == 60 else 1.0 + i) for i in range(62)]  # too many for a dot each
+    assert titles(parse(line_chart("loss", [Series("", points, "d1")]))) == [
+        "step 61: 62.00"
+    ]  # or it would not be seen
 
 
 def test_line_follows_its_values():
-    (path,) = curves(parse(line_chart("loss", [Series("", [(0, 0.0), (5, 1.0), (10, 4.0)], "red")])))
-    (x0, y0), (x1, y1), (x2, y2) = [(float(x), float(y)) for x, y in re.findall(r"([\d.]+),([\d.]+)", path)]
+    (line,) = lines(parse(line_chart("loss", [Series("", [(0, 0.0), (5, 1.0), (10, 4.0)], "d1")])))
+    (x0, y0), (x1, y1), (x2, y2) = line
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2) and x0 < x1 < x2
     assert y0 - y2 == pytest.approx(4 * (y0 - y1), abs=0.5) and y2 < y1  # up is more
 
 
 def test_a_long_run_makes_a_small_chart_and_says_so():
-    chart = line_chart("loss", [Series("", [(i, 1 / (i + 1)) for i in range(100_000)], "red")])
-    (path,) = curves(parse(chart))
-    assert 100 < len(re.findall("[ML]", path)) <= MOST_POINTS
+    chart = line_chart("loss", [Series("", [(i, 1 / (i + 1)) for i in range(100_000)], "d1")])
+    (line,) = lines(parse(chart))
+    assert 100 < len(line) <= MOST_POINTS
     assert "the mean of 334 log entries" in chart
 
 
 def test_many_depths_keep_their_labels_apart():
-    lines = [Series(f"depth {d}", [(0, 0.5), (9, 0.5 + d / 1e6)], "red") for d in range(1, 9)]
-    root = parse(line_chart("agreement", lines, " %", floor=0))
+    series = [Series(f"depth {d}", [(0, 0.5), (9, 0.5 + d / 1e6)], "d1") for d in range(1, 9)]
+    root = parse(line_chart("accuracy", series, " %", floor=0))
     heights = sorted(float(node.attrib["y"]) for node in root.iter("text") if (node.text or "").startswith("depth"))
     assert len(heights) == 8 and all(b - a > 13 for a, b in pairwise(heights))
-    assert spread([5.0, 5.0, 100.0], 10, 0, 102) == [5.0, 15.0, 100.0]
 
 
 @pytest.mark.parametrize("values", [[0.0], [0.0, 0.0], [100.0], [87.1, math.nan, 43.55], [1e-6], [50.0] * 40])
+@pytest.mark.filterwarnings("error")
 def test_bars_are_as_high_as_their_values(values):
-    root = parse(bar_chart("accepted", [Bar(str(d), value, "red") for d, value in enumerate(values, 1)], " %", "depth"))
-    heights = [float(node.attrib["height"]) for node in root.iter("rect")]
-    shown = [value for value in values if math.isfinite(value)]
+    root = parse(bar_chart("accepted", [Bar(str(d), value, "d1") for d, value in enumerate(values, 1)], " %", "depth"))
+    heights = [height for _, height in boxes(root)]
+    shown = [(place, value) for place, value in enumerate(values, 1) if math.isfinite(value)]
+    assert titles(root) == [f"depth {place}: {value:.1f} %" for place, value in shown]
     assert len(heights) == len(shown)
-    assert all(height / heights[0] == pytest.approx(value / shown[0], abs=0.01)
-               for height, value in zip(heights, shown, strict=True) if shown[0])  # fmt: skip
+    assert all(height / heights[0] == pytest.approx(value / shown[0][1], abs=0.01)
+               for height, (_, value) in zip(heights, shown, strict=True) if shown[0][1])  # fmt: skip
 
 
-def test_stacked_bar_shares_add_up():
-    chart = stacked_bar("step", [Bar("draft", 1.0, "a"), Bar("read", 3.0, "b"), Bar("x", math.nan, "c")], duration)
-    widths = [float(node.attrib["width"]) for node in parse(chart).iter("rect") if node.attrib["height"] != "12.0"]
+def test_parts_of_a_step_have_their_shares():
+    chart = share_chart("step", [Bar("draft", 1.0, "d1"), Bar("read", 3.0, "grey"), Bar("x", math.nan, "d3")], duration)
+    widths = [width for width, _ in boxes(parse(chart))]
     assert len(widths) == 2 and widths[1] / widths[0] == pytest.approx(3, rel=0.02)
     assert "25.0 %" in chart and "75.0 %" in chart and "3 s" in chart
 
@@ -336,13 +360,42 @@ def test_stacked_bar_shares_add_up():
 @pytest.mark.parametrize(
     ("low", "high"), [(0, 1), (0, 0), (5, 5), (0.13, 0.871), (1, 4.2), (-3, 7), (0, 800), (1e-7, 3e-7), (2.0, 9e12)]
 )
-def test_ticks_are_round_and_cover_the_values(low, high):
-    marks = ticks(low, high)
+def test_the_axis_is_round_and_covers_the_values(low, high):
+    marks = labels(parse(line_chart("loss", [Series("", [(0, low), (9, high)], "d1")], " s")), " s")
     gaps = [b - a for a, b in pairwise(marks)]
-    assert marks[0] <= low and marks[-1] >= high and 2 <= len(marks) <= 8
+    assert marks[0] <= low and marks[-1] >= high and 2 <= len(marks) <= 11
     assert gaps == pytest.approx([gaps[0]] * len(gaps))
-    digits = f"{gaps[0]:.6e}".split("e")[0].rstrip("0").rstrip(".")
-    assert digits in ("1", "2", "2.5", "5")
+    digits = f"{gaps[0]:.3e}".split("e")[0].rstrip("0").rstrip(".")
+    assert digits in ("1", "2", "2.5", "4", "5")
+
+
+def test_an_axis_begins_at_its_floor():
+    root = parse(line_chart("accuracy", [Series("depth 1", [(0, 42.0), (9, 88.0)], "d1")], " %", floor=0))
+    marks = labels(root, " %")
+    assert marks[0] == 0 and marks[-1] >= 88
+
+
+def test_the_same_figures_make_the_same_bytes(tmp_path, monkeypatch):
+    write_report(tmp_path / "a.html", RUN)
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1")
+    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red", "svg.fonttype": "path"}):  # a user's own
+        write_report(tmp_path / "b.html", RUN)
+    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+
+
+def test_every_colour_of_a_chart_is_one_variable_of_its_page(tmp_path):
+    write_report(tmp_path / "r.html", RUN)
+    source = (tmp_path / "r.html").read_text(encoding="utf-8")
+    styles, drawn = source.split("</style>")[0], "".join(re.findall("<svg.*?</svg>", source, re.DOTALL))
+    used = set(re.findall(r"var\(--(\w+)\)", drawn))
+    assert {"d1", "d2", "d3", "grey", "muted", "line", "ink"} <= used and len(VARIABLES) == len(set(VARIABLES.values()))
+    assert all(styles.count(f"--{name}:#") == 2 for name in used)  # in light and in dark
+
+
+def test_decoding_alone_draws_nothing():
+    code = "import sys, inference; print([m for m in ('matplotlib', 'inference.evaluation.pages') if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert ran.stdout.strip() == "[]"
 
 
 # The model card

@@ -8,10 +8,13 @@ key that is missing or not finite is left out.
 import json
 import math
 from collections.abc import Callable
+from functools import partial
 from numbers import Real
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub.utils import HFValidationError, validate_repo_id
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from heads.formats.engines import SGLANG, VLLM
 
@@ -113,42 +116,15 @@ def measured(metrics: dict) -> Rows:
     return rows(metrics, MEASURED) + lists(metrics) + rows(metrics, TRAINING) + setting(metrics)
 
 
-def lossless(metrics: dict) -> str:
-    """What the metrics show about identity with plain decoding, and not a word more."""
-    said = []
-    for key, how in (
-        ("identical_greedy", "Greedy decoding in float32"),
-        ("identical_sampled", "Sampling in float32 with the same seed"),
-    ):
-        share = finite(metrics.get(key))
-        if share is None:
-            found = "identity with plain decoding was not measured."
-        elif share == 1:
-            found = "the output was identical to plain decoding, token for token, on every prompt measured."
-        elif share == 0:
-            found = "the output was **not** identical to plain decoding."
-        else:
-            found = f"the output was identical to plain decoding on {percent(share)} of the prompts, **not** on all."
-        said.append(f"- {how}: {found}")
-    rounded = finite(metrics.get("identical_in_dtype"))
-    if rounded is not None and rounded < 1:
-        said.append(
-            f"- In {metrics.get('dtype')}, {percent(rounded)} of the timed texts were identical: forwards of one row and of "
-            "many round differently there, which decides near-ties. `scripts/lossless.py` audits where texts part."
-        )
-    return "\n".join(said)
+def aligned(pairs: Rows, indent: str = "") -> str:
+    """The rows as lines of plain text, their values in one column."""
+    width = max((len(label) for label, _ in pairs), default=0)
+    return "\n".join(f"{indent}{label:<{width}}  {value}" for label, value in pairs)
 
 
-def markdown_table(header: tuple[str, str], body: Rows) -> str:
-    def line(cells: tuple[str, str]) -> str:
-        return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
-
-    return "\n".join([line(header), "|---|---|", *map(line, body)])
-
-
-def front_matter(head: dict) -> str:
-    """The YAML that the Hub reads. Its values are written as JSON, which is YAML without quoting rules of our own."""
-    fields: dict[str, object] = {"library_name": "foredraft", "pipeline_tag": "text-generation"}
+def front_matter(head: dict) -> dict[str, Any]:
+    """What the Hub reads."""
+    fields: dict[str, Any] = {"library_name": "foredraft", "pipeline_tag": "text-generation"}
     try:
         validate_repo_id(head["target"])
         if not Path(head["target"]).exists():  # scripts/embedded_target is a directory, and looks like a Hub id
@@ -158,39 +134,12 @@ def front_matter(head: dict) -> str:
     fields["tags"] = ["speculative-decoding", "draft-head", head["kind"]]
     if head.get("license"):
         fields["license"] = head["license"]
-    lines = (f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in fields.items())
-    return "\n".join(("---", *lines, "---"))
+    return fields
 
 
-def engines(head: dict, place: str) -> str:
-    """How to draft with this head in the engines that read it."""
-    if head["kind"] == "eagle3":
-        facts = {"target": head["target"], "head": place, "depth": head.get("depth") or 3}
-        vllm, sglang = VLLM.format(method="eagle3", **facts), SGLANG.format(method="EAGLE3", **facts)
-        plain = "the latter reads the paper's layer only, of three fused hidden states and no further norms"
-        return f"In vLLM and in SGLang these files load as they are ({plain}):\n\n```bash\n{vllm}\n{sglang}\n```"
-    return (
-        "Other engines want other names for the same weights; foredraft writes them:\n\n```bash\n"
-        f"python scripts/export.py head={json.dumps(place)} format=vllm output_dir=exported\n```"
-    )
-
-
-def model_card(metrics: dict, head: dict, data: dict | None) -> str:
-    """The README.md of a saved head.
-
-    metrics: as in metrics.json. head: kind, target, and where known parameters, depth, layers, draft_vocab_size,
-    license, format, revision (of the target), sha256 (of the weights), repo (its name on the Hub), adapter (is there one for
-    the target?). data: what the head was trained on, as names and values.
-    """
-    unchanged = "The target itself is unchanged and not part of these files."
-    if head.get("adapter"):
-        unchanged = (
-            "**The target's text changes.** These files hold an adapter for the target too (LoRA, as peft reads it), which "
-            "`load_drafter` puts on it: the adapted target writes other text than the target as it was published, with "
-            "these heads and without. What is said below of identity is against the adapted target."
-        )
-    numbers = measured({**metrics, "parameters": None})  # the first table has them
-    about = {
+def about(head: dict) -> Rows:
+    """The head itself."""
+    shown = {
         "kind": head["kind"],
         "target": head["target"],
         "revision of the target": head.get("revision"),
@@ -202,45 +151,40 @@ def model_card(metrics: dict, head: dict, data: dict | None) -> str:
         "SHA-256 of the weights": head.get("sha256"),
         "license of the weights": head.get("license") or "not stated",
     }
+    return [(key, str(value)) for key, value in shown.items() if value is not None]
+
+
+def model_card(metrics: dict, head: dict, data: dict | None) -> str:
+    """The README.md of a saved head.
+
+    metrics: as in metrics.json. head: kind, target, and where known parameters, depth, layers, draft_vocab_size,
+    license, format, revision (of the target), sha256 (of the weights), repo (its name on the Hub), adapter (is there one for
+    the target?). data: what the head was trained on, as names and values.
+    """
+    markdown = Environment(
+        loader=PackageLoader("heads.hub"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    markdown.filters["json"] = partial(json.dumps, ensure_ascii=False)
+    markdown.filters["cell"] = lambda text: " ".join(text.split()).replace("|", "\\|")
+    shares = [finite(metrics.get(f"identical_{key}")) for key in ("greedy", "sampled", "in_dtype")]
     place = head.get("repo") or "<this directory, or its id on the Hub>"
-    command = " ".join(str(metrics.get("command") or "").split())
-    where = f"\nMeasured by\n\n    {command}\n" if command else ""
-    target = json.dumps(str(head["target"]), ensure_ascii=False)
-    trained_on = [(key, str(value)) for key, value in (data or {}).items() if value is not None]
-    return f"""{front_matter(head)}
-
-# {head["kind"]} draft head for {head["target"]}
-
-A draft head for speculative decoding with foredraft: it proposes the next tokens, the target reads them in one forward
-and keeps those that it agrees with. {unchanged}
-
-{markdown_table(("", "this head"), [(key, str(value)) for key, value in about.items() if value is not None])}
-
-## Measured
-
-{markdown_table(("", "measured"), numbers) if numbers else "Nothing was measured for this head."}
-{where}
-## Is the output the target's own?
-
-{lossless(metrics)}
-
-## Use
-
-```python
-from heads import Target
-from inference import generate, load_drafter
-from transformers import AutoTokenizer
-
-target = Target.from_pretrained({target})
-drafter = load_drafter({json.dumps(place)}, target)
-tokenizer = AutoTokenizer.from_pretrained({target})
-input_ids = tokenizer("def main():", return_tensors="pt").input_ids
-out = generate(target, drafter, input_ids, max_new_tokens=128)
-```
-
-{engines(head, place)}
-
-## Data
-
-{markdown_table(("", "trained on"), trained_on) if trained_on else "What this head was trained on was not recorded."}
-"""
+    facts = {"target": head["target"], "head": place, "depth": head.get("depth") or 3}
+    return markdown.get_template(
+        "model_card.md.jinja"
+    ).render(
+        front_matter=front_matter(head),
+        kind=head["kind"],
+        target=str(head["target"]),
+        place=place,
+        adapter=head.get("adapter"),
+        about=about(head),
+        measured=measured({**metrics, "parameters": None}),  # `about` has them
+        command=" ".join(str(metrics.get("command") or "").split()),
+        identity=zip(("Greedy decoding in float32", "Sampling in float32 with the same seed"), shares[:2], strict=True),
+        identical_in_dtype=shares[2],
+        dtype=metrics.get("dtype"),
+        percent=percent,
+        vllm=VLLM.format(method="eagle3", **facts),
+        sglang=SGLANG.format(method="EAGLE3", **facts),
+        data=[(key, str(value)) for key, value in (data or {}).items() if value is not None],
+    )

@@ -2,8 +2,8 @@
 
 L1  float32, any shapes: speculative text identical to plain text, greedy and sampled, with warpers and penalties
 L2  half precision, same shapes: identical to plain decoding whose forwards have as many rows
-L3  half precision, other shapes: where texts part, the two candidates' scores lay closer together than what the two
-    forwards differ by. A tiny gap is arithmetic; a large one is a bug.
+L3  half precision, other shapes: where two texts first differ, the gap between the two tokens' scores is smaller than the
+    difference between the two forwards. A tiny gap is arithmetic; a large one is a bug.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Rows(Drafter):
+class PaddedRoot(Drafter):
     """Plain decoding whose forwards have `nodes` rows: all but the root are padding, which is never accepted."""
 
     def __init__(self, nodes: int, layers: Sequence[int] = ()):
@@ -40,8 +40,8 @@ class Rows(Drafter):
         return chain(torch.cat([tokens, tokens.new_full((len(tokens), self.nodes - 1), -1)], dim=1))
 
 
-class Filled(Drafter):
-    """`inner`, all of whose trees have as many rows as its largest: a drafter may propose fewer."""
+class PaddedDrafter(Drafter):
+    """`inner` with every tree padded to the size of its largest, since a drafter may propose smaller ones."""
 
     def __init__(self, inner: Drafter):
         self.inner, self.layers, self.nodes = inner, inner.layers, max(2, inner.nodes)
@@ -63,41 +63,41 @@ class Filled(Drafter):
         self.inner.observe(paths, choices)
 
 
-class Parting(NamedTuple):
-    """Where a speculative text first parts from the plain one."""
+class Divergence(NamedTuple):
+    """The first token at which a speculative text differs from the plain one."""
 
     row: int
     token: int  # which new token, from 0
-    gap: float  # between the two candidates' scores, as the one-row forward sees them
-    difference: float  # largest difference of any score between one-row and many-row forwards, there
+    gap: float  # between the scores of the two tokens, in the one-row forward
+    difference: float  # between the one-row and the many-row forward there: the largest of any score
 
     @property
     def is_arithmetic(self) -> bool:
         return self.gap <= 2 * self.difference
 
 
-def shares(
-    target: Target, drafter: Drafter, against: Drafter | None, rows: list[list[int]], new_tokens: int
+def identical_shares(
+    target: Target, drafter: Drafter, baseline: Drafter | None, rows: list[list[int]], new_tokens: int
 ) -> dict[str, float]:
-    """Per setting, the share of `rows` whose text with `drafter` equals that with `against` (None: plain)."""
+    """Per setting, the share of `rows` whose text with `drafter` equals that with `baseline` (None: plain)."""
     found = {}
     for name, settings in SETTINGS.items():
         same = 0
         for seed, row in enumerate(rows):
             ids = torch.tensor([row], device=target.device)
             texts = [
-                generate(target, who, ids, max_new_tokens=new_tokens, seed=seed, eos_token_id=-1, **settings).new_tokens
-                for who in (against, drafter)
+                generate(target, one, ids, max_new_tokens=new_tokens, seed=seed, eos_token_id=-1, **settings).new_tokens
+                for one in (baseline, drafter)
             ]
             same += texts[0] == texts[1]
         found[name] = same / len(rows)
     return found
 
 
-def partings(
+def divergences(
     target: Target, drafter: Drafter, rows: list[list[int]], new_tokens: int, nodes: int, temperature: float = 0.0
-) -> list[Parting]:
-    """The first parting of every row where there is one, with its gap audit."""
+) -> list[Divergence]:
+    """The first divergence of every row that has one, with the gap that explains it or does not."""
     found = []
     for seed, row in enumerate(rows):
         ids = torch.tensor([row], device=target.device)
@@ -108,7 +108,7 @@ def partings(
         if index is None:
             continue
         text = row + plain[:index]
-        one, many = (replay(target, text, len(row), size) for size in (1, nodes))
+        one, many = (recompute_logits(target, text, len(row), size) for size in (1, nodes))
         sampling = Sampling.of([SamplingParams(temperature)], target.vocab_size, target.device)
         scores = sampling.warp(one[None, None])[0, 0]
         if temperature > 0:
@@ -116,13 +116,13 @@ def partings(
             scores = scores + Noise([seed], target.vocab_size, target.device).at(position)[0, 0]
         gap = (scores[plain[index]] - scores[drafted[index]]).abs().item()
         difference = (one - many).abs().max().item() / (temperature or 1.0)
-        found.append(Parting(seed, index, gap, difference))
+        found.append(Divergence(seed, index, gap, difference))
     return found
 
 
 @torch.inference_mode()
-def replay(target: Target, text: list[int], prompt: int, size: int) -> Tensor:
-    """The last logits (vocab,) float32 of `text` when what follows its prompt is read `size` tokens a forward."""
+def recompute_logits(target: Target, text: list[int], prompt: int, size: int) -> Tensor:
+    """The last logits (vocab,) float32 of `text` when the tokens after its prompt are read `size` at a time."""
     ids = torch.tensor([text], device=target.device)
     cache = target.new_cache(1, len(text) + size)
     start = min(prompt, len(text) - 1)

@@ -1,34 +1,27 @@
 """What a drafter gains, measured with the decoder that users call, on prompts that nothing was trained on.
 
-Speed is measured one prompt at a time, plain and speculative in turn, so that both see the same machine. Identity is
-proven in float32, where one-token and many-token forwards agree to 1e-5: in half precision their rounding differs, and a
-tie between two tokens may fall either way (`identical_in_dtype` counts that).
+Speed is measured one prompt at a time, plain and speculative in turn (speed.py). Identity is proven in float32, where
+one-token and many-token forwards agree to 1e-5: in half precision their rounding differs, and a tie between two tokens may
+be resolved either way (`identical_in_dtype` counts that).
 """
 
-import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from heads.target import Target
 from inference.drafters.base import Drafter
+from inference.evaluation.speed import foredraft_decoder, time_decoders
 from inference.generation import Generation, generate
 
 BATCH = 16  # prompts decoded together where speed is not what is measured
-REPETITIVE = 0.5  # a continuation with a smaller share of distinct 4-grams is a loop, and loops flatter acceptance
+REPETITIVE = 0.5  # a continuation with a smaller share of distinct 4-grams is a loop, which inflates acceptance
 
 
 def distinct(tokens: list[int], n: int = 4) -> float:
     """Share of distinct n-grams among all of them; 1.0 for texts too short to repeat."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
-
-
-class Speed(NamedTuple):
-    plain: list[Generation]
-    drafted: list[Generation]
-    plain_seconds: list[float]
-    drafted_seconds: list[float]
 
 
 def run(target: Target, drafter: Drafter | None, rows: list[list[int]], **settings: Any) -> list[Generation]:
@@ -55,23 +48,8 @@ def identical(target: Target, drafter: Drafter, rows: list[list[int]], **setting
     return sum(a == b for a, b in zip(plain, drafted, strict=True)) / len(rows)
 
 
-def measure_speed(target: Target, drafter: Drafter, rows: list[list[int]], **settings: Any) -> Speed:
-    """Plain and speculative decoding of each prompt, in turn, after one warm-up of each."""
-    speed = Speed([], [], [], [])
-    sides = ((None, speed.plain, speed.plain_seconds), (drafter, speed.drafted, speed.drafted_seconds))
-    for number, row in enumerate([rows[0], *rows]):
-        ids = torch.tensor([row], device=target.device)
-        for who, generations, seconds in sides:
-            start = time.perf_counter()
-            generation = generate(target, who, ids, seed=number, **settings)
-            if number > 0:
-                seconds.append(time.perf_counter() - start)
-                generations.append(generation)
-    return speed
-
-
 def acceptance(generations: list[Generation]) -> float:
-    """Tokens per target forward over all of them (the prompts' forwards left out)."""
+    """Tokens per target forward over all of them (without the forwards that read the prompts)."""
     emitted = [count for g in generations for step in g.steps for count in step.emitted]
     return sum(emitted) / max(1, len(emitted))
 
@@ -97,13 +75,15 @@ def evaluate(
     kept = greedy if not any(loops) or all(loops) else run(target, drafter, chosen, **settings)
     sampled = run(target, drafter, chosen, temperature=1.0, **settings)
     some = chosen[:: max(1, len(chosen) // timed)][:timed]
-    speeds = [measure_speed(target, drafter, some, temperature=temperature, **settings) for temperature in (0.0, 1.0)]
-
-    def rate(generations: list[Generation], seconds: list[float]) -> float:
-        return sum(len(g.new_tokens[0]) for g in generations) / sum(seconds)
-
-    rates = [(rate(s.drafted, s.drafted_seconds), rate(s.plain, s.plain_seconds)) for s in speeds]
-    pairs = [(a, b) for s in speeds for a, b in zip(s.plain, s.drafted, strict=True)]
+    speeds = []
+    for temperature in (0.0, 1.0):
+        decoders = {
+            name: foredraft_decoder(target, one, max_new_tokens, temperature)
+            for name, one in (("plain", None), ("drafted", drafter))
+        }
+        speeds.append(time_decoders(decoders, some, target.device))
+    rates = [(speed["drafted"].rate(), speed["plain"].rate()) for speed in speeds]
+    pairs = [pair for speed in speeds for pair in zip(*(timing.generations for timing in speed.values()), strict=True)]
     stages = generate(target, drafter, torch.tensor([some[0]], device=target.device), timings=True, **settings)
     steps = max(1, len(stages.steps))
     return {

@@ -1,5 +1,5 @@
-"""Who decodes faster? Every contender continues the same prompts, one at a time, all in turn on each prompt, so that a
-change of the machine's speed meets all alike."""
+"""Decoding speed side by side. Every decoder continues the same prompts, one at a time, all in turn on each prompt, so that
+a change of the machine's speed meets all alike."""
 
 import time
 from collections.abc import Callable
@@ -12,24 +12,24 @@ from heads.target import Target
 from inference.drafters.base import Drafter
 from inference.generation import Generation, generate
 
-Contender = Callable[
-    [Tensor, int], tuple[int, Generation | None]
-]  # prompt (1, length) and seed -> new tokens, and more
+# prompt (1, length) int64 and seed -> how many new tokens, and the generation if foredraft made it
+Decoder = Callable[[Tensor, int], tuple[int, Generation | None]]
 
 
-class Result(NamedTuple):
-    """Of one contender, an entry per prompt."""
+class Timing(NamedTuple):
+    """Of one decoder, an entry per prompt."""
 
     seconds: list[float]
     tokens: list[int]
-    generations: list[Generation]  # none of a rival's
+    generations: list[Generation]  # empty for a baseline's
 
-    def rate(self, chosen: list[int]) -> float:
-        """Tokens per second over these prompts."""
+    def rate(self, chosen: list[int] | None = None) -> float:
+        """Tokens per second over these prompts (None: all)."""
+        chosen = list(range(len(self.tokens))) if chosen is None else chosen
         return sum(self.tokens[i] for i in chosen) / sum(self.seconds[i] for i in chosen)
 
 
-def ours(target: Target, drafter: Drafter | None, new_tokens: int, temperature: float = 0.0) -> Contender:
+def foredraft_decoder(target: Target, drafter: Drafter | None, new_tokens: int, temperature: float = 0.0) -> Decoder:
     def decode(ids: Tensor, seed: int) -> tuple[int, Generation]:
         limits: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1}
         out = generate(target, drafter, ids, temperature=temperature, seed=seed, **limits)
@@ -38,7 +38,9 @@ def ours(target: Target, drafter: Drafter | None, new_tokens: int, temperature: 
     return decode
 
 
-def transformers(target: Target, settings: dict[str, Any], new_tokens: int, temperature: float = 0.0) -> Contender:
+def transformers_decoder(
+    target: Target, settings: dict[str, Any], new_tokens: int, temperature: float = 0.0
+) -> Decoder:
     """`generate` of transformers itself. settings: of its assisted generation; {} is plain."""
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
 
@@ -51,16 +53,19 @@ def transformers(target: Target, settings: dict[str, Any], new_tokens: int, temp
     return decode
 
 
-def race(contenders: dict[str, Contender], rows: list[list[int]], device: torch.device) -> dict[str, Result]:
-    """All of them over all prompts, after a warm-up on the first."""
-    results = {name: Result([], [], []) for name in contenders}
-    for number, row in enumerate([rows[0], *rows]):
+def time_decoders(decoders: dict[str, Decoder], rows: list[list[int]], device: torch.device) -> dict[str, Timing]:
+    """All decoders over all prompts; prompt i has seed i + 1. On a GPU each prompt is decoded once before it is timed: its
+    lengths decide which CUDA graphs are captured, and capturing takes longer than decoding."""
+    timings = {name: Timing([], [], []) for name in decoders}
+    for seed, row in enumerate(rows, start=1):
         ids = torch.tensor([row], device=device)
-        for name, decode in contenders.items():
+        if seed == 1 or device.type == "cuda":
+            for decode in decoders.values():
+                decode(ids, seed)
+        for name, decode in decoders.items():
             start = time.perf_counter()
-            count, generation = decode(ids, number)
-            if number:
-                results[name].seconds.append(time.perf_counter() - start)
-                results[name].tokens.append(count)
-                results[name].generations.extend([generation] if generation is not None else [])
-    return results
+            count, generation = decode(ids, seed)
+            timings[name].seconds.append(time.perf_counter() - start)
+            timings[name].tokens.append(count)
+            timings[name].generations.extend([] if generation is None else [generation])
+    return timings

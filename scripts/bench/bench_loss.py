@@ -1,8 +1,10 @@
-"""Peak memory of the EAGLE-3 loss, chunked and not:  python scripts/bench/bench_loss.py [--batch 4 --length 2048 --skip-whole]
+"""Peak memory of the EAGLE-3 loss, chunked and not:
+
+    python scripts/bench/bench_loss.py [--batch 4 --length 2048 --skip-whole]
 
 A random target and head, thin (hidden 16, one layer, one attention head) so that logits are all that counts, with the
-vocabulary of Llama 3 and the paper's 7 steps. Each case runs forward and backward in a process of its own; counted is the
-growth of its peak memory over what it held before, gradients included, in bytes and in float32 logits of one step.
+vocabulary of Llama 3 and the paper's 7 steps. Each case runs forward and backward in a separate process, which reports how
+much its peak memory grew, gradients included, in bytes and in units of one step's float32 logits.
 """
 
 import argparse

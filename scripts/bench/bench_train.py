@@ -1,10 +1,10 @@
-"""How fast a head trains:  python scripts/bench/bench_train.py head=eagle3 length=4096 steps=8 [rival=PYTHON]
+"""How fast a head trains:  python scripts/bench/bench_train.py head=eagle3 length=4096 steps=8 [baseline=PYTHON]
 
 Tokens per second of the trainer's own steps, the process's peak memory, and model-flops utilisation: products of the
 target's forward and of the head's forward and backward per second, as a share of what one large matrix product reaches on
-this device. With `rival`, speculators 0.9.0 trains its EAGLE-3 in the same run: same target, rows, length, steps, dtype and
-threads, from hidden states on disk; ours runs the target, or reads such states too with features=disk. Its start-up is taken
-off as the difference of two runs.
+this device. With `baseline`, speculators 0.9.0 trains its EAGLE-3 in the same run: same target, rows, length, steps, dtype
+and threads, from hidden states on disk; foredraft runs the target, or reads such states too with features=disk. The
+baseline's start-up is not counted: its time is the difference of two runs.
 """
 
 import json
@@ -31,7 +31,7 @@ from train.module import DistillationModel
 from train.runtime.memory import keep_freed, peak_memory
 from train.trainer import HeadTrainer, arguments
 
-EPOCHS = 4  # of the rival, whose time is taken
+EPOCHS = 4  # of the baseline that are timed
 
 
 @entry("bench_train")
@@ -42,23 +42,20 @@ def main(cfg: DictConfig) -> None:
     batch = cfg.trainer.per_device_train_batch_size
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = torch.randint(target.vocab_size, (cfg.steps * batch, cfg.length), generator=generator)
-    results = {"foredraft": ours(cfg, target, tokens)}
-    if cfg.rival:
-        results["speculators"] = rival(cfg, target, tokens)
+    results = {"foredraft": train(cfg, target, tokens)}
+    if cfg.baseline:
+        results["speculators"] = train_baseline(cfg, target, tokens)
     for name, found in results.items():
         print(f"{name:12}" + "  ".join(f"{key} {value:,.4g}" for key, value in found.items()), flush=True)
-    if cfg.rival:
-        mine, theirs = results["foredraft"], results["speculators"]
-        print(
-            f"{mine['tokens_per_second'] / theirs['tokens_per_second']:.2f} times the tokens/s, "
-            f"{mine['peak_gib'] / theirs['peak_gib']:.2f} of the memory"
-        )
+    if cfg.baseline:
+        ratio = {key: results["foredraft"][key] / value for key, value in results["speculators"].items()}
+        print(f"{ratio['tokens_per_second']:.2f} times the tokens/s, {ratio['peak_gib']:.2f} of the memory")
     if cfg.output:
         Path(cfg.output).write_text(json.dumps(results, indent=2) + "\n")
 
 
-def ours(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, float]:
-    """tokens (rows, length) int64."""
+def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, float]:
+    """What HeadTrainer reaches on these rows. tokens: (rows, length) int64."""
     documents = [Document(row, [True] * len(row)) for row in tokens.tolist()]
     more = {"counts": torch.bincount(tokens.flatten(), minlength=target.vocab_size)}
     head = instantiate(cfg.head, target=target, **(more if "draft_vocab_size" in cfg.head else {}))
@@ -87,7 +84,7 @@ def ours(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, flo
 
 
 def top_speed(target: Target, size: int = 2048, repeats: int = 5) -> float:
-    """Flops per second of one large product in the target's dtype, the best of several."""
+    """Flops per second of one large product in the target's dtype, the fastest of several."""
     a = torch.randn(size, size, device=target.device, dtype=target.dtype)
     best = float("inf")
     for _ in range(repeats):
@@ -97,14 +94,14 @@ def top_speed(target: Target, size: int = 2048, repeats: int = 5) -> float:
     return 2 * size**3 / best
 
 
-def rival(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, float]:
-    """speculators on the same rows. Two runs, of one epoch and of more: what the others take is training alone. They are
-    several, since starting takes as long as an epoch, and never twice the same."""
+def train_baseline(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, float]:
+    """speculators on the same rows, run for one epoch and for EPOCHS more: the difference is training alone. Several, since
+    starting takes as long as an epoch and varies."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        layers = list(cfg.head.layers or lesson_layers(cfg, target))
+        layers = list(cfg.head.layers or head_layers(cfg, target))
         write_rows(target, layers, tokens, folder)
-        command = [cfg.rival, *([cfg.rival_driver] if cfg.rival_driver else ["-m", "speculators"]), "train"]
+        command = [cfg.baseline, *([cfg.baseline_driver] if cfg.baseline_driver else ["-m", "speculators"]), "train"]
         settings = {
             "speculator-type": "eagle3",
             "verifier-name-or-path": target.name,
@@ -132,13 +129,14 @@ def rival(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
     return {"tokens_per_second": trained / seconds, "peak_gib": runs[0][1] / 2**30}
 
 
-def lesson_layers(cfg: DictConfig, target: Target) -> list[int]:
+def head_layers(cfg: DictConfig, target: Target) -> list[int]:
+    """The layers that the head of this config reads."""
     more: dict[str, Any] = {"counts": torch.ones(target.vocab_size, dtype=torch.int64)}
     return instantiate(cfg.head, target=target, **more).layers
 
 
 def timed(command: list[str], threads: int) -> tuple[float, int]:
-    """Seconds and peak bytes of a process, which must end well."""
+    """Seconds and peak bytes of a process. Raises ValueError if it fails."""
     start = time.perf_counter()
     process = subprocess.Popen(
         command,
@@ -148,16 +146,16 @@ def timed(command: list[str], threads: int) -> tuple[float, int]:
         text=True,
     )
     assert process.stdout is not None
-    said = process.stdout.read()
+    output = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     if status:
-        raise ValueError(f"{' '.join(command[:4])} failed:\n{said[-2000:]}")
+        raise ValueError(f"{' '.join(command[:4])} failed:\n{output[-2000:]}")
     return time.perf_counter() - start, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @torch.no_grad()
 def write_rows(target: Target, layers: list[int], tokens: torch.Tensor, folder: Path) -> None:
-    """The rows as speculators reads them: an Arrow dataset, and per row three layers and the last state before its norm."""
+    """The rows in the format of speculators: an Arrow dataset, and per row three layers and the state before the norm."""
     from datasets import Dataset
 
     (folder / "hidden_states").mkdir()

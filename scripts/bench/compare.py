@@ -1,7 +1,7 @@
 """Every published way to draft, in one table:  python scripts/bench/compare.py
 
 Trains every head of conf/head with train/run.py, one after the other, then decodes the same held-out prompts with every
-drafter at T=0 and T=1, all in turn on each prompt. Finished trainings are used again, so a stopped comparison goes on.
+drafter at T=0 and T=1, all in turn on each prompt. Finished trainings are reused, so a stopped comparison can be continued.
 It writes compare.csv, compare.md and compare.png.
 """
 
@@ -25,7 +25,7 @@ from heads import Target, adapter
 from inference import load_drafter
 from inference.drafters import Drafter
 from inference.evaluation.measure import REPETITIVE, acceptance, distinct, per_depth, run, texts
-from inference.evaluation.speed import Contender, ours, race, transformers
+from inference.evaluation.speed import Decoder, foredraft_decoder, time_decoders, transformers_decoder
 from train.cli import CONF, entry
 from train.data.corpus import prompts
 from train.finalize import device_name
@@ -85,16 +85,16 @@ def train(directory: Path, given: list[str], before: list[Path]) -> Path:
     if metrics.exists() and json.loads(metrics.read_text())["command"] == " ".join(["python", *arguments]):
         print(f"{directory.name}: trained before, {directory}", flush=True)
         return directory
-    # What the target writes to train on is the same for every head: the first one's is passed on.
-    written = next((run / "self_generated.json" for run in before if (run / "self_generated.json").exists()), None)
-    if written is not None and not directory.exists():
+    # The text that the target writes to train on is the same for every head: the first run's is copied to the others.
+    texts = next((run / "self_generated.json" for run in before if (run / "self_generated.json").exists()), None)
+    if texts is not None and not directory.exists():
         directory.mkdir(parents=True)
-        shutil.copy(written, directory)
+        shutil.copy(texts, directory)
     print("$ python " + " ".join(arguments), flush=True)
     done = subprocess.run([sys.executable, *arguments])
     if done.returncode:
         raise ValueError(
-            f"training {directory.name} ended with exit code {done.returncode}; the same command goes on from there"
+            f"training {directory.name} ended with exit code {done.returncode}; the same command continues it"
         )
     return directory
 
@@ -105,14 +105,14 @@ def named(row: Any) -> list[str]:
 
 
 def fill(row: Any, trained: dict[str, Path]) -> Any:
-    """The row with the heads' directories in the place of their names."""
+    """The row with the names of heads replaced by their directories."""
     if isinstance(row, dict):
         return {key: fill(value, trained) for key, value in row.items()}
     return re.sub(r"{(\w+)}", lambda name: str(trained[name[1]] / "head"), row) if isinstance(row, str) else row
 
 
 def load(cfg: DictConfig, target: Target, drafter: dict[str, Any]) -> tuple[Target, Drafter]:
-    """A drafter and the target that it drafts for: another copy for heads with an adapter of the target beside them."""
+    """A drafter and the target that it drafts for: a copy of its own where the head comes with an adapter of the target."""
     options = dict(drafter)
     spec = options.pop("spec")
     if any((Path(part) / adapter.CONFIG).is_file() for part in spec.split("+")):
@@ -126,55 +126,66 @@ def measure(cfg: DictConfig, target: Target, rows: list[list[int]], wanted: dict
     loops = [distinct(text) < REPETITIVE for text in texts(run(target, None, rows, **limits))]
     rows = [row for row, loop in zip(rows, loops, strict=True) if not loop] or rows
     print(f"{sum(loops)} of {len(loops)} prompts end in loops and are left out", flush=True)
-    teams = {name: load(cfg, target, row["drafter"]) for name, row in wanted.items()}
+    loaded = {name: load(cfg, target, row["drafter"]) for name, row in wanted.items()}
     found: dict[str, dict] = {name: {} for name in [PLAIN, *wanted]}
+    timed = rows[:: max(1, len(rows) // cfg.timed_prompts)][: cfg.timed_prompts]
     for label, temperature in TEMPERATURES.items():
-        for name, (own, drafter) in teams.items():
+        for name, (own, drafter) in loaded.items():
             generations = run(own, drafter, rows, temperature=temperature, **limits)
             found[name][f"acceptance {label}"] = acceptance(generations)
-            most = max(count for g in generations for step in g.steps for count in step.accepted)
-            found[name][f"accepted per depth {label}"] = per_depth(generations, most)
+            deepest = max(count for g in generations for step in g.steps for count in step.accepted)
+            found[name][f"accepted per depth {label}"] = per_depth(generations, deepest)
             print(f"{label} {name}: acceptance length {acceptance(generations):.2f}", flush=True)
-        contenders: dict[str, Contender] = {PLAIN: ours(target, None, cfg.new_tokens, temperature)}
-        contenders |= {name: ours(*team, cfg.new_tokens, temperature) for name, team in teams.items()}
-        contenders[f"{PLAIN}, transformers"] = transformers(target, {}, cfg.new_tokens, temperature)
-        for name, row in wanted.items():
-            if "rival" in row:
-                settings = dict(row["rival"])
-                if "assistant_model" in settings:
-                    small = AutoModelForCausalLM.from_pretrained(settings["assistant_model"], dtype=target.dtype)
-                    settings["assistant_model"] = small.to(target.device).eval()
-                contenders[f"{name}, transformers"] = transformers(target, settings, cfg.new_tokens, temperature)
-        some = rows[:: max(1, len(rows) // cfg.timed_prompts)][: cfg.timed_prompts]
-        results = race(contenders, some, target.device)
-        rates = {name: result.rate(list(range(len(some)))) for name, result in results.items()}
+        timings = time_decoders(decoders(cfg, target, loaded, wanted, temperature), timed, target.device)
+        rates = {name: timing.rate() for name, timing in timings.items()}
         for name in found:
             found[name][f"tokens/s {label}"] = rates[name]
             found[name][f"speedup {label}"] = rates[name] / rates[PLAIN]
             if f"{name}, transformers" in rates:
                 found[name][f"over transformers {label}"] = rates[name] / rates[f"{name}, transformers"]
-    prove(cfg, target, rows[: cfg.proven_prompts], wanted, found)
+    check_identity(cfg, target, rows[: cfg.proven_prompts], wanted, found)
     return found
 
 
-def prove(cfg: DictConfig, target: Target, rows: list[list[int]], wanted: dict[str, Any], found: dict) -> None:
-    """Note for every row which share of its texts is, in float32, the untouched target's own."""
+def decoders(
+    cfg: DictConfig,
+    target: Target,
+    loaded: dict[str, tuple[Target, Drafter]],
+    wanted: dict[str, Any],
+    temperature: float,
+) -> dict[str, Decoder]:
+    """Of every row, and of transformers where a row has a baseline there."""
+    found: dict[str, Decoder] = {PLAIN: foredraft_decoder(target, None, cfg.new_tokens, temperature)}
+    found |= {name: foredraft_decoder(*one, cfg.new_tokens, temperature) for name, one in loaded.items()}
+    baselines = {PLAIN: {}, **{name: dict(row["baseline"]) for name, row in wanted.items() if "baseline" in row}}
+    for name, settings in baselines.items():
+        if "assistant_model" in settings:
+            small = AutoModelForCausalLM.from_pretrained(settings["assistant_model"], dtype=target.dtype)
+            settings["assistant_model"] = small.to(target.device).eval()
+        found[f"{name}, transformers"] = transformers_decoder(target, settings, cfg.new_tokens, temperature)
+    return found
+
+
+def check_identity(cfg: DictConfig, target: Target, rows: list[list[int]], wanted: dict[str, Any], found: dict) -> None:
+    """Add to every row the share of its texts that equal, in float32, those of the target without a drafter or adapter."""
     exact: Target = target if target.dtype == torch.float32 else instantiate(cfg.target, dtype="float32")
     limits: dict[str, Any] = {"max_new_tokens": cfg.new_tokens, "eos_token_id": -1}
     plain = {label: texts(run(exact, None, rows, temperature=t, **limits)) for label, t in TEMPERATURES.items()}
     for name, row in wanted.items():
         own, drafter = load(cfg, exact, row["drafter"])
         same = [
-            ours == theirs
+            text == expected
             for label, t in TEMPERATURES.items()
-            for ours, theirs in zip(texts(run(own, drafter, rows, temperature=t, **limits)), plain[label], strict=True)
+            for text, expected in zip(
+                texts(run(own, drafter, rows, temperature=t, **limits)), plain[label], strict=True
+            )
         ]
         found[name]["identical"] = sum(same) / len(same)
         print(f"{name}: {found[name]['identical']:.1%} of its texts are the target's own in float32", flush=True)
 
 
 def write(output: Path, found: dict[str, dict], note: str) -> None:
-    """compare.csv has every figure; compare.md and compare.png what one looks at."""
+    """Every figure to compare.csv, the main ones to compare.md and compare.png."""
     names = list(dict.fromkeys(key for facts in found.values() for key in facts))
     with (output / "compare.csv").open("w", newline="") as file:
         writer = csv.writer(file)
@@ -192,7 +203,7 @@ def write(output: Path, found: dict[str, dict], note: str) -> None:
         lines.append("| " + " | ".join([name, *cells, verdict]) + " |")
     (output / "compare.md").write_text("\n".join([*lines, "", note, ""]))
     draw(output / "compare.png", found, note)
-    print("\n".join([*lines, "", note, f"written: {output}/compare.csv, .md, .png"]), flush=True)
+    print("\n".join([*lines, "", note, f"wrote {output}/compare.csv, .md, .png"]), flush=True)
 
 
 def cell(value: Any) -> str:
@@ -205,7 +216,7 @@ def cell(value: Any) -> str:
 
 def draw(file: Path, found: dict[str, dict], note: str) -> None:
     """Acceptance length and speedup of every row, side by side."""
-    from matplotlib.figure import Figure  # an extra that only this needs
+    from matplotlib.figure import Figure  # half a second: only this needs it
 
     figure = Figure(figsize=(11, 1.5 + 0.42 * len(found)), layout="constrained")
     places = range(len(found))

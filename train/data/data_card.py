@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import numpy as np
 from torch import Tensor
 
 from heads import vocab
-from heads.hub.card import percent
+from heads.hub.card import aligned, percent
 from inference.evaluation import plots
+from inference.evaluation.pages import write_page
 from inference.evaluation.plots import Bar
-from inference.evaluation.report import PAGE_STYLE
 from train.data.corpus import Document
 
 BINS = 12  # of the histogram
@@ -64,9 +63,7 @@ def lines(card: dict[str, Any]) -> list[tuple[str, str]]:
 
 def summary(card: dict[str, Any]) -> str:
     """The card for the terminal."""
-    rows = lines(card)
-    width = max(len(label) for label, _ in rows)
-    return "\n".join(f"  {label:<{width}}  {value}" for label, value in rows)
+    return aligned(lines(card), indent="  ")
 
 
 def histogram(card: dict[str, Any]) -> str:
@@ -80,12 +77,7 @@ def histogram(card: dict[str, Any]) -> str:
 
 
 def save(directory: Path, card: dict[str, Any]) -> None:
-    """data_card.json, and data_card.html, a page that needs nothing but itself."""
+    """data_card.json, and data_card.html."""
     (directory / "data_card.json").write_text(json.dumps(card, indent=2) + "\n")
-    rows = "".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in lines(card))
-    page = (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>Data card</title><style>{PAGE_STYLE}{plots.STYLE}</style><main><h1>What was trained on</h1>"
-        f"<h2>Data</h2><dl>{rows}</dl><h2>Lengths</h2><figure>{histogram(card)}</figure></main></html>\n"
-    )
-    (directory / "data_card.html").write_text(page)
+    shown = {"lines": lines(card), "histogram": histogram(card)}
+    write_page(directory / "data_card.html", "data_card.html.jinja", "train.data", **shown)
