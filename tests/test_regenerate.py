@@ -15,11 +15,11 @@ from inference import generate
 from tests.support.bad_server import WAYS, BadServer
 from train.data.chat_template import ChatFormat
 from train.data.generation_clients import Server, in_process, through_server
-from train.data.regeneration import Output, Sampling, questions
+from train.data.regeneration import GenerationSettings, Output, questions
 from train.data.sources import Source
 
 ROOT = Path(__file__).resolve().parent.parent
-SAMPLING = Sampling(1.0, None, 16, 7)
+SAMPLING = GenerationSettings(1.0, None, 16, 7)
 
 
 @pytest.fixture

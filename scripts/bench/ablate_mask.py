@@ -19,15 +19,15 @@ from torch import Tensor
 from heads.base import PackedBatch, draft_loss_mask
 from inference.drafters import load_drafter
 from inference.evaluation.measure import acceptance, run
+from train import module
 from train import run as training
-from train import trainer
 from train.data.corpus import prompts
 
 DIRECTORY = Path("outputs/ablate_mask")
 
 
 def unshifted(text: PackedBatch, depth: int) -> Tensor:
-    """`began` with the supervision of token p in the place of token p + 2's."""
+    """`draft_loss_mask` with the loss mask of token p in the place of token p + 2's."""
     return draft_loss_mask(text._replace(loss_mask=text.loss_mask.roll(2, dims=1)), depth) & (text.documents >= 0)
 
 
@@ -54,7 +54,7 @@ def measure(directory: Path) -> dict[str, Any]:
 def main() -> None:
     settings, results = sys.argv[1:], {}
     for name, rule in {"shifted": draft_loss_mask, "unshifted": unshifted}.items():
-        trainer.draft_loss_mask = rule  # the one place where supervision meets the alignment rule
+        module.draft_loss_mask = rule  # the one place where supervision meets the alignment rule
         sys.argv = ["train/run.py", *settings, f"output_dir={DIRECTORY / name}"]
         training.main()
         with torch.inference_mode():

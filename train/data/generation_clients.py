@@ -1,4 +1,4 @@
-"""Who answers the questions of a set: a server that speaks OpenAI's protocol, or the target in this process."""
+"""Generation clients of regeneration: a server that speaks OpenAI's protocol, or the target in this process."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ import torch
 from heads.target import Target
 from inference.generation import generate
 from train.data.chat_template import ChatFormat
-from train.data.regeneration import ConversationRequest, Output, Sampling
+from train.data.regeneration import ConversationRequest, GenerationSettings, Output
 from train.data.sources import Message, SkippedRow
 
 
@@ -26,15 +26,17 @@ class Refused(ValueError):
 
 
 class Server:
-    """A server that speaks OpenAI's protocol. The `openai` package waits and tries again (429 with Retry-After, 408, 409,
-    5xx, time-outs, cut connections: exponential, with jitter); an answer that cannot be read is asked for again here."""
+    """A server that speaks OpenAI's protocol. The `openai` package retries (429 with Retry-After, 408, 409, 5xx, time-outs,
+    cut connections: exponential, with jitter); an answer that cannot be read is requested again here."""
 
-    def __init__(self, endpoint: str, model: str | None, timeout: float, retries: int, sampling: Sampling, extra: dict):
+    def __init__(
+        self, endpoint: str, model: str | None, timeout: float, retries: int, settings: GenerationSettings, extra: dict
+    ):
         try:
             import openai
         except ImportError:
             raise ValueError("endpoint=... needs the openai package: pip install foredraft[regenerate]") from None
-        self.errors, self.endpoint, self.retries, self.sampling, self.extra = openai, endpoint, retries, sampling, extra
+        self.errors, self.endpoint, self.retries, self.settings, self.extra = openai, endpoint, retries, settings, extra
         key = os.environ.get("OPENAI_API_KEY", "none")
         self.client = openai.AsyncOpenAI(base_url=endpoint, api_key=key, timeout=timeout, max_retries=retries)
         self.model = model or ""
@@ -42,16 +44,16 @@ class Server:
     async def start(self) -> None:
         """Ask which model is served, where none was named."""
         if not self.model:
-            self.model = (await self.tried(self.client.models.list)).data[0].id
+            self.model = (await self.retried(self.client.models.list)).data[0].id
 
     async def reply(self, messages: list[Message], seed: int) -> Reply:
-        settings: dict[str, Any] = {"messages": messages, "model": self.model, "seed": seed}
-        settings |= {"temperature": self.sampling.temperature, "max_tokens": self.sampling.max_tokens}
-        if self.sampling.top_p is not None:
-            settings["top_p"] = self.sampling.top_p
+        request: dict[str, Any] = {"messages": messages, "model": self.model, "seed": seed}
+        request |= {"temperature": self.settings.temperature, "max_tokens": self.settings.max_tokens}
+        if self.settings.top_p is not None:
+            request["top_p"] = self.settings.top_p
 
         async def once() -> Reply:
-            out = await self.client.chat.completions.create(extra_body=self.extra or None, **settings)
+            out = await self.client.chat.completions.create(extra_body=self.extra or None, **request)
             choice = out.choices[0]
             text = choice.message.content
             if not isinstance(text, str) or not isinstance(choice.finish_reason, str):
@@ -60,9 +62,9 @@ class Server:
             thoughts = (choice.message.model_extra or {}).get("reasoning_content")
             return Reply(message | ({"reasoning_content": thoughts} if thoughts else {}), choice.finish_reason)
 
-        return await self.tried(once)
+        return await self.retried(once)
 
-    async def tried(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+    async def retried(self, ask: Callable[[], Awaitable[Any]]) -> Any:
         """Raises Refused for a request that the server will never take, ValueError for a server that gives no answer."""
         trouble: Exception | None = None
         for attempt in range(self.retries + 1):
@@ -81,18 +83,18 @@ class Server:
                 await asyncio.sleep(min(8.0, 0.5 * 2**attempt) * random.uniform(0.75, 1.0))
         raise ValueError(
             f"endpoint={self.endpoint} gives no answer, tried {self.retries + 1} times ({trouble}); what is answered is "
-            "kept, the same command goes on from there"
+            "kept, the same command continues from there"
         ) from trouble
 
     async def converse(self, row: ConversationRequest) -> dict[str, Any]:
-        """The whole conversation, every answer given in the light of the answers before."""
+        """The whole conversation, each answer given what was said before it."""
         said: list[Message] = []
         reasons: list[str] = []
         try:
             for turn in row.turns:
                 said.append(turn)
                 if turn["role"] == "user":
-                    message, reason = await self.reply(said, self.sampling.seed + row.number)
+                    message, reason = await self.reply(said, self.settings.seed + row.number)
                     said.append(message)
                     reasons.append(reason)
         except Refused as error:
@@ -101,7 +103,7 @@ class Server:
 
 
 async def through_server(server: Server, rows: Iterable[ConversationRequest], concurrency: int, output: Output) -> None:
-    """At most `concurrency` conversations at once; what is done early waits, so that rows are written in order."""
+    """At most `concurrency` conversations at once; rows that are done early wait, so that they are written in order."""
     gate = asyncio.Semaphore(concurrency)
 
     async def one(row: ConversationRequest) -> dict[str, Any]:
@@ -130,14 +132,14 @@ def in_process(
     form: ChatFormat,
     rows: Iterable[ConversationRequest],
     batch: int,
-    sampling: Sampling,
+    settings: GenerationSettings,
     output: Output,
 ) -> None:
-    """By our own engine: the same turn of `batch` conversations at once. What a row becomes depends on the row alone."""
+    """By our own engine: the same turn of `batch` conversations at once. An answer depends on its own row alone."""
     waiting: list[ConversationRequest] = []
 
     def flush() -> None:
-        for row, answered in zip(waiting, answer(target, form, waiting, sampling), strict=True):
+        for row, answered in zip(waiting, answer(target, form, waiting, settings), strict=True):
             output.add(row, answered)
         waiting.clear()
 
@@ -150,7 +152,7 @@ def in_process(
 
 
 def answer(
-    target: Target, form: ChatFormat, rows: list[ConversationRequest], sampling: Sampling
+    target: Target, form: ChatFormat, rows: list[ConversationRequest], settings: GenerationSettings
 ) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [{"messages": [], "finish_reasons": []} for _ in rows]
     left = [deque(row.turns) for row in rows]
@@ -169,14 +171,18 @@ def answer(
                     prompts.pop(i, None)
                     found[i] = {"error": str(error)}
                     turns.clear()
-        for i, (message, reason) in replies(target, form, rows, prompts, sampling).items():
+        for i, (message, reason) in replies(target, form, rows, prompts, settings).items():
             found[i]["messages"].append(message)
             found[i]["finish_reasons"].append(reason)
     return found
 
 
 def replies(
-    target: Target, form: ChatFormat, rows: list[ConversationRequest], prompts: dict[int, list[int]], sampling: Sampling
+    target: Target,
+    form: ChatFormat,
+    rows: list[ConversationRequest],
+    prompts: dict[int, list[int]],
+    settings: GenerationSettings,
 ) -> dict[int, Reply]:
     if not prompts:
         return {}
@@ -188,10 +194,10 @@ def replies(
         None,
         torch.tensor(ids, device=target.device),
         torch.tensor(mask, device=target.device),
-        max_new_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        seed=[sampling.seed + rows[i].number for i in prompts],
+        max_new_tokens=settings.max_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        seed=[settings.seed + rows[i].number for i in prompts],
     )
     found = {}
     for i, tokens in zip(prompts, out.new_tokens, strict=True):

@@ -1,4 +1,4 @@
-"""From files and Hub datasets to conversations, row by row. A row that is none is passed on as `Dropped`, never lost.
+"""From files and Hub datasets to conversations, row by row. A row that is none is a `SkippedRow` with its reason, never lost.
 
 A conversation is a list of {"role", "content"} with roles system, user, assistant, tool. It is found in ShareGPT's,
 UltraChat's and OpenAI's layouts, in pairs of a prompt and a response, and a row may also be raw text.
@@ -57,14 +57,14 @@ class Source:
             yield row
 
     def conversation(self, row: Row) -> list[Message] | str:
-        """The row's conversation, or its raw text. Raises Dropped."""
+        """The row's conversation, or its raw text. Raises SkippedRow."""
         if isinstance(row.value, SkippedRow):
             raise row.value
         if not isinstance(row.value, dict):
             raise SkippedRow("not an object with columns")
         value = {name: cell for name, cell in row.value.items() if cell is not None}
         if (column := pick(value, self.messages, LISTS)) and isinstance(value[column], list):
-            return turns(value[column], all_asked=column == "turns")
+            return turns(value[column], all_user=column == "turns")
         if column := pick(value, self.prompt, PROMPTS):
             return pair(value, column, pick(value, self.response, RESPONSES))
         if column := pick(value, self.text, TEXTS):
@@ -74,7 +74,7 @@ class Source:
         raise SkippedRow("no conversation and no text in it")
 
     def digest(self) -> str:
-        """Of the files' bytes, or of what names a Hub dataset: a key for what was made of it."""
+        """A hash of the files, or of what names a Hub dataset."""
         total = hashlib.sha256(repr(self).encode())
         for file in files(self.path):
             with file.open("rb") as opened:
@@ -109,7 +109,7 @@ def read(file: Path) -> Iterator[Row]:
 
 
 def json_lines(file: Path) -> Iterator[Row]:
-    """One by one, not by `datasets`, whose reader gives up a whole file for one bad line or one odd type."""
+    """Line by line, not by `datasets`, whose reader rejects a whole file for one bad line or one odd type."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if number == 1:
@@ -191,14 +191,14 @@ def pair(row: dict, prompt: str, response: str | None) -> list[Message]:
     return messages + ([{"role": "assistant", "content": content(answered)}] if answered is not None else [])
 
 
-def turns(items: list, all_asked: bool = False) -> list[Message]:
-    """all_asked: plain strings are all the user's; else they take turns, the user first."""
+def turns(items: list, all_user: bool = False) -> list[Message]:
+    """all_user: plain strings are all the user's; else they take turns, the user first."""
     if not items:
         raise SkippedRow("a conversation without a turn")
     messages = []
     for number, item in enumerate(items):
         if isinstance(item, str):
-            item = {"role": "user" if all_asked or number % 2 == 0 else "assistant", "content": item}
+            item = {"role": "user" if all_user or number % 2 == 0 else "assistant", "content": item}
         if not isinstance(item, dict):
             raise SkippedRow("a turn that is neither text nor a message")
         if item.get("tool_calls"):
