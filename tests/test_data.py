@@ -138,13 +138,14 @@ def test_texts_begin_as_the_model_expects(target, with_bos, tmp_path):
 
 
 def test_the_target_continues_texts_that_begin_with_its_bos(target, with_bos, tmp_path, monkeypatch):
-    asked: list[list[int]] = []
+    given: list[list[int]] = []
     monkeypatch.setattr(target, "tokenizer", with_bos)
-    monkeypatch.setattr(self_generated, "continuations", lambda target, rows, **settings: asked.extend(rows) or [])
+    plain = self_generated.continue_rows
+    monkeypatch.setattr(self_generated, "continue_rows", lambda t, rows, **s: given.extend(rows) or plain(t, rows, **s))
     text = corpus.tokenize(with_bos, [TEXT])
     self_generated.write(target, text, 20 * 20, 0, begin=16, new=20)
-    assert len(asked) == 20 and {len(row) for row in asked} <= {16, 17}
-    assert all(row.count(with_bos.bos_token_id) == 1 and row[0] == with_bos.bos_token_id for row in asked)
+    assert len(given) == 20 and {len(row) for row in given} <= {16, 17}
+    assert all(row.count(with_bos.bos_token_id) == 1 and row[0] == with_bos.bos_token_id for row in given)
 
 
 def test_chunks_do_not_change_loss_or_gradient(target, monkeypatch):

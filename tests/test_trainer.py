@@ -81,7 +81,7 @@ def test_the_optimizer_obeys_the_trainers_arguments(target: Target, tmp_path: Pa
         ("+trainer.optim=sgd", "trainer.optim=sgd has no effect on a head: choose optimizer=adamw or optimizer=muon"),
         (
             "+trainer.eval_strategy=steps",
-            "trainer.eval_strategy=steps has no effect on a head: evaluate.eval_steps says",
+            "trainer.eval_strategy=steps has no effect on a head: set evaluate.eval_steps",
         ),
     ],
 )

@@ -67,7 +67,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def start_process(cfg: DictConfig) -> None:
-    """What is wrong without a look at target and data; then device and seed."""
+    """Check what needs neither target nor data, and set device and seed."""
     strategy.check(cfg.strategy.name, cfg.optimizer._target_)
     if distributed.rank() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- one process prints, to its end
@@ -133,7 +133,7 @@ def with_self_generated_text(cfg: DictConfig, target: Target, data: Corpus, dire
         return data
     file = directory / "self_generated.json"
     if target.reads_collectively and not distributed.broadcast(file.exists()):
-        # All must read, in step, for the target to write: each has the whole text then, and one keeps it for a resumed run.
+        # All must read together for the target to write: each has all of the text then, and one keeps it for a resumed run.
         with tempfile.TemporaryDirectory() as scratch:
             kept = file if distributed.rank() == 0 else Path(scratch) / file.name
             return self_generate(target, data, tokens, cfg.seed, kept)

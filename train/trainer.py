@@ -27,11 +27,11 @@ from train.runtime.strategy import load_full_weights, shard_on_cpus_too, without
 
 NOT_HERE = {  # arguments of Trainer that would change nothing here, and what does
     "optim": "choose optimizer=adamw or optimizer=muon",
-    "optim_args": "the keys of conf/optimizer say it",
+    "optim_args": "set the keys of conf/optimizer",
     "optim_target_modules": "choose optimizer=adamw or optimizer=muon",
     "label_smoothing_factor": "the labels are the target's own distributions: choose a loss",
-    "eval_strategy": "evaluate.eval_steps says when to measure",
-    "load_best_model_at_end": "evaluate.keep_best does it",
+    "eval_strategy": "set evaluate.eval_steps",
+    "load_best_model_at_end": "set evaluate.keep_best",
 }
 
 

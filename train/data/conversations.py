@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -32,13 +32,7 @@ class Documents(Sequence[Document]):
     def __len__(self) -> int:
         return len(self.chosen)
 
-    @overload
-    def __getitem__(self, number: int) -> Document: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Document]: ...
-    def __getitem__(self, number: int | slice) -> Document | list[Document]:
-        if isinstance(number, slice):
-            return [self[i] for i in range(*number.indices(len(self)))]
+    def __getitem__(self, number: int) -> Document:  # type: ignore[override]  # no slices: nothing cuts a corpus
         row = self.encoded[int(self.chosen[number])]
         return Document(row["tokens"], row["loss_mask"])
 
@@ -145,12 +139,12 @@ def encoded_rows(
         blank: dict[str, Any] = {"number": number, "tokens": [], "loss_mask": [], "raw": "", "reason": ""}
         blank |= {"where": row.where, "key": 0}
         try:
-            said = source.conversation(row)
-            if isinstance(said, str):
-                found, raw = tokenize(tokenizer, [said]), said
+            messages = source.conversation(row)
+            if isinstance(messages, str):
+                found, raw = tokenize(tokenizer, [messages]), messages
             else:
                 form, raw = form or ChatFormat(tokenizer, template, thinking), ""
-                found = form.documents(said)
+                found = form.documents(messages)
                 shares += [sum(document.loss_mask) / max(1, len(document.tokens)) for document in found]
                 found = [document for document in found if any(document.loss_mask)]
             if not found:
@@ -159,7 +153,7 @@ def encoded_rows(
             yield blank | {"reason": str(reason)}
             continue
         for document in found:
-            yield blank | document._asdict() | {"key": key(said), "raw": raw}
+            yield blank | document._asdict() | {"key": key(messages), "raw": raw}
         if form is not None and len(shares) >= CHECKED:
             check(shares, form)
             shares = []
@@ -170,8 +164,8 @@ def encoded_rows(
 
 
 def check(shares: list[float], form: ChatFormat) -> None:
-    """Raise ValueError for conversations of which nothing is in the loss, or all. A packed row may lie inside one answer, so
-    only whole conversations tell."""
+    """Raise ValueError for conversations of which nothing is in the loss, or all. Packed rows are no evidence: one
+    may lie inside a single answer."""
     if all(share == 1 for share in shares):
         raise ValueError(
             f"{form.name} gives {len(shares)} conversations of which 100 % of the tokens are in the loss, the prompts too: "
@@ -184,9 +178,9 @@ def check(shares: list[float], form: ChatFormat) -> None:
         )
 
 
-def key(said: Any) -> int:
+def key(messages: Any) -> int:
     """31 bits of a hash of a conversation, whatever file it stands in."""
-    return int.from_bytes(hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()[:4], "big") >> 1
+    return int.from_bytes(hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).digest()[:4], "big") >> 1
 
 
 def source_of(data: Any) -> Source:

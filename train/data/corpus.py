@@ -112,23 +112,23 @@ def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: 
     A conversation is not cut (its prompt would lose its question or its form); one of more than 8 * `length` tokens is
     skipped. Raises ValueError where there is no prompt.
     """
-    whole = [d.tokens[: d.loss_mask.index(True)] for d in held if isinstance(d, Document)]
-    if whole:
-        asked = [prompt for prompt in whole if 0 < len(prompt) <= 8 * length]
-        if not asked:
+    chats = [d.tokens[: d.loss_mask.index(True)] for d in held if isinstance(d, Document)]
+    if chats:
+        fitting = [prompt for prompt in chats if 0 < len(prompt) <= 8 * length]
+        if not fitting:
             raise ValueError(
                 f"every held-out conversation has a prompt of more than {8 * length} tokens: evaluate.prompt_tokens={length} "
                 "is an eighth of the longest that is measured on, raise it"
             )
-        count = min(count, len(asked))
-        return [asked[len(asked) * i // count] for i in range(count)]
+        count = min(count, len(fitting))
+        return [fitting[len(fitting) * i // count] for i in range(count)]
     texts = [text for text in held if isinstance(text, str)]
 
     def lines() -> Iterator[str]:
-        whole = sum(map(len, texts))
+        total = sum(map(len, texts))
         at, offset = 0, 0
         for number in range(count):
-            place = whole * number // count
+            place = total * number // count
             while place >= offset + len(texts[at]):
                 offset += len(texts[at])
                 at += 1

@@ -1,18 +1,17 @@
 """Generation clients of regeneration: a server that speaks OpenAI's protocol, or the target in this process."""
 
 import asyncio
+import itertools
 import os
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NamedTuple
 
-import torch
-
 from heads.target import Target
-from inference.generation import generate
 from train.data.chat_template import ChatFormat
 from train.data.regeneration import ConversationRequest, GenerationSettings, Output
+from train.data.self_generated import continue_rows
 from train.data.sources import Message, SkippedRow
 
 
@@ -66,40 +65,40 @@ class Server:
 
     async def retried(self, ask: Callable[[], Awaitable[Any]]) -> Any:
         """Raises Refused for a request that the server will never take, ValueError for a server that gives no answer."""
-        trouble: Exception | None = None
+        failure: Exception | None = None
         for attempt in range(self.retries + 1):
             try:
                 return await ask()
             except self.errors.APIStatusError as error:
                 if error.status_code in (400, 413, 422):
                     raise Refused(f"status {error.status_code}: {error.message[:300]}") from None
-                trouble = error
+                failure = error
                 break
             except self.errors.APIConnectionError as error:
-                trouble = error
+                failure = error
                 break
             except (self.errors.APIResponseValidationError, ValueError, TypeError, IndexError, AttributeError) as error:
-                trouble = error  # no JSON, or not an answer's
+                failure = error  # no JSON, or not an answer's
                 await asyncio.sleep(min(8.0, 0.5 * 2**attempt) * random.uniform(0.75, 1.0))
         raise ValueError(
-            f"endpoint={self.endpoint} gives no answer, tried {self.retries + 1} times ({trouble}); what is answered is "
+            f"endpoint={self.endpoint} gives no answer, tried {self.retries + 1} times ({failure}); what is answered is "
             "kept, the same command continues from there"
-        ) from trouble
+        ) from failure
 
     async def converse(self, row: ConversationRequest) -> dict[str, Any]:
-        """The whole conversation, each answer given what was said before it."""
-        said: list[Message] = []
+        """The conversation with an answer after each of the user's turns."""
+        messages: list[Message] = []
         reasons: list[str] = []
         try:
             for turn in row.turns:
-                said.append(turn)
+                messages.append(turn)
                 if turn["role"] == "user":
-                    message, reason = await self.reply(said, self.settings.seed + row.number)
-                    said.append(message)
+                    message, reason = await self.reply(messages, self.settings.seed + row.number)
+                    messages.append(message)
                     reasons.append(reason)
         except Refused as error:
             return {"error": str(error)}
-        return {"messages": said, "finish_reasons": reasons}
+        return {"messages": messages, "finish_reasons": reasons}
 
 
 async def through_server(server: Server, rows: Iterable[ConversationRequest], concurrency: int, output: Output) -> None:
@@ -136,19 +135,10 @@ def in_process(
     output: Output,
 ) -> None:
     """By our own engine: the same turn of `batch` conversations at once. An answer depends on its own row alone."""
-    waiting: list[ConversationRequest] = []
-
-    def flush() -> None:
-        for row, answered in zip(waiting, answer(target, form, waiting, settings), strict=True):
+    left = iter(rows)
+    while some := list(itertools.islice(left, batch)):
+        for row, answered in zip(some, answer(target, form, some, settings), strict=True):
             output.add(row, answered)
-        waiting.clear()
-
-    for row in rows:
-        waiting.append(row)
-        if len(waiting) == batch:
-            flush()
-    if waiting:
-        flush()
 
 
 def answer(
@@ -186,22 +176,16 @@ def replies(
 ) -> dict[int, Reply]:
     if not prompts:
         return {}
-    longest = max(map(len, prompts.values()))
-    ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts.values()]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts.values()]
-    out = generate(
+    out = continue_rows(
         target,
-        None,
-        torch.tensor(ids, device=target.device),
-        torch.tensor(mask, device=target.device),
+        list(prompts.values()),
         max_new_tokens=settings.max_tokens,
         temperature=settings.temperature,
         top_p=settings.top_p,
         seed=[settings.seed + rows[i].number for i in prompts],
     )
     found = {}
-    for i, tokens in zip(prompts, out.new_tokens, strict=True):
+    for i, tokens, reason in zip(prompts, out.new_tokens, out.finish_reasons, strict=True):
         text = form.tokenizer.decode(tokens, skip_special_tokens=True)
-        ended = bool(tokens) and tokens[-1] in target.eos_token_ids
-        found[i] = Reply({"role": "assistant", "content": text}, "stop" if ended else "length")
+        found[i] = Reply({"role": "assistant", "content": text}, reason)
     return found

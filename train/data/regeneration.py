@@ -41,13 +41,13 @@ def questions(source: Source, dropped: dict[str, int]) -> Iterator[ConversationR
     number = 0
     for row in source.rows():
         try:
-            said = source.conversation(row)
-            if isinstance(said, str) or all(message["role"] != "user" for message in said):
+            messages = source.conversation(row)
+            if isinstance(messages, str) or all(message["role"] != "user" for message in messages):
                 raise SkippedRow("no question in it")
         except SkippedRow as reason:
             dropped[str(reason)] = dropped.get(str(reason), 0) + 1
             continue
-        turns = [message for message in said if message["role"] != "assistant"]
+        turns = [message for message in messages if message["role"] != "assistant"]
         while turns[-1]["role"] != "user":
             turns.pop()  # nothing answers them
         yield ConversationRequest(number, row.where, turns)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from heads.checkpoint import fingerprint
 from heads.target import Target
-from inference.generation import generate
+from inference.generation import Generation, generate
 from train.data.corpus import Corpus, start_tokens
 from train.data.packing import Document
 
@@ -73,7 +73,10 @@ def write(target: Target, texts: Sequence[Document], tokens: int, seed: int, beg
             rows[0.0 if greedy else 1.0].append(row if first == 0 else [*start, *row])
         for temperature, part in rows.items():
             if part:
-                documents += continuations(target, part, max_new_tokens=new, temperature=temperature, seed=seed + base)
+                text = continue_rows(
+                    target, part, max_new_tokens=new, temperature=temperature, seed=seed + base
+                ).new_tokens
+                documents += [masked(row + more, len(row)) for row, more in zip(part, text, strict=True)]
         rate = count(documents) / (time.perf_counter() - since)
         print(f"self-generated text: {len(documents)} of {wanted} rows, {rate:,.0f} tokens/s", flush=True)
     return documents
@@ -88,12 +91,12 @@ def beginnings(number: int, document: Document, begin: int) -> list[tuple[int, i
     return [(number, 0, at) for at in range(1, len(flags)) if flags[at] and not flags[at - 1]]
 
 
-def continuations(target: Target, rows: list[list[int]], **settings: Any) -> list[Document]:
+def continue_rows(target: Target, rows: list[list[int]], **settings: Any) -> Generation:
+    """Plain decoding of rows of any lengths."""
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=target.device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=target.device)
-    new = generate(target, None, ids, mask, **settings).new_tokens
-    return [masked(row + text, len(row)) for row, text in zip(rows, new, strict=True)]
+    return generate(target, None, ids, mask, **settings)
 
 
 def masked(tokens: list[int], given: int) -> Document:

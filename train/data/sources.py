@@ -131,10 +131,10 @@ def parsed(line: bytes) -> Any:
 
 def json_array(file: Path) -> Iterator[Row]:
     """A file that is one list of rows, as ShareGPT is published."""
-    whole = parsed(file.read_bytes().removeprefix(b"\xef\xbb\xbf"))
-    if isinstance(whole, SkippedRow):
-        raise ValueError(f"{file} begins like a list of rows but is {whole}: write one JSON object per line")
-    for number, value in enumerate(whole):
+    rows = parsed(file.read_bytes().removeprefix(b"\xef\xbb\xbf"))
+    if isinstance(rows, SkippedRow):
+        raise ValueError(f"{file} begins like a list of rows but is {rows}: write one JSON object per line")
+    for number, value in enumerate(rows):
         yield Row(f"{file.name}[{number}]", value)
 
 
@@ -180,15 +180,15 @@ def pick(row: dict, named: str | None, usual: tuple[str, ...]) -> str | None:
 
 def pair(row: dict, prompt: str, response: str | None) -> list[Message]:
     """A prompt and its answer; either may be a list of messages (TRL's layout). Without an answer: a prompt alone."""
-    asked, answered = row[prompt], row[response] if response else None
-    messages = turns(asked) if isinstance(asked, list) else [{"role": "user", "content": content(asked)}]
+    question, answer = row[prompt], row[response] if response else None
+    messages = turns(question) if isinstance(question, list) else [{"role": "user", "content": content(question)}]
     if prompt == "instruction" and isinstance(row.get("input"), str) and row["input"].strip():  # Alpaca
         messages[0]["content"] += "\n\n" + content(row["input"])
     if isinstance(row.get("system"), str) and row["system"].strip():
         messages.insert(0, {"role": "system", "content": content(row["system"])})
-    if isinstance(answered, list):
-        return messages + turns(answered)
-    return messages + ([{"role": "assistant", "content": content(answered)}] if answered is not None else [])
+    if isinstance(answer, list):
+        return messages + turns(answer)
+    return messages + ([{"role": "assistant", "content": content(answer)}] if answer is not None else [])
 
 
 def turns(items: list, all_user: bool = False) -> list[Message]:
@@ -203,13 +203,13 @@ def turns(items: list, all_user: bool = False) -> list[Message]:
             raise SkippedRow("a turn that is neither text nor a message")
         if item.get("tool_calls"):
             raise SkippedRow("tool calls")
-        said = next((item[name] for name in ("role", "from") if isinstance(item.get(name), str)), None)
-        role = ROLES.get(said.lower()) if said is not None else None
+        named = next((item[name] for name in ("role", "from") if isinstance(item.get(name), str)), None)
+        role = ROLES.get(named.lower()) if named is not None else None
         if role is None:
-            raise SkippedRow("a role that is not known" if said is not None else "a turn without a role")
+            raise SkippedRow("a role that is not known" if named is not None else "a turn without a role")
         text = next((item[name] for name in ("content", "value") if item.get(name) is not None), None)
         if role == "system" and text == "":
-            continue  # says nothing
+            continue
         message = {"role": role, "content": content(text)}
         if isinstance(item.get("reasoning_content"), str):
             message["reasoning_content"] = unicode(item["reasoning_content"])

@@ -137,13 +137,13 @@ def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: i
     """Every shard that is missing and falls to this process (one in `processes`). Prints first how large they are, and
     raises ValueError where the disk has less free."""
     each = bytes_per_position(target, facts["layers"], facts["dtype"], facts["top_k"])
-    whole = each * facts["rows"] * facts["length"]
+    total = each * facts["rows"] * facts["length"]
     directory.mkdir(parents=True, exist_ok=True)
     present = {file.name for file in directory.glob("shard-*.safetensors")}
-    need = whole - sum((directory / name).stat().st_size for name in present)
+    need = total - sum((directory / name).stat().st_size for name in present)
     free = shutil.disk_usage(directory).free
     if rank == 0:
-        print(f"features: {size(whole)} in {directory}, {size(max(0, need))} still to write", flush=True)
+        print(f"features: {size(total)} in {directory}, {size(max(0, need))} still to write", flush=True)
     if need > free:
         raise ValueError(
             f"features.path={directory} has {size(free)} free and the features take {size(need)}: store them as "
