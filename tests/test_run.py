@@ -356,7 +356,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     ),
     "rows read as text": (
         lambda tiny, tmp: [f"data.path={file(tmp / 'd' / 'chats.jsonl', '{}').parent}"],
-        r"^data=text reads raw text, and .*chats\.jsonl holds rows: read it with data=conversations data\.path=",
+        r"chats\.jsonl holds rows, not raw text: give data=conversations data\.path=",
     ),
     "nothing held out": (
         lambda tiny, tmp: [f"data.path={file(tmp / 'one.txt', TEXT)}", "data.test_share=0"],

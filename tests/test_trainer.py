@@ -14,6 +14,8 @@ from heads.eagle3 import Eagle3Head
 from heads.hydra import HydraHead
 from heads.medusa import MedusaHead
 from heads.target import Target
+from tests.support.processes import SMALL, complaint
+from tests.support.tiny import TEXT
 from train import checks, parity_gate
 from train.data.packing import Document, Packed
 from train.data.row_order import EpochStream
@@ -22,9 +24,6 @@ from train.module import DistillationModel
 from train.optimizer import adamw, muon
 from train.runtime import distributed
 from train.trainer import HeadTrainer, HeadTrainingArguments
-
-from .conftest import TEXT
-from .test_run import SMALL, complaint, folder, here, printed  # noqa: F401 -- fixtures
 
 
 def make_trainer(target: Target, directory: Path, build=adamw, n_gpu: int = 0, **settings) -> HeadTrainer:
@@ -85,7 +84,7 @@ def test_the_optimizer_obeys_the_trainers_arguments(target: Target, tmp_path: Pa
         ),
     ],
 )
-def test_an_argument_that_would_be_ignored_is_refused(here, tiny_path, folder, typed: str, remedy: str):  # noqa: F811
+def test_an_argument_that_would_be_ignored_is_refused(here, tiny_path, folder, typed: str, remedy: str):
     ended = here("head=medusa", *SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", typed)
     assert complaint(ended).startswith(remedy)
 
@@ -104,7 +103,7 @@ def test_other_processes_wait_for_hours_while_one_writes_text(tmp_path: Path):
 # A head that cannot be saved
 
 
-def test_a_head_that_cannot_be_saved_is_not_trained(here, tiny_path, folder, tmp_path, monkeypatch):  # noqa: F811
+def test_a_head_that_cannot_be_saved_is_not_trained(here, tiny_path, folder, tmp_path, monkeypatch):
     saved = Eagle3Head.to_config
     monkeypatch.setattr(Eagle3Head, "to_config", lambda self: saved(self) | {"norm_before_residual": True})
     given = [f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "trainer.max_steps=2"]
@@ -128,7 +127,7 @@ def test_checking_a_head_changes_nothing(target: Target, kind):
 # The gate in the target's own precision
 
 
-def test_a_run_in_half_precision_loads_one_target(here, tiny_path, folder, tmp_path, monkeypatch):  # noqa: F811
+def test_a_run_in_half_precision_loads_one_target(here, tiny_path, folder, tmp_path, monkeypatch):
     loaded, original = [], Target.from_pretrained.__func__
 
     def count(cls, *args, **kwargs):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from train.data.chat_template import ChatFormat
+from train.data.chat_template import ChatFormat, template_file
 from train.data.corpus import Corpus, Document, Held, tokenize
 from train.data.sources import SkippedRow, Source
 
@@ -104,7 +104,7 @@ def encode(
     datasets.disable_progress_bars()
     code = b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in CODE)
     words = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.name_or_path
-    file = chat_template.template_file(template) if template else None
+    file = template_file(template) if template else None
     written = file.read_text() if file is not None and file.is_file() else tokenizer.chat_template
     settings = repr((source.digest(), written, thinking, tokenizer.special_tokens_map, words))
     features = {
