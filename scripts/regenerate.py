@@ -15,7 +15,7 @@ from train.cli import entry
 from train.data.chat_template import ChatFormat
 from train.data.conversations import source_of
 from train.data.generation_clients import Server, in_process, through_server
-from train.data.regeneration import Output, Sampling, questions
+from train.data.regeneration import GenerationSettings, Output, questions
 from train.data.sources import Source
 
 
@@ -25,7 +25,7 @@ def main(cfg: DictConfig) -> None:
     for name in ("concurrency", "batch", "max_tokens"):
         if cfg[name] < 1:
             raise ValueError(f"{name}={cfg[name]} must be at least 1")
-    sampling = Sampling(cfg.temperature, cfg.top_p, cfg.max_tokens, cfg.seed)
+    sampling = GenerationSettings(cfg.temperature, cfg.top_p, cfg.max_tokens, cfg.seed)
     dropped: dict[str, int] = {}
     if cfg.endpoint is not None:
         output = asyncio.run(serve(cfg, source, sampling, dropped))
@@ -39,7 +39,7 @@ def main(cfg: DictConfig) -> None:
     print(f"{len(output.done)} rows in {output.path}; dropped: {dropped or 'none'}", flush=True)
 
 
-async def serve(cfg: DictConfig, source: Source, sampling: Sampling, dropped: dict[str, int]) -> Output:
+async def serve(cfg: DictConfig, source: Source, sampling: GenerationSettings, dropped: dict[str, int]) -> Output:
     thinking = cfg.data.thinking
     extra = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking, "thinking": thinking}}
     server = Server(cfg.endpoint, cfg.model, cfg.timeout, cfg.retries, sampling, extra)

@@ -6,13 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from transformers import AutoTokenizer
 
+from tests.support import ROOT
 from tests.support.chats import CHATML, tokenizer
 from train.data import data_card
 from train.data.conversations import corpus
-from train.data.corpus import Document, count_tokens, prompts
+from train.data.corpus import Document, count_tokens, prompts, tokenize
 from train.data.sources import Row, SkippedRow, Source
 
+EMBEDDED = ROOT / "scripts" / "embedded_target"
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 LAYOUTS = {
     "openai": {"messages": HI},
@@ -197,3 +200,18 @@ def test_the_card_counts_what_is_trained_on(tmp_path: Path):
     data_card.save(tmp_path, {"source": "here"} | card)
     assert "<svg" in (tmp_path / "data_card.html").read_text()
     assert json.loads((tmp_path / "data_card.json").read_text())["tokens"] == 6
+
+
+def test_the_embedded_target_learns_from_answers_alone_at_once(tmp_path: Path):
+    """It has a chat template of its own, and raw text is tokenised as without one."""
+    form = AutoTokenizer.from_pretrained(EMBEDDED)
+    rows = [{"prompt": f"add {i}?", "response": f"return {i}"} for i in range(8)]
+    data = corpus(form, path=str(write(tmp_path / "rows.jsonl", rows)), cache_dir=str(tmp_path))
+    assert "the chat template of" in data.card["template"]
+    for document in data.train:
+        learned = [token for token, flag in zip(document.tokens, document.loss_mask, strict=True) if flag]
+        asked = [token for token, flag in zip(document.tokens, document.loss_mask, strict=True) if not flag]
+        assert form.decode(learned).startswith(" return ") and learned[-1] == form.eos_token_id
+        assert "User: add" in form.decode(asked) and "return" not in form.decode(asked)
+    ids = form("def add(self):", add_special_tokens=False)["input_ids"]
+    assert tokenize(form, ["def add(self):"]) == [Document([*ids, form.eos_token_id], [True] * (len(ids) + 1))]

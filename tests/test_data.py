@@ -1,17 +1,20 @@
 """Data: split by file, packed without a gap, and every loss against its definition."""
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from heads.eagle3 import Eagle3Head
 from inference import generate
 from inference.evaluation.measure import distinct
 from tests.support.tiny import TEXT
-from train import losses, trainer
-from train.data import corpus, stdlib
+from train import losses
+from train.data import corpus, self_generated, stdlib
 from train.data.corpus import Document, Packed
+from train.module import DistillationModel
 
 
 def test_parts_of_the_standard_library_share_no_module():
@@ -62,7 +65,7 @@ def test_text_files_are_split_by_file(target, tmp_path):
         (tmp_path / f"{number}.txt").write_text(f"file {number}\n" + TEXT)
     data = corpus.text_files(target.tokenizer, str(tmp_path))
     trained = {target.tokenizer.decode(document.tokens[:8]).split("\n")[0] for document in data.train}
-    held = {text.split("\n")[0] for text in data.validation + corpus.test}
+    held = {text.split("\n")[0] for text in data.validation + data.test}
     assert len(held) == 4 and len(trained) == 16 and not trained & held
 
 
@@ -87,7 +90,7 @@ def test_the_target_writes_its_own_training_text(target, tmp_path):
     text = Document(torch.randint(1, 300, (400,)).tolist(), [True] * 400)
     data = corpus.Corpus([text], [], [], {"source": "a test"})
     file = tmp_path / "self_generated.json"
-    written = corpus.self_generate(target, data, 100, 1, file, begin=16, new=20)
+    written = self_generated.self_generate(target, data, 100, 1, file, begin=16, new=20)
     assert len(written.train) == 5 and written.card["self_generated_tokens"] >= 5
     greedy = 0
     for document in written.train:
@@ -97,8 +100,52 @@ def test_the_target_writes_its_own_training_text(target, tmp_path):
         greedy += document.tokens[16:] == plain
         assert all(document.loss_mask[16:])
     assert greedy == 3  # every other row, the first one among them
-    again = corpus.self_generate(target, data, 100, 2, file, begin=16, new=20)
+    again = self_generated.self_generate(target, data, 100, 2, file, begin=16, new=20)
     assert again.train == written.train and again.card == written.card
+
+
+def test_no_beginning_is_continued_greedily_twice(target, tmp_path):
+    text = Document(torch.randint(1, 300, (48,)).tolist(), [True] * 48)  # three beginnings
+    data = corpus.Corpus([text], [], [], {"source": "a test"})
+    written = self_generated.self_generate(target, data, 12 * 20, 1, tmp_path / "own.json", begin=16, new=20).train
+    assert len(written) == 12 and len({tuple(document.tokens) for document in written}) == 12
+    plain = [
+        generate(target, None, torch.tensor([text.tokens[at : at + 16]]), max_new_tokens=20).new_tokens[0]
+        for at in (0, 16, 32)
+    ]
+    assert sum(document.tokens[16:] in plain for document in written) == 2  # rows 0 and 2
+
+
+@pytest.fixture
+def with_bos(target):
+    """The tokenizer of most real models: a text begins with its bos token, unless it is told not to."""
+    found = copy.deepcopy(target.tokenizer)
+    found.add_special_tokens({"bos_token": "<s>"})
+    begin = found.bos_token_id
+    found.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    assert found("a")["input_ids"][0] == begin != found.eos_token_id
+    return found
+
+
+def test_texts_begin_as_the_model_expects(target, with_bos, tmp_path):
+    begin, end = with_bos.bos_token_id, with_bos.eos_token_id
+    for tokenizer, first in ((with_bos, [begin]), (target.tokenizer, [])):
+        ids = tokenizer("def add(self)", add_special_tokens=False)["input_ids"]
+        assert corpus.tokenize(tokenizer, ["def add(self)", ""])[0].tokens == [*first, *ids, end]
+        rows = corpus.prompts(tokenizer, [TEXT], 4, 20)
+        assert len(rows) == 4 and all(len(row) == 20 for row in rows)
+        assert all((row[:1] == first) == bool(first) and begin not in row[1:] for row in rows)
+
+
+def test_the_target_continues_texts_that_begin_with_its_bos(target, with_bos, tmp_path, monkeypatch):
+    given: list[list[int]] = []
+    monkeypatch.setattr(target, "tokenizer", with_bos)
+    plain = self_generated.continue_rows
+    monkeypatch.setattr(self_generated, "continue_rows", lambda t, rows, **s: given.extend(rows) or plain(t, rows, **s))
+    text = corpus.tokenize(with_bos, [TEXT])
+    self_generated.write(target, text, 20 * 20, 0, begin=16, new=20)
+    assert len(given) == 20 and {len(row) for row in given} <= {16, 17}
+    assert all(row.count(with_bos.bos_token_id) == 1 and row[0] == with_bos.bos_token_id for row in given)
 
 
 def test_chunks_do_not_change_loss_or_gradient(target, monkeypatch):
@@ -108,8 +155,8 @@ def test_chunks_do_not_change_loss_or_gradient(target, monkeypatch):
     batch = {name: torch.stack([packed[row][name] for row in range(3)]) for name in packed[0]}
     results = []
     for chunk in (1 << 20, 7):
-        monkeypatch.setattr("train.trainer.SMALL", 0 if chunk == 7 else 1 << 20)  # in pieces they are made twice
-        distillation = trainer.DistillationModel(head, target, losses.soft, chunk=chunk)
+        monkeypatch.setattr("train.module.SMALL", 0 if chunk == 7 else 1 << 20)  # in chunks they are computed twice
+        distillation = DistillationModel(head, target, losses.soft, chunk=chunk)
         outcome = distillation(**batch)
         head.zero_grad()
         outcome.loss.backward()

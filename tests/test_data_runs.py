@@ -14,7 +14,7 @@ from tests.support.tiny import TEXT
 from train.run import main as train
 
 ROOT = Path(__file__).resolve().parent.parent
-PLAIN = f"data.template={ROOT / 'train' / 'plain.jinja'}"
+PLAIN = f"data.template={ROOT / 'train' / 'data' / 'plain_chat.jinja'}"
 SMALL = [
     "target=hf",
     "target.device=cpu",

@@ -29,6 +29,7 @@ def test_a_recipe_composes(name: str):
         cfg = hydra.compose("train", [f"experiment={name}", "data.path=FOLDER"])
     OmegaConf.resolve(cfg)
     assert cfg.output_dir == f"outputs/{name}" and cfg.trainer.output_dir == f"outputs/{name}/checkpoints"
+    assert cfg.data._target_ == "train.data.conversations.corpus"  # learned from answers alone
     assert cfg.target.path.count("/") == 1 and cfg.trainer.num_train_epochs >= 1 and cfg.trainer.max_steps == -1
     assert f"experiment={name} data.path=FOLDER" in text and re.search(r"80 GB", text)
     planned = re.search(r"tokens: ([\d.]+) GiB.*, ([\d.]+) hours, by\n# +python scripts/plan.py (.+)", text)

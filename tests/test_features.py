@@ -22,7 +22,7 @@ from tests.support.feature_writer import LAYERS, rows
 from tests.support.tiny import tiny_config
 from train import losses
 from train.data.packing import Packed
-from train.features import disk, online
+from train.features import disk, online, storage
 from train.module import DistillationModel
 
 
@@ -91,7 +91,7 @@ def test_the_best_logits_stand_for_all(target, tmp_path: Path):
     online = teacher(**batch_of(rows()))
     torch.testing.assert_close(teacher(**everything).loss, online.loss, atol=1e-5, rtol=0)
     few = batch_of(stored(target, tmp_path / "few", top_k=5))
-    logits = online.sparse(online.unpack(few)[1], target.vocab_size)
+    logits = storage.sparse(storage.unpack(few)[1], target.vocab_size)
     exact = target.logits(hidden(target)[1])
     kept = exact.topk(5)
     assert torch.equal(logits.topk(5).indices, kept.indices)

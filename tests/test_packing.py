@@ -23,7 +23,7 @@ def distillation(target: Target, kind: str) -> DistillationModel:
 
 @torch.no_grad()
 def token_losses(distillation: DistillationModel, batch: dict[str, Tensor]) -> Tensor:
-    """(depth, batch, length): the cross-entropy of every draft with the target's law, NaN where none is counted."""
+    """(depth, batch, length): the cross-entropy of every draft with the target's distribution, NaN where none is counted."""
     text = PackedBatch(**batch)
     features, last = distillation.read(text)
     answer = distillation.target.logits(last).roll(-1, dims=1).softmax(-1)
@@ -90,7 +90,7 @@ def test_rows_that_teach_nothing_are_left_out_and_counted():
     texts = [Document([1] * 32, [False] * 32), *documents(16)]
     packed = Packed(texts, length=16, seed=0)
     assert len(packed) == 1 and packed.card["rows_left_out"] == 2
-    with pytest.raises(ValueError, match="no supervised token"):
+    with pytest.raises(ValueError, match="no token of the loss"):
         Packed(texts[:1], length=16, seed=0)
     with pytest.raises(ValueError, match="long=drop is not known"):
         Packed(texts, length=16, seed=0, long="drop")

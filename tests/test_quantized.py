@@ -83,6 +83,7 @@ def test_a_head_of_it_is_saved_and_loaded(packed, tmp_path):
 def test_its_float32_copy_is_packed_too(packed, path):
     half = Target.from_pretrained(path, dtype="bfloat16", device="cpu", quantization=packed.quantization)
     exact = float32(half)
+    assert exact is not None
     assert exact.quantization == packed.quantization and exact.dtype == torch.float32
     assert torch.equal(exact.read(prompt()).logits, packed.read(prompt()).logits)
 

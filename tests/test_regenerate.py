@@ -15,11 +15,11 @@ from inference import generate
 from tests.support.bad_server import WAYS, BadServer
 from train.data.chat_template import ChatFormat
 from train.data.generation_clients import Server, in_process, through_server
-from train.data.regeneration import Output, Sampling, questions
+from train.data.regeneration import GenerationSettings, Output, questions
 from train.data.sources import Source
 
 ROOT = Path(__file__).resolve().parent.parent
-SAMPLING = Sampling(1.0, None, 16, 7)
+SAMPLING = GenerationSettings(1.0, None, 16, 7)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_bad_server_costs_no_row(file: Path, tmp_path: Path):
 def test_a_server_that_stays_broken_ends_the_run_with_what_is_done_kept(file: Path, tmp_path: Path):
     server = BadServer()
     server.shutdown(), server.server_close()
-    with pytest.raises(ValueError, match=r"gives no answer.*the same command goes on"):
+    with pytest.raises(ValueError, match=r"gives no answer.*the same command continues"):
         regenerate(file, tmp_path / "out.jsonl", server, retries=0)
 
 
@@ -128,7 +128,7 @@ def test_a_kill_loses_and_doubles_nothing(file: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_in_process_rows_do_not_depend_on_the_batch(file: Path, tmp_path: Path, target, temperature: float):
-    form = ChatFormat(target.tokenizer, template=str(ROOT / "train" / "plain.jinja"))
+    form = ChatFormat(target.tokenizer, template=str(ROOT / "train" / "data" / "plain_chat.jinja"))
     sampling = SAMPLING._replace(temperature=temperature, max_tokens=6)
     written = []
     for batch in (3, 32):

@@ -67,15 +67,15 @@ def test_a_finished_run_keeps_no_checkpoints(reference: Path):
 
 
 def test_a_checkpoint_appears_only_when_it_is_whole(tmp_path: Path):
-    with pytest.raises(KeyError), checkpoints.written_whole(tmp_path, 5) as unfinished:
-        (unfinished / "checkpoint-5").mkdir()
-        (unfinished / "checkpoint-5" / checkpoints.STATE).write_text("{")
-        raise KeyError("killed here")
+    written = tmp_path / checkpoints.UNFINISHED / "checkpoint-5"
+    written.mkdir(parents=True)
+    (written / checkpoints.STATE).write_text("{")  # killed here
     assert checkpoints.newest(tmp_path) is None
-    with checkpoints.written_whole(tmp_path, 5) as unfinished:
-        assert not list(unfinished.iterdir())  # what was left there is gone
-        (unfinished / "checkpoint-5").mkdir()
-        (unfinished / "checkpoint-5" / checkpoints.STATE).write_text("{}")
+    checkpoints.clear_unfinished(tmp_path)
+    assert not list(tmp_path.iterdir())  # what was left there is gone
+    written.mkdir(parents=True)
+    (written / checkpoints.STATE).write_text("{}")
+    checkpoints.complete(tmp_path, 5)
     assert checkpoints.newest(tmp_path) == str(tmp_path / "checkpoint-5")
 
 
@@ -144,8 +144,8 @@ def test_a_directory_with_checkpoints_of_another_head(given: list[str], referenc
     "changes, message",
     [
         ({"processes": 2, "rows_per_step": 8}, "rows_per_step is 8 there, 4 here"),
-        ({"engine": {"name": "fsdp"}}, "holds checkpoints of strategy=fsdp, which strategy=single cannot read"),
-        ({"engine": {"name": "ddp"}, "processes": 2}, None),
+        ({"strategy": {"name": "fsdp"}}, "holds checkpoints of strategy=fsdp, which strategy=single cannot read"),
+        ({"strategy": {"name": "ddp"}, "processes": 2}, None),
     ],
 )
 def test_checkpoints_of_other_processes(changes, message, reference: Path, tmp_path: Path):
@@ -159,8 +159,8 @@ def test_checkpoints_of_other_processes(changes, message, reference: Path, tmp_p
 
 
 def test_zero_checkpoints_are_cut_for_their_processes(reference: Path, tmp_path: Path):
-    now = run_state.saved_config(reference) | {"engine": {"name": "zero2"}, "processes": 4}
-    with pytest.raises(ValueError, match=r"cut its checkpoints in .* for 2 processes and here are 4: go on with 2"):
+    now = run_state.saved_config(reference) | {"strategy": {"name": "zero2"}, "processes": 4}
+    with pytest.raises(ValueError, match=r"cut its checkpoints in .* for 2 processes and here are 4: resume with 2"):
         run_state.check_same_run(tmp_path, now | {"processes": 2}, now)
 
 
@@ -175,7 +175,7 @@ def test_two_processes_stop_together_and_one_may_go_on(name: str, given: list[st
             process.send_signal(signal.SIGTERM)
             break
     ended = end(process)
-    assert "the same command goes on from there" in ended.out, ended.err
+    assert "the same command resumes from there" in ended.out, ended.err
     assert checkpoints.newest(tmp_path / "out/checkpoints") is not None
     if name == "ddp":
         ended = end(program(*given, "output_dir=out", cwd=tmp_path))

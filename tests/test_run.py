@@ -28,7 +28,7 @@ from heads import Target, load_head
 from inference import generate, load_drafter
 from tests.support.processes import SMALL, Ended, complaint, end, printed, program
 from tests.support.tiny import TEXT, VOCAB, tiny_config
-from train.runtime import checkpoints, run_state
+from train.runtime import callbacks, checkpoints
 
 KINDS = ["medusa", "eagle3"]
 STEPS = 52
@@ -131,7 +131,7 @@ def entries(directory: Path) -> list[dict]:
 
 
 def history(directory: Path) -> list[dict]:
-    """The same without what clocks said: losses, gradients and agreement in full precision."""
+    """The same without what clocks said: losses, gradients and accuracy in full precision."""
     clocks = ("tokens_per_second", "train_seconds", "memory_gib")
     return [{name: value for name, value in entry.items() if name not in clocks} for entry in entries(directory)]
 
@@ -202,7 +202,7 @@ def test_a_finished_run_is_kept_under_a_number(sweep: Sweep, here, tmp_path: Pat
     before = {path.name: path.read_bytes() for path in old.rglob("*") if path.is_file()}
     ended = here("head=eagle3", *sweep.arguments, "output_dir=out")
     assert ended.code == 0, ended.err
-    assert "kept as out.2" in ended.out and "going on" not in ended.out
+    assert "kept as out.2" in ended.out and "resuming" not in ended.out
     assert {path.name: path.read_bytes() for path in kept.rglob("*") if path.is_file()} == before
     assert not list((tmp_path / "out.1").iterdir())
     # The second job of a sweep, in another process, is what a run alone is.
@@ -213,11 +213,11 @@ def test_a_finished_run_is_kept_under_a_number(sweep: Sweep, here, tmp_path: Pat
 # A run that is stopped
 
 
-def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(stopped: Stopped):
+def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_resume(stopped: Stopped):
     assert stopped.ended.code == 130, stopped.ended.err
     last = int(printed(stopped.ended.out)[-1][0])
     assert 10 <= last < STEPS
-    assert f"stopped at step {last}; the same command goes on from there" in stopped.ended.out
+    assert f"stopped at step {last}; the same command resumes from there" in stopped.ended.out
     assert checkpoints.newest(stopped.copy / "checkpoints") == str(stopped.copy / "checkpoints" / f"checkpoint-{last}")
     assert not (stopped.copy / "metrics.json").exists() and "Traceback" not in stopped.ended.err
 
@@ -226,7 +226,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(stopped: Stopped, resumed
     for _, ended in (resumed, whole):
         assert ended.code == 0, ended.err
     (directory, second), (reference, uninterrupted) = resumed, whole
-    assert "going on from out/checkpoints/checkpoint-" in second.out
+    assert "resuming from out/checkpoints/checkpoint-" in second.out
     assert [int(step) for step, _, _ in printed(uninterrupted.out)] == [*range(1, STEPS + 1)]
     assert printed(stopped.ended.out) + printed(second.out) == printed(uninterrupted.out)
     assert history(directory) == history(reference)
@@ -260,7 +260,7 @@ def test_an_unfinished_run_is_not_gone_on_with_under_another_config(stopped: Sto
     ended = here(*eagle, "output_dir=out", "trainer.learning_rate=0.02")
     assert complaint(ended) == (
         "output_dir=out holds an unfinished run with another config (trainer.learning_rate is 0.01 there, 0.02 here): "
-        "give another output_dir, the old settings to go on, or delete out/checkpoints"
+        "give another output_dir, the old settings to resume it, or delete out/checkpoints"
     )
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "out" / "config.yaml").read_bytes() == (stopped.copy / "config.yaml").read_bytes()
@@ -285,7 +285,7 @@ def test_a_signal_may_come_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPa
             os.kill(os.getpid(), signal.SIGINT)
             return len(data)
 
-    stop = run_state.StopOnSignal()
+    stop = callbacks.StopOnSignal()
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     stop.on_train_begin(None, None, None)
     try:
@@ -296,6 +296,21 @@ def test_a_signal_may_come_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPa
         stop.restore()
     assert stop.stopped
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+# Self-generated text
+
+
+def test_no_more_text_is_written_than_the_run_reads(here, tiny_path: Path, folder: Path, tmp_path: Path):
+    """A million tokens are asked for; three steps of four rows of 64 tokens read 768."""
+    given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "head=medusa"]
+    fast = ["trainer.max_steps=3", "evaluate.eval_steps=0", "evaluate.proof=false", "evaluate.timed_prompts=1"]
+    ended = here(*given, *fast, "self_generated_tokens=1000000")
+    assert ended.code == 0, ended.err
+    rows = json.loads((tmp_path / "out/self_generated.json").read_text())
+    assert len(rows) == -(-768 // 224)  # rows of 224 new tokens at most
+    assert re.search(r"^self-generated text: 4 of 4 rows, \d[\d,]* tokens/s$", ended.out, re.M)
+    assert [step for step, _, _ in printed(ended.out)] == ["1", "2", "3"]
 
 
 # Bad input
@@ -338,6 +353,10 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     "not UTF-8": (
         lambda tiny, tmp: [f"data.path={file(tmp / 'd' / 'latin.txt', 'Grün'.encode('latin-1')).parent}"],
         r"d/latin\.txt is not UTF-8 \(byte 2\): convert it",
+    ),
+    "rows read as text": (
+        lambda tiny, tmp: [f"data.path={file(tmp / 'd' / 'chats.jsonl', '{}').parent}"],
+        r"chats\.jsonl holds rows, not raw text: give data=conversations data\.path=",
     ),
     "nothing held out": (
         lambda tiny, tmp: [f"data.path={file(tmp / 'one.txt', TEXT)}", "data.test_share=0"],

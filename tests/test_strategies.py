@@ -16,7 +16,7 @@ from inference import generate, load_drafter
 from tests.support import ROOT
 from tests.support.processes import ONE, SMALL_EAGLE3, STEPS, TWO, end, program, torchrun
 from tests.support.tiny import TEXT
-from train.data.row_order import Stream
+from train.data.row_order import EpochStream
 from train.runtime import strategy
 
 HALVES = {"ddp": "MULTI_CPU", "fsdp": "FSDP"}
@@ -151,9 +151,9 @@ def test_the_saved_head_drafts_like_that_of_one_process(
 
 def test_the_order_of_rows_knows_no_batches():
     rows = [{"row": torch.tensor(number)} for number in range(5)]
-    order = [int(row["row"]) for row in (Stream(rows, 12, seed=3)[i] for i in range(12))]
+    order = [int(row["row"]) for row in (EpochStream(rows, 12, seed=3)[i] for i in range(12))]
     assert sorted(order[:5]) == sorted(order[5:10]) == [0, 1, 2, 3, 4] and order[:5] != order[5:10]
-    assert int(Stream(rows, 12, seed=3)[11]["row"]) == order[11]  # where a resumed run begins
+    assert int(EpochStream(rows, 12, seed=3)[11]["row"]) == order[11]  # where a resumed run begins
 
 
 # Bad input

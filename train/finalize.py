@@ -1,54 +1,67 @@
-"""What a run ends with: the head's files, checked and measured as they were saved, and all that tells of them."""
+"""What a run ends with: the best weights, saved, checked and measured as they were saved, and the report."""
 
-import datetime
-import importlib.metadata
 import json
-import platform
-import sys
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import load_file
 
 from heads import adapter
 from heads.base import DraftHead, ParallelHead
-from heads.checkpoint import save_head
 from heads.hub.card import model_card
 from heads.target import Target
 from inference.drafters import load_drafter
 from inference.evaluation.measure import evaluate, identical
 from inference.evaluation.report import RunRecord, Sample, table, write_report
 from inference.generation import generate
-from train import parity_gate
+from train import publish
+from train.checks import save_checked
 from train.data import data_card
-from train.data.corpus import Corpus, Held, Packed, prompts, tokenized
+from train.data.corpus import Corpus, Held, Packed, prompts, tokenize
 from train.module import DistillationModel
-from train.runtime.memory import peak_memory
-from train.runtime.run_state import METRICS, write_whole
+from train.runtime import checkpoints, distributed, loggers, strategy
+from train.runtime.environment import facts_of_run
+from train.runtime.run_state import CHECKPOINTS, METRICS, seconds_of, write_atomically
+from train.trainer import HeadTrainer
 
 
-def check_settings(target: Target, data: Corpus, settings: Any, packed: int) -> None:
-    """Raise ValueError, before anything is trained, for what would stop the run later. settings: conf/evaluate; packed: the
-    length of the training rows."""
-    assert target.tokenizer is not None
-    if target.context is not None and packed > target.context:
-        raise ValueError(f"length={packed}: the target {target.name} reads {target.context} tokens at most")
-    for name in ("prompts", "timed_prompts", "prompt_tokens", "new_tokens"):
-        if settings[name] < 1:
-            raise ValueError(f"evaluate.{name}={settings[name]} must be at least 1")
-    length = settings.prompt_tokens
-    if target.context is not None and length >= target.context:
-        raise ValueError(
-            f"evaluate.prompt_tokens={length}: the target reads {target.context} tokens, its answer included"
-        )
-    longest = max(map(len, prompts(target.tokenizer, data.test, settings.prompts, length)))
-    if target.context is not None and longest >= target.context:
-        raise ValueError(
-            f"a held-out conversation has a prompt of {longest} tokens, the target reads {target.context}, its answer "
-            f"included: lower evaluate.prompt_tokens={length}, which lets prompts of 8 times as many in"
-        )
-    if settings.eval_steps:
-        prompts(target.tokenizer, data.validation, settings.eval_prompts, length)
+def finalize(cfg: DictConfig, trainer: HeadTrainer, data: Corpus, directory: Path) -> None:
+    """Choose the best weights, save them, measure the files, and report. Processes that only help to read leave no files."""
+    distillation, history = trainer.distillation, trainer.state.log_history
+    head, target = distillation.head, distillation.target
+    strategy.forget_sharding(cfg.strategy.name)
+    step = trainer.state.global_step
+    # Where the target's adapter is trained too, the head of an earlier step would not fit to it.
+    alone = all(name.startswith("head.") for name, _ in distillation.named_parameters())
+    best = checkpoints.best_step(history) if cfg.evaluate.keep_best and alone else None
+    if best is not None and best != step:
+        print(f"the weights of step {best}, which drafted best on validation prompts, are kept", flush=True)
+        head.load_state_dict(load_file(checkpoints.best_file(directory / CHECKPOINTS, best)))
+    with tempfile.TemporaryDirectory() as scratch:
+        saved = (directory if distributed.rank() == 0 else Path(scratch)) / "head"
+        save_final(distillation, saved, data, cfg.length)
+        metrics, shown = measure(target, saved, data, cfg.evaluate)
+    if distributed.rank() > 0:
+        return
+    rates = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry]
+    metrics["train_tokens_per_second"] = round(sum(rates) / max(1, len(rates)), 1)
+    metrics["train_seconds"] = round(seconds_of(trainer.state), 3)
+    metrics["step"] = best or step
+    metrics |= facts_of_run(head, target)
+    config = OmegaConf.to_yaml(cfg, resolve=True)
+    (directory / "head" / "config.yaml").write_text(config)
+    (directory / "history.json").write_text(json.dumps(history, indent=1) + "\n")
+    record = RunRecord(f"{head.kind} for {target.name}", metrics, history, [shown], config)
+    write_results(directory, head, data, record)
+    if cfg.push_to_hub is not None:
+        print(publish.push(directory / "head", target, cfg.push_to_hub, private=cfg.push_private), flush=True)
+    loggers.log_results(trainer.args.report_to, directory, config, metrics)
+    if not cfg.keep_checkpoints:
+        shutil.rmtree(directory / CHECKPOINTS)
 
 
 @torch.no_grad()
@@ -56,7 +69,7 @@ def rank_accuracies(distillation: DistillationModel, texts: Held, length: int, r
     """[depth][rank]: how often the guess of this rank is the target's token, on held-out text; it shapes the tree."""
     target, head = distillation.target, distillation.head
     assert target.tokenizer is not None
-    data = Packed(tokenized(target.tokenizer, texts), length, seed=0)
+    data = Packed(tokenize(target.tokenizer, texts), length, seed=0)
     hits, counts = torch.zeros(head.depth, ranks), torch.zeros(head.depth)
     for row in range(min(len(data), 24)):
         batch = {name: value[None].to(target.device) for name, value in data[row].items()}
@@ -67,32 +80,16 @@ def rank_accuracies(distillation: DistillationModel, texts: Held, length: int, r
 
 
 def save_final(distillation: DistillationModel, directory: Path, data: Corpus, length: int) -> float:
-    """Round the head to the target's dtype, write its files, pass the parity gate; its largest difference.
-
-    The rounding comes first, so that what is measured and checked is what is shipped.
-    """
+    """Write the head's files in the target's dtype and pass the parity gate; its largest difference."""
     head, target = distillation.head.eval(), distillation.target
     head.on_train_end()
-    shipped = torch.float32 if not target.dtype.is_floating_point else target.dtype
-    head.to(shipped)
     facts: dict[str, Any] = {}
     if isinstance(head, ParallelHead):
+        head.to(target.dtype if target.dtype.is_floating_point else torch.float32)
         facts["accuracies"] = rank_accuracies(distillation, data.validation, length)
-    save_head(head, directory, target, **facts)
-    prompt = max((document.tokens for document in data.train), key=len)[:48]  # a gate, no measure: any text will do
-    exact = float32(target)
-    difference = parity_gate.check(head.to(torch.float32), exact, prompt, saved=directory)
+    difference = save_checked(head, target, directory, data.train, **facts)
     print(f"parity gate: training forward, drafter and saved files agree to {difference:.1e}", flush=True)
     return difference
-
-
-def float32(target: Target) -> Target:
-    """The same target in float32: itself, or loaded once more (a cast in place would not come back exactly). A quantised one
-    stays quantised and computes in float32: its features are its own."""
-    if target.dtype == torch.float32:
-        return target
-    same: dict[str, Any] = {"device": target.device, "quantization": target.quantization, "sharding": target.sharding}
-    return Target.from_pretrained(target.name, dtype="float32", **same)
 
 
 def measure(target: Target, directory: Path, data: Corpus, settings: Any) -> tuple[dict[str, Any], Sample]:
@@ -102,8 +99,7 @@ def measure(target: Target, directory: Path, data: Corpus, settings: Any) -> tup
     drafter = load_drafter(str(directory), target)
     metrics = evaluate(target, drafter, rows, settings.new_tokens, settings.timed_prompts)
     metrics |= {"identical_greedy": None, "identical_sampled": None}
-    if settings.proof:
-        exact = float32(target)
+    if settings.proof and (exact := float32(target)) is not None:
         prover = load_drafter(str(directory), exact)
         limits: dict[str, Any] = {"max_new_tokens": settings.new_tokens, "eos_token_id": -1}
         metrics["identical_greedy"] = identical(exact, prover, rows, **limits)
@@ -111,8 +107,27 @@ def measure(target: Target, directory: Path, data: Corpus, settings: Any) -> tup
     return metrics, sample(target, drafter, rows[len(rows) // 2], settings.new_tokens)
 
 
+def float32(target: Target) -> Target | None:
+    """The same target in float32: itself, or loaded once more (a cast in place would not come back exactly), or None where
+    the device has no room for it. A quantised one stays quantised and computes in float32: its features are its own."""
+    if target.dtype == torch.float32:
+        return target
+    if target.device.type == "cuda" and not target.quantization and not target.sharding:
+        need = 4 * sum(parameter.numel() for parameter in target.model.parameters())
+        free = torch.cuda.mem_get_info(target.device)[0]
+        if need > free:
+            print(
+                f"warning: the target in float32 takes {need / 2**30:.1f} GiB and {free / 2**30:.1f} are free: identity is "
+                "not proven (scripts/lossless.py does it elsewhere; evaluate.proof=false does not try)",
+                flush=True,
+            )
+            return None
+    same: dict[str, Any] = {"device": target.device, "quantization": target.quantization, "sharding": target.sharding}
+    return Target.from_pretrained(target.name, dtype="float32", **same)
+
+
 def sample(target: Target, drafter: Any, row: list[int], new_tokens: int) -> Sample:
-    """One continuation whose tokens know how they came: 0 the target's own choice, d drafted at depth d."""
+    """One continuation and where each of its tokens came from: 0 the target's own choice, d drafted at depth d."""
     assert target.tokenizer is not None
     ids = torch.tensor([row], device=target.device)
     out = generate(target, drafter, ids, max_new_tokens=new_tokens, eos_token_id=-1)
@@ -128,47 +143,9 @@ def sample(target: Target, drafter: Any, row: list[int], new_tokens: int) -> Sam
     return Sample(target.tokenizer.decode(row), pieces)
 
 
-def versions() -> dict[str, str]:
-    names = ("torch", "transformers", "accelerate", "safetensors")
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
-
-
-def device_name(target: Target) -> str:
-    if target.device.type == "cuda":
-        return torch.cuda.get_device_name(target.device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()
-    return f"{model}, {torch.get_num_threads()} threads"
-
-
-def facts_of_run(head: DraftHead, target: Target) -> dict[str, Any]:
-    trained = [*head.parameters(), *adapter.lora_layers(target).parameters()]
-    return {
-        "head": head.kind,
-        "target": target.name,
-        "parameters": sum(parameter.numel() for parameter in trained),
-        "peak_memory_bytes": peak_memory(target.device),
-        "device": device_name(target),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "versions": versions(),
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
-    }
-
-
-def publish(
-    directory: Path,
-    metrics: dict[str, Any],
-    head: DraftHead,
-    data: Corpus,
-    history: list[dict],
-    shown: Sample,
-    config: str,
-) -> None:
+def write_results(directory: Path, head: DraftHead, data: Corpus, record: RunRecord) -> None:
     """The model card, report.html, metrics.json (last: it marks a run as finished), and the table on the terminal."""
+    metrics = record.metrics
     facts = {
         "kind": head.kind,
         "target": metrics["target"],
@@ -186,8 +163,7 @@ def publish(
     (head_directory / "metrics.json").write_text(
         json.dumps(metrics | {"about": facts, "data": data.card}, indent=2) + "\n"
     )
-    title = f"{head.kind} for {metrics['target']}"
-    write_report(directory / "report.html", RunRecord(title, metrics, history, [shown], config))
-    write_whole(directory / METRICS, json.dumps(metrics, indent=2) + "\n")
+    write_report(directory / "report.html", record)
+    write_atomically(directory / METRICS, json.dumps(metrics, indent=2) + "\n")
     print(table(metrics), flush=True)
-    print(f"head: {directory / 'head'}   report: {directory / 'report.html'}", flush=True)
+    print(f"head: {head_directory}   report: {directory / 'report.html'}", flush=True)

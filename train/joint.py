@@ -1,9 +1,9 @@
-"""Medusa-2's lesson: the heads first, then heads and target together (arXiv:2401.10774, sections 2.2.2 and 2.3.2).
+"""Medusa-2's objective: the heads first, then heads and target together (arXiv:2401.10774, sections 2.2.2 and 2.3.2).
 
     loss = KL(target as it was, adapted target) + head_weight * the heads' loss
 
-The adapted target is its own teacher with the adapter switched off ("self-distillation"), so no text but what it writes
-itself is needed, and it drifts no further than the heads gain by it.
+The adapted target is its own teacher with the adapter switched off ("self-distillation"): no other text is needed, and it
+drifts no further than the heads gain by it.
 """
 
 import torch
@@ -41,25 +41,25 @@ class JointDistillation(DistillationModel):
     ) -> Outcome:
         if stored:
             raise ValueError(
-                "features=disk holds what a frozen target said, and objective=joint changes it: features=online"
+                "features=disk holds the features of a frozen target, and objective=joint changes it: take features=online"
             )
         text = PackedBatch(tokens, loss_mask, documents, positions)
         if self.progress < self.heads_only:
             with torch.no_grad():
                 features, last = self.read(text)
             outcome = self.compute_loss(text, features, last)
-            # DDP waits for a gradient of every parameter; this one changes nothing.
+            # DDP waits for a gradient of every parameter; this one is zero.
             silent = sum(parameter.sum() for parameter in self.adapter.parameters()) * 0.0
             return outcome._replace(loss=outcome.loss + silent)
         with torch.no_grad(), adapter.disabled(self.target):
             _, before = self.read(text)
         features, last = self.read(text)
         outcome = self.compute_loss(text, features, last)
-        slots = draft_loss_mask(text, 1).roll(1, dims=1)  # slot p is answered by what the target says at p + 1
+        slots = draft_loss_mask(text, 1).roll(1, dims=1)  # the answer for slot p is the target's distribution at p + 1
         return outcome._replace(loss=self.drift(before[slots], last[slots]) + self.head_weight * outcome.loss)
 
     def drift(self, before: Tensor, now: Tensor) -> Tensor:
-        """Mean KL(before, now) of the target's laws, from its last hidden states (n, hidden)."""
+        """Mean KL(before, now) of the target's distributions, from its last hidden states (n, hidden)."""
         total = now.new_zeros((), dtype=torch.float32)
         for start in range(0, len(now), self.chunk):
             part = slice(start, start + self.chunk)

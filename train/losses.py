@@ -1,10 +1,10 @@
-"""How far a draft is from what the target says. Every loss has one signature, so that a yaml can name any of them.
+"""How far a draft is from the target's distribution. Every loss has one signature, so that a yaml can name any of them.
 
     loss(draft, answer) -> (n,) float32, one number per draft
 
-Both are `Said`, of the head and of the target for the same token. Reduction, weights per depth and masks are the
-trainer's business. p is the target's law and q the draft's; where the draft vocabulary is pruned, p is the target's law given
-that the token can be drafted.
+Both are a `Prediction` of the same token, by the head and by the target. Reduction, weights per depth and masks belong to
+train/module.py. p is the target's distribution and q the draft's; where the draft vocabulary is pruned, p is the target's
+distribution given that the token can be drafted.
 """
 
 from typing import NamedTuple
@@ -30,12 +30,12 @@ def hard(draft: Prediction, answer: Prediction) -> Tensor:
 
 
 def soft(draft: Prediction, answer: Prediction) -> Tensor:
-    """Cross-entropy with the target's law (EAGLE-3, arXiv:2503.01840); its gradient is that of the forward KL(p, q)."""
+    """Cross-entropy with the target's distribution (EAGLE-3, arXiv:2503.01840); its gradient is that of KL(p, q)."""
     return -(exact(answer.logits).softmax(-1) * exact(draft.logits).log_softmax(-1)).sum(-1)
 
 
 def reverse_kl(draft: Prediction, answer: Prediction) -> Tensor:
-    """KL(q, p): a draft that cannot follow all of the target's law keeps to its peaks (DistillSpec, arXiv:2310.08461)."""
+    """KL(q, p): a draft that cannot follow all of p keeps to its peaks (DistillSpec, arXiv:2310.08461)."""
     q, p = exact(draft.logits).log_softmax(-1), exact(answer.logits).log_softmax(-1)
     return (q.exp() * (q - p)).sum(-1)
 
@@ -47,7 +47,7 @@ def total_variation(draft: Prediction, answer: Prediction) -> Tensor:
 
 def lk(draft: Prediction, answer: Prediction) -> Tensor:
     """-log sum min(p, q): expected acceptance (arXiv:2602.23881). Its gradient is total variation's over the acceptance, so
-    that it learns from a bad start too, where total variation hardly says anything."""
+    that it learns from a bad start too, where total variation has hardly any gradient."""
     q, p = exact(draft.logits).log_softmax(-1), exact(answer.logits).log_softmax(-1)
     return -torch.minimum(q, p).logsumexp(-1)
 

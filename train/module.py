@@ -1,4 +1,7 @@
-"""From a batch of text to a loss, which comes from the target's own distributions and not from labels."""
+"""From a batch of text to a loss: the head's drafts against the target's own distributions, not against labels.
+
+forward -> read (features of the batch) -> head -> chunk_loss (logits, loss and hits of some rows)
+"""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -9,13 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 from heads.base import DraftHead, PackedBatch, draft_loss_mask
 from heads.target import Target
-from train.features.online import read, sparse, unpack
+from train.features.online import read
+from train.features.storage import sparse, unpack
 from train.losses import Prediction
 
 Loss = Callable[[Prediction, Prediction], Tensor]
-# The loss holds the logits of so many numbers, or of so many rows, at a time; less would read the lm_head once for very few.
+# The loss holds so many logits, or the logits of so many rows, at a time; fewer would read the lm_head once for very few.
 CHUNK, ROWS = 1 << 20, 256
-SMALL = 1 << 23  # up to so many logits of all depths there is nothing to save by computing them twice
+SMALL = 1 << 23  # up to so many logits of all depths, recomputing them in the backward saves nothing
 
 
 class Outcome(NamedTuple):
@@ -25,8 +29,8 @@ class Outcome(NamedTuple):
 
 
 class DistillationModel(nn.Module):
-    """A head with everything that turns a batch of text into a loss. What is wrapped by DDP or FSDP is this, so that all
-    uses of the head's weights lie inside one forward."""
+    """A head with everything that turns a batch of text into a loss. DDP and FSDP wrap this, so that all uses of the
+    head's weights lie inside one forward."""
 
     def __init__(self, head: DraftHead, target: Target, loss: Loss, depth_decay: float = 0.8, chunk: int | None = None):
         """depth_decay: depth d counts by depth_decay^(d - 1). chunk: rows of logits at a time; None suits the vocabulary."""
@@ -34,10 +38,10 @@ class DistillationModel(nn.Module):
         self.head, self.loss, self.depth_decay = head, loss, depth_decay
         self.chunk = chunk or max(ROWS, CHUNK // target.vocab_size)
         self.target: Target = target  # frozen, and no module: not a part of this one's state
-        self.top_k = False  # are answers the target's k best logits (features=disk, top_k)?
-        self.progress = 0.0  # share of the training that is done; HeadTrainer keeps it
-        # (depth,) drafts to learn from in the whole step, all its batches and processes together, which HeadTrainer counts;
-        # None where a batch is all of it.
+        self.top_k = False  # are answers the target's k largest logits (features=disk, top_k)?
+        self.progress = 0.0  # share of the training that is done; HeadTrainer sets it
+        # (depth,) drafts in the loss of the whole step, over all its batches and processes, which HeadTrainer counts; None
+        # where one batch is the whole step.
         self.num_items: Tensor | None = None
         head.attach(target)
         target.check_logits()
@@ -45,7 +49,7 @@ class DistillationModel(nn.Module):
     def forward(
         self, tokens: Tensor, loss_mask: Tensor, documents: Tensor, positions: Tensor, **stored: Tensor
     ) -> Outcome:
-        """stored: what the target made of the batch, where it was written to disk before (train/features/online.py)."""
+        """stored: the features of the batch, where they come from disk (train/features/disk.py)."""
         text = PackedBatch(tokens, loss_mask, documents, positions)
         features, last = unpack(stored) if stored else self.read(text)
         self.top_k = "top_ids" in stored
@@ -58,7 +62,7 @@ class DistillationModel(nn.Module):
         rows = self.rows(counted)
         counted = counted[:, rows]
         states = [out.flatten(0, 1)[rows] for out in outs]
-        last = last.roll(-1, dims=1).flatten(0, 1)[rows]  # the answer for slot p is what the target says at p + 1
+        last = last.roll(-1, dims=1).flatten(0, 1)[rows]  # the answer for slot p is the target's distribution at p + 1
         small = len(rows) * len(outs) * self.target.vocab_size <= SMALL
         sums = torch.zeros(2, len(outs), device=features.device)
         for start in range(0, max(1, len(rows)), self.chunk):  # at least once: every weight must have a gradient
@@ -75,7 +79,7 @@ class DistillationModel(nn.Module):
         return Outcome(loss, hits.detach(), counts)
 
     def rows(self, counted: Tensor) -> Tensor:
-        """Slots at which a draft of some depth counts, (n,), of `counted` (depth, slots): no others need logits."""
+        """Slots at which a draft of some depth counts, (n,), of `counted` (depth, slots): only these need logits."""
         return counted.any(0).nonzero()[:, 0]
 
     def read(self, text: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -84,12 +88,12 @@ class DistillationModel(nn.Module):
 
     def chunk_loss(self, last: Tensor, counted: Tensor, *states: Tensor) -> Tensor:
         """Per depth: sum of losses and number of hits, (2, depth)."""
-        last = last.detach()  # answers are no way into the target (train/joint.py)
+        last = last.detach()  # no gradient reaches the target through its answers (train/joint.py)
         with torch.no_grad():
             answer = sparse(last, self.target.vocab_size) if self.top_k else self.target.logits(last)
             best, ids = answer.argmax(-1), self.head.draft_ids
             if ids is not None:
-                # Where the target's own token cannot be drafted there is nothing right to learn (EAGLE-3's code).
+                # Where the target's own token cannot be drafted, no draft would be right (EAGLE-3's code).
                 able = torch.zeros(answer.shape[-1], dtype=torch.bool, device=ids.device).index_fill(0, ids, True)[best]
                 answer = answer[:, ids]
             else:
@@ -97,9 +101,9 @@ class DistillationModel(nn.Module):
         sums = []
         for depth, (state, counts) in enumerate(zip(states, counted, strict=True), start=1):
             draft = self.head.logits(state, depth)
-            learnt = counts & able
+            learned = counts & able
             hits = (self.head.to_target_ids(draft.argmax(-1)) == best) & counts
-            loss = torch.where(learnt, self.loss(Prediction(draft, state), Prediction(answer, last)), 0.0).sum()
+            loss = torch.where(learned, self.loss(Prediction(draft, state), Prediction(answer, last)), 0.0).sum()
             sums.append(torch.stack([loss, hits.sum().to(loss.dtype)]))
         return torch.stack(sums, dim=1)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Two optimizers that look like one: what shards, saves or schedules it sees one list of groups and one state."""
+    """Two optimizers in one: what shards, saves or schedules it sees one list of groups and one state."""
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW):
         self.parts = (muon, adamw)
@@ -38,31 +38,26 @@ class MuonAdamW(torch.optim.Optimizer):
         self.share()
 
 
-def split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """What learns: the head's parameters, and those of the target's adapter (train/joint.py)."""
-    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    parts = [parameter for name, parameter in named if not name.startswith("adapter.")]
-    return parts, [parameter for name, parameter in named if name.startswith("adapter.")]
-
-
 def muon(
     module: nn.Module,
     vocabularies: set[int],
     learning_rate: float,
     betas: tuple[float, float],
+    weight_decay: float = 0.0,
+    epsilon: float = 1e-8,
     matrix_lr: float = 0.05,
     head_multiplier: float = 4.0,
 ) -> torch.optim.Optimizer:
-    """learning_rate: of AdamW's share. vocabularies: sizes by which projections to a vocabulary are known. head_multiplier:
-    the target's adapter, if it has one, learns at learning_rate / head_multiplier."""
+    """learning_rate, betas, epsilon: of AdamW's share; weight_decay: of both, on matrices alone. vocabularies: sizes by which
+    projections to a vocabulary are known. head_multiplier: the target's adapter, if it has one, learns at
+    learning_rate / head_multiplier."""
     named, adapter = split(module)
     matrices = [p for p in named if p.ndim == 2 and p.shape[0] not in vocabularies]
     others = [p for p in named if p.ndim != 2 or p.shape[0] in vocabularies]
+    parts = groups(others, adapter, learning_rate / head_multiplier, weight_decay)
     return MuonAdamW(
-        torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.0),
-        torch.optim.AdamW(
-            groups(others, adapter, learning_rate / head_multiplier), learning_rate, betas, weight_decay=0.0
-        ),
+        torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=weight_decay),
+        torch.optim.AdamW(parts, learning_rate, betas, epsilon, weight_decay=0.0),
     )
 
 
@@ -71,14 +66,30 @@ def adamw(
     vocabularies: set[int],
     learning_rate: float,
     betas: tuple[float, float],
+    weight_decay: float = 0.0,
+    epsilon: float = 1e-8,
     head_multiplier: float = 4.0,
 ) -> torch.optim.Optimizer:
-    """AdamW for all of it, as the papers train; head_multiplier as in `muon`."""
+    """AdamW for all of it, as the papers train; the arguments as in `muon`."""
     named, adapter = split(module)
-    return torch.optim.AdamW(
-        groups(named, adapter, learning_rate / head_multiplier), learning_rate, betas, weight_decay=0.0
-    )
+    parts = groups(named, adapter, learning_rate / head_multiplier, weight_decay)
+    return torch.optim.AdamW(parts, learning_rate, betas, epsilon, weight_decay=0.0)
 
 
-def groups(parameters: list[nn.Parameter], adapter: list[nn.Parameter], adapter_lr: float) -> list[dict[str, Any]]:
-    return [{"params": parameters}, *([{"params": adapter, "lr": adapter_lr}] if adapter else [])]
+def split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The trained parameters: the head's, and those of the target's adapter (train/joint.py)."""
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    parts = [parameter for name, parameter in named if not name.startswith("adapter.")]
+    return parts, [parameter for name, parameter in named if name.startswith("adapter.")]
+
+
+def groups(
+    parameters: list[nn.Parameter], adapter: list[nn.Parameter], adapter_lr: float, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Groups of parameters; as transformers does it, no norm and no bias decays. With no decay, one group each."""
+    found: list[dict[str, Any]] = []
+    for part, settings in ((parameters, {}), (adapter, {"lr": adapter_lr})):
+        decayed = [parameter for parameter in part if weight_decay and parameter.ndim > 1]
+        rest = [parameter for parameter in part if not weight_decay or parameter.ndim <= 1]
+        found += [{"params": decayed, "weight_decay": weight_decay, **settings}, {"params": rest, **settings}]
+    return [group for group in found if group["params"]]

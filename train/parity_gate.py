@@ -1,8 +1,11 @@
 """The parity gate: training forward, drafter, and the files read back must draft the same logits.
 
 "Training accuracy is high, acceptance in the engine is bad" is the field's commonest complaint; its causes (positions,
-features of another layer, a norm, a shift, a lost config field) all show as a difference here. It runs in float32 before
-every save that calls itself final.
+features of another layer, a norm, a shift, a lost config field) all show as a difference here. It runs before the first
+step, so that a head that cannot be saved fails then, and before every save that is final.
+
+The head computes in float32, and the target as it is loaded: a second copy in float32 would need as much memory again. A
+target in half precision rounds a short and a long read differently, so there both forwards get the features of one read.
 """
 
 from pathlib import Path
@@ -18,11 +21,18 @@ from inference.drafters import drafter_for
 from inference.drafters.base import Accepted
 from inference.sampling import Sampling, SamplingParams
 
-TOLERANCE = 1e-3
+TOLERANCE = 1e-3  # of a float32 target's logits
+ROUNDINGS = 8  # of a target in half precision: so many roundings of the largest logit, which its lm_head makes
+
+
+def tolerance(target: Target, logits: Tensor) -> float:
+    if target.dtype == torch.float32 or not target.dtype.is_floating_point:
+        return TOLERANCE
+    return max(TOLERANCE, ROUNDINGS * torch.finfo(target.dtype).eps * logits.abs().max().item())
 
 
 def drafted_logits(head: DraftHead, target: Target, prompt: list[int], root: int) -> tuple[list[int], list[Tensor]]:
-    """What the drafter itself drafts behind `prompt` and `root`: a chain, and the logits of each depth."""
+    """What the drafter itself drafts after `prompt` and `root`: a chain, and the logits of each depth."""
     options: dict[str, Any] = (
         {"width": 1, "depth": head.depth, "min_probability": 0.0} if isinstance(head, RecurrentHead) else {}
     )
@@ -54,15 +64,19 @@ def trained_logits(head: DraftHead, target: Target, text: list[int], start: int)
     length = torch.arange(len(text), device=target.device)[None]
     batch = PackedBatch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), length)
     features = target.read(tokens, layers=head.layers, keep_logits=1).features
+    if target.dtype != torch.float32:  # of the drafter's own read, up to where the drafts begin
+        prompt = tokens[:, : start + 1]
+        features[:, : start + 1] = target.read(prompt, layers=head.layers, keep_logits=1).features
     outs = head(features, target.embed(tokens), batch)
     return [head.logits(out, depth)[0, start + depth - 1].float() for depth, out in enumerate(outs, start=1)]
 
 
 @torch.no_grad()
 def check(head: DraftHead, target: Target, prompt: list[int], saved: Path | None = None) -> float:
-    """The largest difference between the three; raises ValueError above TOLERANCE, saying where. `prompt` needs two tokens.
+    """The largest difference between the three; raises ValueError where one is above `tolerance`, saying where. `prompt`
+    needs two tokens.
 
-    head and target in float32; saved: the directory to read back.
+    head: in float32. saved: the directory to read back.
     """
     heads = {"the drafter": head}
     if saved is not None:
@@ -76,11 +90,11 @@ def check(head: DraftHead, target: Target, prompt: list[int], saved: Path | None
             chain, drafted = drafted_logits(reader, target, before, root)
             trained = trained_logits(head, target, [*before, root, *chain, 0], cut - 1)
             for depth, (ours, theirs) in enumerate(zip(trained, drafted, strict=True), start=1):
-                difference = (ours - theirs).abs().max().item()
-                if not difference <= TOLERANCE:
+                difference, most = (ours - theirs).abs().max().item(), tolerance(target, ours)
+                if not difference <= most:
                     raise ValueError(
                         f"parity gate: at depth {depth} the training forward and {who} differ by {difference:.3g} in the "
-                        f"draft's logits (more than {TOLERANCE}); nothing is called final until they agree"
+                        f"draft's logits (more than {most:.3g}); nothing is called final until they agree"
                     )
                 worst = max(worst, difference)
     return worst

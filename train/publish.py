@@ -1,4 +1,4 @@
-"""A trained head on its way out: the gate that its files must pass, and what is sent along with them."""
+"""Publishing a trained head: the gate that its files must pass, and what is sent along with them."""
 
 import json
 import shutil
@@ -18,7 +18,6 @@ from inference.drafters import load_drafter
 from inference.evaluation import measure
 from inference.evaluation.measure import acceptance, run
 from train import parity_gate
-from train.finalize import float32
 
 TEXTS, LENGTH = 4, 48  # texts that the gate decodes, and their tokens
 ADAPTER = (adapter.CONFIG, "adapter_model.safetensors")  # of a Medusa-2 head
@@ -49,19 +48,18 @@ def open_target(settings: DictConfig, head: str | Path) -> Target:
 
 @torch.no_grad()
 def gate(trained: Path, target: Target, files: Path) -> Passed:
-    """Hold the head in `files` against the one in `trained`; ValueError unless both draft the same.
+    """Compare the head in `files` with the one in `trained`; ValueError unless both draft the same.
 
-    The texts are the target's own, so no data is needed. The target is read in float32, where equal means equal.
+    The texts are the target's own, so no data is needed. Both heads draft for the very target that is given.
     """
-    exact = float32(target)
-    starts = [[1 + number * (exact.vocab_size - 2) // TEXTS] for number in range(TEXTS)]
-    written = run(exact, None, starts, max_new_tokens=LENGTH, temperature=1.0, eos_token_id=-1)
+    starts = [[1 + number * (target.vocab_size - 2) // TEXTS] for number in range(TEXTS)]
+    written = run(target, None, starts, max_new_tokens=LENGTH, temperature=1.0, eos_token_id=-1)
     texts = [start + row for start, row in zip(starts, measure.texts(written), strict=True)]
-    head = load_head(trained, exact, dtype=torch.float32)
-    difference = max(parity_gate.check(head, exact, text[: LENGTH // 2], saved=files) for text in texts[:2])
+    head = load_head(trained, target, dtype=torch.float32)
+    difference = max(parity_gate.check(head, target, text[: LENGTH // 2], saved=files) for text in texts[:2])
     prompts = [text[: LENGTH // 3] for text in texts]
     lengths = [
-        acceptance(run(exact, load_drafter(str(path), exact), prompts, max_new_tokens=LENGTH, eos_token_id=-1))
+        acceptance(run(target, load_drafter(str(path), target), prompts, max_new_tokens=LENGTH, eos_token_id=-1))
         for path in (trained, files)
     ]
     if lengths[0] != lengths[1]:
@@ -73,7 +71,7 @@ def gate(trained: Path, target: Target, files: Path) -> Passed:
 
 
 def stage(head: Path, folder: Path, repo: str, target: Target, license: str | None) -> None:
-    """Lay out in `folder` what the Hub shall get of the head in `head`: its files, card, metrics, config and report."""
+    """Copy to `folder` what the Hub gets of the head in `head`: its files, card, metrics, config and report."""
     for path in sorted(head.iterdir()):
         if path.is_file() and path.name in (*hub.WEIGHTS, *ADAPTER, "config.json", "config.yaml", METRICS):
             shutil.copy(path, folder)
@@ -98,7 +96,7 @@ def push(
     dry_run: bool = False,
     license: str | None = None,
 ) -> str:
-    """Stage, pass the gate with the very files that are sent, send them; a sentence on what was done."""
+    """Stage the files, pass the gate with them, send them; a sentence on what was done."""
     if not head.is_dir():
         raise ValueError(f"head={head} is no directory: a head is pushed from where training wrote it")
     hub.check_name(repo)

@@ -1,43 +1,73 @@
-"""transformers' Trainer with the loss, measurements and checkpoints of this project."""
+"""transformers' Trainer with the loss, measurements and checkpoints of this project.
+
+Trainer, and not a loop of our own over accelerate, because it brings DDP, FSDP and DeepSpeed, schedules, clipping, resuming,
+loggers and arguments that users know. It is used by its public methods, callbacks and arguments only.
+"""
 
 import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from heads.base import DraftHead, PackedBatch, draft_loss_mask
 from heads.target import Target
 from train.module import DistillationModel
 from train.runtime import checkpoints, distributed
+from train.runtime.callbacks import KeepCheckpoints
 from train.runtime.memory import peak_memory
-from train.runtime.strategy import load_full_weights, sharded_on_cpus_too, without_weights
+from train.runtime.strategy import load_full_weights, shard_on_cpus_too, without_weights
+
+NOT_HERE = {  # arguments of Trainer that would change nothing here, and what does
+    "optim": "choose optimizer=adamw or optimizer=muon",
+    "optim_args": "set the keys of conf/optimizer",
+    "optim_target_modules": "choose optimizer=adamw or optimizer=muon",
+    "label_smoothing_factor": "the labels are the target's own distributions: choose a loss",
+    "eval_strategy": "set evaluate.eval_steps",
+    "load_best_model_at_end": "set evaluate.keep_best",
+}
 
 
-def arguments(settings: Any, target: Target, **more: Any) -> TrainingArguments:
-    """Of a config's `trainer`, what every training here needs said; then the processes of a run know of each other."""
+class HeadTrainingArguments(TrainingArguments):
+    """Raises ValueError for an argument that would be ignored."""
+
+    def __post_init__(self) -> None:
+        defaults = {field.name: field.default for field in fields(TrainingArguments)}
+        for name, remedy in NOT_HERE.items():
+            if (value := getattr(self, name)) != defaults[name]:
+                raise ValueError(f"trainer.{name}={value} has no effect on a head: {remedy}")
+        super().__post_init__()
+
+    @property
+    def n_gpu(self) -> int:
+        """At most one device for each process: Trainer would wrap the head in nn.DataParallel on a machine with several, and
+        its copies would meet a target on another device. All of them take strategy=ddp under torchrun."""
+        return min(1, super().n_gpu)
+
+
+def arguments(settings: Any, target: Target, **strategy: Any) -> TrainingArguments:
+    """The arguments that conf/trainer and conf/strategy give. From here on the processes of a run can communicate."""
     return instantiate(
         settings,
+        output_dir=str(Path(settings.output_dir) / checkpoints.UNFINISHED),
         use_cpu=target.device.type == "cpu",
         remove_unused_columns=False,
         disable_tqdm=True,
-        train_sampling_strategy="sequential",
-        **more,
+        train_sampling_strategy="sequential",  # train/data/row_order.py has the order
+        **strategy,
     )
 
 
 class HeadTrainer(Trainer):
-    """Trainer with the loss, measurements and checkpoints of this project.
-
-    A loss is a sum over drafts, divided by how many there are in the whole step: so neither it nor its gradient knows how
-    a step is spread over batches and processes.
-    """
+    """A loss is a sum over drafts, divided by their number in the whole step: so neither it nor its gradient depends on how
+    a step is spread over batches and processes."""
 
     optimizer: Any
     control: Any
@@ -54,36 +84,43 @@ class HeadTrainer(Trainer):
         measure: Callable[[DraftHead], float],
         **kwargs: Any,
     ):
-        """build_optimizer: one of train/optimizer.py; the schedule stays with the trainer's arguments. measure: the
-        acceptance length of a head."""
+        """build_optimizer: one of train/optimizer.py; the schedule is the trainer's. measure: the acceptance length of a
+        head."""
         self.distillation, self.build_optimizer, self.measure = distillation, build_optimizer, measure
         self.eval_head = without_weights(
             copy.deepcopy(distillation.head, {id(distillation.target): distillation.target})
         )
-        self.folder = Path(args.output_dir)
+        self.folder = Path(args.output_dir).parent
+        shard_on_cpus_too(args)
         super().__init__(distillation, args, **kwargs)
-        self.forget()
-
-    def create_accelerator_and_postprocess(self) -> None:
-        with sharded_on_cpus_too(self.args):
-            super().create_accelerator_and_postprocess()
+        self.add_callback(KeepCheckpoints())
+        self.saving_since: float | None = None
+        self.reset_counters()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             ids = self.distillation.head.draft_ids
-            vocabularies = {self.distillation.target.vocab_size} | (set() if ids is None else {len(ids)})
-            betas = (self.args.adam_beta1, self.args.adam_beta2)
-            self.optimizer = self.build_optimizer(model or self.model, vocabularies, self.args.learning_rate, betas)
+            self.optimizer = self.build_optimizer(
+                model or self.model,
+                {self.distillation.target.vocab_size} | (set() if ids is None else {len(ids)}),
+                self.args.learning_rate,
+                (self.args.adam_beta1, self.args.adam_beta2),
+                weight_decay=self.args.weight_decay,
+                epsilon=self.args.adam_epsilon,
+            )
         return self.optimizer
 
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
-        """(depth,) drafts to learn from in all batches of a step, on all processes. It stays on the device."""
-        texts = [PackedBatch(*(batch[name] for name in PackedBatch._fields)) for batch in batch_samples]
+    def get_batch_samples(self, *args: Any) -> tuple[list, Tensor]:
+        """The batches of a step, and (depth,) how many drafts they have in the loss, over all processes. It stays on the
+        device."""
+        if self.saving_since is not None:
+            self.since += time.perf_counter() - self.saving_since
+            self.saving_since = None
+        batches, _ = super().get_batch_samples(*args)
         depths = range(1, self.distillation.head.depth + 1)
-        counts = torch.stack(
-            [torch.stack([draft_loss_mask(text, depth).sum() for depth in depths]) for text in texts]
-        ).sum(0)
-        return self.accelerator.reduce(counts, "sum")
+        texts = [PackedBatch(*(batch[name] for name in PackedBatch._fields)) for batch in batches]
+        counts = [torch.stack([draft_loss_mask(text, depth).sum() for depth in depths]) for text in texts]
+        return batches, self.accelerator.reduce(torch.stack(counts).sum(0), "sum")
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self.distillation.progress = self.state.global_step / max(1, self.state.max_steps)
@@ -91,18 +128,18 @@ class HeadTrainer(Trainer):
         outcome = model(**inputs)
         self.hits, self.counts = self.hits + outcome.hits, self.counts + outcome.counts
         self.tokens = self.tokens + (inputs["documents"] >= 0).sum()
-        loss = outcome.loss * distributed.world_size()  # every engine averages gradients over its processes
+        loss = outcome.loss * distributed.world_size()  # every strategy averages gradients over its processes
         return (loss, outcome) if return_outputs else loss
 
     # Logging
 
-    def forget(self) -> None:
+    def reset_counters(self) -> None:
         self.hits, self.counts, self.tokens = 0.0, 0.0, 0
         self.since = time.perf_counter()
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """What happens inside is no training: it counts in no rate."""
+    def not_timed(self) -> Iterator[None]:
+        """What happens inside counts in no rate."""
         start = time.perf_counter()
         yield
         self.since += time.perf_counter() - start
@@ -116,19 +153,24 @@ class HeadTrainer(Trainer):
             logs |= {f"acc_{depth}": round(share, 4) for depth, share in enumerate(shares, start=1)}
             logs["tokens_per_second"] = round(tokens.item() / (time.perf_counter() - self.since), 1)
             logs["memory_gib"] = round(peak_memory(self.args.device) / 2**30, 3)
-            self.forget()
+            self.reset_counters()
         super().log(logs, *args, **kwargs)
 
-    # Whole weights
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """The first part of a checkpoint; the next step begins after its last one."""
+        self.saving_since = time.perf_counter()
+        super().save_model(*args, **kwargs)
+
+    # Full weights
 
     @property
     def measures(self) -> bool:
-        """One process measures, unless the target needs all to read."""
+        """One process measures, unless the target needs all of them to read."""
         return distributed.rank() == 0 or self.distillation.target.reads_collectively
 
     def full_head(self) -> DraftHead:
-        """The head with its whole weights, in the processes that may measure it; every process must ask. Without shards, the
-        tensors are those in training. In the other processes nothing is in it."""
+        """The head with its full weights in the processes that may measure it, empty in the others; every process must call
+        this. Without shards the tensors are those in training."""
         state = self.accelerator.get_state_dict(self.model_wrapped)
         if self.distillation.target.reads_collectively:
             state = distributed.broadcast({name: tensor.cpu() for name, tensor in state.items()})
@@ -137,31 +179,16 @@ class HeadTrainer(Trainer):
         return self.eval_head.eval()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Measure the very weights in training; the best so far are kept."""
-        with self.aside(), torch.no_grad():
+        """Measure the very weights in training, and keep the best so far."""
+        with self.not_timed(), torch.no_grad():
             head = self.full_head()
             length = distributed.broadcast(round(self.measure(head), 4) if self.measures else 0.0)
             self.log({"acceptance_length": length})
             if distributed.rank() == 0:
-                print(
-                    f"step {self.state.global_step}/{self.state.max_steps}  acceptance length {length:.2f} (validation)",
-                    flush=True,
-                )
-                if checkpoints.best_step(self.state.log_history) == self.state.global_step:
-                    checkpoints.keep_best(Path(self.args.output_dir), self.state.global_step, head.state_dict())
+                step = self.state.global_step
+                print(f"step {step}/{self.state.max_steps}  acceptance length {length:.2f} (validation)", flush=True)
+                if checkpoints.best_step(self.state.log_history) == step:
+                    checkpoints.keep_best(self.folder, step, head.state_dict())
         metrics = {"eval_acceptance_length": length}
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-    # Checkpoints
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self.folder)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        with self.aside(), checkpoints.written_whole(Path(self.args.output_dir), self.state.global_step) as self.folder:
-            super()._save_checkpoint(model, trial)
-        self.folder = Path(self.args.output_dir)
-        if distributed.rank() == 0:
-            best = checkpoints.best_step(self.state.log_history)
-            checkpoints.rotate(self.folder, self.args.save_total_limit, best)

@@ -113,8 +113,10 @@ def push(folder: Path, repo: str, private: bool, replace: bool, dry_run: bool) -
             kind = "private" if private else "public"
             return f"would send to {'the' if there else 'a new'} {kind} repository {repo}, dry_run=false does:{listing}"
         api.create_repo(repo, private=private, exist_ok=True)
-        operations = [CommitOperationAdd(path.name, path) for path in files]
-        operations += [CommitOperationDelete(name) for name in left]
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
+            *(CommitOperationAdd(p.name, p) for p in files),
+            *(CommitOperationDelete(name) for name in left),
+        ]
         message = f"Head {weights_sha256(folder)[:12]}"
         commit = there.commit if there else None
         info = api.create_commit(repo, operations, commit_message=message, parent_commit=commit)

@@ -72,7 +72,8 @@ class Target:
     ) -> "Target":
         """Load a target from a directory or the Hub.
 
-        dtype: "float32", "bfloat16" ..., or "auto": as saved, but float32 where the device has no bfloat16 products; quantization: None, "4bit" or "8bit" (bitsandbytes);
+        dtype: "float32", "bfloat16" ..., or "auto": as saved, but float32 where the device has no bfloat16 products;
+        quantization: None, "4bit" or "8bit" (bitsandbytes);
         spread: None, "layers", "fsdp" or "tensor" (heads/target/sharding.py), for one that no device holds alone.
         Raises ValueError that names the path when there is no model, or its tokenizer does not fit its vocabulary.
         """

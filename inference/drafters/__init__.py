@@ -26,8 +26,8 @@ def load_drafter(spec: str, target: Target, revision: str | None = None, **optio
     """The drafter that `spec` names. `options` go to its constructor; conf/drafter/*.yaml list them.
 
     "none" (plain decoding), "ngram", "suffix", "lookahead", "draft:<path or id of a smaller model>", a head's directory or
-    Hub id (revision: its branch, tag or commit); or several of these joined by "+", which gives the union of their trees. Heads and draft models take
-    `tree`: see `with_tree_policy`.
+    Hub id (revision: its branch, tag or commit); or several of these joined by "+", which gives the union of their trees.
+    Heads and draft models take `tree`: see `with_tree_policy`.
     """
     if "+" in spec and not Path(spec).is_dir():
         return Union([load_drafter(part, target) for part in spec.split("+")], **options)

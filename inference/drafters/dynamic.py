@@ -44,7 +44,8 @@ class DynamicTree(Drafter):
         drafts all levels."""
         if depth < 1 or width < 1 or nodes < 2 or min_probability < 0:
             raise ValueError(
-                f"a dynamic tree needs depth={depth} and width={width} of at least 1, nodes={nodes} of 2, least={min_probability} of 0"
+                f"a dynamic tree needs depth={depth} and width={width} of at least 1, nodes={nodes} of 2, "
+                f"min_probability={min_probability} of 0"
             )
         self.head, self.target, self.layers = head, target, head.layers
         depth = depth if head.limit is None else min(depth, head.limit)

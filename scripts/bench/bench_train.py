@@ -26,7 +26,7 @@ from transformers import PrinterCallback
 from heads import Target
 from train.cli import entry
 from train.data.corpus import Document, Packed
-from train.data.row_order import Stream
+from train.data.row_order import EpochStream
 from train.module import DistillationModel
 from train.runtime.memory import keep_freed, peak_memory
 from train.trainer import HeadTrainer, arguments
@@ -66,7 +66,7 @@ def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
     trainer = HeadTrainer(
         distillation,
         args,
-        train_dataset=Stream(dataset, len(packed), cfg.seed),
+        train_dataset=EpochStream(dataset, len(packed), cfg.seed),
         build_optimizer=instantiate(cfg.optimizer),
         measure=lambda head: 0.0,
     )

@@ -28,7 +28,7 @@ from inference.evaluation.measure import REPETITIVE, acceptance, distinct, per_d
 from inference.evaluation.speed import Decoder, foredraft_decoder, time_decoders, transformers_decoder
 from train.cli import CONF, entry
 from train.data.corpus import prompts
-from train.finalize import device_name
+from train.runtime.environment import device_name
 
 ROOT = CONF.parent
 PLAIN = "plain"

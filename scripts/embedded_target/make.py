@@ -29,11 +29,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from heads import Target
 from inference import generate
 from inference.evaluation import measure
-from train.data import stdlib, stored_text
-from train.data.corpus import prompts, self_generate, standard_library
+from train.data import self_generated, stdlib
+from train.data.corpus import prompts, standard_library
 
 VOCAB, LENGTH, ROWS = 1024, 512, 16
 EOS = "<|endoftext|>"
+CHAT = Path(stdlib.__file__).with_name("plain_chat.jinja")  # it was trained on code alone: any template is as good
 OWN_TEXT = 1 << 20  # tokens that the target writes for heads to learn from
 COOL = 0.5  # temperature of the continuations that the second stage learns from
 
@@ -52,7 +53,9 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=EOS, eos_token=EOS, model_max_length=2048)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=EOS, eos_token=EOS, model_max_length=2048)
+    fast.chat_template = CHAT.read_text()
+    return fast
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
@@ -262,13 +265,13 @@ def write_samples(directory: Path) -> None:
 
 
 def self_generated_text(directory: Path) -> None:
-    """Text that the target writes for heads to learn from (train/data/stored_text.py)."""
+    """Text for heads to learn from, which the target writes (train/data/self_generated.py)."""
     target = Target.from_pretrained(str(directory))
     assert target.tokenizer is not None
     library = standard_library(target.tokenizer)
     with tempfile.TemporaryDirectory() as scratch:
-        own = self_generate(target, library, OWN_TEXT, 0, Path(scratch) / "self_generated.json")
-    stored_text.keep(list(own.train), library.card["source"], target, directory)
+        own = self_generated.self_generate(target, library, OWN_TEXT, 0, Path(scratch) / "self_generated.json")
+    self_generated.store(list(own.train), library.card["source"], target, directory)
 
 
 def save(model: LlamaForCausalLM, output: Path) -> None:

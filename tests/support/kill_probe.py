@@ -57,7 +57,7 @@ def child(moment: int, number: int, overrides: list[str]) -> None:
     fate.at(Path, "rename")
     fate.at(shutil, "rmtree")
     fate.at(finalize, "write_report", writes=0)
-    fate.at(run_state, "write_whole")
+    fate.at(run_state, "write_atomically")
     sys.argv = ["train/run.py", *overrides, "hydra/job_logging=disabled"]
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- to its end
     code = 0

@@ -91,8 +91,8 @@ def end(process: subprocess.Popen) -> Ended:
 
 
 def printed(out: str) -> list[tuple[str, str, str]]:
-    """Step, loss and agreement of each line of progress."""
-    return re.findall(r"^step (\d+)/\d+  loss (\S+)  agreement by depth ([\d. ]+)  ", out, re.M)
+    """Step, loss and accuracy of each line of progress."""
+    return re.findall(r"^step (\d+)/\d+  loss (\S+)  accuracy by depth ([\d. ]+)  ", out, re.M)
 
 
 def complaint(ended: Ended) -> str:

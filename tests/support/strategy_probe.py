@@ -50,7 +50,7 @@ def main() -> None:
         return plain(self)
 
     HeadTrainer.full_head = noted  # type: ignore[method-assign]
-    distributed.leave = lambda: dist.barrier(group=distributed.host_group())  # the next run wants the processes
+    distributed.shutdown = lambda: dist.barrier(group=distributed.host_group())  # the next run wants the processes
     for name in runs:
         engine, *overrides = name.split(",")
         directory = folder / f"{engine}-{overrides[-1].partition('=')[2]}"

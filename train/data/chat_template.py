@@ -1,14 +1,14 @@
-"""A tokenizer's own chat template, and which tokens of a conversation are the target's to write.
+"""A tokenizer's own chat template, and the loss mask: which tokens of a conversation are the target's to write.
 
-What a template marks with {% generation %} is supervised. Without such marks it is what an assistant turn adds behind the
-prompt for it:
+What a template marks with {% generation %} is in the loss. Without such marks it is what an assistant turn adds after its
+prompt:
 
     render(turns before, with generation prompt)    <user> hi <end> <assistant>
     render(turns before, and the answer)            <user> hi <end> <assistant> hello <end> \\n
-    supervised                                                                  ~~~~~~~~~~~
+    in the loss                                                                 ~~~~~~~~~~~
 
-up to the last sign that is not white space: behind its end token a target writes no more, the template does. Nothing is
-added to what the template says: no system prompt, no token.
+up to the last character that is not white space: after its end token a target writes no more, the template does. Nothing
+is added to what the template says: no system prompt, no token.
 """
 
 import hashlib
@@ -33,8 +33,8 @@ def template_file(template: str) -> Path:
 
 
 class ChatFormat:
-    """template: a Jinja file in place of the tokenizer's own. thinking: what a template with such a switch is told; None
-    leaves it at its default. Raises ValueError where there is no template, or it knows no switch."""
+    """template: a Jinja file in place of the tokenizer's own. thinking: the template's switch for thoughts; None leaves it
+    at its default. Raises ValueError where there is no template, or it has no such switch."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None, thinking: bool | None = None):
         where = tokenizer.name_or_path or "this tokenizer"
@@ -57,13 +57,13 @@ class ChatFormat:
 
     @property
     def digest(self) -> str:
-        """Of all that decides tokens and masks, but for the conversation."""
+        """A hash of all that decides tokens and masks, but for the conversation."""
         tokenizer = self.tokenizer.backend_tokenizer.to_str()
         return hashlib.sha256(f"{self.template}\0{self.options}\0{tokenizer}".encode()).hexdigest()[:16]
 
     def render(self, messages: list[Message], prompt: bool = False, marked: bool = False) -> tuple[str, list[Span]]:
-        """The text, and where `marked` the spans of characters that the template marks as generated. Raises Dropped where
-        the template refuses the conversation (Mistral's and Gemma's want user and assistant in turn)."""
+        """The text, and where `marked` the spans of characters that the template marks as generated. Raises SkippedRow
+        where the template refuses the conversation (Mistral's and Gemma's want user and assistant in turn)."""
         settings: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.options}
         try:
             texts, spans = render_jinja_template(
@@ -78,21 +78,21 @@ class ChatFormat:
         return texts[0], spans[0] if marked else []
 
     def marked(self, messages: list[Message]) -> list[tuple[str, list[Span]]]:
-        """Text and supervised spans. One text, or one per answer where the template shows an earlier answer otherwise than
-        when it was written (a thinking model's thoughts are taken out of what lies behind)."""
-        asked = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        if not asked:
+        """Text and the spans in the loss. One text, or one per answer where the template shows an earlier answer otherwise
+        than when it was written (a thinking model's earlier thoughts are taken out)."""
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers:
             raise SkippedRow("no answer in it")
-        messages = messages[: asked[-1] + 1]
+        messages = messages[: answers[-1] + 1]
         if self.tagged:
             return [self.render(messages, marked=True)]
         found = []
-        for number in asked:
+        for number in answers:
             before, after = self.render(messages[:number], prompt=True)[0], self.render(messages[: number + 1])[0]
             if not after.startswith(before):
                 raise ValueError(
-                    f"{self.name} begins an answer otherwise than its generation prompt does ({before[-40:]!r}), so what is "
-                    "supervised cannot be told: give a template with {% generation %} marks (data.template=FILE)"
+                    f"{self.name} begins an answer otherwise than its generation prompt does ({before[-40:]!r}), so the "
+                    "loss mask cannot be found: give a template with {% generation %} marks (data.template=FILE)"
                     + (", or another data.thinking" if self.options else "")
                 )
             found.append((after, (len(before), len(after.rstrip()))))
@@ -102,16 +102,16 @@ class ChatFormat:
         return [(after, [span]) for after, span in found]
 
     def documents(self, messages: list[Message]) -> list[Document]:
-        """Tokens and masks. Raises Dropped for a conversation without an answer, or that the template refuses."""
-        return [self.tokenized(text, spans) for text, spans in self.marked(messages)]
+        """Tokens and masks. Raises SkippedRow for a conversation without an answer, or that the template refuses."""
+        return [self.tokenize(text, spans) for text, spans in self.marked(messages)]
 
-    def tokenized(self, text: str, spans: list[Span]) -> Document:
+    def tokenize(self, text: str, spans: list[Span]) -> Document:
         """A token belongs to the answer where its first character does."""
         out = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in out["offset_mapping"]]
         return Document(out["input_ids"], [any(a <= start < b for a, b in spans) for start in starts])
 
     def prompt(self, messages: list[Message]) -> list[int]:
-        """The tokens behind which the target writes its answer to the last turn."""
+        """The tokens that the target continues with its answer to the last turn."""
         text, _ = self.render(messages, prompt=True)
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -1,6 +1,6 @@
 """Conversations as a training corpus: rows -> chat template -> tokens and masks, in a cache of `datasets`.
 
-The cache is memory-mapped, so a large set costs disk and not memory; its key is made of the files' bytes, the tokenizer, the
+The cache is memory-mapped, so a large set costs disk and not memory. Its key is a hash of the files, the tokenizer, the
 template and this very code, so nothing stale is ever read.
 """
 
@@ -10,21 +10,21 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from train.data import chat_template, sources
-from train.data.chat_template import ChatFormat
-from train.data.corpus import Corpus, Document, Held, tokenized
+from train.data.chat_template import ChatFormat, template_file
+from train.data.corpus import Corpus, Document, Held, tokenize
 from train.data.sources import SkippedRow, Source
 
-CHECKED = 256  # conversations whose masks are looked at together
+CODE = ("sources", "chat_template", "corpus", "conversations")  # what makes documents of rows
+CHECKED = 256  # conversations whose masks are checked together
 
 
 class Documents(Sequence[Document]):
-    """Some rows of an encoded dataset, read from disk when they are asked for."""
+    """Some rows of an encoded dataset, read from disk when they are needed."""
 
     def __init__(self, encoded: Any, chosen: np.ndarray):
         self.encoded, self.chosen = encoded, chosen
@@ -32,13 +32,7 @@ class Documents(Sequence[Document]):
     def __len__(self) -> int:
         return len(self.chosen)
 
-    @overload
-    def __getitem__(self, number: int) -> Document: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Document]: ...
-    def __getitem__(self, number: int | slice) -> Document | list[Document]:
-        if isinstance(number, slice):
-            return [self[i] for i in range(*number.indices(len(self)))]
+    def __getitem__(self, number: int) -> Document:  # type: ignore[override]  # no slices: nothing cuts a corpus
         row = self.encoded[int(self.chosen[number])]
         return Document(row["tokens"], row["loss_mask"])
 
@@ -51,10 +45,10 @@ def corpus(
     cache_dir: str | None = None,
     **source: Any,
 ) -> Corpus:
-    """Conversations or raw text as train.data.sources.Source names them; template, thinking: as in train.data.chat_template.ChatFormat.
+    """Conversations or raw text of a train.data.sources.Source; template and thinking as in chat_template.ChatFormat.
 
     `test_share` of the conversations is held out for the last measurement and as much for those during training, by a hash
-    of what is said: the same conversation is always in the same part. Raises ValueError where nothing can be trained on.
+    of the conversation, so that it is always in the same part. Raises ValueError where nothing can be trained on.
     """
     where = Source(**source)
     if not 0 < test_share < 0.5:
@@ -65,7 +59,7 @@ def corpus(
     if not len(good):
         found = "; ".join(f"{count} x {reason}" for reason, count in dropped.most_common(3))
         raise ValueError(
-            f"data.path={where.path} gives nothing to train on: {found}. Columns that are not found by themselves are named "
+            f"data.path={where.path} gives nothing to train on: {found}. Name columns of other names "
             "with data.messages, or data.prompt and data.response, or data.text"
         )
     test, validation = held_out(keys[good], test_share)
@@ -87,7 +81,7 @@ def corpus(
 
 
 def held_out(keys: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Which documents are for the test, and which for validation. A small set gives up its lowest keys, never none."""
+    """Which documents are for the test and which for validation; of a small set the lowest keys, so that neither is empty."""
     edge = int(share * 2**31)
     lowest = np.unique(keys)[:2]
     test = keys < edge if (keys < edge).any() else keys == lowest[0]
@@ -104,16 +98,13 @@ def encode(
     thinking: bool | None,
     cache_dir: str | None,
 ) -> Any:
-    """A dataset of documents and of dropped rows, made or found in the cache."""
+    """A dataset of documents and of dropped rows, from the cache where it is there."""
     import datasets  # seconds to import, which most runs need not wait for
 
     datasets.disable_progress_bars()
-    code = (
-        b"".join(Path(module.__file__ or "").read_bytes() for module in (sources, chat_template))
-        + Path(__file__).read_bytes()
-    )
+    code = b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in CODE)
     words = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.name_or_path
-    file = chat_template.template_file(template) if template else None
+    file = template_file(template) if template else None
     written = file.read_text() if file is not None and file.is_file() else tokenizer.chat_template
     settings = repr((source.digest(), written, thinking, tokenizer.special_tokens_map, words))
     features = {
@@ -140,7 +131,7 @@ def encode(
 def encoded_rows(
     tokenizer: PreTrainedTokenizerBase, source: Source, template: str | None, thinking: bool | None
 ) -> Iterator[dict[str, Any]]:
-    """Per row its documents (a thinking model's conversation can give several), or one line that says why it has none."""
+    """Per row its documents (a thinking model's conversation can give several), or one entry that says why it has none."""
     form: ChatFormat | None = None
     shares: list[float] = []
     number = 0
@@ -148,21 +139,21 @@ def encoded_rows(
         blank: dict[str, Any] = {"number": number, "tokens": [], "loss_mask": [], "raw": "", "reason": ""}
         blank |= {"where": row.where, "key": 0}
         try:
-            said = source.conversation(row)
-            if isinstance(said, str):
-                found, raw = tokenized(tokenizer, [said]), said
+            messages = source.conversation(row)
+            if isinstance(messages, str):
+                found, raw = tokenize(tokenizer, [messages]), messages
             else:
                 form, raw = form or ChatFormat(tokenizer, template, thinking), ""
-                found = form.documents(said)
+                found = form.documents(messages)
                 shares += [sum(document.loss_mask) / max(1, len(document.tokens)) for document in found]
                 found = [document for document in found if any(document.loss_mask)]
             if not found:
-                raise SkippedRow("nothing in it is supervised")
+                raise SkippedRow("nothing in it is in the loss")
         except SkippedRow as reason:
             yield blank | {"reason": str(reason)}
             continue
         for document in found:
-            yield blank | document._asdict() | {"key": key(said), "raw": raw}
+            yield blank | document._asdict() | {"key": key(messages), "raw": raw}
         if form is not None and len(shares) >= CHECKED:
             check(shares, form)
             shares = []
@@ -173,23 +164,23 @@ def encoded_rows(
 
 
 def check(shares: list[float], form: ChatFormat) -> None:
-    """Raise ValueError for a batch of conversations of which nothing is supervised, or all. It is whole conversations that
-    are looked at: a packed row may well lie inside of one long answer."""
+    """Raise ValueError for conversations of which nothing is in the loss, or all. Packed rows are no evidence: one
+    may lie inside a single answer."""
     if all(share == 1 for share in shares):
         raise ValueError(
-            f"{form.name} gives {len(shares)} conversations of which 100 % of the tokens are supervised, the prompts too: "
+            f"{form.name} gives {len(shares)} conversations of which 100 % of the tokens are in the loss, the prompts too: "
             "mark the answers alone with {% generation %} in a template of your own (data.template=FILE)"
         )
     if not any(shares):
         raise ValueError(
-            f"{form.name} gives {len(shares)} conversations of which 0 % of the tokens are supervised: mark the answers with "
-            "{% generation %} in a template of your own (data.template=FILE)"
+            f"{form.name} gives {len(shares)} conversations of which 0 % of the tokens are in the loss: mark the answers "
+            "with {% generation %} in a template of your own (data.template=FILE)"
         )
 
 
-def key(said: Any) -> int:
-    """31 bits of a hash of what is said, whatever file it stands in."""
-    return int.from_bytes(hashlib.sha256(json.dumps(said, sort_keys=True).encode()).digest()[:4], "big") >> 1
+def key(messages: Any) -> int:
+    """31 bits of a hash of a conversation, whatever file it stands in."""
+    return int.from_bytes(hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).digest()[:4], "big") >> 1
 
 
 def source_of(data: Any) -> Source:

@@ -1,7 +1,6 @@
-"""From raw text to documents, and what the target writes itself. Split by file: what measures was never trained on."""
+"""A corpus of documents, and how raw text becomes one. Split by file: what measures was never trained on."""
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,14 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from heads.target import Target
-from inference.generation import generate
-from train.data import stdlib, stored_text
+from train.data import stdlib
 from train.data.packing import Document
 from train.data.packing import Packed as Packed
-
-GENERATION_BATCH = 256  # rows that the target writes at once, half of them greedily
-
 
 Held = Sequence[str | Document]  # held-out raw texts, and conversations
 
@@ -33,7 +27,7 @@ def standard_library(tokenizer: PreTrainedTokenizerBase, max_files: int | None =
     """The running Python's own library (train/data/stdlib.py), without its tests."""
     texts = {part: [text for _, text in stdlib.documents(part, tests=False)] for part in stdlib.PARTS}
     train, card = texts["train"][:max_files], {"source": "standard library"}
-    return corpus(tokenizer, train, texts["validation"], texts["test"], card)
+    return from_texts(tokenizer, train, texts["validation"], texts["test"], card)
 
 
 def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*", test_share: float = 0.1) -> Corpus:
@@ -64,7 +58,7 @@ def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*"
         test = [text for _, text in ranked[:count]]
         validation = [text for _, text in ranked[count : 2 * count]] if len(ranked) >= 3 * count else test
         train = [text for _, text in ranked[count:] if text not in validation]
-    return corpus(tokenizer, train, validation, test, {"source": str(path), "files": len(texts)})
+    return from_texts(tokenizer, train, validation, test, {"source": str(path), "files": len(texts)})
 
 
 def read_text(file: Path) -> str:
@@ -75,91 +69,36 @@ def read_text(file: Path) -> str:
         raise ValueError(f"{where}: convert it, or leave it out with data.glob") from None
 
 
-def corpus(
+def from_texts(
     tokenizer: PreTrainedTokenizerBase, train: list[str], validation: list[str], test: list[str], card: dict[str, Any]
 ) -> Corpus:
-    """Tokenise raw text: every token is supervised, and each document ends as the target's texts end."""
-    documents = tokenized(tokenizer, train)
+    """A corpus of raw texts; ValueError where `train` holds none."""
+    documents = tokenize(tokenizer, train)
     if not documents:
         raise ValueError(f"the data ({card['source']}) gives no tokens to train on")
     return Corpus(documents, validation, test, card)
 
 
-def tokenized(tokenizer: PreTrainedTokenizerBase, texts: Held) -> list[Document]:
-    """Raw texts as documents, all supervised, with the end token behind each; empty ones left out, others as they are."""
+def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer puts before every text by default: its bos token, or nothing. A model that was trained with a bos
+    token drafts and writes badly without one."""
+    first = tokenizer("a", verbose=False)["input_ids"][:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Held) -> list[Document]:
+    """Raw texts as documents, with the tokens that a text begins and ends with, all in the loss (a first token is never
+    drafted). Empty texts are left out; documents stay as they are."""
+    begin = start_tokens(tokenizer)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     raw = [text for text in texts if isinstance(text, str)]
-    rows = tokenizer(raw, add_special_tokens=False, verbose=False)["input_ids"] if raw else []
-    documents = [Document(ids + end, [True] * (len(ids) + len(end))) for ids in rows if ids]
-    return documents + [document for document in texts if isinstance(document, Document)]
-
-
-def self_generate(
-    target: Target, data: Corpus, tokens: int, seed: int, file: Path, begin: int = 32, new: int = 224
-) -> Corpus:
-    """The same corpus with training text that the target wrote itself: up to `tokens` of it, in rows of at most `new` behind
-    beginnings from the documents: of `begin` tokens of raw text, or the whole of a conversation before an answer.
-    Only what it wrote is supervised.
-
-    A head drafts what its target writes, not what people wrote; on text of the latter kind it learns to draft neither. Every
-    other row is greedy, the rest is sampled at temperature 1, so that both uses are covered. file: where the rows are
-    kept, so that a run that goes on need not write them again; text that lies beside the target's weights
-    (train/data/stored_text.py) is taken first.
-    """
-    if file.exists():
-        kept = json.loads(file.read_text())
-        documents = [Document(row, [False] * given + [True] * (len(row) - given)) for given, row in kept]
-    else:
-        documents = stored_text.find(target, data.card["source"], tokens) or []
-    if documents:
-        return data._replace(train=documents, card=data.card | {"self_generated_tokens": count_generated(documents)})
-    most = (target.context or 1 << 30) - new
-    found = (place for number, d in enumerate(data.train) for place in beginnings(number, d, begin))
-    places = [(number, start, end) for number, start, end in found if end - start <= most]
-    if not places:
-        raise ValueError(
-            f"no training document has {begin} tokens, or a prompt that leaves room for {new}, for the target to go on from; "
-            "self_generated_tokens=0 trains on them as they are"
-        )
-    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).tolist()
-    wanted = max(1, -(-tokens // new))
-    for first in range(0, wanted, GENERATION_BATCH):
-        chosen = [places[order[i % len(order)]] for i in range(first, min(first + GENERATION_BATCH, wanted))]
-        rows = [data.train[number].tokens[start:end] for number, start, end in chosen]
-        for temperature, part in ((0.0, rows[::2]), (1.0, rows[1::2])):
-            if part:
-                documents += go_on(target, part, max_new_tokens=new, temperature=temperature, seed=seed + first)
-        print(f"the target has written {len(documents)} of {wanted} rows", flush=True)
-    half = file.with_suffix(".part")
-    half.write_text(json.dumps([[sum(not flag for flag in d.loss_mask), d.tokens] for d in documents]))
-    half.rename(file)  # whole or not at all
-    return data._replace(train=documents, card=data.card | {"self_generated_tokens": count_generated(documents)})
-
-
-def beginnings(number: int, document: Document, begin: int) -> list[tuple[int, int, int]]:
-    """(document, start, end) of what the target can go on from: in a conversation all before an answer, in raw text any
-    stretch of `begin` tokens."""
-    flags = document.loss_mask
-    if all(flags):
-        return [(number, at, at + begin) for at in range(0, len(flags) - begin + 1, begin)]
-    return [(number, 0, at) for at in range(1, len(flags)) if flags[at] and not flags[at - 1]]
-
-
-def go_on(target: Target, rows: list[list[int]], **settings: Any) -> list[Document]:
-    """The rows, each continued by the target; only what it wrote is supervised."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=target.device)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=target.device)
-    new = generate(target, None, ids, mask, **settings).new_tokens
-    return [Document(row + text, [False] * len(row) + [True] * len(text)) for row, text in zip(rows, new, strict=True)]
-
-
-def count_generated(documents: Sequence[Document]) -> int:
-    return sum(sum(document.loss_mask) for document in documents)
+    found = tokenizer(raw, add_special_tokens=False, verbose=False)["input_ids"] if raw else []
+    rows = [[*begin, *ids, *end] for ids in found if ids]
+    return [Document(row, [True] * len(row)) for row in rows] + [d for d in texts if isinstance(d, Document)]
 
 
 def count_tokens(documents: Sequence[Document], vocab: int) -> Tensor:
-    """(vocab,) int64: how often each token is supervised."""
+    """(vocab,) int64: how often each token is in the loss."""
     counts = torch.zeros(vocab, dtype=torch.int64)
     for document in documents:
         ids = torch.tensor(document.tokens)[torch.tensor(document.loss_mask)]
@@ -168,28 +107,28 @@ def count_tokens(documents: Sequence[Document], vocab: int) -> Tensor:
 
 
 def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: int) -> list[list[int]]:
-    """`count` prompts, spread evenly: of `length` tokens from raw texts, or of conversations all before their first answer.
+    """`count` prompts, spread evenly: `length` tokens of raw texts, or all of a conversation before its first answer.
 
-    A conversation is not cut (its prompt would lose its question or its form); one of more than 8 * `length` tokens is passed
-    over. Raises ValueError where there is no prompt.
+    A conversation is not cut (its prompt would lose its question or its form); one of more than 8 * `length` tokens is
+    skipped. Raises ValueError where there is no prompt.
     """
-    whole = [d.tokens[: d.loss_mask.index(True)] for d in held if isinstance(d, Document)]
-    if whole:
-        asked = [prompt for prompt in whole if 0 < len(prompt) <= 8 * length]
-        if not asked:
+    chats = [d.tokens[: d.loss_mask.index(True)] for d in held if isinstance(d, Document)]
+    if chats:
+        fitting = [prompt for prompt in chats if 0 < len(prompt) <= 8 * length]
+        if not fitting:
             raise ValueError(
                 f"every held-out conversation has a prompt of more than {8 * length} tokens: evaluate.prompt_tokens={length} "
                 "is an eighth of the longest that is measured on, raise it"
             )
-        count = min(count, len(asked))
-        return [asked[len(asked) * i // count] for i in range(count)]
+        count = min(count, len(fitting))
+        return [fitting[len(fitting) * i // count] for i in range(count)]
     texts = [text for text in held if isinstance(text, str)]
 
     def lines() -> Iterator[str]:
-        whole = sum(map(len, texts))
+        total = sum(map(len, texts))
         at, offset = 0, 0
         for number in range(count):
-            place = whole * number // count
+            place = total * number // count
             while place >= offset + len(texts[at]):
                 offset += len(texts[at])
                 at += 1
@@ -198,8 +137,9 @@ def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: 
             yield text[min(start, max(0, len(text) - 12 * length)) :][: 12 * length]
 
     starts = list(lines()) if any(texts) else []
+    begin = start_tokens(tokenizer)
     rows = tokenizer(starts, add_special_tokens=False, verbose=False)["input_ids"] if starts else []
-    found = [row[:length] for row in rows if len(row) >= max(1, length // 2)]
+    found = [[*begin, *row][:length] for row in rows if len(row) >= max(1, length // 2)]
     if not found:
         raise ValueError(
             f"the held-out text is too short for prompts of {length} tokens: hold out more of it, or ask for shorter "

@@ -1,18 +1,17 @@
-"""Who answers the questions of a set: a server that speaks OpenAI's protocol, or the target in this process."""
+"""Generation clients of regeneration: a server that speaks OpenAI's protocol, or the target in this process."""
 
 import asyncio
+import itertools
 import os
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NamedTuple
 
-import torch
-
 from heads.target import Target
-from inference.generation import generate
 from train.data.chat_template import ChatFormat
-from train.data.regeneration import ConversationRequest, Output, Sampling
+from train.data.regeneration import ConversationRequest, GenerationSettings, Output
+from train.data.self_generated import continue_rows
 from train.data.sources import Message, SkippedRow
 
 
@@ -26,15 +25,17 @@ class Refused(ValueError):
 
 
 class Server:
-    """A server that speaks OpenAI's protocol. The `openai` package waits and tries again (429 with Retry-After, 408, 409,
-    5xx, time-outs, cut connections: exponential, with jitter); an answer that cannot be read is asked for again here."""
+    """A server that speaks OpenAI's protocol. The `openai` package retries (429 with Retry-After, 408, 409, 5xx, time-outs,
+    cut connections: exponential, with jitter); an answer that cannot be read is requested again here."""
 
-    def __init__(self, endpoint: str, model: str | None, timeout: float, retries: int, sampling: Sampling, extra: dict):
+    def __init__(
+        self, endpoint: str, model: str | None, timeout: float, retries: int, settings: GenerationSettings, extra: dict
+    ):
         try:
             import openai
         except ImportError:
             raise ValueError("endpoint=... needs the openai package: pip install foredraft[regenerate]") from None
-        self.errors, self.endpoint, self.retries, self.sampling, self.extra = openai, endpoint, retries, sampling, extra
+        self.errors, self.endpoint, self.retries, self.settings, self.extra = openai, endpoint, retries, settings, extra
         key = os.environ.get("OPENAI_API_KEY", "none")
         self.client = openai.AsyncOpenAI(base_url=endpoint, api_key=key, timeout=timeout, max_retries=retries)
         self.model = model or ""
@@ -42,16 +43,16 @@ class Server:
     async def start(self) -> None:
         """Ask which model is served, where none was named."""
         if not self.model:
-            self.model = (await self.tried(self.client.models.list)).data[0].id
+            self.model = (await self.retried(self.client.models.list)).data[0].id
 
     async def reply(self, messages: list[Message], seed: int) -> Reply:
-        settings: dict[str, Any] = {"messages": messages, "model": self.model, "seed": seed}
-        settings |= {"temperature": self.sampling.temperature, "max_tokens": self.sampling.max_tokens}
-        if self.sampling.top_p is not None:
-            settings["top_p"] = self.sampling.top_p
+        request: dict[str, Any] = {"messages": messages, "model": self.model, "seed": seed}
+        request |= {"temperature": self.settings.temperature, "max_tokens": self.settings.max_tokens}
+        if self.settings.top_p is not None:
+            request["top_p"] = self.settings.top_p
 
         async def once() -> Reply:
-            out = await self.client.chat.completions.create(extra_body=self.extra or None, **settings)
+            out = await self.client.chat.completions.create(extra_body=self.extra or None, **request)
             choice = out.choices[0]
             text = choice.message.content
             if not isinstance(text, str) or not isinstance(choice.finish_reason, str):
@@ -60,48 +61,48 @@ class Server:
             thoughts = (choice.message.model_extra or {}).get("reasoning_content")
             return Reply(message | ({"reasoning_content": thoughts} if thoughts else {}), choice.finish_reason)
 
-        return await self.tried(once)
+        return await self.retried(once)
 
-    async def tried(self, ask: Callable[[], Awaitable[Any]]) -> Any:
+    async def retried(self, ask: Callable[[], Awaitable[Any]]) -> Any:
         """Raises Refused for a request that the server will never take, ValueError for a server that gives no answer."""
-        trouble: Exception | None = None
+        failure: Exception | None = None
         for attempt in range(self.retries + 1):
             try:
                 return await ask()
             except self.errors.APIStatusError as error:
                 if error.status_code in (400, 413, 422):
                     raise Refused(f"status {error.status_code}: {error.message[:300]}") from None
-                trouble = error
+                failure = error
                 break
             except self.errors.APIConnectionError as error:
-                trouble = error
+                failure = error
                 break
             except (self.errors.APIResponseValidationError, ValueError, TypeError, IndexError, AttributeError) as error:
-                trouble = error  # no JSON, or not an answer's
+                failure = error  # no JSON, or not an answer's
                 await asyncio.sleep(min(8.0, 0.5 * 2**attempt) * random.uniform(0.75, 1.0))
         raise ValueError(
-            f"endpoint={self.endpoint} gives no answer, tried {self.retries + 1} times ({trouble}); what is answered is "
-            "kept, the same command goes on from there"
-        ) from trouble
+            f"endpoint={self.endpoint} gives no answer, tried {self.retries + 1} times ({failure}); what is answered is "
+            "kept, the same command continues from there"
+        ) from failure
 
     async def converse(self, row: ConversationRequest) -> dict[str, Any]:
-        """The whole conversation, every answer given in the light of the answers before."""
-        said: list[Message] = []
+        """The conversation with an answer after each of the user's turns."""
+        messages: list[Message] = []
         reasons: list[str] = []
         try:
             for turn in row.turns:
-                said.append(turn)
+                messages.append(turn)
                 if turn["role"] == "user":
-                    message, reason = await self.reply(said, self.sampling.seed + row.number)
-                    said.append(message)
+                    message, reason = await self.reply(messages, self.settings.seed + row.number)
+                    messages.append(message)
                     reasons.append(reason)
         except Refused as error:
             return {"error": str(error)}
-        return {"messages": said, "finish_reasons": reasons}
+        return {"messages": messages, "finish_reasons": reasons}
 
 
 async def through_server(server: Server, rows: Iterable[ConversationRequest], concurrency: int, output: Output) -> None:
-    """At most `concurrency` conversations at once; what is done early waits, so that rows are written in order."""
+    """At most `concurrency` conversations at once; rows that are done early wait, so that they are written in order."""
     gate = asyncio.Semaphore(concurrency)
 
     async def one(row: ConversationRequest) -> dict[str, Any]:
@@ -130,27 +131,18 @@ def in_process(
     form: ChatFormat,
     rows: Iterable[ConversationRequest],
     batch: int,
-    sampling: Sampling,
+    settings: GenerationSettings,
     output: Output,
 ) -> None:
-    """By our own engine: the same turn of `batch` conversations at once. What a row becomes depends on the row alone."""
-    waiting: list[ConversationRequest] = []
-
-    def flush() -> None:
-        for row, answered in zip(waiting, answer(target, form, waiting, sampling), strict=True):
+    """By our own engine: the same turn of `batch` conversations at once. An answer depends on its own row alone."""
+    left = iter(rows)
+    while some := list(itertools.islice(left, batch)):
+        for row, answered in zip(some, answer(target, form, some, settings), strict=True):
             output.add(row, answered)
-        waiting.clear()
-
-    for row in rows:
-        waiting.append(row)
-        if len(waiting) == batch:
-            flush()
-    if waiting:
-        flush()
 
 
 def answer(
-    target: Target, form: ChatFormat, rows: list[ConversationRequest], sampling: Sampling
+    target: Target, form: ChatFormat, rows: list[ConversationRequest], settings: GenerationSettings
 ) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = [{"messages": [], "finish_reasons": []} for _ in rows]
     left = [deque(row.turns) for row in rows]
@@ -169,33 +161,31 @@ def answer(
                     prompts.pop(i, None)
                     found[i] = {"error": str(error)}
                     turns.clear()
-        for i, (message, reason) in replies(target, form, rows, prompts, sampling).items():
+        for i, (message, reason) in replies(target, form, rows, prompts, settings).items():
             found[i]["messages"].append(message)
             found[i]["finish_reasons"].append(reason)
     return found
 
 
 def replies(
-    target: Target, form: ChatFormat, rows: list[ConversationRequest], prompts: dict[int, list[int]], sampling: Sampling
+    target: Target,
+    form: ChatFormat,
+    rows: list[ConversationRequest],
+    prompts: dict[int, list[int]],
+    settings: GenerationSettings,
 ) -> dict[int, Reply]:
     if not prompts:
         return {}
-    longest = max(map(len, prompts.values()))
-    ids = [[0] * (longest - len(prompt)) + prompt for prompt in prompts.values()]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts.values()]
-    out = generate(
+    out = continue_rows(
         target,
-        None,
-        torch.tensor(ids, device=target.device),
-        torch.tensor(mask, device=target.device),
-        max_new_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        seed=[sampling.seed + rows[i].number for i in prompts],
+        list(prompts.values()),
+        max_new_tokens=settings.max_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        seed=[settings.seed + rows[i].number for i in prompts],
     )
     found = {}
-    for i, tokens in zip(prompts, out.new_tokens, strict=True):
+    for i, tokens, reason in zip(prompts, out.new_tokens, out.finish_reasons, strict=True):
         text = form.tokenizer.decode(tokens, skip_special_tokens=True)
-        ended = bool(tokens) and tokens[-1] in target.eos_token_ids
-        found[i] = Reply({"role": "assistant", "content": text}, "stop" if ended else "length")
+        found[i] = Reply({"role": "assistant", "content": text}, reason)
     return found

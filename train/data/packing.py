@@ -1,4 +1,4 @@
-"""Documents of tokens, packed into rows of one length. Nothing attends across documents (heads.base.Text.mask)."""
+"""Documents of tokens, packed into rows of one length. Nothing attends across documents (heads.base.PackedBatch.mask)."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,11 +16,11 @@ class Document(NamedTuple):
 
 
 class Packed(Dataset):
-    """Rows of exactly `length` tokens, documents one behind the other.
+    """Rows of exactly `length` tokens, one document after the other.
 
-    long="split": without a gap; a document that does not fit goes on in the next row as a document of its own, and nothing is
-    padded but the end of the last row. long="truncate": each document whole in one row (best fit, the longest first), cut at
-    `length`, and rows are padded. Rows in which no draft can be learnt are left out. `card` counts all of it.
+    long="split": without a gap; a document that does not fit continues in the next row as a document of its own, and only
+    the end of the last row is padded. long="truncate": each document whole in one row (best fit, the longest first), cut at
+    `length`, and rows are padded. Rows without a draft to learn are left out. `card` counts all of it.
     """
 
     def __init__(self, documents: Sequence[Document], length: int, seed: int, long: str = "split"):
@@ -49,7 +49,7 @@ class Packed(Dataset):
         useful = draft_loss_mask(PackedBatch(self.tokens, self.loss_mask, self.documents, self.tokens), depth=1).any(1)
         if not useful.any():
             raise ValueError(
-                f"rows of length={length} hold no supervised token that could be drafted: longer rows, or other data"
+                f"rows of length={length} hold no token of the loss that could be drafted: longer rows, or other data"
             )
         longer = sum(size > length for size in sizes)
         self.card: dict[str, Any] = {

@@ -1,10 +1,10 @@
-"""Let the target answer the questions of a set of conversations, turn by turn, and lose or double no row.
+"""Let the target answer the questions of a set of conversations, turn by turn; no row is lost or doubled.
 
-A head drafts what its target writes. The questions stay, every answer is the target's own: from any server that speaks
-OpenAI's protocol, or from the engine in this process (train/data/generation_clients.py).
+A head drafts what its target writes: the questions stay, every answer is the target's own, from any server that speaks
+OpenAI's protocol or from the engine in this process (train/data/generation_clients.py).
 
-The output is one line of JSON per conversation, in the order of the source. A line is written whole, by one append; after a
-kill the lines that are there are checked against source and settings, half a line at the end is cut, and work goes on behind.
+The output is one line of JSON per conversation, in the order of the source. A line is written by one append. After a kill
+the lines that are there are checked against source and settings, half a line at the end is cut, and the rest follows.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from train.data.sources import Message, SkippedRow, Source
 
 
-class Sampling(NamedTuple):
+class GenerationSettings(NamedTuple):
     temperature: float
     top_p: float | None
     max_tokens: int  # of one answer
@@ -41,13 +41,13 @@ def questions(source: Source, dropped: dict[str, int]) -> Iterator[ConversationR
     number = 0
     for row in source.rows():
         try:
-            said = source.conversation(row)
-            if isinstance(said, str) or all(message["role"] != "user" for message in said):
+            messages = source.conversation(row)
+            if isinstance(messages, str) or all(message["role"] != "user" for message in messages):
                 raise SkippedRow("no question in it")
         except SkippedRow as reason:
             dropped[str(reason)] = dropped.get(str(reason), 0) + 1
             continue
-        turns = [message for message in said if message["role"] != "assistant"]
+        turns = [message for message in messages if message["role"] != "assistant"]
         while turns[-1]["role"] != "user":
             turns.pop()  # nothing answers them
         yield ConversationRequest(number, row.where, turns)
@@ -55,7 +55,7 @@ def questions(source: Source, dropped: dict[str, int]) -> Iterator[ConversationR
 
 
 class Output:
-    """The file of answered rows, locked against a second writer. `done`: the digests of the rows that it holds."""
+    """The file of answered rows, locked against a second writer. `done`: the digests of its rows."""
 
     def __init__(self, file: Path, settings: dict[str, Any]):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ class Output:
         return digest
 
     def remaining(self, rows: Iterable[ConversationRequest]) -> Iterator[ConversationRequest]:
-        """The rows behind those that are done. Raises ValueError where these were other rows."""
+        """The rows after those that are done. Raises ValueError where these were other rows."""
         for row in rows:
             if row.number >= len(self.done):
                 yield row

@@ -1,4 +1,4 @@
-"""In which order rows are learnt from."""
+"""The order in which training reads its rows."""
 
 from typing import Any
 
@@ -7,11 +7,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 
-class Stream(Dataset):
+class EpochStream(Dataset):
     """`size` rows out of `rows`, epoch after epoch, each epoch in an order of its own.
 
-    A step takes the next rows of the stream. What it learns from depends therefore on how many rows a step takes, and not
-    on how many processes, batches and restarts they are spread over; no epoch ends with a smaller batch.
+    A step takes the next rows of the stream: which ones depends on how many rows a step takes, and not on how many
+    processes, batches and restarts they are spread over. No epoch ends with a smaller batch. (Trainer's own sampler starts
+    each epoch in a new batch, so its steps depend on how they are spread.)
     """
 
     def __init__(self, rows: Any, size: int, seed: int):

@@ -1,4 +1,4 @@
-"""From files and Hub datasets to conversations, row by row. A row that is none is passed on as `Dropped`, never lost.
+"""From files and Hub datasets to conversations, row by row. A row that is none is a `SkippedRow` with its reason, never lost.
 
 A conversation is a list of {"role", "content"} with roles system, user, assistant, tool. It is found in ShareGPT's,
 UltraChat's and OpenAI's layouts, in pairs of a prompt and a response, and a row may also be raw text.
@@ -57,14 +57,14 @@ class Source:
             yield row
 
     def conversation(self, row: Row) -> list[Message] | str:
-        """The row's conversation, or its raw text. Raises Dropped."""
+        """The row's conversation, or its raw text. Raises SkippedRow."""
         if isinstance(row.value, SkippedRow):
             raise row.value
         if not isinstance(row.value, dict):
             raise SkippedRow("not an object with columns")
         value = {name: cell for name, cell in row.value.items() if cell is not None}
         if (column := pick(value, self.messages, LISTS)) and isinstance(value[column], list):
-            return turns(value[column], all_asked=column == "turns")
+            return turns(value[column], all_user=column == "turns")
         if column := pick(value, self.prompt, PROMPTS):
             return pair(value, column, pick(value, self.response, RESPONSES))
         if column := pick(value, self.text, TEXTS):
@@ -74,7 +74,7 @@ class Source:
         raise SkippedRow("no conversation and no text in it")
 
     def digest(self) -> str:
-        """Of the files' bytes, or of what names a Hub dataset: a key for what was made of it."""
+        """A hash of the files, or of what names a Hub dataset."""
         total = hashlib.sha256(repr(self).encode())
         for file in files(self.path):
             with file.open("rb") as opened:
@@ -109,7 +109,7 @@ def read(file: Path) -> Iterator[Row]:
 
 
 def json_lines(file: Path) -> Iterator[Row]:
-    """One by one, not by `datasets`, whose reader gives up a whole file for one bad line or one odd type."""
+    """Line by line, not by `datasets`, whose reader rejects a whole file for one bad line or one odd type."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if number == 1:
@@ -131,10 +131,10 @@ def parsed(line: bytes) -> Any:
 
 def json_array(file: Path) -> Iterator[Row]:
     """A file that is one list of rows, as ShareGPT is published."""
-    whole = parsed(file.read_bytes().removeprefix(b"\xef\xbb\xbf"))
-    if isinstance(whole, SkippedRow):
-        raise ValueError(f"{file} begins like a list of rows but is {whole}: write one JSON object per line")
-    for number, value in enumerate(whole):
+    rows = parsed(file.read_bytes().removeprefix(b"\xef\xbb\xbf"))
+    if isinstance(rows, SkippedRow):
+        raise ValueError(f"{file} begins like a list of rows but is {rows}: write one JSON object per line")
+    for number, value in enumerate(rows):
         yield Row(f"{file.name}[{number}]", value)
 
 
@@ -180,36 +180,36 @@ def pick(row: dict, named: str | None, usual: tuple[str, ...]) -> str | None:
 
 def pair(row: dict, prompt: str, response: str | None) -> list[Message]:
     """A prompt and its answer; either may be a list of messages (TRL's layout). Without an answer: a prompt alone."""
-    asked, answered = row[prompt], row[response] if response else None
-    messages = turns(asked) if isinstance(asked, list) else [{"role": "user", "content": content(asked)}]
+    question, answer = row[prompt], row[response] if response else None
+    messages = turns(question) if isinstance(question, list) else [{"role": "user", "content": content(question)}]
     if prompt == "instruction" and isinstance(row.get("input"), str) and row["input"].strip():  # Alpaca
         messages[0]["content"] += "\n\n" + content(row["input"])
     if isinstance(row.get("system"), str) and row["system"].strip():
         messages.insert(0, {"role": "system", "content": content(row["system"])})
-    if isinstance(answered, list):
-        return messages + turns(answered)
-    return messages + ([{"role": "assistant", "content": content(answered)}] if answered is not None else [])
+    if isinstance(answer, list):
+        return messages + turns(answer)
+    return messages + ([{"role": "assistant", "content": content(answer)}] if answer is not None else [])
 
 
-def turns(items: list, all_asked: bool = False) -> list[Message]:
-    """all_asked: plain strings are all the user's; else they take turns, the user first."""
+def turns(items: list, all_user: bool = False) -> list[Message]:
+    """all_user: plain strings are all the user's; else they take turns, the user first."""
     if not items:
         raise SkippedRow("a conversation without a turn")
     messages = []
     for number, item in enumerate(items):
         if isinstance(item, str):
-            item = {"role": "user" if all_asked or number % 2 == 0 else "assistant", "content": item}
+            item = {"role": "user" if all_user or number % 2 == 0 else "assistant", "content": item}
         if not isinstance(item, dict):
             raise SkippedRow("a turn that is neither text nor a message")
         if item.get("tool_calls"):
             raise SkippedRow("tool calls")
-        said = next((item[name] for name in ("role", "from") if isinstance(item.get(name), str)), None)
-        role = ROLES.get(said.lower()) if said is not None else None
+        named = next((item[name] for name in ("role", "from") if isinstance(item.get(name), str)), None)
+        role = ROLES.get(named.lower()) if named is not None else None
         if role is None:
-            raise SkippedRow("a role that is not known" if said is not None else "a turn without a role")
+            raise SkippedRow("a role that is not known" if named is not None else "a turn without a role")
         text = next((item[name] for name in ("content", "value") if item.get(name) is not None), None)
         if role == "system" and text == "":
-            continue  # says nothing
+            continue
         message = {"role": role, "content": content(text)}
         if isinstance(item.get("reasoning_content"), str):
             message["reasoning_content"] = unicode(item["reasoning_content"])

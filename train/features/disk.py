@@ -3,13 +3,13 @@
 A shard is a safetensors file of some packed rows:
 
     features   (rows, length, layers * hidden)   what the head reads
-    last       (rows, length, hidden)            the last hidden state, from which the answers are computed; or, with top_k:
+    last       (rows, length, hidden)            the last hidden state, which gives the answers; or, with top_k:
     top_values (rows, length, k)                 the target's k largest logits, in float32 or bf16
     top_ids    (rows, length, k) int32           and their tokens
     *_scale    (rows, length, layers) float32    with fp8 alone: what a stored position is multiplied by
 
-manifest.json is written last and names target, layers, data and every shard's checksum. A shard has its final name only when
-it is whole, so a killed writer goes on where it was, and several processes write side by side.
+manifest.json is written last and names target, layers, data and every shard's checksum. A shard has its final name only
+when it is complete, so a killed writer continues where it was, and several processes write side by side.
 """
 
 import hashlib
@@ -30,7 +30,8 @@ from heads.base import PackedBatch
 from heads.hub.card import size
 from heads.target import Target
 from train.data.packing import Packed
-from train.features.online import DTYPES, read, restore, store
+from train.features.online import read
+from train.features.storage import DTYPES, restore, store
 
 MANIFEST = "manifest.json"
 OWNER = ("target_hash", "layers", "dtype", "top_k", "data_hash", "shard_rows", "target")
@@ -62,7 +63,8 @@ def disk(
         )
     if target.reads_collectively:
         raise ValueError(
-            f"features=disk: processes write shards of their own, and target.sharding={target.sharding} needs all to read as one"
+            f"features=disk: processes write shards of their own, and target.sharding={target.sharding} needs all of them to "
+            "read together"
         )
     directory = Path(path)
     facts = describe(packed, target, layers, dtype, top_k, shard_rows)
@@ -74,7 +76,7 @@ def disk(
         write(packed, target, facts, directory, batch, rank, processes)
         wait_for([directory / name for name in names(facts)])
         if rank == 0:
-            finish(facts, directory)
+            write_manifest(facts, directory)
         wait_for([directory / MANIFEST])
     return StoredRows(packed, directory, verify, target)
 
@@ -82,7 +84,7 @@ def disk(
 def describe(
     packed: Packed, target: Target, layers: list[int], dtype: str, top_k: int | None, shard_rows: int
 ) -> dict[str, Any]:
-    """What the manifest says, but for the shards."""
+    """The manifest without the shards."""
     return {
         "target": target.name,
         "target_hash": target_hash(target),
@@ -98,7 +100,7 @@ def describe(
 
 
 def target_hash(target: Target) -> str:
-    """Of every parameter's name, shape and some 64 of its numbers: a fine-tune of the same model has another."""
+    """A hash of every parameter's name, shape and some 64 numbers: a fine-tune of the same model has another."""
     total = hashlib.sha256()
     for name, parameter in target.model.state_dict().items():
         some = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)]
@@ -132,16 +134,16 @@ def bytes_per_position(target: Target, layers: list[int], dtype: str, top_k: int
 
 
 def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: int, rank: int, processes: int) -> None:
-    """Every shard that is not there yet and falls to this process (one in `processes`). Says first what it will take, and
-    raises ValueError where the disk has less."""
+    """Every shard that is missing and falls to this process (one in `processes`). Prints first how large they are, and
+    raises ValueError where the disk has less free."""
     each = bytes_per_position(target, facts["layers"], facts["dtype"], facts["top_k"])
-    whole = each * facts["rows"] * facts["length"]
+    total = each * facts["rows"] * facts["length"]
     directory.mkdir(parents=True, exist_ok=True)
     present = {file.name for file in directory.glob("shard-*.safetensors")}
-    need = whole - sum((directory / name).stat().st_size for name in present)
+    need = total - sum((directory / name).stat().st_size for name in present)
     free = shutil.disk_usage(directory).free
     if rank == 0:
-        print(f"features: {size(whole)} in {directory}, {size(max(0, need))} still to write", flush=True)
+        print(f"features: {size(total)} in {directory}, {size(max(0, need))} still to write", flush=True)
     if need > free:
         raise ValueError(
             f"features.path={directory} has {size(free)} free and the features take {size(need)}: store them as "
@@ -157,7 +159,7 @@ def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: i
         save_file(tensors, half, metadata={"foredraft": json.dumps({name: facts[name] for name in OWNER})})
         with half.open("rb") as opened:
             os.fsync(opened.fileno())
-        half.rename(directory / name)  # whole or not at all
+        half.rename(directory / name)  # complete or absent
 
 
 def check_owner(file: Path, facts: dict) -> None:
@@ -167,13 +169,13 @@ def check_owner(file: Path, facts: dict) -> None:
             found = json.loads((opened.metadata() or {}).get("foredraft", "{}"))
     except SafetensorError as error:
         raise ValueError(
-            f"{file} is damaged: {error}; delete it and the manifest, and both are written anew"
+            f"{file} is damaged: {error}; delete it and the manifest, and both are written again"
         ) from error
     wrong = [f"{name} {found.get(name)}, not {facts[name]}" for name in OWNER[:-1] if found.get(name) != facts[name]]
     if wrong:
         raise ValueError(
             f"{file} was written for {found.get('target')} ({'; '.join(wrong)}) and does not belong here: delete it and the "
-            "manifest, and both are written anew"
+            "manifest, and both are written again"
         )
 
 
@@ -199,8 +201,8 @@ def shard(packed: Packed, target: Target, facts: dict, rows: range, batch: int) 
     return {name: torch.cat(parts).contiguous() for name, parts in found.items()}
 
 
-def finish(facts: dict, directory: Path) -> None:
-    """Write the manifest. The same shards give the same bytes."""
+def write_manifest(facts: dict, directory: Path) -> None:
+    """The same shards give the same bytes."""
     shards = [{"file": name, "sha256": checksum(directory / name)} for name in names(facts)]
     half = directory / f"{MANIFEST}.part"
     half.write_text(json.dumps(facts | {"shards": shards}, indent=2) + "\n")
@@ -208,7 +210,7 @@ def finish(facts: dict, directory: Path) -> None:
 
 
 def wait_for(files: list[Path]) -> None:
-    """What other processes write. Where one of them fails, torchrun ends all."""
+    """Other processes write them. Where one of those fails, torchrun ends all."""
     while not all(file.exists() for file in files):
         time.sleep(0.2)
 
@@ -219,7 +221,7 @@ def checksum(file: Path) -> str:
 
 
 class StoredRows(Dataset):
-    """Packed rows with their features, read from memory-mapped shards: what is not asked for is not read."""
+    """Packed rows with their features, from memory-mapped shards: only what is indexed is read."""
 
     def __init__(self, packed: Packed, directory: Path, verify: bool, target: Target):
         manifest = json.loads((directory / MANIFEST).read_text())
@@ -227,11 +229,11 @@ class StoredRows(Dataset):
         self.files = [directory / entry["file"] for entry in manifest["shards"]]
         for file, entry in zip(self.files, manifest["shards"], strict=True):
             if not file.exists():
-                raise ValueError(f"{file} is missing: delete {directory / MANIFEST} and it is written anew")
+                raise ValueError(f"{file} is missing: delete {directory / MANIFEST} and it is written again")
             check_owner(file, manifest)
             if verify and checksum(file) != entry["sha256"]:
                 raise ValueError(
-                    f"{file} is damaged, its checksum is not the manifest's: delete both and it is written anew"
+                    f"{file} is damaged, its checksum is not the manifest's: delete both and it is written again"
                 )
         self.opened: dict[int, Any] = {}
 

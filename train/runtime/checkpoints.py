@@ -6,10 +6,8 @@ checkpoints/
   unfinished/               what a run is about to write or to delete; nothing in it is ever read
 """
 
-import contextlib
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch import Tensor
 from train.runtime import distributed
 
 STATE = "trainer_state.json"
+UNFINISHED = "unfinished"  # the Trainer's output_dir
 
 
 def step_of(path: Path) -> int:
@@ -31,28 +30,27 @@ def newest(directory: Path) -> str | None:
     return str(max(found, key=step_of)) if found else None
 
 
-@contextlib.contextmanager
-def written_whole(directory: Path, step: int) -> Iterator[Path]:
-    """A folder in which all processes write checkpoint-`step`; it appears in `directory` once all have."""
-    unfinished = directory / "unfinished"
+def clear_unfinished(directory: Path) -> None:
+    """Delete what a killed run was writing, before another one writes there."""
+    shutil.rmtree(directory / UNFINISHED, ignore_errors=True)
+
+
+def complete(directory: Path, step: int) -> None:
+    """Give checkpoint-`step` its name, once all processes have written their parts."""
+    distributed.barrier()
     if distributed.rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    distributed.barrier()
-    yield unfinished
-    distributed.barrier()
-    whole = directory / f"checkpoint-{step}"
-    if distributed.rank() == 0 and not whole.exists():
-        (unfinished / whole.name).rename(whole)
+        written, final = directory / UNFINISHED / f"checkpoint-{step}", directory / f"checkpoint-{step}"
+        if final.exists():
+            shutil.rmtree(written)
+        else:
+            written.rename(final)
     distributed.barrier()
 
 
 def rotate(directory: Path, limit: int | None, best: int | None) -> None:
-    """Delete all but the newest `limit` checkpoints (None: keep them all), and weights that are the best no more."""
-    old = sorted(directory.glob("checkpoint-*"), key=step_of)[: -limit if limit else 0]
-    for path in old:
-        gone = path.rename(directory / "unfinished" / path.name)
-        shutil.rmtree(gone)
+    """Delete all but the newest `limit` checkpoints (None: keep all), and weights that are no longer the best."""
+    for path in sorted(directory.glob("checkpoint-*"), key=step_of)[: -limit if limit else 0]:
+        shutil.rmtree(path.rename(directory / UNFINISHED / path.name))
     for path in directory.glob("best-*.safetensors"):
         if step_of(path) != best:
             path.unlink()
@@ -69,8 +67,8 @@ def best_file(directory: Path, step: int) -> Path:
 
 
 def keep_best(directory: Path, step: int, weights: dict[str, Tensor]) -> None:
-    """Write the head's weights of `step`; those of an earlier step go when the next checkpoint is complete, since a
-    run that is killed before goes on from where they were the best."""
+    """Write the head's weights of `step`. Those of an earlier step stay until the next checkpoint is complete, since a run
+    that is killed before it continues from where they were the best."""
     directory.mkdir(parents=True, exist_ok=True)
     part = directory / f"best-{step}.part"
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, part)

@@ -60,7 +60,7 @@ class Live(TorchDispatchMode):
 
 
 class ConfigOnlyTarget(Target):
-    """A target that is only a config: it says what shape its answers would have."""
+    """A target that is only a config: its readings have shapes and no numbers."""
 
     def read(
         self, tokens: Tensor, *args: Any, layers: Sequence[int] = (), keep_logits: Any = 0, **kwargs: Any
@@ -110,7 +110,7 @@ class Body(NamedTuple):
     working: float  # bytes, while it reads a batch
     flops: float  # per batch
     parameters: int
-    active: float  # parameters that one token meets, without embeddings and lm_head
+    active: float  # parameters that one token uses, without embeddings and lm_head
 
 
 def study(cfg: DictConfig, config: PretrainedConfig, dtype: torch.dtype) -> tuple[Head, Body, Target]:

@@ -1,22 +1,26 @@
 """The processes of one run, as torchrun starts them. All of it works in a run of one process too.
 
-What they say to each other here goes from host to host, so that no accelerator waits for it.
+accelerate's own tools (PartialState, gather, reduce) act on the accelerators, in the group that Trainer opens with a time-out
+of half an hour. What goes through here goes from host to host, so that no accelerator waits for it, and has a time-out of
+its own: the others wait for hours while one process writes text. Where a process dies, torchrun ends the others at once.
 """
 
 import contextlib
+import datetime
 import functools
 import os
 from collections.abc import Iterator
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+TIMEOUT = datetime.timedelta(days=7)
 
 
 def rank() -> int:
+    """torchrun's own variable: the process group may not exist yet."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -26,11 +30,11 @@ def world_size() -> int:
 
 @functools.cache
 def host_group() -> dist.ProcessGroup:
-    return dist.new_group(backend="gloo")
+    return dist.new_group(backend="gloo", timeout=TIMEOUT)
 
 
 def all_reduce(x: Tensor) -> Tensor:
-    """The sum over all processes of `x`, which every process must hand over. On the host."""
+    """The sum of `x` over all processes, each of which must call this. On the host."""
     x = x.detach().cpu()
     if world_size() > 1:
         x = x.clone()
@@ -38,17 +42,8 @@ def all_reduce(x: Tensor) -> Tensor:
     return x
 
 
-def all_gather(x: Tensor) -> Tensor:
-    """The rows of all processes behind each other; every process must hand over as many. On the device."""
-    if world_size() == 1:
-        return x
-    parts = [torch.empty_like(x) for _ in range(world_size())]
-    dist.all_gather(parts, x.contiguous())
-    return torch.cat(parts)
-
-
 def broadcast(value: T) -> T:
-    """What the first process has as `value`, which may be anything that can be pickled; the others wait for it."""
+    """The first process's `value`, which may be anything that can be pickled; the others wait for it."""
     if world_size() == 1:
         return value
     box = [value]
@@ -57,13 +52,12 @@ def broadcast(value: T) -> T:
 
 
 def barrier() -> None:
-    """Until every process is here."""
     broadcast(None)
 
 
 @contextlib.contextmanager
 def main_process_first() -> Iterator[None]:
-    """The first process does what is inside, and then the others, which find what it has left."""
+    """The first process runs the block, and then the others, which find what it has left."""
     if rank() > 0:
         barrier()
     yield
@@ -72,7 +66,7 @@ def main_process_first() -> Iterator[None]:
 
 
 def shutdown() -> None:
-    """The processes have nothing more to say to each other."""
+    """Close the process group: nothing that follows needs the other processes."""
     if dist.is_initialized():
         dist.barrier(group=host_group())
         dist.destroy_process_group()

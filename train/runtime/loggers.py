@@ -1,4 +1,4 @@
-"""wandb and tensorboard: what transformers' own callbacks (trainer.report_to) leave out. One process logs."""
+"""wandb and tensorboard: what transformers' own callbacks (trainer.report_to) leave out. Only one process logs."""
 
 import os
 from pathlib import Path
@@ -18,8 +18,8 @@ def prepare(report_to: list[str], directory: Path) -> None:
         os.environ["TENSORBOARD_LOGGING_DIR"] = str(directory / "tensorboard")
 
 
-def finish(report_to: list[str], directory: Path, config: str, metrics: dict[str, Any]) -> None:
-    """After all is measured: the resolved config, the final figures and the report. config: as yaml."""
+def log_results(report_to: list[str], directory: Path, config: str, metrics: dict[str, Any]) -> None:
+    """After the last measurement: the resolved config, the final figures and the report. config: as yaml."""
     figures = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
     if "wandb" in report_to:
         import wandb

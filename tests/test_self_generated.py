@@ -5,7 +5,7 @@ from transformers import LlamaForCausalLM
 
 from heads import Target
 from tests.support.tiny import tiny_config
-from train.data import corpus, stored_text
+from train.data import corpus, self_generated
 from train.data.packing import Document
 
 
@@ -18,14 +18,16 @@ def test_text_beside_the_weights_is_found_for_its_weights_and_data_only(tmp_path
         Document([5, 6, *range(20)], [False] * 2 + [True] * 20),
         Document([7, *range(9)], [False] + [True] * 9),
     ]
-    assert stored_text.find(target, "books", 1) is None
-    stored_text.keep(documents, "books", target, tmp_path / "one")
-    stored_text.keep(documents, "books", target, tmp_path / "other")  # not by the weights that lie there
-    assert stored_text.find(target, "books", 20) == documents[:1]
-    assert stored_text.find(target, "books", 21) == stored_text.find(target, "books", 29) == documents
-    assert stored_text.find(target, "books", 30) is None
-    assert stored_text.find(target, "letters", 1) is None
-    assert stored_text.find(other, "books", 1) is None
+    assert self_generated.load_stored(target, "books", 1) is None
+    self_generated.store(documents, "books", target, tmp_path / "one")
+    self_generated.store(documents, "books", target, tmp_path / "other")  # not by the weights that lie there
+    assert self_generated.load_stored(target, "books", 20) == documents[:1]
+    assert (
+        self_generated.load_stored(target, "books", 21) == self_generated.load_stored(target, "books", 29) == documents
+    )
+    assert self_generated.load_stored(target, "books", 30) is None
+    assert self_generated.load_stored(target, "letters", 1) is None
+    assert self_generated.load_stored(other, "books", 1) is None
 
     data = corpus.Corpus([], [], [], {"source": "books"})
-    assert corpus.self_generate(target, data, 29, 0, tmp_path / "self_generated.json").train == documents
+    assert self_generated.self_generate(target, data, 29, 0, tmp_path / "self_generated.json").train == documents

@@ -1,0 +1,165 @@
+"""The Trainer as this project uses it: one device for a process, an optimizer that obeys its arguments, no second target."""
+
+import datetime
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from heads.checkpoint import save_head
+from heads.eagle3 import Eagle3Head
+from heads.hydra import HydraHead
+from heads.medusa import MedusaHead
+from heads.target import Target
+from tests.support.processes import SMALL, complaint
+from tests.support.tiny import TEXT
+from train import checks, parity_gate
+from train.data.packing import Document, Packed
+from train.data.row_order import EpochStream
+from train.losses import soft
+from train.module import DistillationModel
+from train.optimizer import adamw, muon
+from train.runtime import distributed
+from train.trainer import HeadTrainer, HeadTrainingArguments
+
+
+def make_trainer(target: Target, directory: Path, build=adamw, n_gpu: int = 0, **settings) -> HeadTrainer:
+    args = HeadTrainingArguments(
+        output_dir=str(directory / "checkpoints" / "unfinished"),
+        use_cpu=True,
+        max_steps=1,
+        per_device_train_batch_size=2,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        report_to=[],
+        train_sampling_strategy="sequential",
+        **settings,
+    )
+    args._n_gpu = n_gpu  # what transformers finds on a machine with so many
+    packed = Packed([Document(list(range(1, 200)), [True] * 199)], 16, seed=0)
+    head = Eagle3Head.for_target(target, depth=2)
+    return HeadTrainer(
+        DistillationModel(head, target, soft),
+        args,
+        train_dataset=EpochStream(packed, 2, 0),
+        build_optimizer=build,
+        measure=lambda head: 1.0,
+    )
+
+
+def test_one_process_uses_one_of_several_devices(target: Target, tmp_path: Path):
+    trainer = make_trainer(target, tmp_path, n_gpu=4)
+    assert trainer.args.n_gpu == 1 and trainer.args.train_batch_size == 2
+    trainer.train()
+    assert not isinstance(trainer.model_wrapped, nn.DataParallel)
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize("build", [adamw, muon])
+def test_the_optimizer_obeys_the_trainers_arguments(target: Target, tmp_path: Path, build):
+    given = {"weight_decay": 0.1, "adam_epsilon": 1e-3, "adam_beta1": 0.8, "adam_beta2": 0.7, "learning_rate": 0.5}
+    trainer = make_trainer(target, tmp_path, build, **given)
+    trainer.create_optimizer()
+    groups = {id(p): group for group in trainer.optimizer.param_groups for p in group["params"]}
+    head = trainer.distillation.head
+    assert len(groups) == len([p for p in head.parameters() if p.requires_grad])
+    for parameter in head.parameters():
+        group = groups[id(parameter)]
+        assert group["weight_decay"] == (0.1 if parameter.ndim > 1 else 0.0)
+        if "betas" in group:  # AdamW's; Muon has a momentum
+            assert group["betas"] == (0.8, 0.7) and group["eps"] == 1e-3 and group["lr"] == 0.5
+    assert any("betas" in group for group in groups.values())
+
+
+@pytest.mark.parametrize(
+    ("typed", "remedy"),
+    [
+        ("+trainer.optim=sgd", "trainer.optim=sgd has no effect on a head: choose optimizer=adamw or optimizer=muon"),
+        (
+            "+trainer.eval_strategy=steps",
+            "trainer.eval_strategy=steps has no effect on a head: set evaluate.eval_steps",
+        ),
+    ],
+)
+def test_an_argument_that_would_be_ignored_is_refused(here, tiny_path, folder, typed: str, remedy: str):
+    ended = here("head=medusa", *SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", typed)
+    assert complaint(ended).startswith(remedy)
+
+
+def test_other_processes_wait_for_hours_while_one_writes_text(tmp_path: Path):
+    """gloo's own half an hour ended runs on eight GPUs whose first process was still writing."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        backend = distributed.host_group()._get_backend(torch.device("cpu"))
+        assert backend.options._timeout >= datetime.timedelta(days=1)
+    finally:
+        distributed.host_group.cache_clear()
+        dist.destroy_process_group()
+
+
+# A head that cannot be saved
+
+
+def test_a_head_that_cannot_be_saved_is_not_trained(here, tiny_path, folder, tmp_path, monkeypatch):
+    saved = Eagle3Head.to_config
+    monkeypatch.setattr(Eagle3Head, "to_config", lambda self: saved(self) | {"norm_before_residual": True})
+    given = [f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "trainer.max_steps=2"]
+    ended = here("head=eagle3", *SMALL, *given)
+    assert complaint(ended).startswith(
+        "parity gate: at depth 1 the training forward and the drafter with the saved files"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", [Eagle3Head, MedusaHead, HydraHead])
+def test_checking_a_head_changes_nothing(target: Target, kind):
+    head = kind.for_target(target, 3)
+    before = {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    state = torch.random.get_rng_state()
+    checks.check_saving(head, target, [Document(list(range(1, 60)), [True] * 59)])
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in head.state_dict().items())
+
+
+# The gate in the target's own precision
+
+
+def test_a_run_in_half_precision_loads_one_target(here, tiny_path, folder, tmp_path, monkeypatch):
+    loaded, original = [], Target.from_pretrained.__func__
+
+    def count(cls, *args, **kwargs):
+        loaded.append(args)
+        return original(cls, *args, **kwargs)
+
+    monkeypatch.setattr(Target, "from_pretrained", classmethod(count))
+    given = [f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "target.dtype=bfloat16"]
+    fast = ["trainer.max_steps=1", "evaluate.eval_steps=0", "evaluate.proof=false", "evaluate.timed_prompts=1"]
+    ended = here("head=medusa", *SMALL, *given, *fast, "evaluate.prompts=1", "trainer.bf16=false")
+    assert ended.code == 0, ended.err
+    assert len(loaded) == 1 and "parity gate: training forward, drafter and saved files agree" in ended.out
+    assert json.loads((tmp_path / "out/metrics.json").read_text())["identical_greedy"] is None
+
+
+@pytest.fixture(scope="module")
+def half(tiny_path: Path) -> Target:
+    return Target.from_pretrained(tiny_path, dtype="bfloat16", device="cpu")
+
+
+@pytest.mark.parametrize("kind", [Eagle3Head, MedusaHead, HydraHead])
+def test_the_gate_in_half_precision_passes_heads_and_sees_faults(half: Target, tmp_path: Path, kind):
+    head = kind.for_target(half, 3).to(torch.bfloat16)
+    with torch.no_grad():
+        for parameter in head.parameters():  # layers that start as nothing would hide what reaches them
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    save_head(head, tmp_path, half)
+    assert half.tokenizer is not None
+    prompt = half.tokenizer(TEXT)["input_ids"][:40]
+    head = head.float()
+    assert parity_gate.check(head, half, prompt, saved=tmp_path) < 0.5
+    forward = kind.forward
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(ValueError, match="parity gate: at depth 1"):
+        patched.setattr(kind, "forward", lambda self, f, e, text: forward(self, f.roll(1, dims=1), e, text))
+        parity_gate.check(head, half, prompt, saved=tmp_path)

@@ -1,0 +1,69 @@
+"""What would stop a run at its end is found before its first step: settings, data, and a head that cannot be saved."""
+
+import copy
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heads import adapter
+from heads.base import DraftHead
+from heads.checkpoint import save_head
+from heads.target import Target
+from train import parity_gate
+from train.data.corpus import Corpus, prompts
+from train.data.packing import Document
+
+GATE_TOKENS = 48  # of the text that the parity gate drafts from
+
+
+def check_settings(target: Target, data: Corpus, settings: Any, length: int) -> None:
+    """Raise ValueError for what a run would stumble over later. settings: conf/evaluate; length: of the training rows."""
+    assert target.tokenizer is not None
+    if target.context is not None and length > target.context:
+        raise ValueError(f"length={length}: the target {target.name} reads {target.context} tokens at most")
+    for name in ("prompts", "timed_prompts", "prompt_tokens", "new_tokens"):
+        if settings[name] < 1:
+            raise ValueError(f"evaluate.{name}={settings[name]} must be at least 1")
+    tokens = settings.prompt_tokens
+    if target.context is not None and tokens >= target.context:
+        raise ValueError(
+            f"evaluate.prompt_tokens={tokens}: the target reads {target.context} tokens, its answer included"
+        )
+    longest = max(map(len, prompts(target.tokenizer, data.test, settings.prompts, tokens)))
+    if target.context is not None and longest >= target.context:
+        raise ValueError(
+            f"a held-out conversation has a prompt of {longest} tokens, the target reads {target.context}, its answer "
+            f"included: lower evaluate.prompt_tokens={tokens}, which admits prompts of 8 times as many"
+        )
+    if settings.eval_steps:
+        prompts(target.tokenizer, data.validation, settings.eval_prompts, tokens)
+
+
+def check_saving(head: DraftHead, target: Target, documents: Sequence[Document]) -> None:
+    """Save a copy of the untrained head, read it back, and pass the parity gate. Random numbers and weights stay as they
+    are."""
+    trained = [p for layer in adapter.lora_layers(target) for p in layer.parameters() if p.requires_grad]
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
+        trial = copy.deepcopy(head, {id(target): target}).eval()
+        trial.on_train_end()
+        save_checked(trial, target, Path(folder), documents)
+    for parameter in trained:  # an adapter that is read back is frozen
+        parameter.requires_grad_(True)
+
+
+def save_checked(
+    head: DraftHead, target: Target, directory: Path, documents: Sequence[Document], **facts: Any
+) -> float:
+    """Round the head to the target's dtype, write its files, pass the parity gate; its largest difference. The head is in
+    float32 afterwards.
+
+    The rounding comes first, so that what is checked and measured is what is published.
+    """
+    head.to(target.dtype if target.dtype.is_floating_point else torch.float32)
+    save_head(head, directory, target, **facts)
+    long = (document.tokens for document in documents if len(document.tokens) >= GATE_TOKENS)
+    text = next(long, None) or max((document.tokens for document in documents), key=len)
+    return parity_gate.check(head.to(torch.float32), target, text[:GATE_TOKENS], saved=directory)

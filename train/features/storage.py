@@ -1,0 +1,40 @@
+"""How features lie on disk in few bytes, and how they are read back."""
+
+import torch
+from torch import Tensor
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+LARGEST = 448.0  # of float8_e4m3fn
+
+
+def store(name: str, tensor: Tensor, dtype: str, layers: int) -> dict[str, Tensor]:
+    """The tensors to write. fp8 has one scale per position and layer, whose sizes differ by orders of magnitude."""
+    if not tensor.is_floating_point():
+        return {name: tensor}
+    if dtype != "fp8":
+        return {name: tensor.to(DTYPES[dtype])}
+    parts = tensor.float().unflatten(-1, (layers if name == "features" else 1, -1))
+    scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
+    return {name: (parts / scale).flatten(-2).to(torch.float8_e4m3fn), f"{name}_scale": scale[..., 0]}
+
+
+def restore(stored: dict[str, Tensor], name: str) -> Tensor:
+    tensor = stored[name]
+    if f"{name}_scale" not in stored:
+        return tensor
+    scale = stored[f"{name}_scale"][..., None]
+    return (tensor.float().unflatten(-1, (scale.shape[-2], -1)) * scale).flatten(-2)
+
+
+def unpack(stored: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A stored batch as train.features.online.read gives it. With top_k the second is (batch, length, 2 k): values, then
+    token ids, which are exact in float32 up to 16 million."""
+    if "last" in stored:
+        return stored["features"], stored["last"]
+    return stored["features"], torch.cat([stored["top_values"].float(), stored["top_ids"].float()], dim=-1)
+
+
+def sparse(top: Tensor, vocab: int) -> Tensor:
+    """Logits (..., vocab) from values and ids (..., 2 k); a token that was not kept has probability 0."""
+    values, ids = top.chunk(2, dim=-1)
+    return values.new_full((*top.shape[:-1], vocab), -1e4).scatter(-1, ids.long(), values)

@@ -1,0 +1,102 @@
+"""What happens between the Trainer's steps: signals, progress, measurements, checkpoints."""
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from train.runtime import checkpoints, distributed
+from train.runtime.run_state import seconds_of
+
+
+class StopOnSignal(TrainerCallback):
+    """Ctrl-C or SIGTERM: finish the step, save a checkpoint, stop. A second one stops at once."""
+
+    def __init__(self) -> None:
+        self.stopped = False  # has this process had a signal?
+        self.before: dict[int, Any] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        self.stopped = True
+        self.restore()
+        # Not `print`: the signal may have come in the middle of one, and Python's streams refuse to be entered twice.
+        with contextlib.suppress(OSError):
+            os.write(2, b"\nstopping after this step ...\n")
+
+    def restore(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # A signal does not reach all processes in the same step, and they must stop in the same one.
+        self.stopped = distributed.all_reduce(torch.tensor(float(self.stopped))).item() > 0
+        if self.stopped:
+            # Logged too: losses since the last entry are in no checkpoint.
+            control.should_log = control.should_save = control.should_training_stop = True
+
+
+class Progress(TrainerCallback):
+    """One line per log entry: step, loss, accuracy per depth, tokens/s, time left. It adds the time to the entry."""
+
+    def __init__(self) -> None:
+        self.start, self.first, self.earlier = time.perf_counter(), 0, 0.0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.start, self.first, self.earlier = time.perf_counter(), state.global_step, seconds_of(state)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        state.log_history[-1]["train_seconds"] = round(self.earlier + time.perf_counter() - self.start, 3)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        if "loss" not in (logs or {}):
+            return
+        seconds = time.perf_counter() - self.start
+        state.log_history[-1]["train_seconds"] = round(self.earlier + seconds, 3)
+        done = state.global_step - self.first
+        left = seconds / max(1, done) * (state.max_steps - state.global_step)
+        accuracy = " ".join(f"{logs[key]:.3f}" for key in logs if key.startswith("acc_"))
+        print(
+            f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.3f}  accuracy by depth {accuracy}  "
+            f"{logs['tokens_per_second']:,.0f} tokens/s  {left:.0f} s left",
+            flush=True,
+        )
+
+
+class Measure(TrainerCallback):
+    """Triggers `HeadTrainer.evaluate` every `every` steps (0: never), and after the last step. `eval_strategy` would need a
+    data set, which prompts are not."""
+
+    def __init__(self, every: int):
+        self.every = every
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.every and (state.global_step % self.every == 0 or state.global_step == state.max_steps):
+            control.should_evaluate = True
+
+
+class KeepCheckpoints(TrainerCallback):
+    """Gives the Trainer's checkpoint its final name as soon as it is complete, and deletes what is no longer needed.
+    (`load_best_model_at_end` would keep whole checkpoints, and only of steps that save.)"""
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        directory = Path(args.output_dir).parent
+        checkpoints.complete(directory, state.global_step)
+        if distributed.rank() == 0:
+            checkpoints.rotate(directory, args.save_total_limit, checkpoints.best_step(state.log_history))
