@@ -3,6 +3,9 @@
 #   .venv in the repository is made once; a second run finds it ready and needs no network.
 #   FOREDRAFT_ENV=active  uses the environment that is active instead, and leaves the versions it has where they fit.
 #   PYTHON=/path/python   names the Python to use (3.11 to 3.13).
+#   FOREDRAFT_VERSIONS=oldest  makes .venv-oldest in place of .venv, with the lower bounds of pyproject.toml as versions. torch
+#                         alone is as in constraints.txt: an index seldom has the CPU build of an old one, and the CUDA
+#                         build is gigabytes.
 #
 # On Linux `pip install torch` brings the CUDA build, gigabytes of it. Without a GPU, name an index that has the CPU
 # build before the first run, by pip's own PIP_INDEX_URL or PIP_EXTRA_INDEX_URL; the pin in constraints.txt takes both.
@@ -33,14 +36,32 @@ if [ "${FOREDRAFT_ENV:-}" = active ]; then
     say "using the active environment, $("$python" -c 'import sys; print(sys.prefix)')"
 else
     [ -z "${FOREDRAFT_ENV:-}" ] || fail "FOREDRAFT_ENV=$FOREDRAFT_ENV is not known; it is unset (make .venv) or active"
-    python=$root/.venv/bin/python
-    constraints=(-c constraints.txt)
+    case ${FOREDRAFT_VERSIONS:-} in
+        "") venv=.venv versions=constraints.txt ;;
+        oldest) venv=.venv-oldest versions=.venv-oldest/oldest.txt ;;
+        *) fail "FOREDRAFT_VERSIONS=$FOREDRAFT_VERSIONS is not known; it is unset (as constraints.txt has them) or oldest" ;;
+    esac
+    python=$root/$venv/bin/python
+    constraints=(-c "$versions")
     if ! is_supported "$python"; then
         base=$(find_python python3.11 python3.12 python3.13 python3 python)
-        say "making the environment .venv with $base"
-        "$base" -m venv --clear .venv || fail "$base cannot make environments (Debian, Ubuntu: apt install python3-venv)"
+        say "making the environment $venv with $base"
+        "$base" -m venv --clear $venv || fail "$base cannot make environments (Debian, Ubuntu: apt install python3-venv)"
     fi
 fi
+
+# Prints the lower bounds of pyproject.toml as versions, and torch as constraints.txt has it.
+oldest() {
+    "$python" - <<'END'
+import re, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+wanted = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+bounds = dict(match.groups() for one in wanted if (match := re.match(r"([\w-]+)>=([\d.]+)", one)))
+bounds["torch"] = re.search(r"^torch==(.*)$", open("constraints.txt").read(), re.M)[1]
+print(*(f"{name}=={version}" for name, version in bounds.items()), sep="\n")
+END
+}
+[ "${venv:-}" != .venv-oldest ] || oldest >"$versions"
 
 # The stamp says for which repository and which requirements the environment was installed.
 stamp=$("$python" -c 'import sys; print(sys.prefix)')/foredraft.stamp

@@ -14,6 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 KEY = re.compile(r"^( *)([\w.\"' ,-]+):(?: |$)(.*)$")
+COMMENT = re.compile(r"""(?:"[^"]*"|'[^']*'|[^"'#]|(?<=\S)#)*(?<!\S)# *(.*)$""")  # a sign in quotes begins none
 COLUMN = 44  # where meanings begin
 HIDDEN = {"_target_", "_partial_", "_convert_", "hydra"}
 
@@ -41,7 +42,7 @@ def describe(module: ModuleType | None, config_name: str, overrides: list[str], 
 
 
 def comments(text: str, package: str) -> dict[str, str]:
-    """Dotted key -> the comment behind it or above it. The comment that a file begins with is its package's."""
+    """Dotted key -> the comment beside it or above it. The comment that a file begins with is its package's."""
     found: dict[str, str] = {}
     above: list[str] = []
     path: list[tuple[int, str]] = [(-1, package)]
@@ -58,8 +59,8 @@ def comments(text: str, package: str) -> dict[str, str]:
             path = [(deep, key) for deep, key in path if deep < indent]
             dotted = f"{path[-1][1]}.{name}".removeprefix(".")
             path.append((indent, dotted))
-            behind = re.search(r"(?:^|\s)# *(.*)$", rest)
-            found[dotted] = behind[1] if behind else " ".join(above)
+            beside = COMMENT.match(rest)
+            found[dotted] = beside[1] if beside else " ".join(above)
         above = []
     return {key: meaning for key, meaning in found.items() if meaning and key}
 
@@ -77,7 +78,7 @@ def lines(cfg: DictConfig, meanings: dict[str, str], prefix: str = "") -> Iterat
         value = "" if deeper else shown(node)
         left = f"{'  ' * prefix.count('.')}{name}: {value}"
         meaning = meanings.get(f"{prefix}{name}", "")
-        yield f"{left:{COLUMN}}# {meaning}" if meaning else left.rstrip()
+        yield f"{left:{COLUMN - 1}} # {meaning}" if meaning else left.rstrip()
         if deeper:
             yield from lines(node, meanings, f"{prefix}{name}.")
 
