@@ -33,7 +33,7 @@ from heads.target.sharding import full_tensor
 
 
 class PackedBatch(NamedTuple):
-    """A packed training batch. Rows hold several documents, one behind the other."""
+    """A packed training batch. Rows hold several documents, one after the other."""
 
     tokens: Tensor  # (batch, length) int64
     loss_mask: Tensor  # (batch, length) bool: is this token the target's to write?
@@ -188,7 +188,7 @@ class RecurrentHead(DraftHead):
         """Take in accepted text; the hidden states (batch, new, hidden) of its depth-1 drafts.
 
         features: (batch, new, width) of the newly accepted positions. embeddings: (batch, new, hidden) of the token
-        *behind* each of them, the root last.
+        *after* each of them, the root last.
         """
 
     @abstractmethod

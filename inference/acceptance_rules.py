@@ -1,6 +1,6 @@
 """The classical verification rules, to reproduce papers and to compare with the project's own coupled noise.
 
-p is the target's law after the warpers, q the law that a draft token was really drawn from. A rule walks down from the
+p is the target's distribution after the warpers, q the distribution that a draft token was really drawn from. A rule walks down from the
 root, keeps the children that it accepts, and draws one more token from what p has left:
 
     for each child x of the node:  accept? -> go down to it
@@ -12,8 +12,8 @@ Every rule has one signature, so an engine picks it from RULES by name:
     rule(tokens, parents, p, q, draw, **options) -> Accepted
     tokens   (nodes,) int64         node 0 is the root, whose token is not verified; siblings stand in draw order
     parents  (nodes,) int64         parents[0] == -1 and a parent comes before its children
-    p        (nodes, vocab) float   the target's law of the token after each node, float32 or float64
-    q        (nodes, vocab) float   the law that the node's children were drawn from; rows of leaves are not read
+    p        (nodes, vocab) float   the target's distribution of the token after each node, float32 or float64
+    q        (nodes, vocab) float   the distribution that the node's children were drawn from; rows of leaves are not read
     draw     weights -> index       the only randomness: weights is (k,) and non-negative, not always normalised
 
 `draw` also tosses the accept coin (index 0 = accept), so tests enumerate this very code exactly. A sampler for use:
@@ -59,7 +59,7 @@ def chain_block(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, draw: Dra
     for node, token in enumerate(ids[1:]):
         keep.append((keep[node] * _ratio(p[node], q[node], token, node)).clamp(max=1))
     # The paper tosses a coin per depth and keeps the deepest success. The coins are independent, so starting at the
-    # deepest and stopping at the first success is the same law.
+    # deepest and stopping at the first success is the same distribution.
     for node in range(depth, -1, -1):
         if node == depth:
             accept, left = keep[node], p[node]
@@ -100,7 +100,7 @@ def tree_without_replacement(tokens: Tensor, parents: Tensor, p: Tensor, q: Tens
 def tree_deterministic(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor | None, draw: Draw) -> Accepted:
     """Children chosen without chance (top-k, argmax, n-gram): accept x with probability p(x), else strike it out of p.
 
-    The same law as drawing from p and following the child that matches, hence lossless for any tree whatever. q is not
+    The same distribution as drawing from p and following the child that matches, hence lossless for any tree whatever. q is not
     read. Source: the released code of EAGLE-2 and EAGLE-3 (2406.16858, 2503.01840), where q is one-hot.
     """
     _check(tokens, parents, p, None)
@@ -132,7 +132,7 @@ def typical(
 ) -> Accepted:
     """LOSSY. Accept every child with p(x) > min(eps, delta * exp(-entropy(p))); the deepest accepted node wins.
 
-    The output does not have the target's law, so the caller must say `lossless=False`. Among nodes of one depth the
+    The output does not have the target's distribution, so the caller must say `lossless=False`. Among nodes of one depth the
     path likelier under the target wins. The next token is the target's argmax; q and draw are not read.
     Source: Medusa, Cai et al. 2401.10774, section 2.3.1, which decodes the first token of a step greedily, and its code
     (`evaluate_posterior`; there the entropy has 1e-5 inside the logarithm).
@@ -141,7 +141,7 @@ def typical(
     if lossless:
         others = ", ".join(name for name in RULES if name != "typical")
         raise ValueError(
-            f"typical acceptance changes the output's law: pass lossless=False to allow it, or choose one of {others}"
+            f"typical acceptance changes the output's distribution: pass lossless=False to allow it, or choose one of {others}"
         )
     _check(tokens, parents, p, None)
     threshold = (delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp(max=eps)
@@ -195,7 +195,7 @@ def _ratio(p: Tensor, q: Tensor, token: int, node: int) -> Tensor:
     """p(token) / q(token), shape (), for a child of node; p and q (vocab,). Raises ValueError where q(token) = 0."""
     if not q[token] > 0:  # also true of NaN
         raise ValueError(
-            f"token {token} below node {node} has q = {q[token].item()}: q must be the law it was drawn from; "
+            f"token {token} below node {node} has q = {q[token].item()}: q must be the distribution it was drawn from; "
             "for tokens chosen without chance use tree_deterministic"
         )
     return p[token] / q[token]
@@ -210,9 +210,9 @@ def _residual(p: Tensor, q: Tensor) -> Tensor:
     return left / total if total > 0 else p
 
 
-def _strike(law: Tensor, token: int) -> Tensor:
-    """law (vocab,) without token, not normalised."""
-    left = law.clone()
+def _strike(distribution: Tensor, token: int) -> Tensor:
+    """distribution (vocab,) without token, not normalised."""
+    left = distribution.clone()
     left[token] = 0
     return left
 
@@ -233,13 +233,15 @@ def _check(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor | None) -> None
     order = torch.arange(nodes, device=parents.device)
     if parents[0] != -1 or (parents[1:] < 0).any() or (parents >= order).any():
         raise ValueError(f"parents must start with -1 (the root) and precede their children, got {parents.tolist()}")
-    for name, law in (("p", p), ("q", q)):
-        if law is None:
+    for name, distribution in (("p", p), ("q", q)):
+        if distribution is None:
             continue
-        if law.shape != (nodes, p.shape[-1]):
-            raise ValueError(f"{name} must be ({nodes}, vocab) like p and tokens, got {tuple(law.shape)}")
-        if law.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"{name} must be float32 or float64, got {law.dtype}: half precision loses the residual")
+        if distribution.shape != (nodes, p.shape[-1]):
+            raise ValueError(f"{name} must be ({nodes}, vocab) like p and tokens, got {tuple(distribution.shape)}")
+        if distribution.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{name} must be float32 or float64, got {distribution.dtype}: half precision loses the residual"
+            )
     drafted, vocab = tokens[1:], p.shape[-1]
     if ((drafted < 0) | (drafted >= vocab)).any():  # a padding of -1 would silently read the last token's probability
         raise ValueError(f"drafted tokens must lie in [0, {vocab}), got {drafted.tolist()}")

@@ -1,7 +1,7 @@
 """Which drafted tokens would the target have written itself? A pure function of a tree and the target's logits.
 
 The target's own choice after every node is known (inference/sampling.py). A node is accepted when it equals the choice
-after its parent and its parent is accepted; behind the last accepted node the choice is the bonus. So the text is
+after its parent and its parent is accepted; after the last accepted node the choice is the bonus. So the text is
 y_t = choice(y_<t) whatever the tree was: lossless for every drafter, tree and pruning, at any temperature.
 """
 

@@ -1,8 +1,8 @@
-"""The classical rules emit exactly the target's law, and what is known to be lossy is caught by the same check.
+"""The classical rules emit exactly the target's distribution, and what is known to be lossy is caught by the same check.
 
 Everything here is enumerated: the drafter and the production rule draw through one `draw`, every outcome of every draw
 is followed with its probability, and the emitted text (completed by the target where it is short) is compared with the
-target's law over texts of a fixed length.
+target's distribution over texts of a fixed length.
 """
 
 import itertools
@@ -42,14 +42,14 @@ class Script:
 
     def __call__(self, weights: Tensor) -> int:
         assert weights.dim() == 1 and (weights >= 0).all() and weights.sum() > 0, f"not weights: {weights}"
-        law = weights.double() / weights.double().sum()
+        distribution = weights.double() / weights.double().sum()
         if len(self.taken) < len(self.choices):
             choice = self.choices[len(self.taken)]
         else:
-            choice, *others = law.nonzero().flatten().tolist()
+            choice, *others = distribution.nonzero().flatten().tolist()
             self.others += [(*self.taken, other) for other in others]
         self.taken += (choice,)
-        self.chance *= law[choice].item()
+        self.chance *= distribution[choice].item()
         return choice
 
 
@@ -63,30 +63,32 @@ def outcomes(run: Callable[[Draw], Any]) -> Iterator[tuple[float, Any]]:
         yield script.chance, result
 
 
-def top_p(law: Tensor, share: float = 0.8) -> Tensor:
-    ranked, order = law.sort(descending=True)
+def top_p(distribution: Tensor, share: float = 0.8) -> Tensor:
+    ranked, order = distribution.sort(descending=True)
     kept = ranked.where(ranked.cumsum(-1) - ranked < share, 0.0)
-    return torch.zeros_like(law).scatter(0, order, kept / kept.sum())
+    return torch.zeros_like(distribution).scatter(0, order, kept / kept.sum())
 
 
 class World:
-    """Random laws of the next token after every short text: raw and warped, of the target (p) and the drafter (q)."""
+    """Random distributions of the next token after every short text: raw and warped, of the target (p) and the drafter (q)."""
 
-    def __init__(self, seed: int, warp: Callable[[Tensor], Tensor] = lambda law: law, gap: float = 1.0):
+    def __init__(
+        self, seed: int, warp: Callable[[Tensor], Tensor] = lambda distribution: distribution, gap: float = 1.0
+    ):
         generator = torch.Generator().manual_seed(seed)
         texts = [text for length in range(5) for text in itertools.product(range(VOCAB), repeat=length)]
         noise = torch.randn(2, len(texts), VOCAB, generator=generator, dtype=torch.float64)
         raw_p, raw_q = (1.5 * noise[0]).softmax(-1), (1.5 * noise[0] + gap * noise[1]).softmax(-1)
         self.raw_p, self.raw_q = dict(zip(texts, raw_p)), dict(zip(texts, raw_q))
-        self.p = {text: warp(law) for text, law in self.raw_p.items()}
-        self.q = {text: warp(law) for text, law in self.raw_q.items()}
+        self.p = {text: warp(distribution) for text, distribution in self.raw_p.items()}
+        self.q = {text: warp(distribution) for text, distribution in self.raw_q.items()}
 
-    def law(self, text: tuple[int, ...], length: int) -> Tensor:
-        """The target's law of the `length` tokens after `text`, shape (VOCAB,) * length."""
+    def distribution(self, text: tuple[int, ...], length: int) -> Tensor:
+        """The target's distribution of the `length` tokens after `text`, shape (VOCAB,) * length."""
         if length == 0:
             return torch.ones((), dtype=torch.float64)
-        after = [self.law((*text, token), length - 1) for token in range(VOCAB)]
-        return torch.stack([share * law for share, law in zip(self.p[text], after)])
+        after = [self.distribution((*text, token), length - 1) for token in range(VOCAB)]
+        return torch.stack([share * distribution for share, distribution in zip(self.p[text], after)])
 
 
 def grow(world: World, draw: Draw, widths: tuple[int, ...], pick: Pick) -> Draft:
@@ -98,8 +100,8 @@ def grow(world: World, draw: Draw, widths: tuple[int, ...], pick: Pick) -> Draft
         texts += [(*texts[node], token) for node, token in born]
         parents += [node for node, _ in born]
     tokens = [text[-1] if text else ROOT for text in texts]
-    laws = (torch.stack([table[text] for text in texts]) for table in (world.p, world.q))
-    return Draft(torch.tensor(tokens), torch.tensor(parents), *laws)
+    distributions = (torch.stack([table[text] for text in texts]) for table in (world.p, world.q))
+    return Draft(torch.tensor(tokens), torch.tensor(parents), *distributions)
 
 
 def independent(q: Tensor, width: int, draw: Draw) -> list[int]:
@@ -133,12 +135,12 @@ def runs(world: World, draft_with: Drafter, rule: Callable[..., Accepted]) -> It
 
 
 def distance(world: World, draft_with: Drafter, rule: Callable[..., Accepted], length: int) -> float:
-    """The checking function: total variation between the emitted text's law and the target's, over `length` tokens."""
-    wanted, emitted = world.law((), length), torch.zeros((VOCAB,) * length, dtype=torch.float64)
+    """The checking function: total variation between the emitted text's distribution and the target's, over `length` tokens."""
+    wanted, emitted = world.distribution((), length), torch.zeros((VOCAB,) * length, dtype=torch.float64)
     for chance, draft, (path, next_token) in runs(world, draft_with, rule):
         assert draft.parents[path].tolist() == [-1, *path[:-1]], f"not a path from the root: {path}"
         text = (*draft.tokens[path[1:]].tolist(), next_token)[:length]
-        emitted[text] += chance * world.law(text, length - len(text))
+        emitted[text] += chance * world.distribution(text, length - len(text))
     assert abs(emitted.sum() - 1) < EXACT
     return 0.5 * (emitted - wanted).abs().sum().item()
 
@@ -198,7 +200,7 @@ def test_float32_laws_cost_no_more_than_their_rounding(rule):
 
 
 def without_warpers(which: str, world: World, draw: Draw) -> Draft:
-    """A chain drawn from the warped q, with raw laws where a mistake puts them: p for the bonus, or q in the ratio."""
+    """A chain drawn from the warped q, with raw distributions where a mistake puts them: p for the bonus, or q in the ratio."""
     draft = grow(world, draw, (1, 1), independent)
     text = tuple(draft.tokens[1:].tolist())
     if which == "bonus":
@@ -216,12 +218,12 @@ def drawn_by_the_same_noise(x: int, q: Tensor, left: Tensor) -> Tensor:
     left_k e_j - left_j e_k < t (q_k left_j - q_j left_k), a difference of exponentials against an exponential.
     """
     j, k = (token for token in range(VOCAB) if token != x)
-    law, edge, a, b = torch.zeros_like(left), q[k] * left[j] - q[j] * left[k], left[k], left[j]
+    distribution, edge, a, b = torch.zeros_like(left), q[k] * left[j] - q[j] * left[k], left[k], left[j]
     if a == 0 or b == 0:
         return left  # one token is left, whatever the noise
     wins = 1 - a / (a + b) * a / (a + edge) if edge >= 0 else b / (a + b) * b / (b - edge)
-    law[j], law[k] = wins, 1 - wins
-    return law
+    distribution[j], distribution[k] = wins, 1 - wins
+    return distribution
 
 
 def recovery_reusing_noise(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, draw: Draw) -> Accepted:
@@ -270,7 +272,7 @@ def test_the_check_catches_a_lossy_mistake(world, draft_with, rule):
 
 
 def test_a_draft_law_left_unwarped_on_both_sides_is_no_mistake():
-    """What matters is that the q of the ratio is the law drawn from, not that p and q share their warpers."""
+    """What matters is that the q of the ratio is the distribution drawn from, not that p and q share their warpers."""
     world = World(0, warp=top_p)
     world.q = world.raw_q
     assert distance(world, drafter(independent, 1, 1), acceptance_rules.chain_tokenwise, 3) < EXACT
@@ -311,7 +313,7 @@ def test_typical_takes_the_deepest_path_and_then_the_likelier():
     tokens, parents = torch.tensor([ROOT, 0, 1, 2, 2]), torch.tensor([-1, 0, 0, 1, 2])
     assert lossy_typical(tokens, parents, p, None, None) == ([0, 1, 3], 1)
     assert lossy_typical(tokens[:4], torch.tensor([-1, 0, 0, 2]), p[:4], None, None) == ([0, 2, 3], 1)
-    # Thresholds: exp(-entropy) of the first law is about 0.39, so delta = 0.3 gives 0.117, above eps = 0.09.
+    # Thresholds: exp(-entropy) of the first distribution is about 0.39, so delta = 0.3 gives 0.117, above eps = 0.09.
     unlikely = torch.tensor([ROOT, 2]), torch.tensor([-1, 0]), p[:2], None, None  # p(2) = 0.1
     assert lossy_typical(*unlikely).path == [0, 1]
     assert lossy_typical(*unlikely, eps=0.11).path == [0]

@@ -10,7 +10,7 @@ from inference.verify import verify
 
 def test_noise_is_standard_gumbel_and_independent():
     noise = Noise([1, 2], 2000, "cpu").at(torch.arange(40).expand(2, -1)).double()
-    uniform = torch.exp(-torch.exp(-noise))  # the Gumbel law's distribution function: uniform in 0..1
+    uniform = torch.exp(-torch.exp(-noise))  # the Gumbel distribution's distribution function: uniform in 0..1
     assert abs(uniform.mean() - 0.5) < 0.003 and abs(uniform.var() - 1 / 12) < 0.001
     counts = torch.histc(uniform, bins=50, min=0, max=1)
     chi2 = ((counts - counts.mean()) ** 2 / counts.mean()).sum()

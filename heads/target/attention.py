@@ -48,7 +48,7 @@ def attend(
 
 def equal_parts(query: Tensor) -> int:
     """Into how many parts to cut a folded query (1, kv_heads, rows, dim), so that the threads of a CPU get equal work: its
-    kernel deals out blocks of 32 rows, and two threads take as long over three blocks as over four."""
+    kernel schedules blocks of 32 rows, and two threads take as long over three blocks as over four."""
     if query.device.type != "cpu":
         return 1
     kv_heads, rows = query.shape[1:3]

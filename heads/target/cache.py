@@ -5,7 +5,7 @@ Columns of a row: `lengths[row]` entries of accepted text, then whatever the lat
     row 0   [ t t t t t t t | n n n . . . . . ]      t accepted text, n the newest read (a tree, or text)
     row 1   [ t t t t | n n n . . . . . . . . ]      . never written, or stale: no mask admits it
 
-`keep` moves the accepted entries of the newest read behind the text and lengthens the rows. Rejected entries need no
+`keep` moves the accepted entries of the newest read after the text and lengthens the rows. Rejected entries need no
 clearing: the next read overwrites or masks them. Layers of one shape and device share one block of memory, so keeping
 a path is one gather and one scatter for all of them, and its cost does not depend on the context.
 
@@ -34,7 +34,7 @@ class CacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write (batch, heads, new, dim) behind each row's text; return all columns in use, the new ones included."""
+        """Write (batch, heads, new, dim) after each row's text; return all columns in use, the new ones included."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -186,18 +186,18 @@ class KVCache(Cache):
             1 1 1 . .   1 1 .      its child
             1 1 1 . .   1 . 1      another
         """
-        new, behind = among.shape[-2:]
+        new, following = among.shape[-2:]
         among = among.expand(self.batch, -1, -1)
         if self.uniform_lengths and self.kv_bucket is None:
             return torch.cat([among.new_ones(self.batch, new, self.lengths[0]), among], -1)
         offset = torch.arange(self.width(new), device=self.device) - self.starts  # (batch, width)
-        inside = (offset >= 0) & (offset < behind)
-        seen = among.gather(2, offset.clamp(0, behind - 1)[:, None, :].expand(-1, new, -1))
+        inside = (offset >= 0) & (offset < following)
+        seen = among.gather(2, offset.clamp(0, following - 1)[:, None, :].expand(-1, new, -1))
         return (offset < 0)[:, None, :] | (inside[:, None, :] & seen)
 
     def commit(self, path: list[list[int]], padded_path: Tensor | None = None) -> None:
-        """Keep entries `path[row]` (ascending) of the newest read, in this order, behind the row's text. wide: (batch, n)
-        int64, the same on the device, with more behind it that does no harm; needed where reads are replayed."""
+        """Keep entries `path[row]` (ascending) of the newest read, in this order, after the row's text. wide: (batch, n)
+        int64, the same on the device, with more after it that does no harm; needed where reads are replayed."""
         counts = [len(nodes) for nodes in path]
         longest = max(counts)
         if self.kv_bucket is not None:
@@ -209,7 +209,7 @@ class KVCache(Cache):
         self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
 
     def move_entries(self, path: Tensor) -> None:
-        """Entries (batch, n) of the newest read go behind the text."""
+        """Entries (batch, n) of the newest read go after the text."""
         source, target, new = self.starts + path, self.columns(path.shape[1]), path.shape[1]
         for block in self.blocks.values():
             if self.batch == 1 and self.kv_bucket is None:

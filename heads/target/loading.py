@@ -72,7 +72,7 @@ def check_supported(model: PreTrainedModel) -> None:
         getattr(part, "is_causal", None) is False for part in model.modules()
     ):  # either alone says nothing: GPT-NeoX has the former, an image encoder beside a decoder the latter
         raise ValueError(
-            f"model_type {config.model_type} is an encoder, whose tokens see what stands behind them: a draft would "
+            f"model_type {config.model_type} is an encoder, whose tokens see what comes after them: a draft would "
             "change the text before it; choose a decoder (or is_decoder=True in its config, if it was trained as one)"
         )
     if getattr(config, "use_bidirectional_attention", None):
@@ -97,5 +97,5 @@ def check_supported(model: PreTrainedModel) -> None:
     if missing:
         raise ValueError(
             f"model_type {config.model_type} takes no {' and no '.join(missing)}, without which it cannot read the "
-            "branches of a tree behind a text; choose another target"
+            "branches of a tree after a text; choose another target"
         )

@@ -30,7 +30,7 @@ class Reading(NamedTuple):
 
 
 class Target:
-    """A frozen causal language model: it reads tokens, and hands out what heads learn from and draft with.
+    """A frozen causal language model: it reads tokens, and gives heads what they learn from and draft with.
 
     Layers are numbered as transformers numbers `hidden_states`: 0 is the embedding, k the output of the k-th decoder
     layer counted from one, and the last is taken *after* the final norm: what the lm_head reads.
@@ -101,7 +101,7 @@ class Target:
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, revision=kwargs.get("revision"))
         except (OSError, ValueError, KeyError):
-            tokenizer = None  # decoding and drafting need only ids; what needs text says so itself
+            tokenizer = None  # decoding and drafting need only ids; what needs text raises an error of its own
         if quantization is None and sharding is None and "device_map" not in kwargs:
             model = model.to(device)
         target = cls(model, tokenizer, name=path)
@@ -218,7 +218,7 @@ class Target:
         layers: Sequence[int] = (),
         keep_logits: int = 0,
     ) -> Reading:
-        """Read draft tokens (batch, nodes) behind the cached text; mask (batch, nodes, keys) bool.
+        """Read draft tokens (batch, nodes) after the cached text; mask (batch, nodes, keys) bool.
 
         Nodes that nothing can come of (token -1, or beyond the context) are read as something harmless.
         """
@@ -235,7 +235,7 @@ class Target:
 
         def shape(mask: Tensor) -> Tensor:
             mask = mask[:, None]
-            # Added, not bool: attention would turn a bool mask into this one anew in every layer.
+            # Added, not bool: attention would turn a bool mask into this one again in every layer.
             lowest = torch.finfo(self.dtype).min
             return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill(~mask, lowest)
 

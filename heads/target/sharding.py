@@ -1,6 +1,6 @@
 """A target too large for one device: how its weights lie on several, however the head beside it is trained.
 
-    layers   one process, whole layers on its devices behind each other, and beyond them on the host (accelerate)
+    layers   one process, whole layers on its devices one after the other, and beyond them on the host (accelerate)
     fsdp     every process has a piece of every weight and gathers a layer when it is its turn; each reads its own rows
     tensor   every process computes its slice of every layer; all read the same rows, those of all of them
 

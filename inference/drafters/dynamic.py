@@ -19,7 +19,7 @@ from inference.drafters.base import Accepted, Drafter
 from inference.sampling import Sampling
 from inference.tree import TokenTree, from_parents
 
-# A head learns the target's law, but a greedy target always takes the top of it: a first guess of probability 0.3 is right
+# A head learns the target's distribution, but a greedy target always takes the top of it: a first guess of probability 0.3 is right
 # more often than that. Sharpened scores go deeper and less wide (2.39 -> 2.49 tokens per step, 16 nodes, embedded target).
 GREEDY = 2.0
 # Levels stop where less of the draft's probability is left than this: the next one would cost more than it gains. To look is

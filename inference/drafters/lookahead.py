@@ -5,7 +5,7 @@ Jacobi iteration guesses a window of coming tokens at once and corrects all of t
 pool by their first token; those that begin with the newest token are drafted. Both live in one tree:
 
     root - s1 - s2 - s3      s: the window's oldest round, a branch of its own; below each of its tokens hangs its column
-      |    |    |    |       of newer rounds, and the choice behind the newest is the next round's token there
+      |    |    |    |       of newer rounds, and the choice after the newest is the next round's token there
       |    a1   a2   a3
       |    |    |    |
       |    b1   b2   b3

@@ -52,7 +52,7 @@ class SuffixDrafter(Drafter):
     def __init__(self, longest: int = 8, nodes: int = 16, per_match: float = 2.0, past: int = 20_000):
         """longest: tokens of a suffix and its continuation together. nodes: of a tree, its root counted. per_match:
         nodes drafted per token of the suffix that was found, since a longer one is surer. past: tokens of past outputs
-        that are remembered; then it starts anew."""
+        that are remembered; then it starts again."""
         if longest < 2 or nodes < 2:
             raise ValueError(f"longest={longest} and nodes={nodes} must be at least 2")
         if per_match <= 0 or past < 0:

@@ -62,7 +62,7 @@ class Union(Drafter):
 
 
 def merge(drafted: Sequence[TokenTree], depth: int) -> tuple[TokenTree, list[Tensor]]:
-    """One tree (batch, at most all their nodes), and per tree where its nodes went, (batch, its nodes); padding went behind
+    """One tree (batch, at most all their nodes), and per tree where its nodes went, (batch, its nodes); padding went after
     the last one."""
     sizes = [tree.tokens.shape[1] for tree in drafted]
     firsts = [sum(sizes[:number]) for number in range(len(sizes))]
