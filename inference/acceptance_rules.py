@@ -1,7 +1,7 @@
 """The classical verification rules, to reproduce papers and to compare with the project's own coupled noise.
 
-p is the target's distribution after the warpers, q the distribution that a draft token was really drawn from. A rule walks down from the
-root, keeps the children that it accepts, and draws one more token from what p has left:
+p is the target's distribution after the warpers, q the distribution that a draft token was really drawn from. A rule
+walks down from the root, keeps the children that it accepts, and draws one more token from what p has left:
 
     for each child x of the node:  accept? -> go down to it
                                    reject  -> p <- what p has left once x has had its chance
@@ -100,7 +100,7 @@ def tree_without_replacement(tokens: Tensor, parents: Tensor, p: Tensor, q: Tens
 def tree_deterministic(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor | None, draw: Draw) -> Accepted:
     """Children chosen without chance (top-k, argmax, n-gram): accept x with probability p(x), else strike it out of p.
 
-    The same distribution as drawing from p and following the child that matches, hence lossless for any tree whatever. q is not
+    The same distribution as drawing from p and following the child that matches, hence lossless for any tree. q is not
     read. Source: the released code of EAGLE-2 and EAGLE-3 (2406.16858, 2503.01840), where q is one-hot.
     """
     _check(tokens, parents, p, None)
@@ -141,7 +141,8 @@ def typical(
     if lossless:
         others = ", ".join(name for name in RULES if name != "typical")
         raise ValueError(
-            f"typical acceptance changes the output's distribution: pass lossless=False to allow it, or choose one of {others}"
+            "typical acceptance changes the output's distribution: pass lossless=False to allow it, or choose one of "
+            f"{others}"
         )
     _check(tokens, parents, p, None)
     threshold = (delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp(max=eps)

@@ -70,7 +70,7 @@ def top_p(distribution: Tensor, share: float = 0.8) -> Tensor:
 
 
 class World:
-    """Random distributions of the next token after every short text: raw and warped, of the target (p) and the drafter (q)."""
+    """Random distributions of the token after every short text: raw and warped, of the target (p) and the drafter (q)."""
 
     def __init__(
         self, seed: int, warp: Callable[[Tensor], Tensor] = lambda distribution: distribution, gap: float = 1.0
@@ -135,7 +135,7 @@ def runs(world: World, draft_with: Drafter, rule: Callable[..., Accepted]) -> It
 
 
 def distance(world: World, draft_with: Drafter, rule: Callable[..., Accepted], length: int) -> float:
-    """The checking function: total variation between the emitted text's distribution and the target's, over `length` tokens."""
+    """Total variation between the emitted text's distribution and the target's, over `length` tokens."""
     wanted, emitted = world.distribution((), length), torch.zeros((VOCAB,) * length, dtype=torch.float64)
     for chance, draft, (path, next_token) in runs(world, draft_with, rule):
         assert draft.parents[path].tolist() == [-1, *path[:-1]], f"not a path from the root: {path}"
@@ -200,7 +200,7 @@ def test_float32_laws_cost_no_more_than_their_rounding(rule):
 
 
 def without_warpers(which: str, world: World, draw: Draw) -> Draft:
-    """A chain drawn from the warped q, with raw distributions where a mistake puts them: p for the bonus, or q in the ratio."""
+    """A chain drawn from the warped q, with raw ones where a mistake puts them: p for the bonus, or q in the ratio."""
     draft = grow(world, draw, (1, 1), independent)
     text = tuple(draft.tokens[1:].tolist())
     if which == "bonus":
