@@ -117,7 +117,7 @@ def test_a_format(name: str, target):
     written = []
     for head in heads:
         try:
-            written.append(export(head, target).form.files)
+            written.append(export(head, target).use)
         except ValueError:  # a kind that the format does not know: tests/test_formats.py
             continue
     assert written and all(written)

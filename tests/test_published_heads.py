@@ -19,7 +19,7 @@ from heads.checkpoint import fingerprint, write_head
 from heads.eagle3 import Eagle3Head
 from heads.formats import engines
 from inference import generate, load_drafter
-from tests.conftest import VOCAB, tiny_config
+from tests.support.tiny import VOCAB, tiny_config
 
 H, MLP, DRAFT = 32, 64, 200
 IDS = "eagle_aux_hidden_state_layer_ids"
