@@ -19,7 +19,7 @@ from inference.drafters import (
     SuffixDrafter,
     Union,
 )
-from inference.evaluation.lossless import Filled
+from inference.evaluation.lossless import PaddedDrafter
 from inference.sampling import Sampling
 
 PARAMS = [
@@ -228,6 +228,6 @@ def test_published_rules_take_padded_trees(target):
     model = drafter("draft model", target)
     assert model is not None
     model.nodes = 5
-    padded = Filled(model)
+    padded = PaddedDrafter(model)
     padded.nodes = 8
     assert generate(target, padded, ids, **settings).new_tokens == generate(target, None, ids, **settings).new_tokens
