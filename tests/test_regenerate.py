@@ -128,7 +128,7 @@ def test_a_kill_loses_and_doubles_nothing(file: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_in_process_rows_do_not_depend_on_the_batch(file: Path, tmp_path: Path, target, temperature: float):
-    form = ChatFormat(target.tokenizer, template=str(ROOT / "train" / "plain.jinja"))
+    form = ChatFormat(target.tokenizer, template=str(ROOT / "train" / "data" / "plain_chat.jinja"))
     sampling = SAMPLING._replace(temperature=temperature, max_tokens=6)
     written = []
     for batch in (3, 32):

@@ -104,11 +104,11 @@ def check(config_name: str, overrides: list[str], number: int) -> str | None:
     try:
         final = compose(config_name, overrides, number) if values else base
     except ConfigCompositionException as error:
-        key = getattr(error.__cause__, "full_key", None)  # of OmegaConf's struct mode
-        if key is None:
+        if not isinstance(error.__cause__, OmegaConfBaseException) or error.__cause__.full_key is None:
             raise
+        missing = error.__cause__.full_key  # of OmegaConf's struct mode
         typed = (override.key_or_group for override in values)
-        whole = next((name for name in typed if name.startswith(f"{key}.")), key)  # trainr of trainr.max_steps
+        whole = next((name for name in typed if name.startswith(f"{missing}.")), missing)  # trainr of trainr.max_steps
         raise HydraException(unknown_key(whole, known)) from None
     for key in known:
         if any(key == override.key_or_group or key.startswith(f"{override.key_or_group}.") for override in values):
@@ -147,16 +147,12 @@ def compose(config_name: str, overrides: list[str], number: int) -> DictConfig:
 
 def flat(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every dotted key of a config but Hydra's own, and what stands there, unresolved."""
-    for name in cfg:
+    for name in map(str, cfg):
+        if not prefix and name == "hydra":
+            continue
         node = cfg._get_node(name)
-        if prefix or name != "hydra":
-            yield f"{prefix}{name}", node
-        if (
-            isinstance(node, DictConfig)
-            and not node._is_none()
-            and not node._is_missing()
-            and (prefix or name != "hydra")
-        ):
+        yield f"{prefix}{name}", node
+        if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
             yield from flat(node, f"{prefix}{name}.")
 
 
@@ -167,9 +163,9 @@ def check_call(key: str, node: DictConfig) -> None:
     except (HydraException, ImportError, NameError, TypeError, ValueError):
         return  # instantiate says what is wrong with it, in the words of Python
     taken = {name: parameter for name, parameter in parameters.items() if parameter.kind != parameter.VAR_KEYWORD}
-    for name, child in node.items_ex(resolve=False):
+    for name, child in ((str(name), child) for name, child in node.items_ex(resolve=False)):
         dotted = f"{key}.{name}".removeprefix(".")
-        if str(name).startswith("_") or (name not in taken and len(taken) < len(parameters)):
+        if name.startswith("_") or (name not in taken and len(taken) < len(parameters)):
             continue
         if name not in taken:
             raise HydraException(unknown_key(dotted, [f"{key}.{other}".removeprefix(".") for other in taken]))

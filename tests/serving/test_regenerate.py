@@ -20,7 +20,7 @@ pytestmark = pytest.mark.serving
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON = Path(os.environ.get("FOREDRAFT_VLLM_ENV", ROOT / ".venv-vllm")) / "bin" / "python"
-EMBEDDED, PLAIN = ROOT / "scripts" / "embedded_target", ROOT / "train" / "plain.jinja"
+EMBEDDED, PLAIN = ROOT / "scripts" / "embedded_target", ROOT / "train" / "data" / "plain_chat.jinja"
 ROWS = 40
 
 
