@@ -26,14 +26,14 @@ def test_the_ngram_drafter_is_lossless(typed, capfd):
 
 
 def test_a_verifier_that_changes_the_text_is_caught(typed, monkeypatch, capfd):
-    judged = target_sampler.judged
+    choose = target_sampler.choose_and_verify
 
     def careless(*given):
-        verdict, broken = judged(*given)
-        drafted = verdict.choices.shape[1] > 1  # then it writes another token than the right one
-        return verdict._replace(tokens=(verdict.tokens + drafted) % 300), broken
+        verification, broken = choose(*given)
+        drafted = verification.choices.shape[1] > 1  # then it writes another token than the right one
+        return verification._replace(tokens=(verification.tokens + drafted) % 300), broken
 
-    monkeypatch.setattr(target_sampler, "judged", careless)
+    monkeypatch.setattr(target_sampler, "choose_and_verify", careless)
     with pytest.raises(SystemExit):
         lossless.main()
     assert "drafting changes the text" in capfd.readouterr().err

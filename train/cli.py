@@ -167,7 +167,7 @@ def no_space(error: BaseException) -> bool:
 
 def spelled_out(argument: str, folder: Path = CONF) -> list[str]:
     """What stands for `argument` in Hydra's language: target=ORG/NAME is target.path=ORG/NAME, drafter=DIRECTORY is
-    drafter=head drafter.spec=DIRECTORY, and a prompt is text whatever signs are in it."""
+    drafter=head drafter.spec=DIRECTORY, and a prompt is text whatever characters are in it."""
     key, _, value = argument.partition("=")
     if key == "prompt" and value != "null" and value[:1] not in ("'", '"'):
         text = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # not OmegaConf's interpolation

@@ -104,9 +104,9 @@ def check(config_name: str, overrides: list[str], number: int) -> str | None:
     try:
         final = compose(config_name, overrides, number) if values else base
     except ConfigCompositionException as error:
-        missing = getattr(error.__cause__, "full_key", None)  # of OmegaConf's struct mode
-        if missing is None:
+        if not isinstance(error.__cause__, OmegaConfBaseException) or error.__cause__.full_key is None:
             raise
+        missing = error.__cause__.full_key  # of OmegaConf's struct mode
         typed = (override.key_or_group for override in values)
         whole = next((name for name in typed if name.startswith(f"{missing}.")), missing)  # trainr of trainr.max_steps
         raise HydraException(unknown_key(whole, known)) from None
@@ -148,15 +148,11 @@ def compose(config_name: str, overrides: list[str], number: int) -> DictConfig:
 def flat(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every dotted key of a config but Hydra's own, and what stands there, unresolved."""
     for name in map(str, cfg):
+        if not prefix and name == "hydra":
+            continue
         node = cfg._get_node(name)
-        if prefix or name != "hydra":
-            yield f"{prefix}{name}", node
-        if (
-            isinstance(node, DictConfig)
-            and not node._is_none()
-            and not node._is_missing()
-            and (prefix or name != "hydra")
-        ):
+        yield f"{prefix}{name}", node
+        if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
             yield from flat(node, f"{prefix}{name}.")
 
 
