@@ -20,6 +20,7 @@ THREE_STEPS = [
     *("head=medusa", "data.max_files=4", "length=64", "self_generated_tokens=0", "trainer.bf16=false"),
     *(
         "trainer.max_steps=3",
+        "trainer.logging_steps=1",
         "trainer.warmup_steps=1",
         "trainer.per_device_train_batch_size=2",
         "evaluate.eval_steps=0",
