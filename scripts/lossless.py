@@ -32,14 +32,14 @@ def main(cfg: DictConfig) -> None:
         print(f"L1  float32, {name}: {share:.1%} identical")
         wrong += share < 1
     half: Target = instantiate(cfg.target, dtype=cfg.dtype)
-    drafter = instantiate(cfg.drafter, target=half)
+    drafter, dtype = instantiate(cfg.drafter, target=half), str(half.dtype).removeprefix("torch.")
     padded = PaddedDrafter(drafter)
     nodes = padded.nodes
     for name, share in identical_shares(half, padded, PaddedRoot(nodes), rows, cfg.new_tokens).items():
-        print(f"L2  {cfg.dtype}, {name}: {share:.1%} identical to plain decoding with {nodes} rows a forward")
+        print(f"L2  {dtype}, {name}: {share:.1%} identical to plain decoding with {nodes} rows a forward")
     for temperature in (0.0, 1.0):
         found = divergences(half, drafter, rows, cfg.new_tokens, nodes, temperature)
-        print(f"L3  {cfg.dtype}, temperature {temperature}: {len(found)} of {len(rows)} texts differ somewhere")
+        print(f"L3  {dtype}, temperature {temperature}: {len(found)} of {len(rows)} texts differ somewhere")
         for place in found:
             kind = "arithmetic" if place.is_arithmetic else "NOT explained by rounding"
             print(
