@@ -14,7 +14,7 @@ from heads.base import DraftHead
 from inference.drafters import Drafter
 from tests.support import names
 from tests.support.drafters import build_drafter
-from tests.support.heads import KINDS, make_head
+from tests.support.head_factory import KINDS, make_head
 from tests.support.processes import Ended
 from tests.support.tiny import TEXT, VOCAB, tiny_config
 from train.run import main

@@ -114,7 +114,7 @@ def test_a_template_whose_answers_begin_otherwise_is_refused():
 
 
 def test_the_plain_template_marks_answers(tmp_path):
-    with pytest.raises(ValueError, match=r"no chat template.*train/data/plain_chat\.jinja"):
+    with pytest.raises(ValueError, match=r"no chat template.*data\.template=plain"):
         ChatFormat(tokenizer(None))
     form = ChatFormat(tokenizer(None), template="train/data/plain_chat.jinja")
     assert shown(form, TWO) == ["User: Hi é\nAssistant:⟦ yes\n</s>⟧\nUser: more\nAssistant:⟦ no</s>⟧\n"]

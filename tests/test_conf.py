@@ -15,7 +15,7 @@ from inference.drafters import Drafter
 from tests.support import names
 from tests.support.batches import PROMPT, documents
 from tests.support.configs import composed
-from tests.support.heads import make_head
+from tests.support.head_factory import make_head
 from tests.support.tiny import TEXT
 from train.data.packing import Packed
 from train.losses import Prediction, soft

@@ -103,7 +103,7 @@ def test_preview_shows_what_is_supervised(file: Path, tiny_path: Path, tmp_path:
     assert re.search(r"<\|endoftext\|>\]\]", out) and "1 x not JSON" in out
     page = (tmp_path / "preview.html").read_text()
     assert page.count("<mark> def add(self") == 2 and "<svg" in page
-    assert "http" not in page.replace("http://www.w3.org", "")
+    assert "http:" not in page and "https:" not in page
 
 
 def test_regenerated_in_process_and_trained_on(file: Path, tiny_path: Path, tmp_path: Path, here):

@@ -24,7 +24,7 @@ from heads.formats import engines
 from heads.hydra import HydraHead
 from inference import generate, load_drafter
 from tests.support import golden
-from tests.support.heads import build_head
+from tests.support.head_factory import build_head
 from tests.support.tiny import tiny_config
 from train import parity_gate, publish
 from train.cli import CONF

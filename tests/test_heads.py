@@ -12,7 +12,7 @@ from heads import step_attention as steps
 from heads.base import PackedBatch, draft_loss_mask
 from heads.eagle3 import paper_layers
 from tests.support.batches import PROMPT, batch
-from tests.support.heads import make_head
+from tests.support.head_factory import make_head
 from train import parity_gate
 from train.losses import soft
 from train.module import DistillationModel

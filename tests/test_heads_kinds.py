@@ -19,7 +19,7 @@ from inference.sampling import Sampling, SamplingParams
 from tests.support import ROOT
 from tests.support.batches import PROMPT
 from tests.support.configs import composed
-from tests.support.heads import make_head
+from tests.support.head_factory import make_head
 from tests.support.tiny import TEXT
 from tests.support.toy.head import ToyHead
 from train import module, parity_gate

@@ -8,7 +8,7 @@ from heads.base import PackedBatch, draft_loss_mask
 from heads.target import Target
 from tests.support import names
 from tests.support.batches import batch_of, documents
-from tests.support.heads import build_head
+from tests.support.head_factory import build_head
 from train.data.packing import Document, Packed, best_fit
 from train.module import DistillationModel
 

@@ -40,9 +40,9 @@ def test_planned_bytes_are_those_of_a_real_step(
 ):
     """The head's share is counted, the target's is estimated; real tensors are what both are held against."""
     if chunks:
-        monkeypatch.setattr("train.trainer.SMALL", 0)
-        monkeypatch.setattr("train.trainer.CHUNK", 16)
-        monkeypatch.setattr("train.trainer.ROWS", 16)
+        monkeypatch.setattr("train.module.SMALL", 0)
+        monkeypatch.setattr("train.module.CHUNK", 16)
+        monkeypatch.setattr("train.module.ROWS", 16)
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     head = Eagle3Head.for_target(target, depth=4, draft_vocab_size=128, counts=torch.ones(target.vocab_size).long())
     distillation = DistillationModel(head, target, soft)
