@@ -13,11 +13,11 @@
 target chose it from what it read at t.) Training lays all depths on one grid by what they name: *slot* p names token
 p + 2, so its depth-d draft began at position t = p + 1 - d. Then answers and supervision are the same for all depths:
 
-    slot                 0    1    2    3    4         `Lesson.answers` in train/trainer.py
+    slot                 0    1    2    3    4         the target's answers: train/module.py
     names token          2    3    4    5    6
     depth 1 began at     0    1    2    3    4
-    depth 2 began at     .    0    1    2    3         `later` rolls a draft right by d - 1
-    depth 3 began at     .    .    0    1    2         dots: nothing began there, `began` masks them out
+    depth 2 began at     .    0    1    2    3         `shift_right` rolls a draft right by d - 1
+    depth 3 began at     .    .    0    1    2         dots: nothing began there, `draft_loss_mask` is 0
 """
 
 from abc import ABC, abstractmethod

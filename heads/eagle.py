@@ -1,6 +1,6 @@
 """EAGLE-1: one decoder layer that guesses the target's next last hidden state (arXiv:2401.15077, section 4).
 
-At slot p it reads the target's last hidden state of position p, behind the final norm, beside the embedding of token
+At slot p it reads the target's last hidden state of position p, after the final norm, beside the embedding of token
 p + 1; its output stands for the hidden state of position p + 1, and the target's own lm_head makes token p + 2 of it.
 Deeper drafts read its own output in the place of features that the target has not made yet. EAGLE-2 is the dynamic
 tree (inference/drafters/dynamic.py) over these very weights.

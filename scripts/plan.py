@@ -82,7 +82,7 @@ def lines(cfg: DictConfig, head: Head, body: Body, layers: int, target: Target) 
     if pieces[0] and n > 1:
         found["gathered weights"] = (
             head.weights / GIB * (0.5 if cfg.bf16 else 1),
-            "whole while a batch is learnt from",
+            "whole during a batch",
         )
     if sharding == "fsdp":
         gathered = 2 * body.weights / target.num_layers + body.ends

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Four nodes of eight GPUs:  sbatch scripts/slurm.sh experiment=llama33_70b_eagle3 data.path=FOLDER
-# Slurm sends SIGTERM before the time is up: the run saves and stops, and the same command goes on from there.
+# Slurm sends SIGTERM before the time is up: the run saves and stops, and the same command continues from there.
 #SBATCH --job-name=foredraft
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1

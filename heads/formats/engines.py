@@ -1,4 +1,4 @@
-"""What each engine reads, and how it is told to: the choices of `python scripts/export.py format=...`.
+"""What each engine reads, and the command that loads it: the choices of `python scripts/export.py format=...`.
 
 Each function takes a head and its target and returns the layout for one engine, or raises ValueError where the engine
 would not load the head, or would draft with it wrongly.

@@ -60,5 +60,5 @@ def check_tied(head: HydraHead) -> None:
         if any(not torch.equal(tensor, block[name]) for block in blocks[1:] for name, tensor in blocks[0].items()):
             raise ValueError(
                 f"zankner's code has one block in place of layers 3, 5, 7 of hydra_mlp.{number}, and this head has "
-                "learnt one for each: it would draft with the last of them; train with head.mlp_layers=2 for that code"
+                "learned one for each: it would draft with the last of them; train with head.mlp_layers=2 for that code"
             )

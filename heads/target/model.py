@@ -37,7 +37,7 @@ class Target:
     """
 
     quantization: str | None = None  # how `from_pretrained` packed its weights
-    sharding: str | None = None  # and how it spread them over devices (heads/target/sharding.py)
+    sharding: str | None = None  # and how it shards them over devices (heads/target/sharding.py)
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = ""):
         self.model = model.eval().requires_grad_(False)
@@ -74,7 +74,7 @@ class Target:
 
         dtype: "float32", "bfloat16" ..., or "auto": as saved, but float32 where the device has no bfloat16 products;
         quantization: None, "4bit" or "8bit" (bitsandbytes);
-        spread: None, "layers", "fsdp" or "tensor" (heads/target/sharding.py), for one that no device holds alone.
+        sharding: None, "layers", "fsdp" or "tensor" (heads/target/sharding.py), for one that no device holds alone.
         Raises ValueError that names the path when there is no model, or its tokenizer does not fit its vocabulary.
         """
         path = str(path)

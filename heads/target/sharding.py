@@ -21,7 +21,7 @@ KINDS = ("layers", *COLLECTIVE)
 
 
 def arguments(path: str, sharding: str, quantization: str | None) -> dict[str, Any]:
-    """What transformers' `from_pretrained` is told for the model at `path`. Joins the processes that torchrun started."""
+    """Arguments of transformers' `from_pretrained` for the model at `path`. Joins the processes that torchrun started."""
     if sharding not in KINDS:
         raise ValueError(f"sharding={sharding} is not one of {', '.join(KINDS)}")
     if sharding == "layers":

@@ -1,4 +1,4 @@
-"""What a run was trained on, in figures: rows, what was dropped and why, tokens, how many of them are learnt, lengths."""
+"""What a run was trained on, in figures: rows, what was dropped and why, tokens, how many of them are in the loss, lengths."""
 
 import hashlib
 import json
@@ -21,17 +21,17 @@ BINS = 12  # of the histogram
 
 def describe(documents: Sequence[Document]) -> dict[str, Any]:
     """Counts of the documents as they are trained on, their hash (tokens and masks), and the histogram of their lengths."""
-    total, lengths, learnt = hashlib.sha256(), [], 0
+    total, lengths, supervised = hashlib.sha256(), [], 0
     for document in documents:
         total.update(np.asarray(document.tokens, np.int32).tobytes() + np.asarray(document.loss_mask, bool).tobytes())
         lengths.append(len(document.tokens))
-        learnt += sum(document.loss_mask)
+        supervised += sum(document.loss_mask)
     edges = sorted({int(edge) for edge in np.linspace(min(lengths), max(lengths) + 1, BINS + 1)})
     counts = np.histogram(lengths, edges)[0].tolist() if len(edges) > 1 else [len(lengths)]
     return {
         "documents": len(documents),
         "tokens": sum(lengths),
-        "supervised_share": round(learnt / sum(lengths), 4),
+        "supervised_share": round(supervised / sum(lengths), 4),
         "median_length": int(np.median(lengths)),
         "longest": max(lengths),
         "histogram": {"from": edges[: len(counts)], "documents": counts},
