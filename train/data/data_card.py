@@ -1,4 +1,4 @@
-"""What a run was trained on, in figures: rows, what was dropped and why, tokens, how many of them are in the loss, lengths."""
+"""What a run was trained on, in figures: rows, what was dropped and why, tokens, how many of them count in the loss."""
 
 import hashlib
 import json
