@@ -47,6 +47,8 @@ class StoppingCriteria:
         self.target, self.request = target, request
         if request.stop_strings and target.tokenizer is None:
             raise ValueError(f"stop_strings={list(request.stop_strings)} need a tokenizer, and {target.name} has none")
+        room = len(request.prompt) + request.max_new_tokens if target.context is None else target.context
+        self.budget = min(request.max_new_tokens, room - len(request.prompt))
         # No token is shorter than a byte and no character longer than four, so this tail holds any stop string.
         self.tail = 8 + 4 * max(map(len, request.stop_strings), default=0)
 
@@ -55,7 +57,7 @@ class StoppingCriteria:
         for number, token in enumerate(tokens, start=1):
             if token in self.request.eos_token_ids or self.completes_stop_string(written + tokens[:number]):
                 return tokens[:number], "stop"
-            if len(written) + number >= self.request.max_new_tokens:
+            if len(written) + number >= self.budget:
                 return tokens[:number], "length"
         return tokens, None
 

@@ -104,6 +104,19 @@ def test_a_prompt_that_cannot_be_read_is_refused_before_it_joins(target):
     assert not engine.has_work
 
 
+def test_a_text_ends_with_the_context(target):
+    engine = Engine(target, NgramDrafter())
+    engine.add(Request(prompt(250, 0), max_new_tokens=100))
+    text = []
+    while engine.has_work:
+        output = engine.step()[0]
+        text += output.tokens
+    assert output.finish_reason == "length"
+    assert (
+        text == generate(target, None, torch.tensor([prompt(250, 0)]), max_new_tokens=6, eos_token_id=-1).new_tokens[0]
+    )
+
+
 def test_an_end_token_gives_its_reason(target):
     text = generate(target, None, torch.tensor([prompt(5, 3)]), max_new_tokens=8, eos_token_id=-1).new_tokens[0]
     out = generate(target, None, torch.tensor([prompt(5, 3)] * 2), max_new_tokens=8, eos_token_id=text[4])
