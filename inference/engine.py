@@ -23,7 +23,6 @@ from heads.target import Reading, Target, TargetCache
 from inference.drafters.base import Accepted, Drafter, NoDrafter, root_only
 from inference.drafters.chain import readable
 from inference.request import Request, Row, StoppingCriteria
-from inference.sampling import Sampling
 from inference.target_sampler import RuleSampler, TargetSampler
 from inference.tree import TokenTree, padded
 from inference.verify import Verification
@@ -166,7 +165,9 @@ class Engine:
         new = [Row(request, list(request.prompt), StoppingCriteria(self.target, request)) for request in joining]
         staying = [number for number, row in enumerate(self.rows) if row.finish_reason is None]
         self.rows = [self.rows[number] for number in staying] + new
-        cache = self.rearrange([*staying, *[None] * len(new)])
+        rows = [*staying, *[None] * len(new)]
+        drafter_keeps_rows = self.cache is not None
+        cache = self.rearrange(rows)
         first, features, lengths = self.read_prompts(cache.narrow(len(staying), len(new)), new)
         cache.set_lengths(cache.lengths[: len(staying)] + lengths)
         chosen = [tokens[0] for tokens in first]
@@ -174,23 +175,21 @@ class Engine:
             Output(row.request, row.extend([t]), None, 1, row.finish_reason) for row, t in zip(new, chosen, strict=True)
         ]
         self.sampler = self.new_sampler(self.rows)
+        if drafter_keeps_rows:
+            self.drafter.select_rows(rows, cache.capacity, self.sampler.sampling)
+        else:
+            self.drafter.begin(len(rows), cache.capacity, self.sampler.sampling)
         self.accepted = self.join(staying, new, features, lengths)
         return outputs
 
     def rearrange(self, rows: list[int | None]) -> TargetCache:
-        """The cache and the drafter for a batch of these of its rows, None being a new one."""
-        longest = max(len(row.request.prompt) + row.request.max_new_tokens for row in self.rows)
-        if self.target.context is not None:
-            longest = min(longest, self.target.context)
+        """The cache for a batch of these of its rows, None being a new one."""
+        longest = max(len(row.request.prompt) + row.stopping.budget for row in self.rows)
         capacity = longest + 2 * self.drafter.nodes  # the last tree, after what the last path kept
-        params = [row.request.params for row in self.rows]
-        sampling = Sampling.of(params, self.target.vocab_size, self.target.device)
         if self.cache is None:
             self.cache = self.target.acquire_cache(len(rows), capacity)
-            self.drafter.begin(len(rows), capacity, sampling)
         else:
             self.cache.rearrange(rows, max(capacity, self.cache.capacity))
-            self.drafter.select_rows(rows, self.cache.capacity, sampling)
         return self.cache
 
     def read_prompts(self, cache: TargetCache, rows: Sequence[Row]) -> tuple[list[list[int]], Tensor, list[int]]:

@@ -17,10 +17,10 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from heads import Target
-from heads.target.cache import KVCache
 from heads.base import RecurrentHead
 from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
+from heads.target.cache import KVCache
 from inference import drafter_for, generate, load_drafter
 from inference.drafters import DraftModel, NgramDrafter
 from inference.drafters.base import Drafter
@@ -33,10 +33,11 @@ from train.data.corpus import prompts
 @entry("bench_decode")
 def main(cfg: DictConfig) -> None:
     target: Target = instantiate(cfg.target)
-    if target.tokenizer is None:
-        raise ValueError(f"the target {target.name} has no tokenizer, and the prompts are text")
     rows = prompts(
-        target.tokenizer, instantiate(cfg.data, tokenizer=target.tokenizer).test, cfg.prompts, cfg.prompt_tokens
+        target.text_tokenizer,
+        instantiate(cfg.data, tokenizer=target.text_tokenizer).test,
+        cfg.prompts,
+        cfg.prompt_tokens,
     )
     drafters, baselines = choices(cfg, target)
     decoders = {f"foredraft {name}": foredraft_decoder(target, one, cfg.new_tokens) for name, one in drafters.items()}
