@@ -24,6 +24,7 @@ class Drafter(ABC):
     layers: Sequence[int] = ()  # which hidden states of the target it wants, numbered as in heads/target/model.py
     depth: int  # most levels of the next tree that it proposes
     nodes: int  # most nodes of any tree that it proposes, the root counted
+    branches: bool = True  # may its trees be more than chains?
 
     @abstractmethod
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
@@ -47,7 +48,7 @@ class Drafter(ABC):
 class NoDrafter(Drafter):
     """Drafts nothing: plain decoding, through the same loop."""
 
-    depth, nodes = 0, 1
+    depth, nodes, branches = 0, 1, False
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         pass
