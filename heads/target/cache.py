@@ -89,7 +89,7 @@ class KVCache(Cache):
     def rearrange(self, rows: list[int | None], capacity: int) -> None:
         """The batch becomes these of its rows, None being an empty one, with room for `capacity` entries. It copies, and
         what was captured is lost, since it knows addresses only."""
-        assert capacity >= self.capacity and self.parent is None
+        assert self.parent is None
         if rows == list(range(self.batch)) and capacity == self.capacity:
             return
         new, old = [n for n, row in enumerate(rows) if row is not None], [row for row in rows if row is not None]
@@ -105,6 +105,11 @@ class KVCache(Cache):
         self.resize(len(rows), capacity)
         self.kv_bucket = None
         self.set_lengths(lengths)
+
+    def erase(self, row: int) -> None:
+        """Overwrite all that a row holds."""
+        for block in self.blocks.values():
+            block[:, :, row] = 0
 
     def narrow(self, first: int, count: int) -> "KVCache":
         """A cache of some rows that lie side by side, in the same memory; its lengths are its own, 0 at first."""
