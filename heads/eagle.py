@@ -62,9 +62,8 @@ class EagleHead(RecurrentHead):
     @classmethod
     def from_config(cls, config: dict) -> "EagleHead":
         depth = config.get("foredraft", {}).get("depth", 1)
-        return cls(
-            llama_config.from_json(config), depth, config.get("bias", True)
-        )  # absent means true in the authors' code
+        bias = config.get("bias", True)  # absent means true in the authors' code
+        return cls(llama_config.from_json(config), depth, bias)
 
     def to_config(self) -> dict:
         facts = {"architectures": ["LlamaForCausalLMEagle"], "bias": self.fc.bias is not None}

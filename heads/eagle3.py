@@ -1,6 +1,6 @@
 """EAGLE-3: one decoder layer that drafts on from its own output (arXiv:2503.01840), and 3.1's normed variant.
 
-At slot p it reads the target's features of position p, fused from three layers, next_embeddings the embedding of token p + 1,
+At slot p it reads the target's features of position p, fused from three layers, beside the embedding of token p + 1,
 and drafts token p + 2. Deeper drafts read its own output in the place of features that the target has not made yet.
 
 Training repeats that ("training-time test", section 3.2): step i reads the output of step i - 1. Instead of shifting

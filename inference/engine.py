@@ -24,7 +24,6 @@ from heads.target import Reading, Target
 from heads.target.cache import KVCache
 from inference.drafters.base import Accepted, Drafter, NoDrafter, root_only, select
 from inference.request import Request, Row, StoppingCriteria
-from inference.sampling import Sampling
 from inference.target_sampler import RuleSampler, TargetSampler
 from inference.trace import Trace, trace_rows
 from inference.tree import TokenTree, padded
@@ -208,9 +207,7 @@ class Engine:
 
     def capacity(self, rows: Sequence[Row]) -> int:
         """Entries that each row of a batch of these needs."""
-        longest = max(len(row.request.prompt) + row.request.max_new_tokens for row in rows)
-        if self.target.context is not None:
-            longest = min(longest, self.target.context)
+        longest = max(len(row.request.prompt) + row.stopping.budget for row in rows)
         return longest + 2 * self.drafter.nodes  # the last tree, after what the last path kept
 
     def prefill(self) -> list[Output]:
@@ -218,7 +215,9 @@ class Engine:
         new = [self.waiting.popleft() for _ in range(self.free_rows())]
         staying = self.unfinished()
         self.rows = [self.rows[number] for number in staying] + new
-        cache = self.rearrange([*staying, *[None] * len(new)])
+        rows = [*staying, *[None] * len(new)]
+        drafter_keeps_rows = self.cache is not None
+        cache = self.rearrange(rows)
         chosen, traces, features, lengths = self.read_prompts(cache.narrow(len(staying), len(new)), new)
         cache.set_lengths(cache.lengths[: len(staying)] + lengths)
         outputs = self.fail([*[False] * len(staying), *(token is None for token in chosen)], 1)
@@ -227,6 +226,10 @@ class Engine:
                 added = row.extend([token])
                 outputs.append(Output(row.request, added, None, 1, row.finish_reason, traces.get(row.request)))
         self.sampler = self.new_sampler(self.rows)
+        if drafter_keeps_rows:
+            self.drafter.select_rows(rows, cache.capacity, self.sampler.sampling)
+        else:
+            self.drafter.begin(len(rows), cache.capacity, self.sampler.sampling)
         self.accepted = self.join(staying, new, features, lengths)
         return outputs
 
@@ -237,23 +240,21 @@ class Engine:
         if not staying or 2 * len(staying) > len(self.rows) or self.open_cache().graphs.active:
             return
         self.rows = [self.rows[number] for number in staying]
-        self.rearrange([*staying])
+        cache = self.rearrange([*staying])
         self.sampler = self.new_sampler(self.rows)
+        self.drafter.select_rows([*staying], cache.capacity, self.sampler.sampling)
         self.accepted = select(self.accepted, [*staying])
 
     def rearrange(self, rows: list[int | None]) -> KVCache:
-        """The cache and the drafter for a batch of these of its rows, None being a new one."""
+        """The cache for a batch of these of its rows, None being a new one."""
         capacity = self.capacity(self.rows)
-        params = [row.request.params for row in self.rows]
-        sampling = Sampling.of(params, self.target.vocab_size, self.target.device)
-        if self.cache is not None and not any(row is not None for row in rows):
-            self.close()
         if self.cache is None:
             self.cache = self.target.acquire_cache(len(rows), capacity)
-            self.drafter.begin(len(rows), capacity, sampling)
         else:
-            self.cache.rearrange(rows, capacity)
-            self.drafter.select_rows(rows, capacity, sampling)
+            kept = max(capacity, self.cache.capacity)
+            if self.max_cache_tokens is not None and len(rows) * kept > self.max_cache_tokens:
+                kept = capacity
+            self.cache.rearrange(rows, kept)
         return self.cache
 
     def read_prompts(
@@ -311,7 +312,6 @@ class Engine:
         """The target keeps the cache, and what was captured over it, for the next engine."""
         if self.cache is not None:
             self.target.release(self.cache)
-            self.cache = None
 
 
 def read_nodes(

@@ -58,7 +58,7 @@ def test_a_recording_does_what_the_function_did(taped):
 )
 def test_what_waits_for_the_device_is_not_recorded(taped, waiting):
     graphs = cuda_graphs.CudaGraphs(torch.device("cpu"))
-    with pytest.warns(UserWarning, match="cannot be recorded"):
+    with pytest.warns(UserWarning, match="cannot be captured"):
         first = graphs("waiting", waiting, torch.ones(2))
     assert torch.equal(graphs("waiting", waiting, torch.ones(2)), first) and not taped
 
@@ -165,4 +165,4 @@ def test_every_architecture(family, attention, monkeypatch):
         warnings.simplefilter("always")
         for drafter in (None, Random()):
             assert generate(again(target), drafter, ids, **facts).new_tokens == plain
-    assert not any("cannot be recorded" in str(warning.message) for warning in message)
+    assert not any("cannot be captured" in str(warning.message) for warning in message)

@@ -5,7 +5,7 @@ Columns of a row: `lengths[row]` entries of accepted text, then whatever the lat
     row 0   [ t t t t t t t | n n n . . . . . ]      t accepted text, n the newest read (a tree, or text)
     row 1   [ t t t t | n n n . . . . . . . . ]      . never written, or stale: no mask admits it
 
-`keep` moves the accepted entries of the newest read after the text and lengthens the rows. Rejected entries need no
+`commit` moves the accepted entries of the newest read after the text and lengthens the rows. Rejected entries need no
 clearing: the next read overwrites or masks them. Layers of one shape and device share one block of memory, so keeping
 a path is one gather and one scatter for all of them, and its cost does not depend on the context.
 
@@ -90,8 +90,12 @@ class KVCache(Cache):
         """The batch becomes these of its rows, None being an empty one, with room for `capacity` entries. It copies, and
         what was captured is lost, since it knows addresses only."""
         assert self.parent is None
-        if rows == list(range(self.batch)) and capacity == self.capacity:
-            return
+        if capacity == self.capacity and len(rows) == self.batch:
+            if all(row is None for row in rows):
+                self.clear()
+                return
+            if rows == list(range(self.batch)):
+                return
         new, old = [n for n, row in enumerate(rows) if row is not None], [row for row in rows if row is not None]
         filled = max((self.lengths[row] for row in old), default=0)
         for key, block in self.blocks.items():
@@ -128,25 +132,25 @@ class KVCache(Cache):
         self.lengths, self.pending = lengths, 0
         self.uniform_lengths = min(lengths) == max(lengths)
         self.starts = torch.tensor(lengths, device=self.device)[:, None]
-        if self.graphs.active:  # recordings look for it in one place
+        if self.graphs.active:  # captured graphs look for it in one place
             self.starts = self.static_starts.copy_(self.starts)
 
     def rewind(self) -> None:
-        """To where the last `set_lengths` left it: a function that is to be replayed begins with this."""
+        """To where the last `set_lengths` left it: a captured function begins with this."""
         self.pending = 0
         if self.kv_bucket is not None:
             self.starts = self.static_starts
 
     def extend(self, lengths: list[int], counts: Tensor) -> None:
-        """Rows are `lengths` long now, by counts (batch, 1); where reads are replayed until the next `set_lengths` only,
-        since this must happen on the device, and to nothing that another replay starts from."""
+        """Rows are `lengths` long now, by counts (batch, 1). Over captured reads this lasts until the next `set_lengths`
+        only, since it must happen on the device, and to nothing that another replay starts from."""
         if self.kv_bucket is None:
             self.set_lengths(lengths)
         else:
             self.starts = self.starts + counts
 
     def set_bucket(self, room: int) -> None:
-        """Before a replayed read of at most `room` entries. `reach` is a power of two: few lengths, so few recordings."""
+        """Before a captured read of at most `room` entries: columns in powers of two, so that there are few graphs."""
         if self.graphs.active:
             most = max(self.lengths) + room
             assert most <= self.capacity, f"{most} entries in a cache of {self.capacity}"
@@ -201,13 +205,13 @@ class KVCache(Cache):
         return (offset < 0)[:, None, :] | (inside[:, None, :] & seen)
 
     def commit(self, path: list[list[int]], padded_path: Tensor | None = None) -> None:
-        """Keep entries `path[row]` (ascending) of the newest read, in this order, after the row's text. wide: (batch, n)
-        int64, the same on the device, with more after it that does no harm; needed where reads are replayed."""
+        """Keep entries `path[row]` (ascending) of the newest read, in this order, after the row's text. padded_path:
+        (batch, n) int64, the same on the device, with more after it that does no harm; needed where reads are captured."""
         counts = [len(nodes) for nodes in path]
         longest = max(counts)
         if self.kv_bucket is not None:
             assert padded_path is not None
-            self.graphs("keep", self.move_entries, padded_path)
+            self.graphs("commit", self.move_entries, padded_path)
         elif any(nodes[-1] != len(nodes) - 1 for nodes in path if nodes):  # else they lie in their places already
             path = [nodes + [longest - 1] * (longest - len(nodes)) for nodes in path]
             self.move_entries(torch.tensor(path, device=self.device))

@@ -1,8 +1,8 @@
-"""A function of tensors, recorded at its first call and replayed from then on: on a GPU as a CUDA graph.
+"""A function of tensors, captured at its first call and replayed from then on: on a GPU as a CUDA graph.
 
 A step of decoding is some thousand small kernels, and to launch them one by one takes the host longer than the device needs
-to run them. What is recorded must have fixed shapes and never wait for the device. Beside its inputs it may use memory that
-stays where it is (weights, a KVCache); whatever the host decides is a part of its key. Recording runs its Python once more,
+to run them. What is captured must have fixed shapes and never wait for the device. Beside its inputs it may use memory that
+stays where it is (weights, a KVCache); whatever the host decides is a part of its key. Capturing runs its Python once more,
 but none of its kernels.
 """
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 class CapturedGraph(Protocol):
-    """What `record` returns: `outputs` lie where every `replay` puts them."""
+    """What `CAPTURES` make: `outputs` lie where every `replay` puts them."""
 
     outputs: Any
 
@@ -25,7 +25,7 @@ class CapturedGraph(Protocol):
 
 
 class KeptReferences(TorchDispatchMode):
-    """Collects the tensors that a recorded function uses and did not make: they must live as long as the recording does,
+    """Collects the tensors that a captured function uses and did not make: they must live as long as the graph does,
     since it knows their addresses only."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ CAPTURES: dict[str, Callable[..., CapturedGraph]] = {"cuda": CudaGraph}  # by ty
 
 
 class CudaGraphs:
-    """The recordings of one owner, by key and by its inputs' shapes."""
+    """The captured graphs of one owner, by key and by its inputs' shapes."""
 
     def __init__(self, device: torch.device, enabled: bool = True):
         self.capture = CAPTURES.get(device.type) if enabled else None
@@ -101,5 +101,5 @@ class CudaGraphs:
             return static_inputs, self.capture(function, tuple(static_inputs))
         except RuntimeError as error:  # a mixture of experts asks the device how many tokens each expert got, say
             reason = str(error).strip().split("\n")[0]
-            warnings.warn(f"a part of decoding cannot be recorded and runs kernel by kernel: {reason}", stacklevel=2)
+            warnings.warn(f"a part of decoding cannot be captured and runs kernel by kernel: {reason}", stacklevel=2)
             return None

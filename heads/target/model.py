@@ -68,13 +68,15 @@ class Target:
         device: str | torch.device | None = None,
         quantization: str | None = None,
         sharding: str | None = None,
+        revision: str | None = None,
         **kwargs: Any,
     ) -> "Target":
         """Load a target from a directory or the Hub.
 
         dtype: "float32", "bfloat16" ..., or "auto": as saved, but float32 where the device has no bfloat16 products;
         quantization: None, "4bit" or "8bit" (bitsandbytes);
-        sharding: None, "layers", "fsdp" or "tensor" (heads/target/sharding.py), for one that no device holds alone.
+        sharding: None, "layers", "fsdp" or "tensor" (heads/target/sharding.py), for one that no device holds alone;
+        revision: branch, tag or commit on the Hub. Further keywords are those of transformers' from_pretrained.
         Raises ValueError that names the path when there is no model, or its tokenizer does not fit its vocabulary.
         """
         path = str(path)
@@ -94,12 +96,12 @@ class Target:
         if sharding is not None:
             kwargs |= arguments(path, sharding, quantization)
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **kwargs)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, revision=revision, **kwargs)
         except (OSError, json.JSONDecodeError) as error:
             reason = str(error).strip().split("\n")[0]
             raise ValueError(f"target {path} cannot be loaded: {reason}") from error
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, revision=kwargs.get("revision"))
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
         except (OSError, ValueError, KeyError):
             tokenizer = None  # decoding and drafting need only ids; what needs text raises an error of its own
         if quantization is None and sharding is None and "device_map" not in kwargs:
@@ -112,6 +114,13 @@ class Target:
                 "they do not belong together; take both from the same directory"
             )
         return target
+
+    @property
+    def text_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Its tokenizer, for what reads or writes text; ValueError where it has none."""
+        if self.tokenizer is None:
+            raise ValueError(f"target {self.name} has no tokenizer, and this reads or writes text: save one beside it")
+        return self.tokenizer
 
     @property
     def vocab_size(self) -> int:
@@ -140,12 +149,12 @@ class Target:
 
     @property
     def supports_cuda_graphs(self) -> bool:
-        """May its reads be recorded (heads/target/cuda_graphs.py)? A recording knows one process and one device."""
+        """May its reads be captured (heads/target/cuda_graphs.py)? A graph knows one process and one device."""
         return self.sharding is None and len({parameter.device for parameter in self.model.parameters()}) == 1
 
     @property
     def embeddings(self) -> Tensor:
-        """(vocab, hidden) rows of its input embedding; where `together`, every process must ask."""
+        """(vocab, hidden) rows of its input embedding; where it `reads_collectively`, every process must ask."""
         return full_tensor(self.model.get_input_embeddings().weight)
 
     @property
@@ -163,7 +172,7 @@ class Target:
         return KVCache(self.num_layers, batch, capacity, self.device)
 
     def acquire_cache(self, batch: int, capacity: int) -> KVCache:
-        """A cache whose reads are recorded where the device can: the one that was given back last, if it suits."""
+        """A cache whose reads are captured where the device can: the one that was given back last, if it suits."""
         found, self._idle_cache = self._idle_cache, None
         if found is None or found.batch != batch or found.capacity < capacity:
             found = KVCache(self.num_layers, batch, capacity, self.device, capture=self.supports_cuda_graphs)

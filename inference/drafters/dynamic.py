@@ -40,9 +40,9 @@ class DynamicTree(Drafter):
         width: int = 5,
         min_probability: float = MIN_PROBABILITY,
     ):
-        """nodes: of the tree at most, its root counted. depth: levels below the root. width: branches kept per level. least:
-        on a CPU, the probability of a level's branches together, as the draft scores them, below which no row drafts on; 0
-        drafts all levels."""
+        """nodes: of the tree at most, its root counted. depth: levels below the root. width: branches kept per level.
+        min_probability: on a CPU, the probability of a level's branches together, as the draft scores them, below which no
+        row drafts on; 0 drafts all levels."""
         if depth < 1 or width < 1 or nodes < 2 or min_probability < 0:
             raise ValueError(
                 f"a dynamic tree needs depth={depth} and width={width} of at least 1, nodes={nodes} of 2, "

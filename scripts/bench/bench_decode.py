@@ -32,10 +32,11 @@ from train.data.corpus import prompts
 @entry("bench_decode")
 def main(cfg: DictConfig) -> None:
     target: Target = instantiate(cfg.target)
-    if target.tokenizer is None:
-        raise ValueError(f"the target {target.name} has no tokenizer, and the prompts are text")
     rows = prompts(
-        target.tokenizer, instantiate(cfg.data, tokenizer=target.tokenizer).test, cfg.prompts, cfg.prompt_tokens
+        target.text_tokenizer,
+        instantiate(cfg.data, tokenizer=target.text_tokenizer).test,
+        cfg.prompts,
+        cfg.prompt_tokens,
     )
     drafters, baselines = choices(cfg, target)
     decoders = {f"foredraft {name}": foredraft_decoder(target, one, cfg.new_tokens) for name, one in drafters.items()}
