@@ -85,7 +85,12 @@ class Engine:
         self.clock = Clock(target.device, timings)
 
     def add(self, request: Request) -> None:
-        """Let a request join before a coming step. Raises ValueError for a prompt that the target cannot read."""
+        """Let a request join before a coming step. Raises ValueError as `check` does."""
+        self.waiting.append(self.check(request))
+
+    def check(self, request: Request) -> Row:
+        """The request's row, before it is decoded. Raises ValueError for a prompt that the target cannot read, or a text that
+        the cache has no room for."""
         context = self.target.context
         if not request.prompt:
             raise ValueError("the prompt is empty: give at least one token (the bos token, say)")
@@ -100,7 +105,7 @@ class Engine:
                 f"a prompt of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} need more than the "
                 f"{self.max_cache_tokens} tokens that the cache has room for: ask for fewer"
             )
-        self.waiting.append(row)
+        return row
 
     def cancel(self, request: Request) -> None:
         """Nothing more comes of it: it waits no longer, or its row is free from the next step on."""
@@ -233,6 +238,7 @@ class Engine:
         self.accepted = self.join(staying, new, features, lengths)
         return outputs
 
+    @torch.inference_mode()
     def drop_finished(self) -> None:
         """Between steps: finished rows leave even if nobody joins, where they are half of the batch or more. Not on a device
         that replays recordings, which know this batch and cost more than the rows do."""

@@ -15,11 +15,11 @@ def ids(length: int, seed: int) -> list[int]:
 
 def requests(count: int = 4, **facts) -> list[Request]:
     params = SamplingParams(temperature=1.0, frequency_penalty=0.3)
-    return [Request(ids(5 + 3 * i, i), params, 20 + 4 * i, seed=i, **facts) for i in range(count)]
+    return [Request(ids(5 + 3 * i, i), params, 8 + 3 * i, seed=i, **facts) for i in range(count)]
 
 
-def drafters(target: Target) -> list[Drafter | None]:
-    return [None, NgramDrafter(), DraftModel(target, target, nodes=5, depth=3, width=2, min_probability=0)]
+def drafters(target: Target) -> list[Drafter]:
+    return [NgramDrafter(), DraftModel(target, target, nodes=5, depth=3, width=2, min_probability=0)]
 
 
 def run(engine: Engine, asked: list[Request], between=lambda step: None) -> tuple[list[list[int]], list[str | None]]:
@@ -43,16 +43,16 @@ def alone(target) -> list[list[int]]:
     return [run(Engine(target), [request])[0][0] for request in requests()]
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(2))
 def test_a_cancelled_request_frees_its_row_at_once(target, alone, number):
     asked, sizes = requests(), []
     engine = Engine(target, drafters(target)[number], max_rows=3)
 
     def between(step: int) -> None:
-        if step == 4:
+        if step == 3:
             engine.cancel(asked[1])
             engine.cancel(asked[1])  # once more does no harm
-        if step == 5:
+        if step == 4:
             sizes.append([row.request for row in engine.rows])
 
     texts, _ = run(engine, asked, between)
@@ -67,7 +67,7 @@ def test_a_request_that_waits_can_be_cancelled(target, alone):
     assert texts == [alone[0], alone[1], [], alone[3]]
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("when", [0, 3])
 def test_logits_that_are_not_numbers_end_their_row_alone(target, alone, monkeypatch, number, when):
     """Poison the second row's logits, of its prompt (step 0) or of a tree; and leave NaN in its cache."""
@@ -89,14 +89,14 @@ def test_logits_that_are_not_numbers_end_their_row_alone(target, alone, monkeypa
     assert texts[1] == alone[1][: len(texts[1])] and [texts[0], *texts[2:]] == [alone[0], *alone[2:]]
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(2))
 def test_rows_that_are_read_anew_write_the_same(target, alone, number):
     engine = Engine(target, drafters(target)[number], max_rows=3)
-    texts, _ = run(engine, requests(), lambda step: engine.preempt() if step in (1, 4, 5) else None)
+    texts, _ = run(engine, requests(), lambda step: engine.preempt() if step in (1, 3) else None)
     assert texts == alone
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(2))
 def test_finished_rows_leave_though_nobody_joins(target, alone, number):
     engine, sizes = Engine(target, drafters(target)[number]), set()
 
@@ -110,19 +110,19 @@ def test_finished_rows_leave_though_nobody_joins(target, alone, number):
 
 def test_a_full_cache_lets_requests_wait(target, alone):
     most = []
-    engine = Engine(target, max_cache_tokens=2 * (14 + 32 + 2))  # two rows of the longest
+    engine = Engine(target, max_cache_tokens=2 * (14 + 17 + 2))  # two rows of the longest
 
     def between(step: int) -> None:
         if engine.cache is not None:
             most.append(engine.cache.batch * engine.cache.capacity)
 
     assert run(engine, requests(), between)[0] == alone
-    assert max(most) <= 96 and len({*most}) > 1
-    with pytest.raises(ValueError, match="60 tokens and max_new_tokens=50 need more than the 96 tokens"):
+    assert max(most) <= 66 and len({*most}) > 1
+    with pytest.raises(ValueError, match="60 tokens and max_new_tokens=50 need more than the 66 tokens"):
         engine.add(Request(ids(60, 0), max_new_tokens=50))
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(2))
 def test_a_trace_is_of_the_tokens_and_their_tree(target, number):
     """Its log-probabilities are those of reading the whole text at once; accepted nodes and new tokens are the same."""
     asked = [*requests(2), *requests(1, trace=3)]
@@ -148,4 +148,4 @@ def test_a_trace_is_of_the_tokens_and_their_tree(target, number):
             accepted += [trace.probabilities[node] for node in trace.path[1:]]
             text += output.tokens
     assert all(0 < probability <= 1 for probability in accepted)
-    assert bool(accepted) == (number == 2)
+    assert bool(accepted) == (number == 1)
