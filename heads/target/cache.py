@@ -97,7 +97,7 @@ class KVCache(Cache):
     def rearrange(self, rows: list[int | None], capacity: int) -> None:
         """The batch becomes these of its rows, None being an empty one, with room for `capacity` entries. It copies, and
         what was captured is lost, since it knows addresses only."""
-        assert capacity >= self.capacity and self.parent is None
+        assert self.parent is None
         if capacity == self.capacity and len(rows) == self.batch:
             if all(row is None for row in rows):
                 self.clear()
@@ -117,6 +117,11 @@ class KVCache(Cache):
         self.resize(len(rows), capacity)
         self.kv_bucket = None
         self.set_lengths(lengths)
+
+    def erase(self, row: int) -> None:
+        """Overwrite all that a row holds."""
+        for block in self.blocks.values():
+            block[:, :, row] = 0
 
     def narrow(self, first: int, count: int) -> "KVCache":
         """A cache of some rows that lie side by side, in the same memory; its lengths are its own, 0 at first."""
