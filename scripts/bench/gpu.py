@@ -105,7 +105,7 @@ def decoding(cfg: DictConfig, target: Target) -> dict[str, Any]:
         head = hydra.utils.instantiate(
             hydra.compose("train", [f"head={name}"]).head, target=target, **counts(name, target)
         )
-        every_level = {"min_probability": 0.0} if isinstance(head, RecurrentHead) else {}
+        every_level: dict[str, Any] = {"min_probability": 0.0} if isinstance(head, RecurrentHead) else {}
         inner = drafter_for(head.to(target.dtype).eval(), target, **every_level)
         oracle = Oracle(inner, text, cfg.accepted)
         out, seconds = timed(cfg, target, oracle, prompt)
@@ -168,7 +168,7 @@ def waits_once(cfg: DictConfig, target: Target, drafter: Drafter, prompt: Tensor
     engine.add(inference.Request(prompt[0].tolist(), max_new_tokens=cfg.new_tokens))
     engine.step()
     engine.step()
-    inference.engine.to_host = allowed
+    inference.engine.to_host = allowed  # type: ignore[assignment]
     torch.cuda.set_sync_debug_mode("error")
     try:
         while engine.has_work:
