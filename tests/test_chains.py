@@ -21,7 +21,7 @@ from tests.support.architectures import VOCAB
 from tests.support.drafters import Random
 from tests.support.hybrids import CONFIGS, WINDOW, pair
 
-NEW = 2 * WINDOW + 4
+NEW = 2 * WINDOW
 PROMPTS = [[random.Random(row).randrange(3, VOCAB) for _ in range(length)] for row, length in enumerate((20, 5, 13))]
 READING = [kind for kind in CONFIGS if kind != "mamba"]
 
@@ -52,8 +52,10 @@ def batch(rows: list[int]) -> tuple[Tensor, Tensor]:
     return torch.tensor(ids), torch.tensor(mask)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", CONFIGS)
+CASES = [(kind, 0.0) for kind in CONFIGS] + [(kind, 1.0) for kind in ("qwen3_5", "lfm2", "deepseek_v32", "mamba")]
+
+
+@pytest.mark.parametrize("kind, temperature", CASES)
 def test_a_chain_changes_nothing(kind: str, temperature: float) -> None:
     plain, target = pair(kind)
     assert not target.reads_trees
@@ -65,7 +67,7 @@ def test_a_chain_changes_nothing(kind: str, temperature: float) -> None:
             theirs = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
             assert prompt + text == theirs[0].tolist()
     answers = [prompt + text for prompt, text in zip(PROMPTS, alone)]
-    for rows in ([0], [0, 1, 2]):
+    for rows in ([2], [0, 1, 2]):
         drafter = Knowing([answers[row] for row in rows])
         drafted = generate(target, drafter, *batch(rows), seed=rows, **settings)
         assert drafted.new_tokens == [alone[row] for row in rows]
@@ -96,7 +98,7 @@ def test_every_drafter_drafts_a_chain(kind: str, temperature: float) -> None:
         "union": Union([NgramDrafter(), DynamicTree(head, target, depth=4)]),
         "draft model": DraftModel(smaller(), target, depth=3, min_probability=0),
     }
-    settings = {"max_new_tokens": 24, "eos_token_id": -1, "temperature": temperature, "seed": 3}
+    settings = {"max_new_tokens": 16, "eos_token_id": -1, "temperature": temperature, "seed": 3}
     alone = generate(target, None, *batch([0, 1, 2]), **settings)
     for name, drafter in drafters.items():
         drafted = generate(target, drafter, *batch([0, 1, 2]), **settings)
