@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from heads import Target
+from heads.base import PackedBatch
 from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
 from heads.target.state_cache import MAX_PENDING, StateCache, can_crop, fork
@@ -20,6 +21,7 @@ from tests.support import architectures
 from tests.support.architectures import VOCAB
 from tests.support.drafters import Random
 from tests.support.hybrids import CONFIGS, WINDOW, pair
+from train.features.online import read
 
 NEW = 2 * WINDOW
 PROMPTS = [[random.Random(row).randrange(3, VOCAB) for _ in range(length)] for row, length in enumerate((20, 5, 13))]
@@ -197,3 +199,31 @@ def test_rows_join_and_leave_and_streams_and_stop_strings_work(fresh) -> None:
     assert len(drafted.new_tokens[0]) < 30
     assert streamer.parts[0] == ids.flatten().tolist() and streamer.parts[-1] == [-1]
     assert [token for part in streamer.parts[1:-1] for token in part] == drafted.new_tokens[0]
+
+
+def packed_batch() -> PackedBatch:
+    """Two rows of documents of several lengths, with padding after the second."""
+    lengths, length = ((5, 11, 8), (3, 14)), 24
+    tokens = torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
+    documents, positions = torch.full((2, length), -1), torch.zeros(2, length, dtype=torch.int64)
+    for row, parts in enumerate(lengths):
+        at = 0
+        for number, count in enumerate(parts):
+            documents[row, at : at + count] = number
+            positions[row, at : at + count] = torch.arange(count)
+            at += count
+    return PackedBatch(tokens, documents >= 0, documents, positions)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_packed_document_has_the_features_that_it_has_alone(kind: str) -> None:
+    plain, target = pair(kind)
+    text = packed_batch()
+    features, last = read(target, text, [1])
+    for row, document in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
+        where = text.documents[row] == document
+        alone = plain(text.tokens[row : row + 1, where], output_hidden_states=True, use_cache=False).hidden_states
+        for ours, theirs in ((features, alone[1]), (last, alone[-1])):
+            assert (ours[row, where] - theirs).abs().max() < 1e-5 * theirs.abs().max().clamp(min=1)
+    assert not last[1, 17:].any()
