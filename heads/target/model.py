@@ -309,13 +309,13 @@ class Target:
         self,
         tokens: Tensor,
         positions: Tensor,
-        mask: Tensor,
+        mask: Tensor | None,
         cache: TargetCache,
         layers: Sequence[int] = (),
         keep_logits: int = 0,
     ) -> Reading:
-        """Read draft tokens (batch, nodes) after the cached text; mask (batch, nodes, keys) bool. A target that reads no
-        trees takes them for a chain.
+        """Read draft tokens (batch, nodes) after the cached text; mask (batch, nodes, keys) bool, or None as by
+        `KVCache.causal_mask`. A target that reads no trees takes them for a chain.
 
         Nodes that nothing can come of (token -1, or beyond the context) are read as something harmless.
         """
@@ -324,7 +324,7 @@ class Target:
         if self.context is not None:
             positions = positions.clamp(max=self.context - 1)  # a learned position table ends there
         key_positions = None
-        if self.window is not None:
+        if self.window is not None and mask is not None:
             columns = torch.arange(mask.shape[-1], device=tokens.device).repeat(len(tokens), 1)
             key_positions = columns.scatter(1, cache.columns(tokens.shape[1]), positions)
         return self.read(tokens.clamp(min=0), positions, mask, cache, layers, keep_logits, key_positions)

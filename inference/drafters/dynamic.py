@@ -14,7 +14,7 @@ from torch import Tensor
 
 from heads.base import RecurrentHead
 from heads.target import Target
-from heads.target.cache import KVCache
+from heads.target.cache import KVCache, to_device
 from inference.drafters.base import Accepted, Drafter
 from inference.sampling import Sampling
 from inference.tree import TokenTree, from_parents
@@ -116,7 +116,7 @@ class DynamicTree(Drafter):
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         cache = self.cache
         assert cache is not None
-        new, counts = accepted.tokens.shape[1], cache.starts.new_tensor(accepted.counts)[:, None]
+        new, counts = accepted.tokens.shape[1], to_device(accepted.counts, cache.device)[:, None]
         lengths = [length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)]
         grow = partial(self.grow, lengths)
         if self.should_stop is None and new <= 1 + self.depth:  # neither looks at scores nor reads the prompt

@@ -14,7 +14,7 @@ from torch import Tensor
 from heads.base import ParallelHead
 from heads.target import Target
 from heads.target.cuda_graphs import CudaGraphs
-from inference.drafters.base import Accepted, Drafter, unpadded
+from inference.drafters.base import Accepted, Drafter, newest
 from inference.sampling import Sampling
 from inference.tree import TokenTree, from_parents
 
@@ -91,13 +91,7 @@ class StaticTree(Drafter):
         self.sampling = sampling
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        tokens, features = accepted.tokens, accepted.features
-        if unpadded(accepted):
-            tokens, features = tokens[:, -1:], features[:, -1]
-        else:
-            last = tokens.new_tensor([[max(count, 1) - 1] for count in accepted.counts])
-            tokens = tokens.gather(1, last)
-            features = features.gather(1, last[:, :, None].expand(-1, 1, features.shape[-1]))[:, 0]
+        tokens, features = newest(accepted)
         self.ranks = self.shapes[self.size].order.expand(len(tokens), -1)
         grow = partial(self.grow, self.shapes[self.size])
         key = self.size, self.sampling.key
