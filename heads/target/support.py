@@ -11,9 +11,9 @@ BRANCHING = {"full_attention", "sliding_attention"}
 def check_supported(model: PreTrainedModel) -> None:
     """Raise ValueError for models that write no text, or whose text would change with what follows it."""
     config = model.config.get_text_config()
-    if getattr(config, "is_decoder", None) is False and any(
-        getattr(part, "is_causal", None) is False for part in model.modules()
-    ):  # either alone says nothing: GPT-NeoX has the former, an image encoder beside a decoder the latter
+    # `is_decoder` alone says nothing (GPT-NeoX's is False too), and a decoder may have an image encoder beside it.
+    causal = {getattr(part, "is_causal", None) for part in model.modules()} - {None}
+    if getattr(config, "is_decoder", None) is False and causal == {False}:
         raise ValueError(
             f"model_type {config.model_type} is an encoder, whose tokens see what comes after them: a draft would "
             "change the text before it; choose a decoder (or is_decoder=True in its config, if it was trained as one)"

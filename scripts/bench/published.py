@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from heads import Target, load_head
 from heads.base import DraftHead, PackedBatch
@@ -26,6 +24,7 @@ from heads.checkpoint import write_head
 from heads.eagle3 import Eagle3Head
 from heads.formats import engines
 from heads.medusa import MedusaHead
+from heads.target.loading import model_class, read_config
 from inference import drafter_for, generate
 from scripts.bench.published_heads import head_cells
 from scripts.bench.shrink import shrink
@@ -33,7 +32,7 @@ from train.cli import entry
 from train.losses import soft
 from train.module import DistillationModel
 
-PROMPTS = (37, 5, 20)  # tokens of the ragged batch
+PROMPTS = (100, 5, 30)  # tokens of the ragged batch: texts cross windows, chunks and the boundaries of longrope
 KINDS = {"eagle3": Eagle3Head, "medusa": MedusaHead}
 
 
@@ -104,9 +103,10 @@ def target_cells(published: dict[str, Any], new_tokens: int) -> Iterator[tuple[s
 def small_target(published: dict[str, Any]) -> Target:
     """A target of this config's structure, through the same files as a downloaded one."""
     settings = shrink(published)
-    config = AutoConfig.for_model(settings.pop("model_type", None), **settings)
-    kind = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
-    model = kind.from_config(config, dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(settings))
+        config = read_config(folder)
+    model = model_class(config).from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if (
             parameter.ndim > 1 and "norm" not in name

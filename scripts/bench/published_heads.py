@@ -30,7 +30,8 @@ LLAMA: dict[str, Any] = {  # what files that were not seen whole do not say
 def head_cells(published: dict[str, Any], new_tokens: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The columns of a head, each of which needs those before it."""
     held: dict[str, Any] = {}
-    config = shrink({name: value for name, value in published.items() if name not in DROPPED})
+    config = {name: value for name, value in published.items() if name not in DROPPED}
+    config = shrink(filled(config) if published.get("_partial") else config)
 
     def loads() -> str:
         held["target"] = target = a_target(layer_ids(config))
@@ -74,6 +75,18 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
     return config | {key: value for key, value in small.items() if config.get(key) is not None}
 
 
+def filled(config: dict[str, Any]) -> dict[str, Any]:
+    """A file that was not seen whole, with the usual values in the place of what was not seen. Kinds that one key tells
+    stay as they are."""
+    if {"medusa_num_heads", "dflash_config", "block_size", "markov_rank"} & config.keys():
+        return config
+    if config.get("speculators_model_type") == "eagle3" or "speculators_config" in config:
+        inner = LLAMA | (config.get("transformer_layer_config") or {})
+        usual = {"speculators_model_type": "eagle3", "norm_before_residual": True, "draft_vocab_size": DRAFT}
+        return usual | config | {"transformer_layer_config": inner}
+    return LLAMA | config
+
+
 def layer_ids(config: dict[str, Any]) -> list[int]:
     return (config.get("eagle_config") or {}).get(IDS) or config.get(IDS) or []
 
@@ -108,9 +121,8 @@ def linear(name: str, rows: int, width: int = HIDDEN) -> dict[str, Tensor]:
 
 
 def layer(config: dict[str, Any], prefix: str, width: int) -> dict[str, Tensor]:
-    config = LLAMA | config
-    heads = config["num_attention_heads"]
-    dim, kv = config.get("head_dim") or HIDDEN // heads, config["num_key_value_heads"]
+    heads = config.get("num_attention_heads") or LLAMA["num_attention_heads"]
+    dim, kv = config.get("head_dim") or HIDDEN // heads, config.get("num_key_value_heads") or heads
     shapes = {
         "self_attn.q_proj": (heads * dim, width),
         "self_attn.k_proj": (kv * dim, width),

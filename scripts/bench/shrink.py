@@ -114,8 +114,6 @@ def part(name: str, value: Any, config: dict[str, Any]) -> Any:
     if name == "linear_attn_config" and isinstance(value, dict):
         layers = {key: [n for n in value[key] if n <= LAYERS] for key in ("full_attn_layers", "kda_layers")}
         return value | layers | {"head_dim": 8, "num_heads": 4}
-    if name == "compress_ratios":
-        return [min(ratio, 8) for ratio in value]
     if name.endswith(("_token_id", "_token_index")) and value is not None:
         return [min(one, VOCAB - 1) for one in value] if isinstance(value, list) else min(value, VOCAB - 1)
     if name in SIZES and isinstance(value, int) and value > 0 and not isinstance(value, bool):
