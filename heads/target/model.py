@@ -24,7 +24,7 @@ from heads.target.loading import (
 )
 from heads.target.sharding import COLLECTIVE, arguments, full_tensor
 from heads.target.state_cache import StateCache
-from heads.target.support import check_supported, why_no_trees
+from heads.target.support import check_supported, longrope_turn, why_no_trees
 
 TargetCache = KVCache | StateCache
 # Of `reads_chains`: tokens read, and how far logits may differ, as a share of their largest. In half precision only what is
@@ -68,6 +68,8 @@ class Target:
         self._parameters = set(inspect.signature(model.forward).parameters)
         pasts = ("past_key_values", "cache_params", "state")  # the names of their caches; OpenAI's first GPT keeps none
         self._past = next((name for name in pasts if name in self._parameters), None)
+        # Texts longer than this are rotated by other angles from their beginning on (longrope).
+        self.rope_turn: int | None = longrope_turn(self.config)
         # Not from `to_dict`, which leaves out what a config computes and knows no second names (GPT-2's n_positions).
         self.layer_types: list[str] | None = getattr(self.config, "layer_types", None)
         types = self.layer_types

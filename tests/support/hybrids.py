@@ -49,6 +49,19 @@ CONFIGS: dict[str, hf.PreTrainedConfig] = {
     ),
     "bloom": hf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3),
     "openai-gpt": hf.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3),
+    # Texts longer than 30 are rotated otherwise; transformers' generate reads them anew there.
+    "phi3": hf.Phi3Config(
+        **SIZES,
+        original_max_position_embeddings=30,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.5, 1.2],
+            "long_factor": [2.0, 5.0, 9.0],
+            "original_max_position_embeddings": 30,
+        },
+    ),
     # It reads several tokens as if the text before them were not there (transformers 5.23).
     "mamba": hf.MambaConfig(**MAMBA, state_size=8),
 }
