@@ -160,7 +160,8 @@ def eagle1(config: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def medusa(config: dict[str, Any]) -> dict[str, Tensor]:
-    found, blocks = {}, config["medusa_num_layers"]
+    found: dict[str, Tensor] = {}
+    blocks = config["medusa_num_layers"]
     for i in range(config["medusa_num_heads"]):
         for j in range(blocks):
             found |= linear(f"{i}.{j}.linear", HIDDEN)
