@@ -23,7 +23,10 @@ class DraftModelHead(RecurrentHead):
     disk_prefixes: ClassVar[dict[str, str]] = {"model.": ""}
 
     def __init__(self, reader: Target, vocab_size: int):
-        """reader: the small model. vocab_size: the target's; some models pad theirs."""
+        """reader: the small model. vocab_size: the target's; some models pad theirs. Raises ValueError for one whose state
+        cannot be taken back to where the target went another way."""
+        if not reader.reads_trees:
+            raise ValueError(f"{reader.no_trees}, which a draft model must do: choose another, or train a head")
         super().__init__()
         self.reader, self.vocab_size = reader, vocab_size
         self.model = reader.model

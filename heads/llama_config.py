@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 
 from heads.target import Target
 
+ROPES = ("default", "linear", "llama3", "yarn", "longrope")  # that a head may have
 NEEDED = ("hidden_size", "num_attention_heads")
 COPIED = (*NEEDED, "intermediate_size", "num_key_value_heads", "rms_norm_eps", "vocab_size")
 COPIED_IF_THERE = ("head_dim", "max_position_embeddings", "bos_token_id", "eos_token_id")
@@ -32,7 +33,7 @@ def config_like(target: Target, kind: str) -> LlamaConfig:
     copied.setdefault("intermediate_size", 4 * settings["hidden_size"])
     copied["vocab_size"] = target.vocab_size
     if settings.get("rope_parameters"):
-        copied["rope_parameters"] = rope_parameters(settings)
+        copied["rope_parameters"] = head_rope(settings)
     return LayerConfig(num_hidden_layers=1, tie_word_embeddings=False, **copied)
 
 
@@ -78,6 +79,13 @@ def rope_parameters(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in rope.items() if value is not None}
 
 
+def head_rope(settings: dict[str, Any]) -> dict[str, Any]:
+    """The rope of a new head for a target of this config: its own, or the default one of its theta where no head has its own
+    (Gemma 4's proportional, dynamic)."""
+    rope = rope_parameters(settings)
+    return rope if rope["rope_type"] in ROPES else {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+
+
 def incompatibilities(config: LlamaConfig, target: Target) -> list[str]:
     """Sizes in which a head of this layer cannot fit the target, in words."""
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
@@ -94,7 +102,7 @@ def differences(config: LlamaConfig, target: Target) -> list[str]:
         found.append(
             f"max_position_embeddings: the head says {config.max_position_embeddings}, the target {target.context}"
         )
-    ours, theirs = rope_parameters({"rope_parameters": config.rope_parameters}), rope_parameters(settings)
+    ours, theirs = rope_parameters({"rope_parameters": config.rope_parameters}), head_rope(settings)
     if settings.get("rope_parameters") and ours != theirs:
         found.append(f"rope_parameters: the head says {ours}, the target {theirs}")
     return found

@@ -9,9 +9,8 @@ from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from transformers import AutoConfig
 
-from heads.target import Target
+from heads.target import Target, loading
 from heads.target.loading import resolve_dtype
 from heads.target.sharding import COLLECTIVE
 from train.cli import entry
@@ -35,8 +34,8 @@ def read_config(target: str) -> Any:
     if path.suffix == ".json" and not path.is_file():
         raise ValueError(f"target={target} does not exist: give a config.json, a directory that holds one, or a Hub id")
     try:
-        return AutoConfig.from_pretrained(target)
-    except (OSError, ValueError) as error:
+        return loading.read_config(target)
+    except OSError as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
             f"target={target}: {reason}; a saved config.json, or one of scripts/targets, will do"

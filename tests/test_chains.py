@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from heads import Target
+from heads.base import PackedBatch
 from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
 from heads.target.state_cache import MAX_PENDING, StateCache, can_crop, fork
@@ -20,8 +21,9 @@ from tests.support import architectures
 from tests.support.architectures import VOCAB
 from tests.support.drafters import Random
 from tests.support.hybrids import CONFIGS, WINDOW, pair
+from train.features.online import read
 
-NEW = 2 * WINDOW + 4
+NEW = 2 * WINDOW
 PROMPTS = [[random.Random(row).randrange(3, VOCAB) for _ in range(length)] for row, length in enumerate((20, 5, 13))]
 READING = [kind for kind in CONFIGS if kind != "mamba"]
 
@@ -52,8 +54,10 @@ def batch(rows: list[int]) -> tuple[Tensor, Tensor]:
     return torch.tensor(ids), torch.tensor(mask)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", CONFIGS)
+CASES = [(kind, 0.0) for kind in CONFIGS] + [(kind, 1.0) for kind in ("qwen3_5", "lfm2", "deepseek_v32", "mamba")]
+
+
+@pytest.mark.parametrize("kind, temperature", CASES)
 def test_a_chain_changes_nothing(kind: str, temperature: float) -> None:
     plain, target = pair(kind)
     assert not target.reads_trees
@@ -65,7 +69,7 @@ def test_a_chain_changes_nothing(kind: str, temperature: float) -> None:
             theirs = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
             assert prompt + text == theirs[0].tolist()
     answers = [prompt + text for prompt, text in zip(PROMPTS, alone)]
-    for rows in ([0], [0, 1, 2]):
+    for rows in ([2], [0, 1, 2]):
         drafter = Knowing([answers[row] for row in rows])
         drafted = generate(target, drafter, *batch(rows), seed=rows, **settings)
         assert drafted.new_tokens == [alone[row] for row in rows]
@@ -96,7 +100,7 @@ def test_every_drafter_drafts_a_chain(kind: str, temperature: float) -> None:
         "union": Union([NgramDrafter(), DynamicTree(head, target, depth=4)]),
         "draft model": DraftModel(smaller(), target, depth=3, min_probability=0),
     }
-    settings = {"max_new_tokens": 24, "eos_token_id": -1, "temperature": temperature, "seed": 3}
+    settings = {"max_new_tokens": 16, "eos_token_id": -1, "temperature": temperature, "seed": 3}
     alone = generate(target, None, *batch([0, 1, 2]), **settings)
     for name, drafter in drafters.items():
         drafted = generate(target, drafter, *batch([0, 1, 2]), **settings)
@@ -164,8 +168,8 @@ def test_pending_tokens_are_committed_when_they_are_many() -> None:
         assert (reading.logits - whole[:, -3:]).abs().max() < 2e-3
         cache.commit([[0, 1]])
         text = text + chain[:2]
-        seen.append(cache.rows[0].pending.shape[1])
-    assert cache.lengths == [len(text)] and cache.rows[0].committed + seen[-1] == len(text)
+        seen.append(len(text) - cache.rows[0].committed)
+    assert cache.lengths == [len(text)] and cache.rows[0].text.shape[1] == len(text)
     assert max(seen) == MAX_PENDING + 2 and min(seen) == 2
 
 
@@ -195,3 +199,31 @@ def test_rows_join_and_leave_and_streams_and_stop_strings_work(fresh) -> None:
     assert len(drafted.new_tokens[0]) < 30
     assert streamer.parts[0] == ids.flatten().tolist() and streamer.parts[-1] == [-1]
     assert [token for part in streamer.parts[1:-1] for token in part] == drafted.new_tokens[0]
+
+
+def packed_batch() -> PackedBatch:
+    """Two rows of documents of several lengths, with padding after the second."""
+    lengths, length = ((5, 11, 8), (3, 14)), 24
+    tokens = torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
+    documents, positions = torch.full((2, length), -1), torch.zeros(2, length, dtype=torch.int64)
+    for row, parts in enumerate(lengths):
+        at = 0
+        for number, count in enumerate(parts):
+            documents[row, at : at + count] = number
+            positions[row, at : at + count] = torch.arange(count)
+            at += count
+    return PackedBatch(tokens, documents >= 0, documents, positions)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_packed_document_has_the_features_that_it_has_alone(kind: str) -> None:
+    plain, target = pair(kind)
+    text = packed_batch()
+    features, last = read(target, text, [1])
+    for row, document in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
+        where = text.documents[row] == document
+        alone = plain(text.tokens[row : row + 1, where], output_hidden_states=True, use_cache=False).hidden_states
+        for ours, theirs in ((features, alone[1]), (last, alone[-1])):
+            assert (ours[row, where] - theirs).abs().max() < 1e-5 * theirs.abs().max().clamp(min=1)
+    assert not last[1, 17:].any()

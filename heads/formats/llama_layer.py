@@ -9,7 +9,6 @@ from heads.target import Target
 # What our decoder layer does, and no other.
 LAYER = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
 SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-ROPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 def layer_settings(files: HeadFiles, settings: dict[str, Any], target: Target) -> dict[str, Any]:
@@ -36,10 +35,10 @@ def layer_settings(files: HeadFiles, settings: dict[str, Any], target: Target) -
     if "rope_theta" in settings and new.get("rope_theta", settings["rope_theta"]) != settings["rope_theta"]:
         raise files.error(f"config.json says rope_theta={settings['rope_theta']} and rope_parameters={new}")
     rope = llama_config.rope_parameters(settings)
-    if rope["rope_type"] not in ROPES:
+    if rope["rope_type"] not in llama_config.ROPES:
         raise files.error(
             f"config.json says a rope of type {rope['rope_type']}, whose angles depend on the length of the whole text: a "
-            f"cached key would have the wrong ones; heads here have one of {', '.join(ROPES)}"
+            f"cached key would have the wrong ones; heads here have one of {', '.join(llama_config.ROPES)}"
         )
     if not settings.get("max_position_embeddings"):  # the first EAGLE called it max_sequence_length
         settings["max_position_embeddings"] = settings.get("max_sequence_length") or target.context or 2048

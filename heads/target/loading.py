@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     BitsAndBytesConfig,
-    PreTrainedModel,
+    PreTrainedConfig,
 )
 
 
@@ -78,9 +79,19 @@ def quantization_config(name: str, dtype: str | torch.dtype) -> Any:
     return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 
 
-def load_model(path: str, **kwargs: Any) -> PreTrainedModel:
-    """A model that writes text, and where it also reads images (Qwen3-VL, Mistral 3.1 ...) the whole of it: only the part
-    that reads text is used."""
-    config = AutoConfig.from_pretrained(path, revision=kwargs.get("revision"))
-    kind = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
-    return kind.from_pretrained(path, **kwargs)
+def read_config(path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """A model's config.json. Raises ValueError where transformers does not know the kind, or would run code of others."""
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        if "custom code" in str(error):
+            reason = "its kind is none that transformers has, and it brings code of its own: choose another target"
+        else:
+            reason = str(error).strip().split(". ")[0]
+        raise ValueError(f"target {path} cannot be loaded: {reason}") from error
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that writes text for this config. Where that reads images too (Qwen3-VL, Mistral 3.1 ...) it
+    is the whole model, of which only what reads text is used."""
+    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText

@@ -14,10 +14,17 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from heads.target import attention
 from heads.target.cache import KVCache
-from heads.target.loading import check_exists, has_bfloat16_products, load_model, quantization_config, resolve_dtype
+from heads.target.loading import (
+    check_exists,
+    has_bfloat16_products,
+    model_class,
+    quantization_config,
+    read_config,
+    resolve_dtype,
+)
 from heads.target.sharding import COLLECTIVE, arguments, full_tensor
 from heads.target.state_cache import StateCache
-from heads.target.support import check_supported, why_no_trees
+from heads.target.support import check_supported, longrope_turn, why_no_trees
 
 TargetCache = KVCache | StateCache
 # Of `reads_chains`: tokens read, and how far logits may differ, as a share of their largest. In half precision only what is
@@ -61,6 +68,8 @@ class Target:
         self._parameters = set(inspect.signature(model.forward).parameters)
         pasts = ("past_key_values", "cache_params", "state")  # the names of their caches; OpenAI's first GPT keeps none
         self._past = next((name for name in pasts if name in self._parameters), None)
+        # Texts longer than this are rotated by other angles from their beginning on (longrope).
+        self.rope_turn: int | None = longrope_turn(self.config)
         # Not from `to_dict`, which leaves out what a config computes and knows no second names (GPT-2's n_positions).
         self.layer_types: list[str] | None = getattr(self.config, "layer_types", None)
         types = self.layer_types
@@ -108,7 +117,8 @@ class Target:
         if sharding is not None:
             kwargs |= arguments(path, sharding, quantization)
         try:
-            model = load_model(path, dtype=dtype, revision=revision, **kwargs)
+            config = read_config(path, revision, kwargs.get("trust_remote_code", False))
+            model = model_class(config).from_pretrained(path, dtype=dtype, revision=revision, **kwargs)
         except (OSError, json.JSONDecodeError) as error:
             reason = str(error).strip().split("\n")[0]
             raise ValueError(f"target {path} cannot be loaded: {reason}") from error
@@ -268,6 +278,7 @@ class Target:
         if not layers:
             return Reading(logits, logits.new_empty(*tokens.shape, 0)), out
         states = [out.hidden_states[i] for i in layers]
+        states = [state.mean(2) if state.ndim == 4 else state for state in states]  # streams of hyper-connections
         features = states[0] if len(states) == 1 else torch.cat([s.to(logits.device) for s in states], -1)
         return Reading(logits, features), out
 

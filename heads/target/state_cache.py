@@ -7,6 +7,9 @@ committed one if all that was read is accepted:
     text      t t t t t t t a a r         t committed: in the state    a pending: accepted since, not yet in the state
     a read                  a a r d d d   r the root, d a chain of drafts, on a fork; no mask but the model's own
 
+longrope rotates a text by other angles from some length on (`Target.rope_turn`), so there it is read anew: row by row, as a
+batch in one cache could not be.
+
 Where every layer can drop its newest entries (chunked or sparse attention, short convolutions) the fork is cropped instead,
 and nothing is ever pending. transformers' assisted generation does only that, and so cannot draft for recurrent layers.
 """
@@ -45,10 +48,12 @@ CROPPABLE = {DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, Linea
 class RowState:
     """How far one row has been read."""
 
+    text: Tensor | None = None  # (1, n): all accepted tokens
     state: Any = None  # the model's own cache; None before its first read, and for a model that keeps none
-    committed: int = 0  # tokens in it
-    pending: Tensor | None = None  # (1, n): accepted since
-    newest: Any = None  # the state after the newest read of drafts, and what was read: (1, pending + nodes)
+    committed: int = 0  # tokens of the text that are in it
+    newest: Any = (
+        None  # of the newest read of drafts: the state after them, the drafts (1, nodes), how many it has read
+    )
     finished: bool = False
 
 
@@ -101,11 +106,15 @@ class StateCache:
     def read_prompt(self, number: int, target: "Target", tokens: Tensor, layers: Sequence[int]) -> "Reading":
         """Read (1, length) as the beginning of a row; the last position's logits."""
         row = self.rows[number]
-        reading, row.state = target.read_on(tokens, 0, None, layers, keep_logits=1)
-        row.committed, row.pending = tokens.shape[1], tokens[:, :0]
-        if row.state is None:
-            row.committed, row.pending = 0, tokens
-        elif can_crop(row.state):
+        row.text = tokens
+        return self.read_text(row, target, layers)
+
+    def read_text(self, row: RowState, target: "Target", layers: Sequence[int] = ()) -> "Reading":
+        """Read the whole text into a new state."""
+        assert row.text is not None
+        reading, row.state = target.read_on(row.text, 0, None, layers, keep_logits=1)
+        row.committed = 0 if row.state is None else row.text.shape[1]
+        if can_crop(row.state):
             row.state.activate_past_recording()
         return reading
 
@@ -117,23 +126,31 @@ class StateCache:
         nodes = tokens.shape[1]
         if row.finished:
             return target.blank_reading(nodes, layers)
-        pending = tokens[:, :0] if row.pending is None else row.pending
-        if row.state is not None and pending.shape[1] > MAX_PENDING:
-            _, row.state = target.read_on(pending, row.committed, row.state, (), keep_logits=1)
-            row.committed, pending = row.committed + pending.shape[1], pending[:, :0]
-        row.pending = pending
-        every = torch.cat([pending, tokens], dim=1)
-        if target.context is not None:  # what lies beyond is never kept
-            every = every[:, : target.context - row.committed]
+        assert row.text is not None
+        length, turn = row.text.shape[1], target.rope_turn
+        real = nodes if target.context is None else min(nodes, target.context - length)  # the rest is never kept
+        # Drafts beyond the turn are read with the whole text, which they rotate otherwise; nothing of that is kept.
+        early = real if turn is None or length > turn else min(real, turn - length)
+        if turn is not None and row.committed <= turn < length:
+            self.read_text(row, target)
+        elif row.state is not None and length - row.committed > MAX_PENDING:
+            _, row.state = target.read_on(row.text[:, row.committed :], row.committed, row.state, keep_logits=1)
+            row.committed = length
         # A lone root is always accepted, so what it does to the state may stay.
-        state = row.state if nodes == 1 else fork(row.state)
-        real = every.shape[1] - pending.shape[1]
-        reading, state = target.read_on(every, row.committed, state, layers, keep_logits=real)
-        row.newest = state, every
-        logits, features = reading.logits[:, -real:], reading.features[:, pending.shape[1] :]
-        return reading._replace(
-            logits=pad(logits, (0, 0, 0, nodes - real)), features=pad(features, (0, 0, 0, nodes - real))
+        state, parts = row.state if nodes == 1 else fork(row.state), []
+        if early:
+            every = torch.cat([row.text[:, row.committed :], tokens[:, :early]], dim=1)
+            reading, state = target.read_on(every, row.committed, state, layers, keep_logits=early)
+            parts.append((reading, early))
+        row.newest = state, tokens, early
+        if early < real:
+            whole = torch.cat([row.text, tokens[:, :real]], dim=1)
+            parts.append((target.read_on(whole, 0, None, layers, keep_logits=real - early)[0], real - early))
+        logits, features = (
+            torch.cat([reading[kind][:, -count:] for reading, count in parts], dim=1) for kind in (0, 1)
         )
+        rest = (0, 0, 0, nodes - real)
+        return parts[0][0]._replace(logits=pad(logits, rest), features=pad(features, rest))
 
     def commit(self, path: list[list[int]], padded_path: Tensor | None = None) -> None:
         """Keep the first nodes of every row's chain, as many as `path[row]` names; none means that the row has ended."""
@@ -145,15 +162,13 @@ class StateCache:
         self.set_lengths([length + len(nodes) for length, nodes in zip(self.lengths, path, strict=True)])
 
     def keep(self, row: RowState, count: int) -> None:
-        assert row.pending is not None and row.newest is not None
-        (state, every), row.newest = row.newest, None
-        rejected = every.shape[1] - row.pending.shape[1] - count
-        if state is not None and (rejected == 0 or can_crop(state)):
+        assert row.text is not None and row.newest is not None
+        (state, tokens, read), row.newest = row.newest, None
+        row.text = torch.cat([row.text, tokens[:, :count]], dim=1)
+        if state is not None and (read == count or (read > count and can_crop(state))):
             if can_crop(state):
-                state.crop(-rejected)  # also where it is 0: a window drops what it no longer needs
-            row.state, row.committed, row.pending = state, row.committed + every.shape[1] - rejected, every[:, :0]
-        else:
-            row.pending = every[:, : every.shape[1] - rejected]
+                state.crop(count - read)  # also where it is 0: a window drops what it no longer needs
+            row.state, row.committed = state, row.text.shape[1]
 
 
 def can_crop(state: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import inspect
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 # The layer types, as transformers names them, that remember keys and values alone and whose masks we know how to cut.
 BRANCHING = {"full_attention", "sliding_attention"}
@@ -11,9 +11,9 @@ BRANCHING = {"full_attention", "sliding_attention"}
 def check_supported(model: PreTrainedModel) -> None:
     """Raise ValueError for models that write no text, or whose text would change with what follows it."""
     config = model.config.get_text_config()
-    if getattr(config, "is_decoder", None) is False and any(
-        getattr(part, "is_causal", None) is False for part in model.modules()
-    ):  # either alone says nothing: GPT-NeoX has the former, an image encoder beside a decoder the latter
+    # `is_decoder` alone says nothing (GPT-NeoX's is False too), and a decoder may have an image encoder beside it.
+    causal = {getattr(part, "is_causal", None) for part in model.modules()} - {None}
+    if getattr(config, "is_decoder", None) is False and causal == {False}:
         raise ValueError(
             f"model_type {config.model_type} is an encoder, whose tokens see what comes after them: a draft would "
             "change the text before it; choose a decoder (or is_decoder=True in its config, if it was trained as one)"
@@ -46,8 +46,22 @@ def why_no_trees(model: PreTrainedModel) -> str | None:
         )
     if getattr(config, "alibi", None):
         return f"model_type {config.model_type} has alibi, which places keys by their column, so drafts cannot branch"
+    turn = longrope_turn(config)
+    if turn is not None:
+        return (
+            f"model_type {config.model_type} has longrope, which rotates a text longer than {turn} otherwise from its "
+            "beginning on, so drafts cannot branch"
+        )
     parameters = inspect.signature(model.forward).parameters
     missing = [name for name in ("position_ids", "past_key_values") if name not in parameters]
     if missing:
         return f"model_type {config.model_type} takes no {' and no '.join(missing)}, so drafts cannot branch"
     return None
+
+
+def longrope_turn(config: PreTrainedConfig) -> int | None:
+    """The length beyond which longrope takes its other factors; None for other ropes, and where the context ends before."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    turn = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+    context = getattr(config, "max_position_embeddings", None)
+    return None if turn is None or (context is not None and context <= turn) else turn

@@ -8,9 +8,11 @@ import torch
 import transformers as hf
 
 from heads import Target
-from tests.support.architectures import LATENT, ROUTED, SIZES, UNGROUPED, VOCAB, Pair
+from tests.support import architectures
+from tests.support.architectures import LATENT, ROUTED, VOCAB, Pair
 
-WINDOW = 16  # also the chunk and the number of keys that sparse attention picks
+SIZES = architectures.SIZES | {"num_hidden_layers": 2}
+WINDOW = 12  # also the chunk and the number of keys that sparse attention picks
 LINEAR: dict[str, Any] = {
     "head_dim": 8,
     "linear_key_head_dim": 8,
@@ -20,28 +22,46 @@ LINEAR: dict[str, Any] = {
 }
 # Many index heads: with few, their scores tie at exactly 0, and a tie is broken otherwise in a longer read.
 INDEXED: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": WINDOW, "q_lora_rank": 16}
-MAMBA: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "initializer_range": 0.3}
+MAMBA: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "initializer_range": 0.3}
 GROUPS: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
 CONFIGS: dict[str, hf.PreTrainedConfig] = {
-    "qwen3_5": hf.Qwen3_5TextConfig(**SIZES, **LINEAR),
-    "lfm2": hf.Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv", "conv"]),
+    "qwen3_5": hf.Qwen3_5TextConfig(**SIZES, **LINEAR, layer_types=["linear_attention", "full_attention"]),
+    "lfm2": hf.Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
     "falcon_h1": hf.FalconH1Config(**SIZES, mamba_d_ssm=32, mamba_n_groups=1, **GROUPS | {"mamba_n_heads": 4}),
     "granite_h": hf.GraniteMoeHybridConfig(
-        **SIZES, layer_types=["mamba", "attention"] * 2, shared_intermediate_size=32, num_local_experts=0, **GROUPS
+        **SIZES, layer_types=["mamba", "attention"], shared_intermediate_size=32, num_local_experts=0, **GROUPS
     ),
     "mamba2": hf.Mamba2Config(**MAMBA, num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=8),
     "llama4": hf.Llama4TextConfig(
-        **SIZES, head_dim=8, attention_chunk_size=WINDOW, num_local_experts=4, intermediate_size_mlp=48
+        **SIZES,
+        head_dim=8,
+        attention_chunk_size=WINDOW,
+        num_local_experts=4,
+        intermediate_size_mlp=48,
+        layer_types=["chunked_attention", "full_attention"],
     ),
     "deepseek_v32": hf.DeepseekV32Config(
         # A padding token's embedding is all zeros, and keys made of it tie.
-        **UNGROUPED | {"pad_token_id": None},
+        **SIZES | {"pad_token_id": None, "num_key_value_heads": 4},
         **LATENT | INDEXED,
         **ROUTED,
         first_k_dense_replace=1,
     ),
-    "bloom": hf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=3, n_head=4, initializer_range=0.3),
+    "bloom": hf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3),
     "openai-gpt": hf.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3),
+    # Texts longer than 30 are rotated otherwise; transformers' generate reads them anew there.
+    "phi3": hf.Phi3Config(
+        **SIZES,
+        original_max_position_embeddings=30,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.5, 1.2],
+            "long_factor": [2.0, 5.0, 9.0],
+            "original_max_position_embeddings": 30,
+        },
+    ),
     # It reads several tokens as if the text before them were not there (transformers 5.23).
     "mamba": hf.MambaConfig(**MAMBA, state_size=8),
 }

@@ -7,6 +7,7 @@ from torch.utils.data import Dataset
 
 from heads.base import PackedBatch
 from heads.target import Target
+from heads.target.documents import read_documents
 from train.data.packing import Packed
 from train.runtime import distributed
 
@@ -25,15 +26,13 @@ def read(target: Target, text: PackedBatch, layers: list[int]) -> tuple[Tensor, 
         rows = slice(len(text.tokens) * distributed.rank(), len(text.tokens) * (distributed.rank() + 1))
         text = PackedBatch(*gather(tuple(text)))
     packed = bool((text.documents != text.documents[:, :1]).any())
+    wanted = [*layers, target.num_layers]
     with torch.autocast(text.tokens.device.type, enabled=False):
-        reading = target.read(
-            text.tokens,
-            text.positions,
-            mask=text.mask() if packed or target.window else None,
-            layers=[*layers, target.num_layers],
-            keep_logits=1,
-            key_positions=text.positions,
-        )
+        if packed and not target.reads_trees:
+            reading = read_documents(target, text.tokens, text.documents, wanted)
+        else:
+            mask = text.mask() if packed or (target.window and target.reads_trees) else None
+            reading = target.read(text.tokens, text.positions, mask, None, wanted, 1, key_positions=text.positions)
     width = target.hidden_size
     features = reading.features[rows]
     return features[..., :-width], features[..., -width:]

@@ -18,11 +18,13 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
+from transformers.initialization import no_init_weights
 
 from heads import adapter
 from heads.base import PackedBatch
 from heads.target import Reading, Target
+from heads.target.loading import model_class
 from train.losses import soft
 from train.module import DistillationModel
 
@@ -116,8 +118,8 @@ class Body(NamedTuple):
 def study(cfg: DictConfig, config: PretrainedConfig, dtype: torch.dtype) -> tuple[Head, Body, Target]:
     """cfg: as conf/plan.yaml describes it. The target is one without numbers."""
     # Fake tensors cannot be moved, and have nowhere to go.
-    with FakeTensorMode(), patch.object(nn.Module, "to", lambda self, *args, **kwargs: self):
-        target = ConfigOnlyTarget(AutoModelForCausalLM.from_config(config, dtype=dtype), name=cfg.target.path)
+    with FakeTensorMode(), no_init_weights(), patch.object(nn.Module, "to", lambda self, *args, **kwargs: self):
+        target = ConfigOnlyTarget(model_class(config).from_config(config, dtype=dtype), name=cfg.target.path)
         return study_head(cfg, target), study_target(cfg, target), target
 
 

@@ -1,0 +1,186 @@
+"""The heads' half of scripts/bench/published.py: a published config.json, shrunken, with random weights in its layout."""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from heads import Target, load_head
+from inference import drafter_for, generate
+from scripts.bench.shrink import CONTEXT, DROPPED, HIDDEN, VOCAB
+
+MLP, DRAFT = 64, 100
+IDS = "eagle_aux_hidden_state_layer_ids"
+LLAMA: dict[str, Any] = {  # what files that were not seen whole do not say
+    "hidden_size": HIDDEN,
+    "intermediate_size": MLP,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def head_cells(published: dict[str, Any], new_tokens: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The columns of a head, each of which needs those before it."""
+    held: dict[str, Any] = {}
+    config = {name: value for name, value in published.items() if name not in DROPPED}
+    config = shrink(filled(config) if published.get("_partial") else config)
+
+    def loads() -> str:
+        held["target"] = target = a_target(layer_ids(config))
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            save_file(weights(config), Path(folder) / "model.safetensors")
+            held["head"] = head = load_head(folder, target)
+        return f"{head.kind}, depth {head.depth}"
+
+    def drafts() -> None:
+        target, prompt = held["target"], torch.arange(3, 23)[None]
+        settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1}
+        drafted = generate(target, drafter_for(held["head"], target), prompt, **settings)
+        if drafted.new_tokens != generate(target, None, prompt, **settings).new_tokens:
+            raise RuntimeError("another text than the target's own")
+        if all(step.nodes == 1 for step in drafted.steps):
+            raise RuntimeError("nothing was drafted")
+
+    yield "recognised and loaded", loads
+    yield "drafts", drafts
+
+
+def shrink(config: dict[str, Any]) -> dict[str, Any]:
+    """The same config for a target of width 32: what is a size becomes small, what is odd stays odd."""
+    for inner in ("transformer_layer_config", "model"):
+        if isinstance(config.get(inner), dict):
+            outer = {key: value for key, value in config.items() if key != inner}
+            return shrink(outer | {"hidden_size": 1}) | {inner: shrink(config[inner])}
+    attention = config.get("num_attention_heads") or 0
+    wide = (config.get("head_dim") or 0) * attention not in (0, config.get("hidden_size"))
+    uneven = attention > 0 and (config.get("hidden_size") or 0) % attention != 0
+    few = (config.get("num_key_value_heads") or 1) < attention
+    full = config.get("draft_vocab_size") == config.get("vocab_size")
+    small = LLAMA | {
+        "target_hidden_size": HIDDEN,
+        "num_attention_heads": 7 if uneven else 4,
+        "num_key_value_heads": (1 if uneven else 2) if few else 4,
+        "head_dim": 16 if wide else 8,
+        "draft_vocab_size": VOCAB if full else DRAFT,
+    }
+    return config | {key: value for key, value in small.items() if config.get(key) is not None}
+
+
+def filled(config: dict[str, Any]) -> dict[str, Any]:
+    """A file that was not seen whole, with the usual values in the place of what was not seen. Kinds that one key tells
+    stay as they are."""
+    if {"medusa_num_heads", "dflash_config", "block_size", "markov_rank"} & config.keys():
+        return config
+    if config.get("speculators_model_type") == "eagle3" or "speculators_config" in config:
+        inner = LLAMA | (config.get("transformer_layer_config") or {})
+        usual = {"speculators_model_type": "eagle3", "norm_before_residual": True, "draft_vocab_size": DRAFT}
+        return usual | config | {"transformer_layer_config": inner}
+    return LLAMA | config
+
+
+def layer_ids(config: dict[str, Any]) -> list[int]:
+    return (config.get("eagle_config") or {}).get(IDS) or config.get(IDS) or []
+
+
+def a_target(ids: list[int]) -> Target:
+    """A Llama with as many layers as the head's layer ids point to, in either of the two countings of three ids."""
+    sizes = range(max(ids, default=0) + 1, max(ids, default=0) + 8)
+    usual = (n for n in sizes if ids in ([2, n // 2, n - 3], [1, n // 2 - 1, n - 4]))
+    layers = next(usual, max(8, max(ids, default=0) + 1))
+    config = LlamaConfig(**LLAMA, num_hidden_layers=layers, max_position_embeddings=CONTEXT, initializer_range=0.1)
+    return Target(LlamaForCausalLM(config), name=f"a Llama of {layers} layers")
+
+
+def weights(config: dict[str, Any]) -> dict[str, Tensor]:
+    """In the layout that the config's keys name; for a kind that is not known here, too few."""
+    kinds = f"{config.get('architectures')}{config.get('model_type')}{config.get('speculators_model_type')}".lower()
+    if "medusa_num_heads" in config:
+        return medusa(config)
+    if "hydra_num_heads" in config:
+        return hydra(config)
+    if "eagle3" in kinds or config.get("draft_vocab_size") or "transformer_layer_config" in config:
+        return eagle3(config)
+    return eagle1(config)
+
+
+def random(*shape: int) -> Tensor:
+    return (torch.randn(*shape) * 0.2).to(torch.float16)
+
+
+def linear(name: str, rows: int, width: int = HIDDEN) -> dict[str, Tensor]:
+    return {f"{name}.weight": random(rows, width), f"{name}.bias": random(rows)}
+
+
+def layer(config: dict[str, Any], prefix: str, width: int) -> dict[str, Tensor]:
+    heads = config.get("num_attention_heads") or LLAMA["num_attention_heads"]
+    dim, kv = config.get("head_dim") or HIDDEN // heads, config.get("num_key_value_heads") or heads
+    shapes = {
+        "self_attn.q_proj": (heads * dim, width),
+        "self_attn.k_proj": (kv * dim, width),
+        "self_attn.v_proj": (kv * dim, width),
+        "self_attn.o_proj": (HIDDEN, heads * dim),
+        "mlp.gate_proj": (MLP, HIDDEN),
+        "mlp.up_proj": (MLP, HIDDEN),
+        "mlp.down_proj": (HIDDEN, MLP),
+        "post_attention_layernorm": (HIDDEN,),
+    }
+    return {f"{prefix}.{name}.weight": random(*shape) for name, shape in shapes.items()}
+
+
+def eagle3(config: dict[str, Any]) -> dict[str, Tensor]:
+    prefix = "layers.0" if "transformer_layer_config" in config else "midlayer"
+    flags, rows = config | (config.get("eagle_config") or {}), config.get("draft_vocab_size") or VOCAB
+    fused = len(layer_ids(config)) or 3
+    found = layer(config.get("transformer_layer_config", config), prefix, 2 * HIDDEN)
+    found |= {f"{prefix}.{name}.weight": random(HIDDEN) for name in ("hidden_norm", "input_layernorm")}
+    found |= {"fc.weight": random(HIDDEN, fused * HIDDEN), "norm.weight": random(HIDDEN)}
+    found["lm_head.weight"] = random(rows, HIDDEN)
+    if rows < VOCAB:
+        found["d2t"] = torch.arange(rows).div(20, rounding_mode="floor")
+    if flags.get("norm_before_fc"):
+        found["input_norm.weight"] = random(fused * HIDDEN)
+    if flags.get("fc_norm"):
+        found |= {f"fc_norm.{i}.weight": random(HIDDEN) for i in range(fused)}
+    return found
+
+
+def eagle1(config: dict[str, Any]) -> dict[str, Tensor]:
+    inner = config.get("model", config)
+    found = layer(inner, "layers.0", HIDDEN) | {"fc.weight": random(HIDDEN, 2 * HIDDEN)}
+    return found | ({"fc.bias": random(HIDDEN)} if inner.get("bias", True) else {})
+
+
+def medusa(config: dict[str, Any]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    blocks = config["medusa_num_layers"]
+    for i in range(config["medusa_num_heads"]):
+        for j in range(blocks):
+            found |= linear(f"{i}.{j}.linear", HIDDEN)
+        found[f"{i}.{blocks}.weight"] = random(VOCAB, HIDDEN)
+    return found
+
+
+def hydra(config: dict[str, Any]) -> dict[str, Tensor]:
+    """Hydra++: dropouts take the even places of a stack, and its later layers are one."""
+    found: dict[str, Tensor] = {}
+    for i in range(config["hydra_num_heads"]):
+        for name in ("linear", "res_connection"):
+            found |= linear(f"hydra_mlp.{i}.1.{name}", HIDDEN, (i + 2) * HIDDEN)
+        tied = linear("linear", HIDDEN)
+        for j in range(3, 2 * config["hydra_num_layers"], 2):
+            found |= {f"hydra_mlp.{i}.{j}.{name}": tensor.clone() for name, tensor in tied.items()}
+        found |= linear(f"hydra_lm_head.{i}.1", VOCAB)
+    if "prefix" in config.get("hydra_head_arch", ""):
+        prefix = layer(LLAMA, "layers.0", HIDDEN) | {"layers.0.input_layernorm.weight": random(HIDDEN)}
+        prefix |= {"norm.weight": random(HIDDEN), "embed_tokens.weight": random(VOCAB, HIDDEN)}
+        found |= {f"prefix_embeding_layer.{name}": tensor for name, tensor in prefix.items()}
+    return found

@@ -1,0 +1,121 @@
+"""scripts/bench/published.py: configs as they are published, shrunken, through all that this project does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.bench.published import checked, target_cells
+from scripts.bench.published_heads import head_cells
+from scripts.bench.shrink import CONTEXT, HIDDEN, VOCAB, shrink
+from tests.support import ROOT
+from tests.support.processes import Ended
+
+QWEN = {  # Qwen3.5: a hybrid inside a wrapper that also reads images, mrope of a part of each head
+    "model_type": "qwen3_5",
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "image_token_id": 248056,
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        "attn_output_gate": True,
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 8,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "vocab_size": 248320,
+    },
+    "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5", "out_hidden_size": 4096},
+}
+PHI = {  # Phi-4-mini: longrope of three quarters of each head, tied
+    "model_type": "phi3",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "pad_token_id": 199999,
+    "vocab_size": 200064,
+    "_source": "written for this test",
+}
+EAGLE = {
+    "architectures": ["LlamaForCausalLM"],
+    "draft_vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "vocab_size": 128256,
+}
+UNKNOWN = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+
+
+@pytest.mark.parametrize("config, loaded", [(QWEN, "ok: chains"), (PHI, "ok: chains")], ids=["qwen3.5", "phi-4-mini"])
+def test_a_published_target_does_all_it_should(config: dict[str, Any], loaded: str) -> None:
+    found = checked(target_cells(config, new_tokens=12))
+    assert found.pop("loads") == loaded
+    assert found == dict.fromkeys(("trains eagle3", "trains medusa", "greedy", "T=1", "exported"), "ok")
+
+
+def test_shrinking_keeps_the_structure() -> None:
+    text = shrink(QWEN)["text_config"]
+    assert text["layer_types"] == QWEN["text_config"]["layer_types"][:8] and text["num_hidden_layers"] == 8
+    assert (text["vocab_size"], text["hidden_size"], text["max_position_embeddings"]) == (VOCAB, HIDDEN, CONTEXT)
+    assert text["eos_token_id"] == VOCAB - 1 and text["num_key_value_heads"] < text["num_attention_heads"]
+    rope = text["rope_parameters"]
+    assert 2 * sum(rope["mrope_section"]) == text["head_dim"] * rope["partial_rotary_factor"]
+    phi = shrink(PHI)
+    assert len(phi["rope_scaling"]["long_factor"]) == HIDDEN // phi["num_attention_heads"] * 0.75 // 2
+    assert "_source" not in phi
+
+
+def test_a_published_head_drafts() -> None:
+    found = checked(head_cells(EAGLE, new_tokens=6))
+    assert found["recognised and loaded"].startswith("ok: eagle3") and found["drafts"] == "ok"
+    assert checked(head_cells(EAGLE | {"architectures": ["DFlashDraftModel"]}, 6))["recognised and loaded"] != "ok"
+
+
+def published(folder: Path) -> Ended:
+    """The program, as users type it."""
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / "published.py"), f"targets={folder}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def test_it_says_what_is_refused_and_exits_1_where_something_fails(tmp_path: Path) -> None:
+    (tmp_path / "kimi.json").write_text(json.dumps(UNKNOWN))
+    (tmp_path / "odd.json").write_text(json.dumps(PHI | {"hidden_act": "no such thing"}))
+    ended = published(tmp_path)
+    assert ended.code == 1 and "2 files: 1 FAILS, 1 refused" in ended.out
+    assert "loads refused: target" in ended.out and "loads FAILS: KeyError" in ended.out
