@@ -20,6 +20,8 @@ KNOWN = "Heads that load here: Medusa, Hydra, EAGLE-1/2 and EAGLE-3"
 
 def check_supported_drafter(config: dict[str, Any], where: str | Path) -> None:
     """Raise ValueError, saying what it is, for a drafter of a kind that is not implemented here."""
+    if config.get("foredraft", {}).get("class"):
+        return  # in our own layout, whatever it calls itself for others
     layer = config.get("transformer_layer_config") or config
     names = [*(config.get("architectures") or []), config.get("model_type"), config.get("speculators_model_type")]
     names += [key for key in ("dflash_config", "dspark_config") if config.get(key)]

@@ -13,11 +13,20 @@ from tests.support.configs import composed
 # What tests change in conf/head/<kind>.yaml, so that a head is small and each of its parts is in use. A kind without a line
 # here is built as its yaml says. A name that is no yaml is a variant: {"kind": the yaml it changes, ...}.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "dflash": {"block_size": 4, "num_layers": 2},
+    "dflash anchor first": {
+        "kind": "dflash",
+        "block_size": 3,
+        "num_layers": 3,
+        "sample_from_anchor": True,
+        "window": 6,
+    },
     "eagle": {"bias": True},
     "eagle3": {"draft_vocab_size": 200},
     "eagle3_1": {"draft_vocab_size": None},
     "hydra": {"depth": 3, "dropout": 0.1, "draft_vocab_size": 150},
     "hydra_pp": {"depth": 3, "mlp_layers": 3, "dropout": 0.1, "draft_vocab_size": 150},
+    "jetspec": {"block_size": 5, "num_layers": 2},
     "medusa": {"depth": 3, "blocks": 2, "draft_vocab_size": 250},
     "medusa2": {"depth": 3, "rank": 4},
     "eagle3 full vocabulary": {"kind": "eagle3", "draft_vocab_size": None},

@@ -139,7 +139,7 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
         *distillation.buffers(),
         *target.model.parameters(),
         *target.model.buffers(),
-        *text,
+        *text[:4],
     ]
     before += [parameter.grad for parameter in parameters if parameter.grad is not None]
     flops, live = FlopCounterMode(display=False), Live(before)
