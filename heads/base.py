@@ -255,7 +255,7 @@ class BlockHead(DraftHead):
         return [shift_right(state, steps) for steps, state in enumerate(states.unbind(2))]
 
     def follow_text(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """States (..., depth, width + correction) from hidden states (..., depth, width); tokens (..., depth), before each."""
+        """States (..., depth, width + correction) of hidden states (..., depth, width); tokens (..., depth) precede them."""
         memory, states = hidden.new_zeros(*tokens.shape[:-1], self.memory), []
         for depth in range(1, hidden.shape[-2] + 1):
             correction, memory = self.follow(depth, hidden[..., depth - 1, :], tokens[..., depth - 1], memory)

@@ -75,7 +75,7 @@ class DFlashHead(BlockHead):
         window: int | None = None,
         layer_types: list[str] | None = None,
     ):
-        """config: its num_hidden_layers are the head's. window: of its sliding layers; layer_types: None where all are full."""
+        """config: its num_hidden_layers are the head's. window: of its sliding layers; layer_types: None for full ones."""
         super().__init__()
         self.config, self.layers, self.block_size, self.mask_token_id = config, list(layers), block_size, mask_token_id
         self.sample_from_anchor, self.causal, self.window = sample_from_anchor, causal, window

@@ -23,12 +23,12 @@ class BlockDistillation(DistillationModel):
         target: Target,
         loss: Loss,
         depth_decay: float = 0.8,
-        max_starts: int = 512,
+        starts: float = 0.25,
         d_pace: bool = False,
         confidence_weight: float = 1.0,
         base_weight: float = 0.0,
     ):
-        """max_starts: drafts of a row and step. d_pace: weigh depths by D-PACE, not by `depth_decay`. confidence_weight: of
+        """starts: share of a row's positions at which drafts begin in a step. d_pace: weigh depths by D-PACE, not by `depth_decay`. confidence_weight: of
         the loss of a head's own rating. base_weight: share, at the beginning, of the loss of the logits before correction; it
         falls to 0 in the end."""
         super().__init__(head, target, loss, depth_decay)
@@ -36,12 +36,10 @@ class BlockDistillation(DistillationModel):
             raise ValueError(
                 f"objective=block is for heads that draft in blocks, and {head.kind} does not: objective=frozen"
             )
-        if max_starts < 1 or not 0 <= base_weight <= 1:
-            raise ValueError(
-                f"objective.max_starts={max_starts} must be at least 1, objective.base_weight={base_weight} from 0 to 1"
-            )
+        if not 0 < starts <= 1 or not 0 <= base_weight <= 1:
+            raise ValueError(f"objective.starts={starts} and objective.base_weight={base_weight} are shares, up to 1")
         self.block_head: BlockHead = head
-        self.max_starts, self.d_pace = max_starts, d_pace
+        self.starts, self.d_pace = starts, d_pace
         self.confidence_weight, self.base_weight = confidence_weight, base_weight
 
     def choose_starts(self, text: PackedBatch, step: int) -> Tensor:
@@ -54,7 +52,7 @@ class BlockDistillation(DistillationModel):
         places = torch.arange(1, length + 1, device=text.tokens.device)
         row = (mix(text.tokens + 1) * places).sum(1, keepdim=True) + wrap((step + 1) * GOLDEN)
         order = shift(mix(places * wrap(GOLDEN) ^ mix(row)), 1)
-        best = torch.where(useful, order, -1).topk(min(self.max_starts, length), dim=1)
+        best = torch.where(useful, order, -1).topk(max(1, round(self.starts * length)), dim=1)
         return torch.where(best.values < 0, -1, best.indices).sort(1).values
 
     def compute_loss(self, text: PackedBatch, features: Tensor, last: Tensor) -> Outcome:
@@ -133,7 +131,7 @@ def rating_loss(rating: Tensor, draft: Tensor, answer: Tensor) -> Tensor:
 
 @torch.no_grad()
 def d_pace_weights(draft: Tensor, tokens: Tensor, counted: Tensor) -> Tensor:
-    """(blocks, depth): what a draft adds to the expected accepted length, its chance smoothed by a half (arXiv:2605.18810)."""
+    """(blocks, depth): what a draft adds to the expected accepted length, chances smoothed by a half (arXiv:2605.18810)."""
     chances = exact(draft).softmax(-1).gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
     reached = torch.where(counted, 0.5 * chances + 0.5, 1.0).cumprod(1) * counted
     return reached.flip(1).cumsum(1).flip(1)
