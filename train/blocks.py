@@ -17,6 +17,8 @@ from train.module import SMALL, DistillationModel, Loss, Outcome
 
 
 class BlockDistillation(DistillationModel):
+    head: BlockHead
+
     def __init__(
         self,
         head: DraftHead,
@@ -28,9 +30,9 @@ class BlockDistillation(DistillationModel):
         confidence_weight: float = 1.0,
         base_weight: float = 0.0,
     ):
-        """starts: share of a row's positions at which drafts begin in a step. d_pace: weigh depths by D-PACE, not by `depth_decay`. confidence_weight: of
-        the loss of a head's own rating. base_weight: share, at the beginning, of the loss of the logits before correction; it
-        falls to 0 in the end."""
+        """starts: share of a row's positions at which drafts begin in a step. d_pace: weigh depths by D-PACE, not by
+        `depth_decay`. confidence_weight: of the loss of a head's own rating. base_weight: share, at the beginning, of the
+        loss of the logits before correction; it falls to 0 in the end."""
         super().__init__(head, target, loss, depth_decay)
         if not isinstance(head, BlockHead):
             raise ValueError(
@@ -38,7 +40,6 @@ class BlockDistillation(DistillationModel):
             )
         if not 0 < starts <= 1 or not 0 <= base_weight <= 1:
             raise ValueError(f"objective.starts={starts} and objective.base_weight={base_weight} are shares, up to 1")
-        self.block_head: BlockHead = head
         self.starts, self.d_pace = starts, d_pace
         self.confidence_weight, self.base_weight = confidence_weight, base_weight
 
@@ -56,7 +57,7 @@ class BlockDistillation(DistillationModel):
         return torch.where(best.values < 0, -1, best.indices).sort(1).values
 
     def compute_loss(self, text: PackedBatch, features: Tensor, last: Tensor) -> Outcome:
-        head, (batch, length) = self.block_head, text.tokens.shape
+        head, (batch, length) = self.head, text.tokens.shape
         states = head.draft_blocks(features, self.target.embed(text.tokens), text).flatten(0, 1)
         begins = torch.arange(length, device=last.device).expand(batch, -1) if text.starts is None else text.starts
         depths = torch.arange(1, head.depth + 1, device=last.device)
@@ -95,7 +96,7 @@ class BlockDistillation(DistillationModel):
 
     def block_loss(self, last: Tensor, tokens: Tensor, counted: Tensor, states: Tensor) -> Tensor:
         """Per depth: sum of losses and number of hits, (2, depth), of states (blocks, depth, ...)."""
-        head, last = self.block_head, last.detach()
+        head, last = self.head, last.detach()
         answer, best, able = self.answers(last)
         hidden, correction = states.split([head.width, head.correction], dim=-1)
         base = head.base_logits(hidden)
