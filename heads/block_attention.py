@@ -78,9 +78,9 @@ def attend_blocks(
     for number, end in enumerate(blocks.ends):
         chosen = slice(number * size, (number + 1) * size)
         rows = slice(chosen.start * blocks.slots, chosen.stop * blocks.slots)
-        states = [torch.cat([a[:, :, :end], b[:, :, rows]], dim=2) for a, b in zip(text, own, strict=True)]
+        keys, values = (torch.cat([a[:, :, :end], b[:, :, rows]], dim=2) for a, b in zip(text, own, strict=True))
         mask = part_mask(blocks.first[:, chosen], blocks.last[:, chosen], inside, end, window)
-        parts.append(attend(q[:, :, rows], *states, mask[:, None]))
+        parts.append(attend(q[:, :, rows], keys, values, mask[:, None]))
     return torch.cat(parts, dim=2)
 
 

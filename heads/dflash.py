@@ -138,8 +138,12 @@ class DFlashHead(BlockHead):
         sizes = features.view(len(features), -1, self.width).pow(2).mean((0, 2)).sqrt()[:-1]
         self.fc.weight.div_(sizes.cpu().repeat_interleave(self.width))
         self.norm.weight.copy_(features[:, -self.width :].pow(2).mean(0).sqrt())
-        for layer in self.blocks:
+        for layer in self.own_layers:
             llama_config.init_near_identity(layer.self_attn.o_proj, layer.mlp.down_proj)
+
+    @property
+    def own_layers(self) -> list[BlockLayer]:
+        return list(self.blocks)  # type: ignore[arg-type]
 
     def attach(self, target: Target) -> None:
         self.target = target
@@ -228,7 +232,7 @@ class DFlashHead(BlockHead):
         ahead = torch.arange(1, slots + 1, device=begins.device)
         places = (text.positions.gather(1, begins)[..., None] + ahead).flatten(1)
         of_text, of_blocks = (self.rotary(p, length + slots, hidden.dtype) for p in (text.positions, places))
-        for number, layer in enumerate(self.blocks):
+        for number, layer in enumerate(self.own_layers):
             attention, x = layer.self_attn, layer.input_layernorm(hidden)
             known, own = attention.keys_values(context, *of_text), attention.keys_values(x, *of_blocks)
             attended = attend_blocks(attention.queries(x, *of_blocks), known, own, blocks, *self.masking(number))
@@ -240,7 +244,7 @@ class DFlashHead(BlockHead):
     def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         context = self.fuse(features)
         places = self.rotary(cache.columns(features.shape[1]), cache.capacity, context.dtype)
-        for number, layer in enumerate(self.blocks):
+        for number, layer in enumerate(self.own_layers):
             cache.update(*layer.self_attn.keys_values(context, *places), number)
         return embeddings
 
@@ -248,7 +252,7 @@ class DFlashHead(BlockHead):
         hidden, slots = self.inputs(last[:, 0]), self.block_size
         columns = cache.columns(slots)
         places = self.rotary(columns, cache.capacity, hidden.dtype)
-        for number, layer in enumerate(self.blocks):
+        for number, layer in enumerate(self.own_layers):
             causal, window = self.masking(number)
             mask = cache.mask(within(slots, causal, window, hidden.device)[None])
             if window is not None:

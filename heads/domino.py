@@ -49,8 +49,8 @@ class DominoHead(DFlashHead):
 
     def follow(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         gru, read = self.prefix_gru, self.target.embed(tokens).to(hidden.dtype)
-        weights = gru.weight_ih_l0, gru.weight_hh_l0
-        memory = torch.gru_cell(read.flatten(0, -2), memory.flatten(0, -2), *weights).view(memory.shape)
+        inputs, known = read.flatten(0, -2), memory.flatten(0, -2)
+        memory = torch.gru_cell(inputs, known, gru.weight_ih_l0, gru.weight_hh_l0).view(memory.shape)  # type: ignore[arg-type]
         return memory, memory
 
     def correct(self, base: Tensor, hidden: Tensor, correction: Tensor, depth: int) -> Tensor:

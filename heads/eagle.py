@@ -62,9 +62,8 @@ class EagleHead(RecurrentHead):
     @classmethod
     def from_config(cls, config: dict) -> "EagleHead":
         depth = config.get("foredraft", {}).get("depth", 1)
-        return cls(
-            llama_config.from_json(config), depth, config.get("bias", True)
-        )  # absent means true in the authors' code
+        bias = config.get("bias", True)  # absent means true in the authors' code
+        return cls(llama_config.from_json(config), depth, bias)
 
     def to_config(self) -> dict:
         facts = {"architectures": ["LlamaForCausalLMEagle"], "bias": self.fc.bias is not None}
@@ -100,10 +99,11 @@ class EagleHead(RecurrentHead):
 
     def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         new = embeddings.shape[1]
-        causal = torch.ones(1, new, new, dtype=torch.bool, device=embeddings.device).tril()
-        return self.draft_step(features, embeddings, cache.columns(new), cache.mask(causal), cache)
+        return self.draft_step(features, embeddings, cache.columns(new), cache.causal_mask(new), cache)
 
-    def draft_step(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+    def draft_step(
+        self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
         fused = self.fuse(hidden, embeddings)
         cos, sin = self.rotary(positions, cache.capacity, fused.dtype)
         return self.layer.feed_forward(fused, self.layer.self_attn.attend_cached(fused, cos, sin, mask, cache, layer=0))

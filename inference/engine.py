@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.target import Reading, Target
-from heads.target.cache import KVCache
+from heads.target import Reading, Target, TargetCache
 from inference.drafters.base import Accepted, Drafter, NoDrafter, root_only
+from inference.drafters.chain import readable
 from inference.request import Request, Row, StoppingCriteria
-from inference.sampling import Sampling
 from inference.target_sampler import RuleSampler, TargetSampler
 from inference.tree import TokenTree, padded
 from inference.verify import Verification
@@ -73,11 +72,11 @@ class Engine:
         """drafter: None is plain decoding. rule: "coupled", or a published one to compare with
         (inference/acceptance_rules.py); "typical" needs lossless=False, because it changes the text. max_rows: requests
         decoded at a time, others wait; None for no limit. timings: measure where the time goes."""
-        self.target, self.drafter = target, drafter or NoDrafter()
+        self.target, self.drafter = target, readable(drafter or NoDrafter(), target)
         self.rule, self.lossless, self.max_rows = rule, lossless, max_rows
         self.waiting: deque[Request] = deque()
         self.rows: list[Row] = []
-        self.cache: KVCache | None = None
+        self.cache: TargetCache | None = None
         self.clock = Clock(target.device, timings)
 
     def add(self, request: Request) -> None:
@@ -166,7 +165,9 @@ class Engine:
         new = [Row(request, list(request.prompt), StoppingCriteria(self.target, request)) for request in joining]
         staying = [number for number, row in enumerate(self.rows) if row.finish_reason is None]
         self.rows = [self.rows[number] for number in staying] + new
-        cache = self.rearrange([*staying, *[None] * len(new)])
+        rows = [*staying, *[None] * len(new)]
+        drafter_keeps_rows = self.cache is not None
+        cache = self.rearrange(rows)
         first, features, lengths = self.read_prompts(cache.narrow(len(staying), len(new)), new)
         cache.set_lengths(cache.lengths[: len(staying)] + lengths)
         chosen = [tokens[0] for tokens in first]
@@ -174,43 +175,34 @@ class Engine:
             Output(row.request, row.extend([t]), None, 1, row.finish_reason) for row, t in zip(new, chosen, strict=True)
         ]
         self.sampler = self.new_sampler(self.rows)
+        if drafter_keeps_rows:
+            self.drafter.select_rows(rows, cache.capacity, self.sampler.sampling)
+        else:
+            self.drafter.begin(len(rows), cache.capacity, self.sampler.sampling)
         self.accepted = self.join(staying, new, features, lengths)
         return outputs
 
-    def rearrange(self, rows: list[int | None]) -> KVCache:
-        """The cache and the drafter for a batch of these of its rows, None being a new one."""
-        longest = max(len(row.request.prompt) + row.request.max_new_tokens for row in self.rows)
-        if self.target.context is not None:
-            longest = min(longest, self.target.context)
+    def rearrange(self, rows: list[int | None]) -> TargetCache:
+        """The cache for a batch of these of its rows, None being a new one."""
+        longest = max(len(row.request.prompt) + row.stopping.budget for row in self.rows)
         capacity = longest + 2 * self.drafter.nodes  # the last tree, after what the last path kept
-        params = [row.request.params for row in self.rows]
-        sampling = Sampling.of(params, self.target.vocab_size, self.target.device)
         if self.cache is None:
             self.cache = self.target.acquire_cache(len(rows), capacity)
-            self.drafter.begin(len(rows), capacity, sampling)
         else:
             self.cache.rearrange(rows, max(capacity, self.cache.capacity))
-            self.drafter.select_rows(rows, self.cache.capacity, sampling)
         return self.cache
 
-    def read_prompts(self, cache: KVCache, rows: Sequence[Row]) -> tuple[list[list[int]], Tensor, list[int]]:
+    def read_prompts(self, cache: TargetCache, rows: Sequence[Row]) -> tuple[list[list[int]], Tensor, list[int]]:
         """Each row's first token, the features (rows, longest, width), and the prompts' lengths."""
         lengths, device = [len(row.text) for row in rows], self.target.device
         longest = max(lengths)
         tokens = torch.tensor([row.text + [0] * (longest - len(row.text)) for row in rows], device=device)
         last = tokens.new_tensor(lengths)[:, None] - 1
-        positions = torch.arange(longest, device=device).expand(len(rows), -1)
-        ends = sorted({length - 1 for length in lengths})
-        # Padding stands after the text, where causal attention never looks: no mask is needed, ragged or not.
-        reading = self.target.read(
-            tokens, positions, None, cache, self.drafter.layers, keep_logits=tokens.new_tensor(ends)
-        )
-        where = tokens.new_tensor([[ends.index(length - 1)] for length in lengths])
-        logits = reading.logits.gather(1, where[:, :, None].expand(-1, -1, reading.logits.shape[-1]))
+        reading = self.target.read_prompts(tokens, lengths, cache, self.drafter.layers)
         cache.set_lengths(lengths)
         sampler = self.new_sampler(rows)
         roots = root_only(Accepted(tokens.gather(1, last), reading.features, [1] * len(rows), []))
-        verification, broken = sampler.verify(logits, roots, sampler.gumbel(cache.starts, 1), 0, cache.graphs)
+        verification, broken = sampler.verify(reading.logits, roots, sampler.gumbel(cache.starts, 1), 0, cache.graphs)
         _, _, first = to_host(verification, broken, self.target.name)
         return first, reading.features, lengths
 
@@ -237,7 +229,7 @@ class Engine:
         facts = rows, self.target.vocab_size, self.target.device
         return TargetSampler(*facts) if self.rule == "coupled" else RuleSampler(self.rule, self.lossless, *facts)
 
-    def open_cache(self) -> KVCache:
+    def open_cache(self) -> TargetCache:
         assert self.cache is not None, "a step without a row"
         return self.cache
 
@@ -248,7 +240,7 @@ class Engine:
 
 
 def read_nodes(
-    target: Target, cache: KVCache, layers: Sequence[int], tokens: Tensor, depths: Tensor, ancestors: Tensor
+    target: Target, cache: TargetCache, layers: Sequence[int], tokens: Tensor, depths: Tensor, ancestors: Tensor
 ) -> Reading:
     return target.read_tree(tokens, cache.starts + depths, cache.mask(ancestors), cache, layers)
 

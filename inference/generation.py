@@ -12,24 +12,26 @@ from transformers import GenerationConfig
 from heads.target import Target
 from inference.drafters.base import Drafter
 from inference.engine import Engine, Output
-from inference.request import Request
+from inference.request import Request, budget
 from inference.sampling import SamplingParams
 
 PARAMS = {field.name for field in fields(SamplingParams)}
 LIMITS = {"max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "stop_strings", "do_sample", "bad_words_ids"}
 # Settings of a GenerationConfig that say nothing about the text written here: caches, and drafting by transformers.
-IGNORED = {"transformers_version", "bos_token_id", "decoder_start_token_id", "use_cache", "cache_implementation"}
+IGNORED = {"use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size"}
 IGNORED |= {
-    "max_cache_len",
-    "low_memory",
-    "remove_invalid_values",
+    "compile_config",
+    "disable_compile",
     "is_assistant",
-    "early_stopping",
-    "prefill_chunk_size",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
 }
 IGNORED |= {"assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind"}
-IGNORED |= {"num_assistant_tokens", "num_assistant_tokens_schedule", "max_matching_ngram_size"}
-OFF: tuple[Any, ...] = (None, False, 0, 1, [], {})  # values that switch any other setting off
+IGNORED |= {"max_matching_ngram_size", "transformers_version", "bos_token_id", "decoder_start_token_id"}
+IGNORED |= {"remove_invalid_values", "renormalize_logits", "early_stopping"}
+# Settings that 1 switches off. The others are off at None, False, 0 and where they are empty.
+OFF_AT_ONE = {"num_beams", "num_return_sequences", "num_beam_groups", "typical_p", "length_penalty"}
+OFF_AT_ONE |= {"encoder_repetition_penalty", "guidance_scale"}
 
 
 class Step(NamedTuple):
@@ -90,13 +92,13 @@ def generate(
     Raises ValueError for an empty or too long prompt, for a setting that is not known or not done here, and for logits
     that are not numbers.
     """
-    facts = read_settings(generation_config, settings, target)
-    requests = make_requests(unpad(input_ids, attention_mask), facts, input_ids.shape[1], seed, target)
+    parsed = read_settings(generation_config, settings, target)
+    requests = make_requests(unpad(input_ids, attention_mask), parsed, input_ids.shape[1], seed, target)
     engine = Engine(target, drafter, rule, lossless, timings=timings)
     if streamer is not None:
         streamer.put(input_ids.cpu())
     for request in requests:
-        if request.max_new_tokens > 0:
+        if budget(request, target) > 0:
             engine.add(request)
     texts: dict[Request, list[int]] = {request: [] for request in requests}
     reasons = dict.fromkeys(requests, "length")
@@ -114,7 +116,7 @@ def generate(
     if streamer is not None:
         streamer.end()
     new_tokens = [texts[request] for request in requests]
-    sequences = with_new_tokens(input_ids, new_tokens, facts.pad_token_id)
+    sequences = with_new_tokens(input_ids, new_tokens, parsed.pad_token_id)
     return Generation(sequences, new_tokens, steps, engine.clock.seconds, list(reasons.values()))
 
 
@@ -145,7 +147,8 @@ def read_settings(config: GenerationConfig | None, keywords: dict[str, Any], tar
             raise ValueError(
                 f"{name}={value} is not known to generate" + (f"; did you mean {near[0]}?" if near else "")
             )
-        if name not in PARAMS | LIMITS | IGNORED and value not in OFF:
+        off = value == 1 and value is not True if name in OFF_AT_ONE else not value
+        if value is not None and not off and name not in PARAMS | LIMITS | IGNORED:
             raise ValueError(f"speculative decoding does not do {name}={value}: leave it out, or generate without")
     params = {name: given[name] for name in PARAMS & given.keys() if given[name] is not None}
     sampled = given.get("do_sample")
@@ -186,15 +189,15 @@ def logit_bias(bias: Any, bad_words: list[list[int]] | None, vocab: int) -> tupl
 
 
 def make_requests(
-    prompts: list[list[int]], facts: Settings, length: int, seed: int | Sequence[int], target: Target
+    prompts: list[list[int]], settings: Settings, length: int, seed: int | Sequence[int], target: Target
 ) -> list[Request]:
     """length: of the rows of input_ids. Raises ValueError for a prompt or a budget that does not fit."""
-    most = facts.max_new_tokens
+    most = settings.max_new_tokens
     if most is None:
-        most = 128 if facts.max_length is None else facts.max_length - length
+        most = 128 if settings.max_length is None else settings.max_length - length
     if most < 0:
         raise ValueError(
-            f"max_new_tokens={facts.max_new_tokens} and max_length={facts.max_length} leave no room after a prompt of "
+            f"max_new_tokens={settings.max_new_tokens} and max_length={settings.max_length} leave no room after a prompt of "
             f"{length} tokens: give more"
         )
     longest, context = max(map(len, prompts)), target.context
@@ -203,10 +206,9 @@ def make_requests(
     seeds = [seed + row for row in range(len(prompts))] if isinstance(seed, int) else list(seed)
     if len(seeds) != len(prompts):
         raise ValueError(f"{len(seeds)} seeds were given for {len(prompts)} rows")
-    budgets = [most if context is None else min(most, context - len(prompt)) for prompt in prompts]
     return [
-        Request(prompt, facts.params, budget, row_seed, facts.eos_token_ids, facts.stop_strings)
-        for prompt, budget, row_seed in zip(prompts, budgets, seeds, strict=True)
+        Request(prompt, settings.params, most, row_seed, settings.eos_token_ids, settings.stop_strings)
+        for prompt, row_seed in zip(prompts, seeds, strict=True)
     ]
 
 

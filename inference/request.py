@@ -21,23 +21,11 @@ class Request:
     stop_strings: tuple[str, ...] = ()
 
 
-@dataclass
-class Row:
-    """A request that is being decoded."""
-
-    request: Request
-    text: list[int]  # the prompt and what was written, the root included
-    stopping: "StoppingCriteria"
-    new_tokens: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop" (an end token or a stop string) or "length"
-    generator: torch.Generator | None = None  # of a published rule's draws (inference/target_sampler.py)
-
-    def extend(self, tokens: Sequence[int]) -> list[int]:
-        """Add what the target chose, up to the text's end; what was added."""
-        added, self.finish_reason = self.stopping.cut(self.new_tokens, list(tokens))
-        self.new_tokens += added
-        self.text += added
-        return added
+def budget(request: Request, target: Target) -> int:
+    """How many tokens its text may grow by: what it asks for, as far as the target's context reaches."""
+    if target.context is None:
+        return request.max_new_tokens
+    return min(request.max_new_tokens, target.context - len(request.prompt))
 
 
 class StoppingCriteria:
@@ -47,8 +35,7 @@ class StoppingCriteria:
         self.target, self.request = target, request
         if request.stop_strings and target.tokenizer is None:
             raise ValueError(f"stop_strings={list(request.stop_strings)} need a tokenizer, and {target.name} has none")
-        room = len(request.prompt) + request.max_new_tokens if target.context is None else target.context
-        self.budget = min(request.max_new_tokens, room - len(request.prompt))
+        self.budget = budget(request, target)
         # No token is shorter than a byte and no character longer than four, so this tail holds any stop string.
         self.tail = 8 + 4 * max(map(len, request.stop_strings), default=0)
 
@@ -64,6 +51,24 @@ class StoppingCriteria:
     def completes_stop_string(self, text: list[int]) -> bool:
         if not self.request.stop_strings:
             return False
-        assert self.target.tokenizer is not None
-        tail = self.target.tokenizer.decode(text[-self.tail :])
+        tail = self.target.text_tokenizer.decode(text[-self.tail :])
         return any(stop in tail for stop in self.request.stop_strings)
+
+
+@dataclass
+class Row:
+    """A request that is being decoded."""
+
+    request: Request
+    text: list[int]  # the prompt and what was written, the root included
+    stopping: StoppingCriteria
+    new_tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None  # "stop" (an end token or a stop string) or "length"
+    generator: torch.Generator | None = None  # of a published rule's draws (inference/target_sampler.py)
+
+    def extend(self, tokens: Sequence[int]) -> list[int]:
+        """Add what the target chose, up to the text's end; what was added."""
+        added, self.finish_reason = self.stopping.cut(self.new_tokens, list(tokens))
+        self.new_tokens += added
+        self.text += added
+        return added

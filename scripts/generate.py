@@ -23,11 +23,9 @@ from train.data.sources import read
 def main(cfg: DictConfig) -> None:
     prompts = read_prompts(cfg.prompt, cfg.prompts)
     target: Target = instantiate(cfg.target)
-    tokenizer = target.tokenizer
-    if tokenizer is None:
-        raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and a prompt is text")
+    tokenizer = target.text_tokenizer
     drafter = instantiate(cfg.drafter, target=target)
-    # None of these is a token of the text, so a reader of stdout gets the text alone.
+    # Special tokens are skipped: a reader of stdout gets the text alone.
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if cfg.prompts is None else None
     settings = {"max_new_tokens": cfg.max_new_tokens, "temperature": cfg.temperature, "top_p": cfg.top_p}
     gained = tokens = forwards = 0

@@ -17,10 +17,8 @@ from train.data.corpus import prompts
 @entry("lossless")
 def main(cfg: DictConfig) -> None:
     exact: Target = instantiate(cfg.target, dtype="float32")
-    if exact.tokenizer is None:
-        raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and the prompts are text")
     rows = prompts(
-        exact.tokenizer, instantiate(cfg.data, tokenizer=exact.tokenizer).test, cfg.prompts, cfg.prompt_tokens
+        exact.text_tokenizer, instantiate(cfg.data, tokenizer=exact.text_tokenizer).test, cfg.prompts, cfg.prompt_tokens
     )
     print(
         f"{len(rows)} prompts of {cfg.prompt_tokens} tokens, {cfg.new_tokens} new tokens each, drafter {cfg.drafter.spec}"

@@ -31,9 +31,7 @@ def main(cfg: DictConfig) -> None:
         output = asyncio.run(serve(cfg, source, sampling, dropped))
     else:
         target = instantiate(cfg.target)
-        if target.tokenizer is None:
-            raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and the questions are text")
-        form = ChatFormat(target.tokenizer, cfg.data.template, cfg.data.thinking)
+        form = ChatFormat(target.text_tokenizer, cfg.data.template, cfg.data.thinking)
         output = Output(Path(cfg.output), sampling._asdict() | {"model": target.name, "template": form.digest})
         in_process(target, form, output.remaining(questions(source, dropped)), cfg.batch, sampling, output)
     print(f"{len(output.done)} rows in {output.path}; dropped: {dropped or 'none'}", flush=True)

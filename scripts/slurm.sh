@@ -10,6 +10,7 @@
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
 set -euo pipefail
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110  # torchrun would kill the run 30 s after the signal, in the middle of its checkpoint
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun torchrun \

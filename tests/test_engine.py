@@ -56,6 +56,7 @@ def drafter(name: str, target: Target) -> Drafter | None:
         "auto": lambda: AutoTree(tree, target),
         "draft model": lambda: DraftModel(target, target, nodes=5, depth=3, width=2, min_probability=0),
         "union": lambda: Union([tree, NgramDrafter()]),
+        "union of auto": lambda: Union([AutoTree(tree, target), NgramDrafter(depth=2)]),
     }[name]()
 
 
@@ -73,7 +74,8 @@ def alone(target) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "ngram", "suffix", "lookahead", "eagle3", "medusa", "auto", "draft model", "union"]
+    "name",
+    ["plain", "ngram", "suffix", "lookahead", "eagle3", "medusa", "auto", "draft model", "union", "union of auto"],
 )
 def test_requests_join_and_leave_between_steps(target, alone, name):
     engine, asked = Engine(target, drafter(name, target), max_rows=3), requests()
@@ -192,7 +194,10 @@ def test_a_generation_config_is_read_as_transformers_reads_it(target):
     "settings, message",
     [
         ({"num_beams": 4}, "num_beams=4"),
-        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size=2"),
+        ({"no_repeat_ngram_size": 1}, "no_repeat_ngram_size=1"),
+        ({"min_new_tokens": 1}, "min_new_tokens=1"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate=True"),
+        ({"num_beams": True}, "num_beams=True"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
         ({"temprature": 1.0}, "temprature=1.0 is not known.*temperature"),
         ({"bad_words_ids": [[3, 4]]}, r"bad_words_ids=\[3, 4\]"),
@@ -205,6 +210,12 @@ def test_a_generation_config_is_read_as_transformers_reads_it(target):
 def test_what_is_not_done_is_refused_by_name(target, settings, message):
     with pytest.raises(ValueError, match=message):
         generate(target, None, torch.tensor([prompt(6, 2)]), **settings)
+
+
+def test_settings_that_are_off_are_no_settings(target):
+    off = {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "use_cache": True, "output_scores": False}
+    ids = torch.tensor([prompt(6, 2)])
+    assert len(generate(target, None, ids, max_new_tokens=3, **off).new_tokens[0]) == 3
 
 
 def test_text_in_the_place_of_ids_is_named(target):

@@ -12,8 +12,8 @@ from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
 from inference import drafter_for, generate, load_drafter
 from inference.drafters import NgramDrafter
+from inference.evaluation.measure import float32
 from tests.support.tiny import tiny_config
-from train.finalize import float32
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 

@@ -21,7 +21,6 @@ GATE_TOKENS = 48  # of the text that the parity gate drafts from
 
 def check_settings(target: Target, data: Corpus, settings: Any, length: int) -> None:
     """Raise ValueError for what a run would stumble over later. settings: conf/evaluate; length: of the training rows."""
-    assert target.tokenizer is not None
     if target.context is not None and length > target.context:
         raise ValueError(f"length={length}: the target {target.name} reads {target.context} tokens at most")
     for name in ("prompts", "timed_prompts", "prompt_tokens", "new_tokens"):
@@ -32,14 +31,14 @@ def check_settings(target: Target, data: Corpus, settings: Any, length: int) -> 
         raise ValueError(
             f"evaluate.prompt_tokens={tokens}: the target reads {target.context} tokens, its answer included"
         )
-    longest = max(map(len, prompts(target.tokenizer, data.test, settings.prompts, tokens)))
+    longest = max(map(len, prompts(target.text_tokenizer, data.test, settings.prompts, tokens)))
     if target.context is not None and longest >= target.context:
         raise ValueError(
             f"a held-out conversation has a prompt of {longest} tokens, the target reads {target.context}, its answer "
             f"included: lower evaluate.prompt_tokens={tokens}, which admits prompts of 8 times as many"
         )
     if settings.eval_steps:
-        prompts(target.tokenizer, data.validation, settings.eval_prompts, tokens)
+        prompts(target.text_tokenizer, data.validation, settings.eval_prompts, tokens)
 
 
 def check_saving(head: DraftHead, target: Target, documents: Sequence[Document]) -> None:

@@ -38,8 +38,6 @@ KINDS = {
     dict: "a group of keys",
     type(None): "null",
 }
-
-
 RENAMED = {"data": dict.fromkeys(("jsonl", "parquet", "hub"), "conversations")}  # what earlier versions called a choice
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from heads.base import DraftHead, ParallelHead
 from heads.hub.card import model_card
 from heads.target import Target
 from inference.drafters import load_drafter
-from inference.evaluation.measure import evaluate, identical
+from inference.evaluation.measure import NOT_PROVEN, evaluate, prove
 from inference.evaluation.report import RunRecord, Sample, table, write_report
 from inference.generation import generate
 from train import publish
@@ -68,8 +69,7 @@ def finalize(cfg: DictConfig, trainer: HeadTrainer, data: Corpus, directory: Pat
 def rank_accuracies(distillation: DistillationModel, texts: Held, length: int, ranks: int = 8) -> list[list[float]]:
     """[depth][rank]: how often the guess of this rank is the target's token, on held-out text; it shapes the tree."""
     target, head = distillation.target, distillation.head
-    assert target.tokenizer is not None
-    data = Packed(tokenize(target.tokenizer, texts), length, seed=0)
+    data = Packed(tokenize(target.text_tokenizer, texts), length, seed=0)
     hits, counts = torch.zeros(head.depth, ranks), torch.zeros(head.depth)
     for row in range(min(len(data), 24)):
         batch = {name: value[None].to(target.device) for name, value in data[row].items()}
@@ -94,41 +94,16 @@ def save_final(distillation: DistillationModel, directory: Path, data: Corpus, l
 
 def measure(target: Target, directory: Path, data: Corpus, settings: Any) -> tuple[dict[str, Any], Sample]:
     """Decode the held-out prompts with the saved files. settings: conf/evaluate."""
-    assert target.tokenizer is not None
-    rows = prompts(target.tokenizer, data.test, settings.prompts, settings.prompt_tokens)
+    rows = prompts(target.text_tokenizer, data.test, settings.prompts, settings.prompt_tokens)
     drafter = load_drafter(str(directory), target)
     metrics = evaluate(target, drafter, rows, settings.new_tokens, settings.timed_prompts)
-    metrics |= {"identical_greedy": None, "identical_sampled": None}
-    if settings.proof and (exact := float32(target)) is not None:
-        prover = load_drafter(str(directory), exact)
-        limits: dict[str, Any] = {"max_new_tokens": settings.new_tokens, "eos_token_id": -1}
-        metrics["identical_greedy"] = identical(exact, prover, rows, **limits)
-        metrics["identical_sampled"] = identical(exact, prover, rows, temperature=1.0, **limits)
+    load = partial(load_drafter, str(directory))
+    metrics |= prove(target, load, rows, settings.new_tokens) if settings.proof else NOT_PROVEN
     return metrics, sample(target, drafter, rows[len(rows) // 2], settings.new_tokens)
-
-
-def float32(target: Target) -> Target | None:
-    """The same target in float32: itself, or loaded once more (a cast in place would not come back exactly), or None where
-    the device has no room for it. A quantised one stays quantised and computes in float32: its features are its own."""
-    if target.dtype == torch.float32:
-        return target
-    if target.device.type == "cuda" and not target.quantization and not target.sharding:
-        need = 4 * sum(parameter.numel() for parameter in target.model.parameters())
-        free = torch.cuda.mem_get_info(target.device)[0]
-        if need > free:
-            print(
-                f"warning: the target in float32 takes {need / 2**30:.1f} GiB and {free / 2**30:.1f} are free: identity is "
-                "not proven (scripts/lossless.py does it elsewhere; evaluate.proof=false does not try)",
-                flush=True,
-            )
-            return None
-    same: dict[str, Any] = {"device": target.device, "quantization": target.quantization, "sharding": target.sharding}
-    return Target.from_pretrained(target.name, dtype="float32", **same)
 
 
 def sample(target: Target, drafter: Any, row: list[int], new_tokens: int) -> Sample:
     """One continuation and where each of its tokens came from: 0 the target's own choice, d drafted at depth d."""
-    assert target.tokenizer is not None
     ids = torch.tensor([row], device=target.device)
     out = generate(target, drafter, ids, max_new_tokens=new_tokens, eos_token_id=-1)
     depths = [0]
@@ -137,10 +112,10 @@ def sample(target: Target, drafter: Any, row: list[int], new_tokens: int) -> Sam
     # A token may hold part of a character, so a piece is what the text grows by with each token.
     text, pieces = "", []
     for number, depth in enumerate(depths, start=1):
-        longer = target.tokenizer.decode(out.new_tokens[0][:number]).rstrip("\ufffd")
+        longer = target.text_tokenizer.decode(out.new_tokens[0][:number]).rstrip("\ufffd")
         pieces.append((longer[len(text) :], depth))
         text = longer
-    return Sample(target.tokenizer.decode(row), pieces)
+    return Sample(target.text_tokenizer.decode(row), pieces)
 
 
 def write_results(directory: Path, head: DraftHead, data: Corpus, record: RunRecord) -> None:

@@ -85,9 +85,7 @@ def load(cfg: DictConfig) -> tuple[Target, Corpus]:
             f"push_to_hub={cfg.push_to_hub}: one process pushes, and target.sharding={target.sharding} needs all of them to "
             "read: push the finished head with scripts/push.py"
         )
-    if target.tokenizer is None:
-        raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and training reads text: save one beside it")
-    data = instantiate(cfg.data, tokenizer=target.tokenizer)
+    data = instantiate(cfg.data, tokenizer=target.text_tokenizer)
     check_settings(target, data, cfg.evaluate, cfg.length)
     return target, data
 
@@ -151,7 +149,9 @@ def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
         args.max_steps = math.ceil(args.num_train_epochs * len(dataset) / rows)
 
     def validate(head: DraftHead) -> float:
-        some = prompts(target.tokenizer, run.data.validation, cfg.evaluate.eval_prompts, cfg.evaluate.prompt_tokens)
+        some = prompts(
+            target.text_tokenizer, run.data.validation, cfg.evaluate.eval_prompts, cfg.evaluate.prompt_tokens
+        )
         return acceptance(decode(target, drafter_for(head, target), some, max_new_tokens=64, eos_token_id=-1))
 
     stop = StopOnSignal()

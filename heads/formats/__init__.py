@@ -7,7 +7,7 @@ from heads.formats.eagle3 import Eagle3Format
 from heads.formats.files import read
 from heads.formats.hydra import HydraFormat
 from heads.formats.medusa import MedusaFormat, VllmMedusaFormat
-from heads.formats.own import NativeFormat
+from heads.formats.native import NativeFormat
 from heads.formats.speculators import SpeculatorsFormat
 
 # The first that matches is taken, so the more specific ones come first.

@@ -42,10 +42,8 @@ class MedusaFormat(Format):
 
     title = "Medusa-1 as FasterDecoding and TGI read it"
     kind, is_default = MedusaHead, True
-    weight_files = (
-        "medusa_lm_head.safetensors",
-        "medusa_lm_head.pt",
-    )  # TGI insists on the one, FasterDecoding on the other
+    # TGI insists on the one, FasterDecoding on the other.
+    weight_files = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:

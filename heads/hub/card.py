@@ -169,9 +169,8 @@ def model_card(metrics: dict, head: dict, data: dict | None) -> str:
     shares = [finite(metrics.get(f"identical_{key}")) for key in ("greedy", "sampled", "in_dtype")]
     place = head.get("repo") or "<this directory, or its id on the Hub>"
     facts = {"target": head["target"], "head": place, "depth": head.get("depth") or 3}
-    return markdown.get_template(
-        "model_card.md.jinja"
-    ).render(
+    template = markdown.get_template("model_card.md.jinja")
+    return template.render(
         front_matter=front_matter(head),
         kind=head["kind"],
         target=str(head["target"]),

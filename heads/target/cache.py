@@ -5,12 +5,14 @@ Columns of a row: `lengths[row]` entries of accepted text, then whatever the lat
     row 0   [ t t t t t t t | n n n . . . . . ]      t accepted text, n the newest read (a tree, or text)
     row 1   [ t t t t | n n n . . . . . . . . ]      . never written, or stale: no mask admits it
 
-`keep` moves the accepted entries of the newest read after the text and lengthens the rows. Rejected entries need no
+`commit` moves the accepted entries of the newest read after the text and lengthens the rows. Rejected entries need no
 clearing: the next read overwrites or masks them. Layers of one shape and device share one block of memory, so keeping
 a path is one gather and one scatter for all of them, and its cost does not depend on the context.
 
 It lives in `heads` because an autoregressive head drafts over the same cache that the target reads over.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,12 @@ from transformers.cache_utils import CacheLayerMixin
 from heads.target.cuda_graphs import CudaGraphs
 
 MIN_BUCKET = 256  # columns that a read over fixed shapes sees, at least
+
+
+def to_device(numbers: Any, device: torch.device) -> Tensor:
+    """Whole numbers of the host, in lists of lists, as int64 on the device, without waiting for what runs there."""
+    tensor = torch.tensor(numbers, dtype=torch.int64)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class CacheLayer(CacheLayerMixin):
@@ -90,8 +98,12 @@ class KVCache(Cache):
         """The batch becomes these of its rows, None being an empty one, with room for `capacity` entries. It copies, and
         what was captured is lost, since it knows addresses only."""
         assert capacity >= self.capacity and self.parent is None
-        if rows == list(range(self.batch)) and capacity == self.capacity:
-            return
+        if capacity == self.capacity and len(rows) == self.batch:
+            if all(row is None for row in rows):
+                self.clear()
+                return
+            if rows == list(range(self.batch)):
+                return
         new, old = [n for n, row in enumerate(rows) if row is not None], [row for row in rows if row is not None]
         filled = max((self.lengths[row] for row in old), default=0)
         for key, block in self.blocks.items():
@@ -122,26 +134,26 @@ class KVCache(Cache):
     def set_lengths(self, lengths: list[int]) -> None:
         self.lengths, self.pending = lengths, 0
         self.uniform_lengths = min(lengths) == max(lengths)
-        self.starts = torch.tensor(lengths, device=self.device)[:, None]
-        if self.graphs.active:  # recordings look for it in one place
+        self.starts = to_device(lengths, self.device)[:, None]
+        if self.graphs.active:  # captured graphs look for it in one place
             self.starts = self.static_starts.copy_(self.starts)
 
     def rewind(self) -> None:
-        """To where the last `set_lengths` left it: a function that is to be replayed begins with this."""
+        """To where the last `set_lengths` left it: a captured function begins with this."""
         self.pending = 0
         if self.kv_bucket is not None:
             self.starts = self.static_starts
 
     def extend(self, lengths: list[int], counts: Tensor) -> None:
-        """Rows are `lengths` long now, by counts (batch, 1); where reads are replayed until the next `set_lengths` only,
-        since this must happen on the device, and to nothing that another replay starts from."""
+        """Rows are `lengths` long now, by counts (batch, 1). Over captured reads this lasts until the next `set_lengths`
+        only, since it must happen on the device, and to nothing that another replay starts from."""
         if self.kv_bucket is None:
             self.set_lengths(lengths)
         else:
             self.starts = self.starts + counts
 
     def set_bucket(self, room: int) -> None:
-        """Before a replayed read of at most `room` entries. `reach` is a power of two: few lengths, so few recordings."""
+        """Before a captured read of at most `room` entries: columns in powers of two, so that there are few graphs."""
         if self.graphs.active:
             most = max(self.lengths) + room
             assert most <= self.capacity, f"{most} entries in a cache of {self.capacity}"
@@ -195,17 +207,24 @@ class KVCache(Cache):
         seen = among.gather(2, offset.clamp(0, following - 1)[:, None, :].expand(-1, new, -1))
         return (offset < 0)[:, None, :] | (inside[:, None, :] & seen)
 
+    def causal_mask(self, new: int) -> Tensor | None:
+        """Of a read of `new` tokens that follow each other, (batch, new, width) bool. None where nothing is cached: plain
+        causal attention says the same, and a long prompt would make a mask of its length squared."""
+        if not any(self.lengths) and self.pending == 0 and self.kv_bucket is None:
+            return None
+        return self.mask(torch.ones(1, new, new, dtype=torch.bool, device=self.device).tril())
+
     def commit(self, path: list[list[int]], padded_path: Tensor | None = None) -> None:
-        """Keep entries `path[row]` (ascending) of the newest read, in this order, after the row's text. wide: (batch, n)
-        int64, the same on the device, with more after it that does no harm; needed where reads are replayed."""
+        """Keep entries `path[row]` (ascending) of the newest read, in this order, after the row's text. padded_path:
+        (batch, n) int64, the same on the device, with more after it that does no harm; needed where reads are captured."""
         counts = [len(nodes) for nodes in path]
         longest = max(counts)
         if self.kv_bucket is not None:
             assert padded_path is not None
-            self.graphs("keep", self.move_entries, padded_path)
+            self.graphs("commit", self.move_entries, padded_path)
         elif any(nodes[-1] != len(nodes) - 1 for nodes in path if nodes):  # else they lie in their places already
             path = [nodes + [longest - 1] * (longest - len(nodes)) for nodes in path]
-            self.move_entries(torch.tensor(path, device=self.device))
+            self.move_entries(to_device(path, self.device))
         self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
 
     def move_entries(self, path: Tensor) -> None:

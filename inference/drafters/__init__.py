@@ -12,6 +12,7 @@ from inference.drafters.adaptive import AdaptiveLength
 from inference.drafters.auto import AutoTree
 from inference.drafters.base import Drafter, NoDrafter
 from inference.drafters.block import BlockTree
+from inference.drafters.chain import Chain
 from inference.drafters.draft_model import DraftModel
 from inference.drafters.dynamic import DynamicTree
 from inference.drafters.lookahead import Lookahead
@@ -103,6 +104,7 @@ __all__ = [
     "AdaptiveLength",
     "AutoTree",
     "BlockTree",
+    "Chain",
     "DraftModel",
     "Drafter",
     "DynamicTree",

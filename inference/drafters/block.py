@@ -14,11 +14,9 @@ from torch import Tensor
 
 from heads.base import BlockHead
 from heads.target import Target
-from inference.drafters.grown import MIN_PROBABILITY, GrownTree, newest
+from inference.drafters.grown import MIN_PROBABILITY, WIDTH, GrownTree, check_width, newest
 from inference.sampling import Sampling
 from inference.tree import TokenTree
-
-WIDTH = 5  # nodes of a level that are drafted on where each needs a row of its own
 
 
 class BlockTree(GrownTree):
@@ -32,14 +30,15 @@ class BlockTree(GrownTree):
         min_probability: float = MIN_PROBABILITY,
         min_confidence: float = 0.0,
     ):
-        """depth: None for all that the head drafts. width: 1 drafts a chain; None for the best width. min_probability:
+        """depth: None for all that the head drafts. width: 1 drafts a chain; None
+        is all, or 5 with a correction, or 1 for a target that reads chains only. min_probability:
         matters where there is a correction, since only then a level costs anything. min_confidence: a head that rates its
         drafts leaves out those below this probability of being accepted."""
         if not 0 <= min_confidence < 1 or (min_confidence and not head.confident):
             raise ValueError(
                 f"min_confidence={min_confidence} is a probability below 1, of a head that rates its drafts"
             )
-        width = width or (WIDTH if head.correction else nodes - 1)
+        width = check_width(width, WIDTH if head.correction else nodes - 1, target)
         super().__init__(head, target, nodes, depth or head.depth, width, min_probability if head.correction else 0.0)
         self.head, self.min_confidence = head, min_confidence
         self.entries = head.block_entries
@@ -78,7 +77,9 @@ class BlockTree(GrownTree):
             scores, chosen = (scores[:, above] + values[:, row, guess]).topk(min(most, len(above)))
             parent = above[chosen]
             tokens = ids[:, row, guess].gather(1, chosen)
-            candidates.append(tokens), parents.append(place.gather(1, parent)), ranked.append(scores)
+            candidates.append(tokens)
+            parents.append(place.gather(1, parent))
+            ranked.append(scores)
             kept = min(self.width, tokens.shape[1])
             place = torch.arange(size, size + kept, device=root.device).expand(len(root), -1)
             size += tokens.shape[1]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heads.base import RecurrentHead
 from heads.target import Target
-from inference.drafters.grown import MIN_PROBABILITY, GrownTree, newest
+from inference.drafters.grown import MIN_PROBABILITY, WIDTH, GrownTree, check_width, newest
 from inference.sampling import Sampling
 from inference.tree import TokenTree
 
@@ -22,10 +22,11 @@ class DynamicTree(GrownTree):
         target: Target,
         nodes: int = 32,
         depth: int = 8,
-        width: int = 5,
+        width: int | None = None,
         min_probability: float = MIN_PROBABILITY,
     ):
-        super().__init__(head, target, nodes, depth, width, min_probability)
+        """width: branches kept per level; None is 5 or, for a target that reads chains only, 1."""
+        super().__init__(head, target, nodes, depth, check_width(width, WIDTH, target), min_probability)
         self.head, self.entries = head, (1 + self.depth) * self.width
 
     def grow(

@@ -10,6 +10,8 @@ MATCHES = ("latest", "frequent")
 
 
 class NgramDrafter(Drafter):
+    branches = False
+
     def __init__(self, longest: int = 3, depth: int = 10, match: str = "latest"):
         """longest: n-grams of this length down to 1 are looked up, the first that occurred before wins. depth: tokens
         drafted. match: among its occurrences, the "latest", or the latest with the most "frequent" next token."""
@@ -29,9 +31,9 @@ class NgramDrafter(Drafter):
         self.entered = [0 if row is None else self.entered[row] for row in rows]
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        return chains(accepted, [self.check_exists(row, text) for row, text in enumerate(accepted.text)])
+        return chains(accepted, [self.look_up(row, text) for row, text in enumerate(accepted.text)])
 
-    def check_exists(self, row: int, text: list[int]) -> list[int]:
+    def look_up(self, row: int, text: list[int]) -> list[int]:
         known = self.known[row]
         # Up to the newest token as a next token: as the end of an n-gram it must not find itself.
         for end in range(max(1, self.entered[row]), len(text)):

@@ -64,7 +64,7 @@ class SuffixDrafter(Drafter):
         self.prompts: list[int | None] = []  # tokens of each row's prompt, None before it was seen
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        self.forget(set(range(len(self.texts))))
+        self.retire(set(range(len(self.texts))))
         self.own: list[Trie] = []
         self.texts, self.prompts = [], []
         self.read: list[int] = []
@@ -74,7 +74,7 @@ class SuffixDrafter(Drafter):
         self.select_rows([None] * batch, capacity, sampling)
 
     def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
-        self.forget(set(range(len(self.texts))) - set(rows))
+        self.retire(set(range(len(self.texts))) - set(rows))
         self.texts = [[] if row is None else self.texts[row] for row in rows]
         self.prompts = [None if row is None else self.prompts[row] for row in rows]
         self.own = [Trie() if row is None else self.own[row] for row in rows]
@@ -82,7 +82,7 @@ class SuffixDrafter(Drafter):
         self.places = [[trie] if row is None else self.places[row] for row, trie in zip(rows, self.own, strict=True)]
         self.matches = [[self.past] if row is None else self.matches[row] for row in rows]
 
-    def forget(self, rows: set[int]) -> None:
+    def retire(self, rows: set[int]) -> None:
         """These rows have ended: what was written in them is remembered as past output."""
         for row in sorted(rows):
             self.remember(self.texts[row][self.prompts[row] :])

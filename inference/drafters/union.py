@@ -23,12 +23,14 @@ class Union(Drafter):
         self.drafters = list(drafters)
         self.layers = sorted({layer for drafter in drafters for layer in drafter.layers})
         self.nodes = 1 + sum(drafter.nodes - 1 for drafter in drafters)
-        self.depth = max(drafter.depth for drafter in drafters)
+
+    @property
+    def depth(self) -> int:  # type: ignore[override]  # of the next tree: an AutoTree's changes
+        return max(drafter.depth for drafter in self.drafters)
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         for drafter in self.drafters:
             drafter.begin(batch, capacity, sampling)
-        self.depth = max(drafter.depth for drafter in self.drafters)
 
     def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
         for drafter in self.drafters:
@@ -58,7 +60,6 @@ class Union(Drafter):
             rows = zip(paths, own.tolist(), strict=True)
             mine = [[row[node] for node in path if row[node] < nobodys] for path, row in rows]
             drafter.observe(mine, choices.gather(1, place.clamp(max=choices.shape[1] - 1)))
-        self.depth = max(drafter.depth for drafter in self.drafters)
 
 
 def merge(drafted: Sequence[TokenTree], depth: int) -> tuple[TokenTree, list[Tensor]]:

@@ -5,6 +5,7 @@ one-token and many-token forwards agree to 1e-5: in half precision their roundin
 be resolved either way (`identical_in_dtype` counts that).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from inference.evaluation.speed import foredraft_decoder, time_decoders
 from inference.generation import Generation, generate
 
 BATCH = 16  # prompts decoded together where speed is not what is measured
+NOT_PROVEN: dict[str, float | None] = {"identical_greedy": None, "identical_sampled": None}
 REPETITIVE = 0.5  # a continuation with a smaller share of distinct 4-grams is a loop, which inflates acceptance
 
 
@@ -46,6 +48,40 @@ def identical(target: Target, drafter: Drafter, rows: list[list[int]], **setting
     """Share of prompts whose speculative text equals the plain one, token by token."""
     plain, drafted = texts(run(target, None, rows, **settings)), texts(run(target, drafter, rows, **settings))
     return sum(a == b for a, b in zip(plain, drafted, strict=True)) / len(rows)
+
+
+def prove(
+    target: Target, load: Callable[[Target], Drafter], rows: list[list[int]], max_new_tokens: int
+) -> dict[str, float | None]:
+    """Identity in float32, greedy and sampled at temperature 1; None where no such target can be had. load: the drafter for
+    it."""
+    exact = float32(target)
+    if exact is None:
+        return NOT_PROVEN
+    prover, limits = load(exact), {"max_new_tokens": max_new_tokens, "eos_token_id": -1}
+    return {
+        "identical_greedy": identical(exact, prover, rows, **limits),
+        "identical_sampled": identical(exact, prover, rows, temperature=1.0, **limits),
+    }
+
+
+def float32(target: Target) -> Target | None:
+    """The same target in float32: itself, or loaded once more (a cast in place would not come back exactly), or None where
+    the device has no room for it. A quantised one stays quantised and computes in float32: its features are its own."""
+    if target.dtype == torch.float32:
+        return target
+    if target.device.type == "cuda" and not target.quantization and not target.sharding:
+        need = 4 * sum(parameter.numel() for parameter in target.model.parameters())
+        free = torch.cuda.mem_get_info(target.device)[0]
+        if need > free:
+            print(
+                f"warning: the target in float32 takes {need / 2**30:.1f} GiB and {free / 2**30:.1f} are free: identity is "
+                "not proven (scripts/lossless.py does it elsewhere; evaluate.proof=false does not try)",
+                flush=True,
+            )
+            return None
+    same: dict[str, Any] = {"device": target.device, "quantization": target.quantization, "sharding": target.sharding}
+    return Target.from_pretrained(target.name, dtype="float32", **same)
 
 
 def acceptance(generations: list[Generation]) -> float:

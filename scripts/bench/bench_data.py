@@ -21,9 +21,7 @@ from train.data.corpus import Document, Packed, count_tokens
 @entry("bench_data")
 def main(cfg: DictConfig) -> None:
     target = instantiate(cfg.target)
-    if target.tokenizer is None:
-        raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and the data are text")
-    data = instantiate(cfg.data, tokenizer=target.tokenizer)
+    data = instantiate(cfg.data, tokenizer=target.text_tokenizer)
     counts = count_tokens(data.train, target.vocab_size)
     head = instantiate(cfg.head, target=target, **({"counts": counts} if "draft_vocab_size" in cfg.head else {}))
     if head.pruned:

@@ -47,10 +47,8 @@ def main(cfg: DictConfig) -> None:
     for name in cfg.heads or known:
         trained[name] = train(output / name, [*known[name], *typed, *overrides(cfg.train)], list(trained.values()))
     target: Target = instantiate(cfg.target)
-    if target.tokenizer is None:
-        raise ValueError(f"target.path={cfg.target.path} has no tokenizer, and the prompts are text")
-    held_out = instantiate(cfg.data, tokenizer=target.tokenizer).test
-    rows = prompts(target.tokenizer, held_out, cfg.prompts, cfg.prompt_tokens)
+    held_out = instantiate(cfg.data, tokenizer=target.text_tokenizer).test
+    rows = prompts(target.text_tokenizer, held_out, cfg.prompts, cfg.prompt_tokens)
     wanted: dict[str, Any] = {name: {"drafter": {"spec": f"{{{name}}}"}} for name in trained}
     wanted |= {name: OmegaConf.to_container(row) for name, row in cfg.rows.items()}
     wanted = {name: row for name, row in wanted.items() if set(named(row)) <= set(trained)}

@@ -45,16 +45,14 @@ class Node(NamedTuple):
 @entry("draw_tree")
 def main(cfg: DictConfig) -> None:
     target: Target = instantiate(cfg.target)
-    if target.tokenizer is None:
-        raise ValueError(f"the target {target.name} has no tokenizer, and the prompts are text")
-    held_out = instantiate(cfg.data, tokenizer=target.tokenizer).test
-    row = prompts(target.tokenizer, held_out, cfg.prompt + 1, cfg.prompt_tokens)[cfg.prompt]
+    held_out = instantiate(cfg.data, tokenizer=target.text_tokenizer).test
+    row = prompts(target.text_tokenizer, held_out, cfg.prompt + 1, cfg.prompt_tokens)[cfg.prompt]
     engine = Engine(target, instantiate(cfg.drafter, target=target))
     engine.add(Request(row, max_new_tokens=cfg.new_tokens))
     steps = list(decode(engine))
     typical = round(mean(len(step.accepted) for step in steps))
     step = min(steps, key=lambda step: abs(len(step.accepted) - typical))
-    labels = [target.tokenizer.decode([token]) for token in (*step.tokens, step.bonus)]
+    labels = [target.text_tokenizer.decode([token]) for token in (*step.tokens, step.bonus)]
     Path(cfg.output).write_text(tree_svg(labels[:-1], step.parents, step.accepted, labels[-1]), encoding="utf-8")
     print(f"{len(step.accepted)} tokens from a tree of {len(step.tokens)}; {typical} on average: wrote {cfg.output}")
 

@@ -50,8 +50,7 @@ def self_generate(
 
 
 def write(target: Target, texts: Sequence[Document], tokens: int, seed: int, begin: int, new: int) -> list[Document]:
-    assert target.tokenizer is not None
-    start = start_tokens(target.tokenizer)
+    start = start_tokens(target.text_tokenizer)
     most = (target.context or 1 << 30) - new - len(start)
     found = (place for number, document in enumerate(texts) for place in beginnings(number, document, begin))
     places = [(number, first, last) for number, first, last in found if last - first <= most]
