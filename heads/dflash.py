@@ -78,11 +78,11 @@ class DFlashHead(BlockHead):
         """config: its num_hidden_layers are the head's. window: of its sliding layers; layer_types: None for full ones."""
         super().__init__()
         self.config, self.layers, self.block_size, self.mask_token_id = config, list(layers), block_size, mask_token_id
-        self.sample_from_anchor, self.causal, self.window = sample_from_anchor, causal, window
+        self.causal, self.window = causal, window
+        self.lay_out(sample_from_anchor)
         self.width, self.cache_layers = config.hidden_size, config.num_hidden_layers
         self.layer_types = layer_types or [FULL] * self.cache_layers
         self.block_entries = block_size
-        self.depth = self.limit = block_size if sample_from_anchor else block_size - 1
         self.fc = nn.Linear(len(layers) * self.width, self.width, bias=False)
         self.hidden_norm, self.norm = (RMSNorm(self.width, config.rms_norm_eps) for _ in range(2))
         self.blocks = nn.ModuleList(BlockLayer(config) for _ in range(self.cache_layers))
@@ -148,6 +148,11 @@ class DFlashHead(BlockHead):
     def attach(self, target: Target) -> None:
         self.target = target
 
+    def lay_out(self, sample_from_anchor: bool) -> None:
+        """Which slot drafts what: anchor first, or in place."""
+        self.sample_from_anchor = sample_from_anchor
+        self.depth = self.limit = self.block_size if sample_from_anchor else self.block_size - 1
+
     @classmethod
     def from_config(cls, config: dict) -> "DFlashHead":
         own = config["dflash_config"]
@@ -187,15 +192,14 @@ class DFlashHead(BlockHead):
                 "target_layer_ids": [layer - 1 for layer in self.layers],
                 "mask_token_id": self.mask_token_id,
                 "sample_from_anchor": self.sample_from_anchor,
-                "causal": self.causal,
+                "causal": self.causal,  # vLLM's name, then JetSpec's
+                "causal_head": self.causal,
             },
         }
 
     def incompatibilities(self, target: Target) -> list[str]:
         beyond = [k for k in self.layers if not 0 <= k <= target.num_layers]
         words = [f"the head reads hidden state {k}, the target has 0..{target.num_layers}" for k in beyond[-1:]]
-        if not 0 <= self.mask_token_id < target.vocab_size:
-            words.append(f"mask_token_id={self.mask_token_id} is no row of the target's {target.vocab_size} embeddings")
         return llama_config.incompatibilities(self.config, target) + words
 
     def differences(self, target: Target) -> list[str]:
