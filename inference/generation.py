@@ -108,6 +108,10 @@ def generate(
         if outputs[0].accepted is not None:
             steps.append(as_step(outputs))
         for output in outputs:
+            if output.finish_reason == "error":
+                raise ValueError(
+                    f"the target {target.name} gave logits that are not numbers; try another dtype (bfloat16 or float32)"
+                )
             texts[output.request] += output.tokens
             reasons[output.request] = output.finish_reason or "length"
             if streamer is not None and output.request is requests[0] and output.tokens:

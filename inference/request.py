@@ -19,6 +19,7 @@ class Request:
     seed: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
+    trace: int | None = None  # tell how its tokens came about, with so many alternatives to each (inference/trace.py)
 
 
 def budget(request: Request, target: Target) -> int:
@@ -63,7 +64,7 @@ class Row:
     text: list[int]  # the prompt and what was written, the root included
     stopping: StoppingCriteria
     new_tokens: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # "stop" (an end token or a stop string) or "length"
+    finish_reason: str | None = None  # "stop" (an end token or a stop string), "length", "cancelled", "error"
     generator: torch.Generator | None = None  # of a published rule's draws (inference/target_sampler.py)
 
     def extend(self, tokens: Sequence[int]) -> list[int]:

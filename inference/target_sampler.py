@@ -55,7 +55,7 @@ class TargetSampler:
     def verify(
         self, logits: Tensor, tree: TokenTree, gumbel: Tensor | None, depth: int, graphs: CudaGraphs
     ) -> tuple[Verification, Tensor]:
-        """What is accepted of a tree at most `depth` deep, and whether any logit was not a number (a bool scalar)."""
+        """What is accepted of a tree at most `depth` deep, and in which rows a logit was not a number (batch,) bool."""
         choose = partial(choose_and_verify, self.sampling.key, depth)
         state = gumbel, self.seen, self.counts
         return graphs(("verify", self.sampling.key, depth), choose, logits, *state, *tree, *self.sampling.tensors)
@@ -70,7 +70,7 @@ def choose_and_verify(key: tuple[bool, int], depth: int, logits: Tensor, *state:
         rows = torch.arange(len(gumbel), device=logits.device)[:, None]
         logits = logits + gumbel[rows, tree.depths]
     best = logits.max(-1)  # `max` carries a NaN on, so looking for one costs nothing more
-    return verify(tree, best.indices, depth), best.values.isnan().any()
+    return verify(tree, best.indices, depth), best.values.isnan().any(1)
 
 
 def processed(
@@ -119,7 +119,8 @@ class RuleSampler(TargetSampler):
             tokens.append([*tree.tokens[row, path[1:]].tolist(), last, *rest])
         # It draws after the last accepted node only; of the others, drafters learn what is likeliest.
         new = tree.tokens.new_tensor
-        return Verification(new(counts), new(paths), new(tokens), probabilities.argmax(-1)), logits.isnan().any()
+        broken = logits.isnan().flatten(1).any(1)
+        return Verification(new(counts), new(paths), new(tokens), probabilities.argmax(-1)), broken
 
     def judge(
         self, tree: TokenTree, row: int, probabilities: Tensor, generator: torch.Generator | None

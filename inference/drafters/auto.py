@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from heads.target import Target
-from inference.drafters.base import Accepted, Drafter, root_only, unpadded
+from inference.drafters.base import Accepted, Drafter, root_only, select, unpadded
 from inference.drafters.grown import GrownTree
 from inference.drafters.static import StaticTree
 from inference.sampling import Sampling, SamplingParams
@@ -178,13 +178,6 @@ def merge(pieces: list[Accepted]) -> Accepted:
             features[row, at : at + count] = piece.features[row, :count]
             at += count
     return Accepted(tokens, features, counts, last.text)
-
-
-def select(piece: Accepted, rows: list[int | None]) -> Accepted:
-    """The piece for a batch of these of its rows; a new one (None) has nothing in it."""
-    index = [row or 0 for row in rows]
-    counts = [0 if row is None else piece.counts[row] for row in rows]
-    return Accepted(piece.tokens[index], piece.features[index], counts, [piece.text[row] for row in index])
 
 
 @torch.inference_mode()

@@ -76,6 +76,13 @@ def unpadded(accepted: Accepted) -> bool:
     return min(accepted.counts) == accepted.tokens.shape[1]
 
 
+def select(accepted: Accepted, rows: list[int | None]) -> Accepted:
+    """The same for a batch of these of its rows; a new one (None) has nothing in it."""
+    index = [row or 0 for row in rows]
+    counts = [0 if row is None else accepted.counts[row] for row in rows]
+    return Accepted(accepted.tokens[index], accepted.features[index], counts, [accepted.text[row] for row in index])
+
+
 def root_only(accepted: Accepted) -> TokenTree:
     tokens = roots(accepted)
     zeros = tokens.new_zeros(tokens.shape)

@@ -1,0 +1,14 @@
+"""An OpenAI-compatible server over the engine, for one machine.
+
+protocol.py     what a request may say, and what is refused by name
+prompts.py      messages and prompts to tokens
+detokenizer.py  tokens to text, as it grows
+worker.py       the thread that owns the engine
+completion.py   one answer: its text, log-probabilities and usage, in OpenAI's words
+app.py          the routes; limits.py, metrics.py: what surrounds them; page.html: the page at /
+"""
+
+from inference.serve.app import create_app, run
+from inference.serve.worker import Worker
+
+__all__ = ["Worker", "create_app", "run"]

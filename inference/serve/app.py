@@ -1,0 +1,220 @@
+"""The routes. Nothing here decodes: requests go to the worker's thread, and its outputs come back."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+import inference
+from inference.serve.completion import Answer
+from inference.serve.limits import Gate, error_body, error_response
+from inference.serve.metrics import Metrics
+from inference.serve.prompts import PromptEncoder
+from inference.serve.protocol import ChatRequest, CommonRequest, CompletionRequest
+from inference.serve.worker import Failed, QueueFull, Worker
+
+log = logging.getLogger("foredraft.serve")
+PATHS = ("/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/completions", "/v1/chat/completions")
+PAGE = Path(__file__).with_name("page.html")
+# Nothing of another host, nobody's frame; what is inline is the page's own.
+PAGE_POLICY = (
+    "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+RETRY_AFTER = "1"  # seconds
+
+
+class EventStream(StreamingResponse):
+    """Ends its answer however it ends itself: also where the client has gone before the first byte."""
+
+    def __init__(self, answer: Answer, ended: Any):
+        super().__init__(self.events(answer), media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self.ended = ended
+
+    async def events(self, answer: Answer) -> AsyncIterator[str]:
+        try:
+            async for chunk in answer.chunks():
+                yield f"data: {json.dumps(chunk)}\n\n"
+            yield "data: [DONE]\n\n"
+        except Failed as failed:
+            yield f"data: {json.dumps(error_body(str(failed), failed.status))}\n\n"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.ended()
+
+
+class Service:
+    """What the routes share."""
+
+    def __init__(self, worker: Worker, name: str, max_tokens: int):
+        """name: of the model, for clients. max_tokens: of an answer whose request names none."""
+        self.worker, self.name, self.max_tokens = worker, name, max_tokens
+        self.metrics = Metrics(worker)
+        self.target = worker.target
+        self.encoder, self.encoding = PromptEncoder(self.target), ThreadPoolExecutor(1, "tokenizer")
+
+    def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": self.name, "object": "model", "created": 0, "owned_by": "foredraft"}]}
+
+    async def answer(self, asked: ChatRequest | CompletionRequest, request: Request) -> Response:
+        if asked.model not in (None, self.name):
+            raise HTTPException(404, f"the model {asked.model!r} is not served here: {self.name!r} is")
+        encode: Any = self.encoder.chat if isinstance(asked, ChatRequest) else self.encoder.completion
+        try:
+            prompts = await asyncio.get_running_loop().run_in_executor(self.encoding, encode, asked)
+            jobs = self.worker.submit(self.requests(asked, prompts), asked.speculative)
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+        answer = Answer(self.worker, jobs, asked, self.name, sum(map(len, prompts)))
+        ended = partial(self.ended, answer, request.url.path)
+        if asked.stream:
+            return EventStream(answer, ended)
+        try:
+            stayed = await read_whole(answer, request)
+            return JSONResponse(answer.whole()) if stayed else Response(status_code=499)
+        finally:
+            ended()
+
+    def requests(self, asked: CommonRequest, prompts: list[list[int]]) -> list[inference.Request]:
+        params, seed = asked.sampling(self.target.vocab_size), asked.first_seed()
+        trace = asked.top_tokens if asked.top_tokens is not None else 0 if asked.trace else None
+        ends, most = frozenset(self.target.eos_token_ids), asked.budget or self.max_tokens
+        return [
+            inference.Request(prompt, params, most, seed + index, ends, asked.stop_strings, trace)
+            for prompt in prompts
+            for index in range(asked.n)
+        ]
+
+    def ended(self, answer: Answer, path: str) -> None:
+        answer.close()
+        seconds = time.monotonic() - answer.began
+        self.metrics.ended(answer, seconds)
+        reasons = [choice.finish_reason or "cancelled" for choice in answer.choices.values()]
+        facts = {"id": answer.id, "path": path, "seconds": round(seconds, 3), "finish_reasons": reasons}
+        log.info("request", extra={"facts": {**facts, **answer.usage()}})
+
+
+async def read_whole(answer: Answer, request: Request) -> bool:
+    """Wait for the whole answer; False if the client has gone meanwhile. Raises Failed."""
+
+    async def read() -> None:
+        async for _ in answer.pieces():
+            pass
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    reading, leaving = asyncio.ensure_future(read()), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if reading.done():
+            reading.result()
+        return reading.done()
+    finally:
+        reading.cancel()
+        leaving.cancel()
+
+
+def create_app(
+    worker: Worker, name: str, max_tokens: int = 512, max_body: int = 2**22, api_key: str | None = None
+) -> FastAPI:
+    """The application; it starts the worker and stops it. max_body: bytes of a request's body. See `Service`, `Gate`."""
+    service = Service(worker, name, max_tokens)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        worker.start()
+        yield
+        worker.stop()
+
+    app = FastAPI(title="foredraft", lifespan=lifespan, docs_url=None, redoc_url=None)
+
+    def seen(path: str, status: int) -> None:
+        service.metrics.requests.labels(path if path in PATHS else "other", status).inc()
+
+    app.add_middleware(Gate, api_key=api_key, max_body=max_body, seen=seen)
+    add_error_handlers(app)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(asked: ChatRequest, request: Request) -> Response:
+        return await service.answer(asked, request)
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(asked: CompletionRequest, request: Request) -> Response:
+        return await service.answer(asked, request)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return service.models()
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        return JSONResponse({"status": "ok" if worker.is_alive() else "dead"}, 200 if worker.is_alive() else 503)
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        return Response(service.metrics.page(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/", response_class=HTMLResponse)
+    async def page() -> HTMLResponse:
+        return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"content-security-policy": PAGE_POLICY})
+
+    return app
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"][1:]) or None
+        message = first["msg"].removeprefix("Value error, ")
+        return error_response(f"{param}: {message}" if param else message, 400, param=param)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        return error_response(str(error.detail), error.status_code, dict(error.headers or {}))
+
+    @app.exception_handler(QueueFull)
+    async def full(request: Request, error: QueueFull) -> Response:
+        return error_response("too many requests wait: try again", 429, {"retry-after": RETRY_AFTER})
+
+    @app.exception_handler(Failed)
+    async def failed(request: Request, error: Failed) -> Response:
+        return error_response(str(error), error.status)
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        return error_response("the server met an error of its own; see its log", 500)
+
+
+class JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        facts = {"time": round(record.created, 3), "level": record.levelname, "message": record.getMessage()}
+        facts |= record.__dict__.get("facts", {})
+        return json.dumps(facts | ({"trace": self.formatException(record.exc_info)} if record.exc_info else {}))
+
+
+def run(app: FastAPI, host: str, port: int, drain: float = 30.0) -> None:
+    """Serve until SIGTERM or SIGINT; then take no new request, and give those that run `drain` seconds to end."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    settings: dict[str, Any] = {"http": "h11", "server_header": False, "access_log": False, "log_config": None}
+    uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=round(drain), **settings)

@@ -1,0 +1,68 @@
+"""What every request passes first: the API key and the size of its body. And errors in OpenAI's shape."""
+
+import hmac
+import json
+from collections.abc import Callable
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(message: str, status: int, headers: dict[str, str] | None = None, **facts: Any) -> Response:
+    # ASCII, because a message may quote half a surrogate pair, which no UTF-8 can hold.
+    body = json.dumps(error_body(message, status, **facts))
+    return Response(body, status, headers, media_type="application/json")
+
+
+class Gate:
+    """api_key: wanted as a bearer token for /v1/ where it is not None. max_body: bytes. seen(path, status): called once for
+    every response."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None, max_body: int, seen: Callable[[str, int], None]):
+        self.app, self.api_key, self.max_body, self.seen = app, api_key, max_body, seen
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self.max_body:
+                raise HTTPException(413, self.too_large)
+            return message
+
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.seen(scope["path"], message["status"])
+            await send(message)
+
+        refused = self.refusal(scope["path"], Headers(scope=scope))
+        await (refused or self.app)(scope, counted, noted)
+
+    @property
+    def too_large(self) -> str:
+        return f"the body is larger than the {self.max_body} bytes that this server takes"
+
+    def refusal(self, path: str, headers: Headers) -> Response | None:
+        if path.startswith("/v1/") and self.api_key is not None:
+            given = headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), self.api_key.encode()):
+                wanted = {"www-authenticate": "Bearer"}
+                return error_response("no valid API key was given", 401, wanted, code="invalid_api_key")
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > self.max_body:
+            return error_response(self.too_large, 413, {"connection": "close"})
+        return None

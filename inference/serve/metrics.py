@@ -1,0 +1,44 @@
+"""What the server tells Prometheus at /metrics: counts and times, never a text or a key."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from inference.serve.completion import Answer
+from inference.serve.worker import Worker
+
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+
+
+class Metrics:
+    def __init__(self, worker: Worker):
+        self.registry = CollectorRegistry()
+        registry = {"registry": self.registry, "namespace": "foredraft"}
+        self.requests = Counter("requests", "Requests by path and status", ["path", "status"], **registry)
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **registry)
+        self.completion_tokens = Counter("completion_tokens", "Tokens of answers", **registry)
+        self.forwards = Counter("forwards", "Target forwards over drafts, each row counted", **registry)
+        self.gained = Counter(
+            "gained_tokens", "Tokens that these gave; divided by them, the acceptance length", **registry
+        )
+        self.first = Histogram("first_token_seconds", "Time to the first token", buckets=SECONDS, **registry)
+        self.seconds = Histogram("request_seconds", "Time to the end of the answer", buckets=SECONDS, **registry)
+        self.gauge("open_requests", "Texts that are decoded or wait", lambda: worker.open, **registry)
+        waiting = "Texts that wait", lambda: sum(len(engine.waiting) for engine in worker.engines)
+        rows = "Rows of the batch that are decoded", lambda: sum(len(engine.unfinished()) for engine in worker.engines)
+        self.gauge("waiting_requests", *waiting, **registry)
+        self.gauge("rows", *rows, **registry)
+
+    @staticmethod
+    def gauge(name: str, meaning: str, value, **registry) -> None:
+        Gauge(name, meaning, **registry).set_function(value)
+
+    def ended(self, answer: Answer, seconds: float) -> None:
+        self.prompt_tokens.inc(answer.prompt_tokens)
+        self.completion_tokens.inc(answer.completion_tokens)
+        self.forwards.inc(sum(choice.steps for choice in answer.choices.values()))
+        self.gained.inc(sum(choice.gained for choice in answer.choices.values()))
+        self.seconds.observe(seconds)
+        if answer.first_token is not None:
+            self.first.observe(answer.first_token)
+
+    def page(self) -> bytes:
+        return generate_latest(self.registry)

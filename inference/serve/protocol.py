@@ -1,0 +1,147 @@
+"""Requests in OpenAI's protocol. Defaults are OpenAI's own (temperature 1, top_p 1), not the target's generation config, of
+which only the end tokens are used. Unknown fields are ignored, known ones that are not done here are refused by name.
+"""
+
+import secrets
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from inference.sampling import SamplingParams
+
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Tokens = Annotated[int, Field(ge=1, le=2**31)]
+# Fields that would change an answer, and the values of them that would not.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "chat_template": (),
+    "suffix": ("",),
+    "echo": (False,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "ignore_eos": (False,),
+}
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class CommonRequest(BaseModel):
+    """What both endpoints take."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=128)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Tokens | None = None
+    seed: Seed | None = Field(None, description="choice i is drawn with seed + i; without one it differs each time")
+    stop: str | list[str] | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31, description="0 and -1 are off")
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: dict[str, float] | None = None
+    trace: bool = Field(False, description="say how each token came about, and the tree of its step")
+
+    speculative: bool = Field(True, description="false decodes plainly: the same text, to compare the speed")
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_unsupported(cls, fields: Any) -> Any:
+        for name, harmless in UNSUPPORTED.items() if isinstance(fields, dict) else ():
+            value = fields.get(name)
+            if value is not None and value not in harmless:
+                raise ValueError(f"{name} is not supported here: leave it out")
+        return fields
+
+    @model_validator(mode="after")
+    def check_stop(self) -> "CommonRequest":
+        if len(self.stop_strings) > 16 or not all(0 < len(stop) <= 1000 for stop in self.stop_strings):
+            raise ValueError("stop takes at most 16 strings of 1 to 1000 characters")
+        return self
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def budget(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def top_tokens(self) -> int | None:
+        """How many alternatives to each token are told of; None where nobody asks for log-probabilities."""
+        return None
+
+    def first_seed(self) -> int:
+        return secrets.randbits(62) if self.seed is None else self.seed
+
+    def sampling(self, vocab: int) -> SamplingParams:
+        """Raises ValueError for a bias of a token that the target does not know."""
+        bias = tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
+        for token, value in bias:
+            if not 0 <= token < vocab or not -100 <= value <= 100:
+                raise ValueError(f"logit_bias {token}: {value}: tokens are 0 to {vocab - 1}, values -100 to 100")
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=self.top_k if self.top_k is not None and self.top_k > 0 else None,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=bias,
+        )
+
+
+class Message(BaseModel):
+    """Handed to the target's own chat template as it is, with whatever else it holds (tool_calls, say)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatRequest(CommonRequest):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def check_logprobs(self) -> "ChatRequest":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        return self
+
+    @property
+    def budget(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def top_tokens(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionRequest(CommonRequest):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def top_tokens(self) -> int | None:
+        return self.logprobs

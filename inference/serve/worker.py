@@ -1,0 +1,192 @@
+"""The thread that owns the engine. Others talk to it by `submit` and `cancel`; what a step gave goes back to their event
+loop, where it waits for its reader: one who reads slowly holds up nobody.
+
+A step that raises (out of memory, or a bug that one request meets) loses no request: all rows are read anew, half as many at
+a time, until the one that fails alone is found.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from heads.target import Target
+from inference.drafters.base import Drafter
+from inference.engine import Engine, Output
+from inference.request import Request
+
+log = logging.getLogger("foredraft.serve")
+
+
+class QueueFull(Exception):
+    """More requests wait than may."""
+
+
+class Failed(Exception):
+    """A request ended without an answer."""
+
+    def __init__(self, message: str, status: int = 500):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(eq=False)
+class Job:
+    """A request and where its outputs go: a queue that all jobs of one client's request share. The last output has a finish
+    reason, or is a Failed."""
+
+    request: Request
+    deadline: float  # time.monotonic()
+    loop: asyncio.AbstractEventLoop
+    outputs: "asyncio.Queue[tuple[Job, Output | Failed]]"
+    engine: Engine
+    delivered: int = 0  # tokens
+
+
+class Worker(threading.Thread):
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        max_rows: int = 16,
+        max_waiting: int = 128,
+        timeout: float = 600.0,
+        cache_gib: float | None = None,
+    ):
+        """max_rows: requests decoded at a time. max_waiting: more are refused. timeout: seconds that a request may take, its
+        time in the queue included. cache_gib: most memory of the target's cache (the drafter's is not counted)."""
+        super().__init__(name="engine", daemon=True)
+        if max_rows < 1 or max_waiting < 0 or timeout <= 0 or (cache_gib is not None and cache_gib <= 0):
+            raise ValueError(
+                f"max_rows={max_rows} must be at least 1, max_waiting={max_waiting} at least 0, timeout={timeout} and "
+                f"cache_gib={cache_gib} above 0"
+            )
+        tokens = None if cache_gib is None else int(cache_gib * 2**30 / cache_bytes_per_token(target))
+        self.target = target
+        # The second decodes plainly, for requests that ask for it, to compare: a step of each in turn.
+        self.engines = [Engine(target, one, max_rows=max_rows, max_cache_tokens=tokens) for one in (drafter, None)]
+        self.max_rows, self.max_open, self.timeout = max_rows, max_rows + max_waiting, timeout
+        self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.jobs: dict[Request, Job] = {}
+        self.open = 0  # jobs that have been submitted and not ended, counted where they are submitted
+        self.lock = threading.Lock()
+
+    # -- for the event loop ------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: list[Request], speculative: bool = True) -> list[Job]:
+        """All of them or none. Raises QueueFull, or ValueError for what could never be taken."""
+        if len(requests) > self.max_open:
+            raise ValueError(
+                f"{len(requests)} texts are more than the {self.max_open} that this server takes at a time"
+            )
+        engine = self.engines[0 if speculative else 1]
+        for request in requests:
+            engine.check(request)  # it changes nothing, so any thread may
+        with self.lock:
+            if self.open + len(requests) > self.max_open:
+                raise QueueFull
+            self.open += len(requests)
+        deadline, loop = time.monotonic() + self.timeout, asyncio.get_running_loop()
+        outputs: asyncio.Queue[tuple[Job, Output | Failed]] = asyncio.Queue()
+        jobs = [Job(request, deadline, loop, outputs, engine) for request in requests]
+        for job in jobs:
+            self.inbox.put(partial(self.add, job))
+        return jobs
+
+    def cancel(self, job: Job) -> None:
+        self.inbox.put(partial(self.end, job))
+
+    def stop(self) -> None:
+        self.inbox.put(None)
+
+    # -- in the thread -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        while self.take_in():
+            self.end_late()
+            for engine in self.engines:
+                if engine.has_work:
+                    self.step(engine)
+
+    def take_in(self) -> bool:
+        """Do what was asked for; wait for it where there is nothing else to do. False at the end."""
+        while True:
+            try:
+                asked = self.inbox.get(block=not any(engine.has_work for engine in self.engines))
+            except queue.Empty:
+                return True
+            if asked is None:
+                return False
+            asked()
+
+    def add(self, job: Job) -> None:
+        self.jobs[job.request] = job
+        job.engine.add(job.request)
+
+    def end(self, job: Job, last: Output | Failed | None = None) -> None:
+        """Once for every job: its row is free, and its reader learns of the end."""
+        if self.jobs.pop(job.request, None) is None:
+            return
+        job.engine.cancel(job.request)
+        with self.lock:
+            self.open -= 1
+        if last is not None:
+            self.tell(job, last)
+
+    def tell(self, job: Job, output: Output | Failed) -> None:
+        try:
+            job.loop.call_soon_threadsafe(job.outputs.put_nowait, (job, output))
+        except RuntimeError:  # the loop has been closed: nobody reads any more
+            log.debug("nobody reads the output of a request")
+
+    def end_late(self) -> None:
+        now = time.monotonic()
+        for job in [job for job in self.jobs.values() if job.deadline < now]:
+            self.end(job, Failed(f"the request took longer than {self.timeout:g} seconds", 504))
+
+    def step(self, engine: Engine) -> None:
+        engine.drop_finished()
+        try:
+            outputs = engine.step()
+        except Exception as error:
+            self.recover(engine, error)
+            return
+        for output in outputs:
+            job = self.jobs[output.request]
+            job.delivered += len(output.tokens)
+            if output.finish_reason == "error":
+                self.end(job, Failed("the target gave logits that are not numbers for this text"))
+            elif output.finish_reason is not None:
+                self.end(job, output)
+            else:
+                self.tell(job, output)
+        if not engine.waiting:
+            engine.max_rows = self.max_rows  # what did not fit has been decoded
+
+    def recover(self, engine: Engine, error: Exception) -> None:
+        """After a step that raised: see the top of this file."""
+        log.warning("a step of %d requests failed: %s", len(engine.rows), error)
+        stepped = [(row, self.jobs[row.request]) for row in engine.rows if row.request in self.jobs]
+        engine.preempt()
+        for row, job in stepped:
+            if len(stepped) == 1 or len(row.new_tokens) != job.delivered:  # what was lost cannot be read anew
+                self.end(job, Failed("decoding this request failed; see the server's log"))
+        if not stepped:
+            raise error
+        engine.max_rows = max(1, len(stepped) // 2)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def cache_bytes_per_token(target: Target) -> int:
+    """Of all layers, measured by a read of one token."""
+    cache = target.new_cache(1, 1)
+    with torch.inference_mode():
+        target.read(torch.zeros(1, 1, dtype=torch.int64, device=target.device), cache=cache)
+    return sum(block.numel() * block.element_size() for block in cache.blocks.values())

@@ -1,0 +1,151 @@
+"""What a server asks of the engine: rows that leave early, fail or wait for room do not change the texts of others."""
+
+import pytest
+import torch
+
+from heads import Target
+from inference import Engine, Request, SamplingParams
+from inference.drafters import Drafter, DraftModel, NgramDrafter
+from tests.support.batches import prompt
+
+
+def ids(length: int, seed: int) -> list[int]:
+    return prompt(length, seed)[0].tolist()
+
+
+def requests(count: int = 4, **facts) -> list[Request]:
+    params = SamplingParams(temperature=1.0, frequency_penalty=0.3)
+    return [Request(ids(5 + 3 * i, i), params, 8 + 3 * i, seed=i, **facts) for i in range(count)]
+
+
+def drafters(target: Target) -> list[Drafter]:
+    return [NgramDrafter(), DraftModel(target, target, nodes=5, depth=3, width=2, min_probability=0)]
+
+
+def run(engine: Engine, asked: list[Request], between=lambda step: None) -> tuple[list[list[int]], list[str | None]]:
+    """Texts and reasons; between(step) is called before each step."""
+    texts, reasons = {request: [] for request in asked}, dict.fromkeys(asked)
+    for request in asked:
+        engine.add(request)
+    step = 0
+    while engine.has_work:
+        between(step)
+        if engine.has_work:
+            for output in engine.step():
+                texts[output.request] += output.tokens
+                reasons[output.request] = output.finish_reason
+        step += 1
+    return list(texts.values()), list(reasons.values())
+
+
+@pytest.fixture(scope="module")
+def alone(target) -> list[list[int]]:
+    return [run(Engine(target), [request])[0][0] for request in requests()]
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_a_cancelled_request_frees_its_row_at_once(target, alone, number):
+    asked, sizes = requests(), []
+    engine = Engine(target, drafters(target)[number], max_rows=3)
+
+    def between(step: int) -> None:
+        if step == 3:
+            engine.cancel(asked[1])
+            engine.cancel(asked[1])  # once more does no harm
+        if step == 4:
+            sizes.append([row.request for row in engine.rows])
+
+    texts, _ = run(engine, asked, between)
+    assert sizes == [[asked[0], asked[2], asked[3]]]
+    assert len(texts[1]) < len(alone[1]) and texts[1] == alone[1][: len(texts[1])]
+    assert [texts[0], *texts[2:]] == [alone[0], *alone[2:]]
+
+
+def test_a_request_that_waits_can_be_cancelled(target, alone):
+    asked, engine = requests(), Engine(target, max_rows=1)
+    texts, _ = run(engine, asked, lambda step: engine.cancel(asked[2]) if step == 1 else None)
+    assert texts == [alone[0], alone[1], [], alone[3]]
+
+
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("when", [0, 3])
+def test_logits_that_are_not_numbers_end_their_row_alone(target, alone, monkeypatch, number, when):
+    """Poison the second row's logits, of its prompt (step 0) or of a tree; and leave NaN in its cache."""
+    asked = requests()
+    engine = Engine(target, drafters(target)[number], max_rows=3)
+    read, now = type(target).read, [0]
+
+    def poisoned(self, tokens, positions=None, mask=None, cache=None, *args, **kwargs):
+        reading = read(self, tokens, positions, mask, cache, *args, **kwargs)
+        if cache is engine.cache and now[0] == when:
+            reading.logits[1] = float("nan")
+            for block in cache.blocks.values():
+                block[:, :, 1] = float("nan")
+        return reading
+
+    monkeypatch.setattr(type(target), "read", poisoned)
+    texts, reasons = run(engine, asked, lambda step: now.__setitem__(0, step))
+    assert reasons == ["length", "error", "length", "length"]
+    assert texts[1] == alone[1][: len(texts[1])] and [texts[0], *texts[2:]] == [alone[0], *alone[2:]]
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_rows_that_are_read_anew_write_the_same(target, alone, number):
+    engine = Engine(target, drafters(target)[number], max_rows=3)
+    texts, _ = run(engine, requests(), lambda step: engine.preempt() if step in (1, 3) else None)
+    assert texts == alone
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_finished_rows_leave_though_nobody_joins(target, alone, number):
+    engine, sizes = Engine(target, drafters(target)[number]), set()
+
+    def between(step: int) -> None:
+        engine.drop_finished()
+        sizes.add(len(engine.rows))
+
+    assert run(engine, requests(), between)[0] == alone
+    assert {4, 2} <= sizes or {4, 1} <= sizes
+
+
+def test_a_full_cache_lets_requests_wait(target, alone):
+    most = []
+    engine = Engine(target, max_cache_tokens=2 * (14 + 17 + 2))  # two rows of the longest
+
+    def between(step: int) -> None:
+        if engine.cache is not None:
+            most.append(engine.cache.batch * engine.cache.capacity)
+
+    assert run(engine, requests(), between)[0] == alone
+    assert max(most) <= 66 and len({*most}) > 1
+    with pytest.raises(ValueError, match="60 tokens and max_new_tokens=50 need more than the 66 tokens"):
+        engine.add(Request(ids(60, 0), max_new_tokens=50))
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_a_trace_is_of_the_tokens_and_their_tree(target, number):
+    """Its log-probabilities are those of reading the whole text at once; accepted nodes and new tokens are the same."""
+    asked = [*requests(2), *requests(1, trace=3)]
+    engine, text, accepted = Engine(target, drafters(target)[number]), list(asked[2].prompt), []
+    for request in asked:
+        engine.add(request)
+    while engine.has_work:
+        for output in engine.step():
+            if output.request is not asked[2]:
+                assert output.trace is None
+                continue
+            trace = output.trace
+            logprobs = target.read(torch.tensor([text + output.tokens])).logits[0].log_softmax(-1)
+            for place, token in enumerate(output.tokens):
+                at = logprobs[len(text) - 1 + place]
+                assert trace.logprobs[place] == pytest.approx(at[token].item(), abs=1e-4)
+                assert [one for one, _ in trace.top[place]] == at.topk(3).indices.tolist()
+            assert trace.tokens[0] == text[-1] and trace.parents[0] == 0 and trace.path[0] == 0
+            drafted = [trace.tokens[node] for node in trace.path[1:]]
+            assert drafted[: len(output.tokens)] == output.tokens[: len(drafted)]
+            for node, before in zip(trace.path[1:], trace.path, strict=False):
+                assert trace.parents[node] == before
+            accepted += [trace.probabilities[node] for node in trace.path[1:]]
+            text += output.tokens
+    assert all(0 < probability <= 1 for probability in accepted)
+    assert bool(accepted) == (number == 1)
