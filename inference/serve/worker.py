@@ -1,5 +1,5 @@
-"""The thread that owns the engine. Others talk to it by `submit` and `cancel`; what a step gave goes back to their event loop,
-where it waits for its reader: one who reads slowly holds up nobody.
+"""The thread that owns the engine. Others talk to it by `submit` and `cancel`; what a step gave goes back to their event
+loop, where it waits for its reader: one who reads slowly holds up nobody.
 
 A step that raises (out of memory, or a bug that one request meets) loses no request: all rows are read anew, half as many at
 a time, until the one that fails alone is found.
