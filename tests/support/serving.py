@@ -38,11 +38,15 @@ class Served:
         with self.raw(body, path, Connection="close", **headers) as connection:
             return parsed(read_all(connection))
 
-    def metric(self, name: str) -> float:
+    def metric(self, name: str, label: str = "") -> float:
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
             connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             lines = parsed(read_all(connection))[2].decode().splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.split("{")[0].split(" ")[0] == name and label in line
+        )
 
     def logged(self) -> list[dict]:
         return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
