@@ -192,9 +192,11 @@ class RecurrentHead(DraftHead):
         """
 
     @abstractmethod
-    def draft_step(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+    def draft_step(
+        self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
         """Hidden states (batch, nodes, hidden) one level below these nodes.
 
         hidden: of the draft that named each node. embeddings: of the node. positions: (batch, nodes), its slot. mask:
-        (batch, nodes, keys) bool, its text and its ancestors.
+        (batch, nodes, keys) bool, its text and its ancestors; None as by `KVCache.causal_mask`.
         """

@@ -90,10 +90,11 @@ class DraftModelHead(RecurrentHead):
 
     def read_accepted(self, features: Tensor, tokens: Tensor, cache: KVCache) -> Tensor:
         new = tokens.shape[1]
-        causal = torch.ones(1, new, new, dtype=torch.bool, device=tokens.device).tril()
-        return self.draft_step(features, tokens, cache.columns(new), cache.mask(causal), cache)
+        return self.draft_step(features, tokens, cache.columns(new), cache.causal_mask(new), cache)
 
-    def draft_step(self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+    def draft_step(
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
         last = [self.reader.num_layers]
         return self.reader.read_tree(tokens, positions, mask, cache, last, keep_logits=1).features
 

@@ -99,10 +99,11 @@ class EagleHead(RecurrentHead):
 
     def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         new = embeddings.shape[1]
-        causal = torch.ones(1, new, new, dtype=torch.bool, device=embeddings.device).tril()
-        return self.draft_step(features, embeddings, cache.columns(new), cache.mask(causal), cache)
+        return self.draft_step(features, embeddings, cache.columns(new), cache.causal_mask(new), cache)
 
-    def draft_step(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+    def draft_step(
+        self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
         fused = self.fuse(hidden, embeddings)
         cos, sin = self.rotary(positions, cache.capacity, fused.dtype)
         return self.layer.feed_forward(fused, self.layer.self_attn.attend_cached(fused, cos, sin, mask, cache, layer=0))

@@ -182,13 +182,16 @@ class Eagle3Head(RecurrentHead):
 
     def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         new = embeddings.shape[1]
-        causal = torch.ones(1, new, new, dtype=torch.bool, device=embeddings.device).tril()
-        return self._draft(self.fuse(features), embeddings, cache.columns(new), cache.mask(causal), cache)
+        return self._draft(self.fuse(features), embeddings, cache.columns(new), cache.causal_mask(new), cache)
 
-    def draft_step(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+    def draft_step(
+        self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
         return self._draft(self.feed_back(hidden), embeddings, positions, mask, cache)
 
-    def _draft(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+    def _draft(
+        self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
         cos, sin = self.rotary(positions, cache.capacity, hidden.dtype)
         x = self.midlayer.concat_inputs(embeddings.to(hidden.dtype), hidden)
         attended = self.midlayer.self_attn.attend_cached(x, cos, sin, mask, cache, layer=0)

@@ -57,11 +57,10 @@ class PrefixLayer(nn.Module):
 
     def read(self, hidden: Tensor, cache: KVCache) -> Tensor:
         new = hidden.shape[1]
-        causal = torch.ones(1, new, new, dtype=torch.bool, device=hidden.device).tril()
         cos, sin = self.rotary(cache.columns(new), cache.capacity, hidden.dtype)
         x = self.layer.input_layernorm(hidden)
         return self.feed_forward(
-            hidden, self.layer.self_attn.attend_cached(x, cos, sin, cache.mask(causal), cache, layer=0)
+            hidden, self.layer.self_attn.attend_cached(x, cos, sin, cache.causal_mask(new), cache, layer=0)
         )
 
     def feed_forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
@@ -206,5 +205,7 @@ class HydraHead(RecurrentHead):
             hidden = self.prefix_embeding_layer.read(hidden, cache)
         return torch.cat([hidden, embeddings.to(self.dtype)], dim=-1)
 
-    def draft_step(self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor, cache: KVCache) -> Tensor:
+    def draft_step(
+        self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache
+    ) -> Tensor:
         return torch.cat([hidden, embeddings.to(self.dtype)], dim=-1)

@@ -124,11 +124,14 @@ class Attention(nn.Module):
         q, k = rotate(both, cos, sin).split([self.heads, self.kv_heads], dim=1)
         return q, k, self.v_proj(x).view(batch, length, self.kv_heads, self.dim).transpose(1, 2)
 
-    def attend_cached(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: KVCache, layer: int) -> Tensor:
-        """Attend over the cache and x (batch, length, width); mask (batch, length, keys) bool."""
+    def attend_cached(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KVCache, layer: int
+    ) -> Tensor:
+        """Attend over the cache and x (batch, length, width); mask (batch, length, keys) bool, or None as by
+        `KVCache.causal_mask`."""
         q, k, v = self.project(x, cos, sin)
         keys, values = cache.update(k, v, layer)
-        return self.project_out(attend(q, keys, values, mask[:, None]))
+        return self.project_out(attend(q, keys, values, None if mask is None else mask[:, None]))
 
     def project_out(self, out: Tensor) -> Tensor:
         """(batch, heads, length, dim) -> (batch, length, hidden)."""

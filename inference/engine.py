@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.target import Reading, Target
-from heads.target.cache import KVCache
+from heads.target import Reading, Target, TargetCache
 from inference.drafters.base import Accepted, Drafter, NoDrafter, root_only, select
+from inference.drafters.chain import readable
 from inference.request import Request, Row, StoppingCriteria
 from inference.target_sampler import RuleSampler, TargetSampler
 from inference.trace import Trace, trace_rows
@@ -77,11 +77,11 @@ class Engine:
         (inference/acceptance_rules.py); "typical" needs lossless=False, because it changes the text. max_rows: requests
         decoded at a time, others wait; None for no limit. timings: measure where the time goes. max_cache_tokens:
         entries of the target's cache, rows times capacity, beyond which requests wait as well."""
-        self.target, self.drafter = target, drafter or NoDrafter()
+        self.target, self.drafter = target, readable(drafter or NoDrafter(), target)
         self.rule, self.lossless, self.max_rows, self.max_cache_tokens = rule, lossless, max_rows, max_cache_tokens
         self.waiting: deque[Row] = deque()
         self.rows: list[Row] = []
-        self.cache: KVCache | None = None
+        self.cache: TargetCache | None = None
         self.clock = Clock(target.device, timings)
 
     def add(self, request: Request) -> None:
@@ -251,7 +251,7 @@ class Engine:
         self.drafter.select_rows([*staying], cache.capacity, self.sampler.sampling)
         self.accepted = select(self.accepted, [*staying])
 
-    def rearrange(self, rows: list[int | None]) -> KVCache:
+    def rearrange(self, rows: list[int | None]) -> TargetCache:
         """The cache for a batch of these of its rows, None being a new one."""
         capacity = self.capacity(self.rows)
         if self.cache is None:
@@ -264,7 +264,7 @@ class Engine:
         return self.cache
 
     def read_prompts(
-        self, cache: KVCache, rows: Sequence[Row]
+        self, cache: TargetCache, rows: Sequence[Row]
     ) -> tuple[list[int | None], dict[Request, Trace], Tensor, list[int]]:
         """Each row's first token (None where a logit was not a number) and traces, the features (rows, longest, width), and
         the prompts' lengths."""
@@ -272,21 +272,14 @@ class Engine:
         longest = max(lengths)
         tokens = torch.tensor([row.text + [0] * (longest - len(row.text)) for row in rows], device=device)
         last = tokens.new_tensor(lengths)[:, None] - 1
-        positions = torch.arange(longest, device=device).expand(len(rows), -1)
-        ends = sorted({length - 1 for length in lengths})
-        # Padding stands after the text, where causal attention never looks: no mask is needed, ragged or not.
-        reading = self.target.read(
-            tokens, positions, None, cache, self.drafter.layers, keep_logits=tokens.new_tensor(ends)
-        )
-        where = tokens.new_tensor([[ends.index(length - 1)] for length in lengths])
-        logits = reading.logits.gather(1, where[:, :, None].expand(-1, -1, reading.logits.shape[-1]))
+        reading = self.target.read_prompts(tokens, lengths, cache, self.drafter.layers)
         cache.set_lengths(lengths)
         sampler = self.new_sampler(rows)
         roots = root_only(Accepted(tokens.gather(1, last), reading.features, [1] * len(rows), []))
-        verification, broken = sampler.verify(logits, roots, sampler.gumbel(cache.starts, 1), 0, cache.graphs)
+        verification, broken = sampler.verify(reading.logits, roots, sampler.gumbel(cache.starts, 1), 0, cache.graphs)
         bad, _, _, written = to_host(verification, broken)
         chosen = [None if is_bad else first[0] for is_bad, first in zip(bad, written, strict=True)]
-        return chosen, trace_rows(rows, roots, verification, logits), reading.features, lengths
+        return chosen, trace_rows(rows, roots, verification, reading.logits), reading.features, lengths
 
     def join(self, staying: list[int], new: Sequence[Row], features: Tensor, lengths: list[int]) -> Accepted:
         """What drafters read next: of rows that stay what they were to read, of new ones their whole prompts. A position's
@@ -310,7 +303,7 @@ class Engine:
         facts = rows, self.target.vocab_size, self.target.device
         return TargetSampler(*facts) if self.rule == "coupled" else RuleSampler(self.rule, self.lossless, *facts)
 
-    def open_cache(self) -> KVCache:
+    def open_cache(self) -> TargetCache:
         assert self.cache is not None, "a step without a row"
         return self.cache
 
@@ -321,7 +314,7 @@ class Engine:
 
 
 def read_nodes(
-    target: Target, cache: KVCache, layers: Sequence[int], tokens: Tensor, depths: Tensor, ancestors: Tensor
+    target: Target, cache: TargetCache, layers: Sequence[int], tokens: Tensor, depths: Tensor, ancestors: Tensor
 ) -> Reading:
     return target.read_tree(tokens, cache.starts + depths, cache.mask(ancestors), cache, layers)
 

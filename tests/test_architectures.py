@@ -5,6 +5,7 @@ Tiny random models in float32. What we compare with is always a second copy of t
 
 import copy
 import random
+import re
 from typing import Any
 
 import pytest
@@ -217,7 +218,8 @@ def test_a_model_that_changes_its_logits_behind_the_head_is_found_out() -> None:
 
 HALF = {"num_hidden_layers": 2}
 LINEAR = HALF | {"layer_types": ["linear_attention", "full_attention"]}
-UNFIT: dict[str, tuple[hf.PreTrainedConfig, str]] = {
+# What reads chains only, and why.
+CHAINS: dict[str, tuple[hf.PreTrainedConfig, str]] = {
     "mamba": (hf.MambaConfig(**HALF), "linear_attention"),
     "mamba2": (hf.Mamba2Config(**HALF), "linear_attention"),
     "falcon_mamba": (hf.FalconMambaConfig(**HALF), "linear_attention"),
@@ -239,19 +241,33 @@ UNFIT: dict[str, tuple[hf.PreTrainedConfig, str]] = {
     ),
     "gpt_neo": (hf.GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]]), "global, local"),
     "bloom": (hf.BloomConfig(n_layer=2), "position_ids"),
+    "falcon": (hf.FalconConfig(**HALF, alibi=True), "alibi"),
+    "openai-gpt": (hf.OpenAIGPTConfig(n_layer=2), "past_key_values"),
+}
+UNFIT: dict[str, tuple[hf.PreTrainedConfig, str]] = {
     "bert": (hf.BertConfig(**HALF), "an encoder"),
     "roberta": (hf.RobertaConfig(**HALF), "an encoder"),
     "moshi": (hf.MoshiConfig(**HALF), "32001 tokens and writes 32000"),
-    "falcon": (hf.FalconConfig(**HALF, alibi=True), "alibi"),
     "gemma3_text": (hf.Gemma3TextConfig(**HALF, use_bidirectional_attention=True), "use_bidirectional_attention"),
-    "openai-gpt": (hf.OpenAIGPTConfig(n_layer=2), "past_key_values"),
 }
 
 
+def on_meta(config: hf.PreTrainedConfig) -> hf.PreTrainedModel:
+    """A model without weights."""
+    with torch.device("meta"):
+        return hf.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("model_type", CHAINS)
+def test_a_model_that_cannot_branch_says_why(model_type: str) -> None:
+    config, reason = CHAINS[model_type]
+    target = Target(on_meta(config))
+    assert not target.reads_trees
+    assert re.match(rf"^model_type {model_type} (has|takes no) {reason}\b", target.no_trees or "")
+
+
 @pytest.mark.parametrize("model_type", UNFIT)
-def test_a_model_that_cannot_branch_is_refused_by_name(model_type: str) -> None:
+def test_a_model_that_writes_no_text_is_refused_by_name(model_type: str) -> None:
     config, reason = UNFIT[model_type]
-    with torch.device("meta"):  # no weights are needed to refuse it
-        model = hf.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=rf"^model_type {model_type} (has|is|reads|takes no) {reason}\b"):
-        Target(model)
+    with pytest.raises(ValueError, match=rf"^model_type {model_type} (has|is|reads) {reason}\b"):
+        Target(on_meta(config))

@@ -20,6 +20,7 @@ SMALL = [
     "proven_prompts=2",
     "prompt_tokens=16",
     "new_tokens=16",
+    "+train.recipe=embedded",
     "+train.length=64",
     "+train.self_generated_tokens=0",
     "+train.trainer={max_steps:2,warmup_steps:1}",

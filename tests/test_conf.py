@@ -91,6 +91,18 @@ def test_data(name: str, target, folder: Path, tmp_path: Path):
     assert any(found.train[0].loss_mask) and found.card["source"]
 
 
+def test_a_real_target_is_trained_as_published_and_the_embedded_one_in_minutes():
+    demo, real = composed("train"), composed("train", "target=hf", "target.path=ORG/NAME", "data.path=FILE")
+    assert demo.trainer.max_steps == 500 and demo.self_generated_tokens > 0 and demo.length == 256
+    assert demo.optimizer._target_ == "train.optimizer.muon" and demo.data._target_.endswith("standard_library")
+    assert real.trainer.max_steps == -1 and real.self_generated_tokens == 0 and real.length == 2048
+    assert real.trainer.learning_rate == 1e-4 and real.optimizer._target_ == "train.optimizer.adamw"
+    assert real.data._target_ == "train.data.conversations.corpus"
+    typed = composed("train", "optimizer=adamw", "trainer.max_steps=3", "data=text", "data.path=FILE")
+    assert typed.optimizer._target_ == "train.optimizer.adamw" and typed.trainer.max_steps == 3
+    assert typed.data._target_ == "train.data.corpus.text_files" and typed.length == 256
+
+
 @pytest.mark.parametrize("name", names("target"))
 def test_a_target(name: str, tiny_path: Path):
     changes = {"hf": {"path": str(tiny_path)}, "random": {"hidden_size": 64, "num_layers": 1, "dtype": "float32"}}

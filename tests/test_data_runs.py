@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PLAIN = f"data.template={ROOT / 'train' / 'data' / 'plain_chat.jinja'}"
 SMALL = [
     "target=hf",
+    "recipe=embedded",
     "target.device=cpu",
     "length=64",
     "self_generated_tokens=0",

@@ -6,11 +6,18 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaForCausalLM
 
 from heads import Target
+from heads.base import RecurrentHead
+from heads.draft_model import DraftModelHead
+from heads.eagle import EagleHead
 from heads.eagle3 import Eagle3Head
+from heads.hydra import HydraHead
 from heads.medusa import MedusaHead
+from heads.target.cache import KVCache
 from inference import generate, load_drafter
 from inference.drafters import (
     AdaptiveLength,
@@ -419,3 +426,39 @@ def test_a_padded_tree_has_the_rows_of_the_largest(small):
         out.new_tokens
         == generate(small, None, torch.arange(1, 12)[None], max_new_tokens=20, eos_token_id=-1).new_tokens
     )
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that is made inside."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return out
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "hydra++", "draft model"])
+def test_a_prompt_is_read_without_a_mask_of_its_length_squared(target, kind):
+    head: RecurrentHead = {
+        "eagle": lambda: EagleHead.for_target(target),
+        "eagle3": lambda: Eagle3Head.for_target(target),
+        "hydra++": lambda: HydraHead.for_target(target, prefix=True),
+        "draft model": lambda: DraftModelHead(target, target.vocab_size),
+    }[kind]()
+    length = 240
+    tokens = torch.arange(length)[None] % target.vocab_size
+    features = target.read(tokens, layers=head.layers).features
+    inputs = features, head.embed(tokens, target)
+    with torch.no_grad(), Largest() as whole:
+        read = head.read_accepted(*inputs, KVCache(head.cache_layers, 1, length, "cpu"))
+    assert whole.elements < length**2
+    halves = KVCache(head.cache_layers, 1, length, "cpu")
+    with torch.no_grad(), Largest() as masked:
+        first = head.read_accepted(*(x[:, : length // 2] for x in inputs), halves)
+        halves.set_lengths([length // 2])
+        second = head.read_accepted(*(x[:, length // 2 :] for x in inputs), halves)
+    torch.testing.assert_close(torch.cat([first, second], 1), read, atol=1e-4, rtol=1e-4)
+    assert masked.elements >= (length // 2) * length  # the second half did need one

@@ -137,7 +137,7 @@ def train(tiny_path, tmp_path, monkeypatch, capfd):
 
     def run(*arguments: str) -> Path:
         small = [
-            *("target=hf", f"target.path={tiny_path}", "target.device=cpu", "target.dtype=float32"),
+            *("target=hf", "recipe=embedded", f"target.path={tiny_path}", "target.device=cpu", "target.dtype=float32"),
             *(
                 "data=text",
                 f"data.path={texts}",

@@ -51,6 +51,12 @@ def bfloat16_products() -> bool:
     return has_bfloat16_products("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def for_demo(target: str, demo: str, other: str) -> str:
+    """The choice of a group for the targets of conf/recipe/embedded.yaml, or for all others."""
+    return demo if target in ("embedded", "random") else other
+
+
+OmegaConf.register_new_resolver("for_demo", for_demo, replace=True)
 OmegaConf.register_new_resolver("shipped", shipped, replace=True)
 OmegaConf.register_new_resolver("bfloat16_products", bfloat16_products, replace=True)
 # What every program wants of Hydra: no folder and no log of its own. In a sweep it writes outputs/multirun.yaml.
@@ -166,8 +172,8 @@ def no_space(error: BaseException) -> bool:
 
 
 def spelled_out(argument: str, folder: Path = CONF) -> list[str]:
-    """What stands for `argument` in Hydra's language: target=ORG/NAME is target.path=ORG/NAME, drafter=DIRECTORY is
-    drafter=head drafter.spec=DIRECTORY, and a prompt is text whatever characters are in it."""
+    """What stands for `argument` in Hydra's language: target=ORG/NAME is target=hf target.path=ORG/NAME, drafter=DIRECTORY
+    is drafter=head drafter.spec=DIRECTORY, and a prompt is text whatever characters are in it."""
     key, _, value = argument.partition("=")
     if key == "prompt" and value != "null" and value[:1] not in ("'", '"'):
         text = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # not OmegaConf's interpolation
@@ -177,4 +183,7 @@ def spelled_out(argument: str, folder: Path = CONF) -> list[str]:
         return [argument]
     if (folder / key / f"{value}.yaml").is_file() or value.startswith(("{", "[")):
         return [argument]
-    return [f"target.path={value}"] if key == "target" else ["drafter=head", f"drafter.spec={value}"]
+    if key == "drafter":
+        return ["drafter=head", f"drafter.spec={value}"]
+    group = ["target=hf"] if (folder / "target").is_dir() else []  # conf/publish has none
+    return [*group, f"target.path={value}"]

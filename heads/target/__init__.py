@@ -1,5 +1,5 @@
 """The frozen language model: loading it, reading it over a tree, its cache, and CUDA graphs of its reads."""
 
-from heads.target.model import Reading, Target
+from heads.target.model import Reading, Target, TargetCache
 
-__all__ = ["Reading", "Target"]
+__all__ = ["Reading", "Target", "TargetCache"]

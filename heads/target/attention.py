@@ -24,13 +24,17 @@ EXTRAS = ("softcap", "s_aux", "position_bias", "output_attentions")
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float = 0.0, scale: float | None = None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float = 0.0, scale: float | None = None
 ) -> Tensor:
     """Attention of query (batch, heads, rows, dim) over key and value (batch, kv_heads, keys, dim); mask (batch, 1 or
-    heads, rows, keys). Returns (batch, heads, rows, value dim)."""
+    heads, rows, keys), or None: causal, of as many keys as rows. Returns (batch, heads, rows, value dim)."""
     batch, heads, rows, dim = query.shape
     kv_heads, keys = key.shape[1:3]
     groups = heads // kv_heads
+    if mask is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=groups > 1
+        )
     folded = groups * rows
     if groups > 1:
         query = query.reshape(batch, kv_heads, folded, dim)

@@ -12,6 +12,8 @@ a path is one gather and one scatter for all of them, and its cost does not depe
 It lives in `heads` because an autoregressive head drafts over the same cache that the target reads over.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -20,6 +22,12 @@ from transformers.cache_utils import CacheLayerMixin
 from heads.target.cuda_graphs import CudaGraphs
 
 MIN_BUCKET = 256  # columns that a read over fixed shapes sees, at least
+
+
+def to_device(numbers: Any, device: torch.device) -> Tensor:
+    """Whole numbers of the host, in lists of lists, as int64 on the device, without waiting for what runs there."""
+    tensor = torch.tensor(numbers, dtype=torch.int64)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class CacheLayer(CacheLayerMixin):
@@ -131,7 +139,7 @@ class KVCache(Cache):
     def set_lengths(self, lengths: list[int]) -> None:
         self.lengths, self.pending = lengths, 0
         self.uniform_lengths = min(lengths) == max(lengths)
-        self.starts = torch.tensor(lengths, device=self.device)[:, None]
+        self.starts = to_device(lengths, self.device)[:, None]
         if self.graphs.active:  # captured graphs look for it in one place
             self.starts = self.static_starts.copy_(self.starts)
 
@@ -204,6 +212,13 @@ class KVCache(Cache):
         seen = among.gather(2, offset.clamp(0, following - 1)[:, None, :].expand(-1, new, -1))
         return (offset < 0)[:, None, :] | (inside[:, None, :] & seen)
 
+    def causal_mask(self, new: int) -> Tensor | None:
+        """Of a read of `new` tokens that follow each other, (batch, new, width) bool. None where nothing is cached: plain
+        causal attention says the same, and a long prompt would make a mask of its length squared."""
+        if not any(self.lengths) and self.pending == 0 and self.kv_bucket is None:
+            return None
+        return self.mask(torch.ones(1, new, new, dtype=torch.bool, device=self.device).tril())
+
     def commit(self, path: list[list[int]], padded_path: Tensor | None = None) -> None:
         """Keep entries `path[row]` (ascending) of the newest read, in this order, after the row's text. padded_path:
         (batch, n) int64, the same on the device, with more after it that does no harm; needed where reads are captured."""
@@ -214,7 +229,7 @@ class KVCache(Cache):
             self.graphs("commit", self.move_entries, padded_path)
         elif any(nodes[-1] != len(nodes) - 1 for nodes in path if nodes):  # else they lie in their places already
             path = [nodes + [longest - 1] * (longest - len(nodes)) for nodes in path]
-            self.move_entries(torch.tensor(path, device=self.device))
+            self.move_entries(to_device(path, self.device))
         self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
 
     def move_entries(self, path: Tensor) -> None:

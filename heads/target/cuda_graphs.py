@@ -24,6 +24,27 @@ class CapturedGraph(Protocol):
     def replay(self) -> None: ...
 
 
+class Waits(TorchDispatchMode):
+    """Notices the first kernel that no graph can hold: its result is waited for, or its input comes from the host. A capture
+    that meets one fails, and leaves the device's stream and allocator as they were in it."""
+
+    KERNELS = frozenset(
+        f"aten::{name}"
+        for name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
+    )
+    found: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        # A single number from the host goes along with the kernel that uses it.
+        waits = name in self.KERNELS or (name == "aten::lift_fresh" and args[0].ndim > 0)
+        if name == "aten::index":
+            waits = any(index is not None and index.dtype == torch.bool for index in args[1])
+        if waits and self.found is None:
+            self.found = f"{name} waits for the device, or for the host"
+        return func(*args, **(kwargs or {}))
+
+
 class KeptReferences(TorchDispatchMode):
     """Collects the tensors that a captured function uses and did not make: they must live as long as the graph does,
     since it knows their addresses only."""
@@ -49,11 +70,15 @@ class CudaGraph:
     def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor | None, ...]):
         self.device = next(x.device for x in inputs if x is not None)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device), KeptReferences() as references:
-            # thread_local: another thread, a streamer's say, may use the device meanwhile.
-            how: Any = {"stream": torch.cuda.Stream(), "capture_error_mode": "thread_local"}
-            with torch.cuda.graph(self.graph, **how):
-                self.outputs = function(*inputs)
+        stream = torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.device(self.device), KeptReferences() as references:
+                # thread_local: another thread, a streamer's say, may use the device meanwhile.
+                how: Any = {"stream": torch.cuda.Stream(), "capture_error_mode": "thread_local"}
+                with torch.cuda.graph(self.graph, **how):
+                    self.outputs = function(*inputs)
+        finally:
+            torch.cuda.set_stream(stream)  # torch stays on the capture's own where ending it fails
         self.references = list(references.tensors.values())
 
     def replay(self) -> None:
@@ -81,8 +106,9 @@ class CudaGraphs:
             return function(*inputs)
         key = key, *(None if x is None else (x.shape, x.dtype) for x in inputs)
         if key not in self.graphs:
-            out = function(*inputs)  # which also sets up what libraries set up at their first use
-            self.graphs[key] = self.captured(function, inputs)
+            with Waits() as waits:
+                out = function(*inputs)  # which also sets up what libraries set up at their first use
+            self.graphs[key] = self.captured(function, inputs, waits.found)
             return out
         found = self.graphs[key]
         if found is None:
@@ -94,12 +120,15 @@ class CudaGraphs:
         graph.replay()
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, graph.outputs)
 
-    def captured(self, function: Callable[..., Any], inputs: tuple[Tensor | None, ...]) -> Any:
+    def captured(self, function: Callable[..., Any], inputs: tuple[Tensor | None, ...], reason: str | None) -> Any:
+        """Its inputs and graph; None where a graph cannot hold it, for this `reason` or another."""
         static_inputs = [None if x is None else x.clone(memory_format=torch.contiguous_format) for x in inputs]
         assert self.capture is not None
-        try:
-            return static_inputs, self.capture(function, tuple(static_inputs))
-        except RuntimeError as error:  # a mixture of experts asks the device how many tokens each expert got, say
-            reason = str(error).strip().split("\n")[0]
-            warnings.warn(f"a part of decoding cannot be captured and runs kernel by kernel: {reason}", stacklevel=2)
-            return None
+        if reason is None:
+            try:
+                return static_inputs, self.capture(function, tuple(static_inputs))
+            except RuntimeError as error:
+                reason = str(error).strip().split("\n")[0]
+        # A mixture of experts asks the device how many tokens each expert got, say.
+        warnings.warn(f"a part of decoding cannot be captured and runs kernel by kernel: {reason}", stacklevel=2)
+        return None

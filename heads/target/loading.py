@@ -1,17 +1,19 @@
-"""What loading a target needs beyond transformers: names looked up, words for dtypes and bits, and models refused by name
-that no token tree can be read with."""
+"""What loading a target needs beyond transformers: names looked up, and words for dtypes and bits."""
 
 import importlib.util
-import inspect
 import platform
 from typing import Any
 
 import torch
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from transformers import BitsAndBytesConfig, PreTrainedModel
-
-# The layer types, as transformers names them, that remember keys and values alone and whose masks we know how to cut.
-BRANCHING = {"full_attention", "sliding_attention"}
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+)
 
 
 def check_exists(name: str) -> None:
@@ -57,45 +59,9 @@ def quantization_config(name: str, dtype: str | torch.dtype) -> Any:
     return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 
 
-def check_supported(model: PreTrainedModel) -> None:
-    """Raise ValueError for models that no token tree can be read with; they would run, and give wrong logits."""
-    config = model.config.get_text_config()
-    # GPT-Neo calls them attention_layers, and cuts its local ones by column, not by position.
-    types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ()
-    kinds = sorted(set(types) - BRANCHING)
-    if kinds or model._is_stateful:  # some recurrent models (RWKV, xLSTM) name no layer types
-        raise ValueError(
-            f"model_type {config.model_type} has {', '.join(kinds) or 'recurrent'} layers: drafts can branch, and be "
-            "taken back, only where every layer is full or sliding attention over keys and values; choose such a target"
-        )
-    if getattr(config, "is_decoder", None) is False and any(
-        getattr(part, "is_causal", None) is False for part in model.modules()
-    ):  # either alone says nothing: GPT-NeoX has the former, an image encoder beside a decoder the latter
-        raise ValueError(
-            f"model_type {config.model_type} is an encoder, whose tokens see what comes after them: a draft would "
-            "change the text before it; choose a decoder (or is_decoder=True in its config, if it was trained as one)"
-        )
-    if getattr(config, "use_bidirectional_attention", None):
-        raise ValueError(
-            f"model_type {config.model_type} has use_bidirectional_attention: a draft would change the text before it; "
-            "choose a target without"
-        )
-    if getattr(config, "alibi", None):
-        raise ValueError(
-            f"model_type {config.model_type} has alibi, which places keys by their column and not by their position: the "
-            "branches of a tree would get wrong distances; choose a target with rotary or learned positions"
-        )
-    output = model.get_output_embeddings()
-    read, written = model.get_input_embeddings().num_embeddings, None if output is None else output.weight.shape[0]
-    if output is None or (written != read and output.weight.is_floating_point()):
-        raise ValueError(
-            f"model_type {config.model_type} reads {read} tokens and writes {written or 'none'}: what it writes must "
-            "be what it reads next; choose a text model"
-        )
-    parameters = inspect.signature(model.forward).parameters
-    missing = [name for name in ("position_ids", "past_key_values") if name not in parameters]
-    if missing:
-        raise ValueError(
-            f"model_type {config.model_type} takes no {' and no '.join(missing)}, without which it cannot read the "
-            "branches of a tree after a text; choose another target"
-        )
+def load_model(path: str, **kwargs: Any) -> PreTrainedModel:
+    """A model that writes text, and where it also reads images (Qwen3-VL, Mistral 3.1 ...) the whole of it: only the part
+    that reads text is used."""
+    config = AutoConfig.from_pretrained(path, revision=kwargs.get("revision"))
+    kind = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    return kind.from_pretrained(path, **kwargs)

@@ -3,23 +3,26 @@
 import inspect
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch.nn.functional import pad
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from heads.target import attention
 from heads.target.cache import KVCache
-from heads.target.loading import (
-    check_exists,
-    check_supported,
-    has_bfloat16_products,
-    quantization_config,
-    resolve_dtype,
-)
+from heads.target.loading import check_exists, has_bfloat16_products, load_model, quantization_config, resolve_dtype
 from heads.target.sharding import COLLECTIVE, arguments, full_tensor
+from heads.target.state_cache import StateCache
+from heads.target.support import check_supported, why_no_trees
+
+TargetCache = KVCache | StateCache
+# Of `reads_chains`: tokens read, and how far logits may differ, as a share of their largest. In half precision only what is
+# grossly wrong can be told from rounding.
+PROBE, TOLERANCE = 12, {torch.float32: 1e-4}
 
 
 class Reading(NamedTuple):
@@ -27,6 +30,12 @@ class Reading(NamedTuple):
 
     logits: Tensor  # (batch, length or fewer, vocab)
     features: Tensor  # (batch, length, len(layers) * hidden); width 0 when no layer was asked for
+
+
+def stacked(readings: Sequence[Reading], length: int) -> Reading:
+    """Rows read one by one as one batch, their features padded on the right."""
+    features = [pad(row.features, (0, 0, 0, length - row.features.shape[1])) for row in readings]
+    return Reading(torch.cat([row.logits for row in readings]), torch.cat(features))
 
 
 class Target:
@@ -45,10 +54,13 @@ class Target:
         self._idle_cache: KVCache | None = None
         self.config = model.config.get_text_config()
         check_supported(model)
-        if model.config._attn_implementation == "sdpa":
+        # Why it cannot read the branches of a tree, in words, and is drafted for by chains; None where it can.
+        self.no_trees: str | None = why_no_trees(model)
+        if model.config._attn_implementation == "sdpa" and self.reads_trees:
             model.set_attn_implementation(attention.NAME)
-        parameters = inspect.signature(model.forward).parameters
-        self._keeps_logits = "logits_to_keep" in parameters
+        self._parameters = set(inspect.signature(model.forward).parameters)
+        pasts = ("past_key_values", "cache_params", "state")  # the names of their caches; OpenAI's first GPT keeps none
+        self._past = next((name for name in pasts if name in self._parameters), None)
         # Not from `to_dict`, which leaves out what a config computes and knows no second names (GPT-2's n_positions).
         self.layer_types: list[str] | None = getattr(self.config, "layer_types", None)
         types = self.layer_types
@@ -96,7 +108,7 @@ class Target:
         if sharding is not None:
             kwargs |= arguments(path, sharding, quantization)
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, revision=revision, **kwargs)
+            model = load_model(path, dtype=dtype, revision=revision, **kwargs)
         except (OSError, json.JSONDecodeError) as error:
             reason = str(error).strip().split("\n")[0]
             raise ValueError(f"target {path} cannot be loaded: {reason}") from error
@@ -168,19 +180,28 @@ class Target:
         eos = self.config.eos_token_id if eos is None else eos
         return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
+    @property
+    def reads_trees(self) -> bool:
+        """Can it read the branches of a tree at once, under a mask of ours? Else it reads chains (`no_trees` says why)."""
+        return self.no_trees is None
+
+    def new_cache(self, batch: int, capacity: int) -> TargetCache:
+        if not self.reads_trees:
+            return StateCache(batch, capacity, self.device)
         return KVCache(self.num_layers, batch, capacity, self.device)
 
-    def acquire_cache(self, batch: int, capacity: int) -> KVCache:
+    def acquire_cache(self, batch: int, capacity: int) -> TargetCache:
         """A cache whose reads are captured where the device can: the one that was given back last, if it suits."""
+        if not self.reads_trees:
+            return self.new_cache(batch, capacity)
         found, self._idle_cache = self._idle_cache, None
         if found is None or found.batch != batch or found.capacity < capacity:
             found = KVCache(self.num_layers, batch, capacity, self.device, capture=self.supports_cuda_graphs)
         found.clear()
         return found
 
-    def release(self, cache: KVCache) -> None:
-        if cache.graphs.active:
+    def release(self, cache: TargetCache) -> None:
+        if isinstance(cache, KVCache) and cache.graphs.active:
             self._idle_cache = cache
 
     def read(
@@ -199,42 +220,111 @@ class Target:
         causal. key_positions: (batch, keys) int64, the position of each key, needed with a mask where the target has
         sliding windows. keep_logits: 0 for all positions, n for the last n, or a tensor of indices.
         """
-        extra: dict[str, Any] = {"logits_to_keep": keep_logits} if self._keeps_logits else {}
+        assert mask is None or self.reads_trees, self.no_trees
+        facts: dict[str, Any] = {"use_cache": cache is not None}
+        if mask is not None:
+            facts["attention_mask"] = self._shape_mask(mask, positions, key_positions)
+        if cache is not None:
+            facts["past_key_values"] = cache
+        return self._forward(tokens, positions, layers, keep_logits, facts)[0]
+
+    def read_on(
+        self, tokens: Tensor, start: int, state: Any, layers: Sequence[int] = (), keep_logits: int = 0
+    ) -> tuple[Reading, Any]:
+        """Read a piece of text (1, length) after the `start` tokens that the model's own cache `state` holds (None: from
+        the beginning), with the model's own masks. Returns the cache too, written into; None where it keeps none."""
+        facts = {} if self._past is None else {"use_cache": True}
+        if state is not None:
+            assert self._past is not None
+            facts[self._past] = state
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
+        reading, out = self._forward(tokens.clamp(min=0), positions, layers, keep_logits, facts)
+        return reading, None if self._past is None else out.get(self._past)
+
+    def _forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None,
+        layers: Sequence[int],
+        keep_logits: int | Tensor,
+        facts: dict[str, Any],
+    ) -> tuple[Reading, Any]:
+        """The reading, and the model's own output. facts: more arguments of its forward."""
+        if positions is not None and "position_ids" in self._parameters:
+            facts["position_ids"] = positions
+        if "logits_to_keep" in self._parameters:
+            facts["logits_to_keep"] = keep_logits
         if layers:
-            extra["output_hidden_states"] = list(layers)
-        out = self.model(
-            input_ids=tokens,
-            attention_mask=None if mask is None else self._shape_mask(mask, positions, key_positions),
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            **extra,
-        )
+            facts["output_hidden_states"] = list(layers)
+        out = self.model(input_ids=tokens, **facts)
         logits = out.logits
-        if not self._keeps_logits and not (isinstance(keep_logits, int) and keep_logits == 0):
+        if "logits_to_keep" not in self._parameters and not (isinstance(keep_logits, int) and keep_logits == 0):
             logits = logits[:, -keep_logits:] if isinstance(keep_logits, int) else logits[:, keep_logits]
         if not layers:
-            return Reading(logits, logits.new_empty(*tokens.shape, 0))
+            return Reading(logits, logits.new_empty(*tokens.shape, 0)), out
         states = [out.hidden_states[i] for i in layers]
-        return Reading(logits, states[0] if len(states) == 1 else torch.cat([s.to(logits.device) for s in states], -1))
+        features = states[0] if len(states) == 1 else torch.cat([s.to(logits.device) for s in states], -1)
+        return Reading(logits, features), out
+
+    def read_prompts(
+        self, tokens: Tensor, lengths: Sequence[int], cache: TargetCache, layers: Sequence[int] = ()
+    ) -> Reading:
+        """Read prompts (batch, longest), padded on the right, into an empty cache. logits (batch, 1, vocab): of each row's
+        last token; features (batch, longest, width), those of padding without meaning."""
+        if isinstance(cache, StateCache):
+            rows = [tokens[row : row + 1, :length] for row, length in enumerate(lengths)]
+            return stacked([cache.read_prompt(row, self, part, layers) for row, part in enumerate(rows)], max(lengths))
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
+        ends = sorted({length - 1 for length in lengths})
+        # Padding stands after the text, where causal attention never looks: no mask is needed, ragged or not.
+        reading = self.read(tokens, positions, None, cache, layers, keep_logits=tokens.new_tensor(ends))
+        where = tokens.new_tensor([[ends.index(length - 1)] for length in lengths])
+        logits = reading.logits.gather(1, where[:, :, None].expand(-1, -1, reading.logits.shape[-1]))
+        return Reading(logits, reading.features)
+
+    def blank_reading(self, length: int, layers: Sequence[int]) -> Reading:
+        """Of a row that is not read, (1, length, ...)."""
+        zeros = torch.zeros(1, length, self.vocab_size, dtype=self.dtype, device=self.device)
+        return Reading(zeros, zeros.new_zeros(1, length, len(layers) * self.hidden_size))
+
+    @cached_property
+    @torch.no_grad()
+    def reads_chains(self) -> bool:
+        """Does it read several tokens after a text as it reads them one by one? Measured on a few tokens, once."""
+        tokens = torch.randint(self.vocab_size, (1, PROBE), generator=torch.Generator().manual_seed(0)).to(self.device)
+        text, nodes = tokens[:, : PROBE // 2], PROBE // 2
+        together, one_by_one = (StateCache(1, PROBE, self.device) for _ in range(2))
+        for cache in (together, one_by_one):
+            self.read_prompts(text, [text.shape[1]], cache)
+        at_once = torch.cat([part.logits for part in together.read_chains(self, tokens[:, nodes:], ())])
+        single = []
+        for number in range(nodes, PROBE):
+            single += one_by_one.read_chains(self, tokens[:, number : number + 1], ())
+            one_by_one.commit([[0]])
+        apart = torch.cat([part.logits for part in single], 1)
+        difference = (at_once - apart).abs().max() / apart.abs().max()
+        return bool(difference < TOLERANCE.get(self.dtype, 0.1))
 
     def read_tree(
         self,
         tokens: Tensor,
         positions: Tensor,
-        mask: Tensor,
-        cache: KVCache,
+        mask: Tensor | None,
+        cache: TargetCache,
         layers: Sequence[int] = (),
         keep_logits: int = 0,
     ) -> Reading:
-        """Read draft tokens (batch, nodes) after the cached text; mask (batch, nodes, keys) bool.
+        """Read draft tokens (batch, nodes) after the cached text; mask (batch, nodes, keys) bool, or None as by
+        `KVCache.causal_mask`. A target that reads no trees takes them for a chain.
 
         Nodes that nothing can come of (token -1, or beyond the context) are read as something harmless.
         """
+        if isinstance(cache, StateCache):
+            return stacked(cache.read_chains(self, tokens, layers), tokens.shape[1])
         if self.context is not None:
             positions = positions.clamp(max=self.context - 1)  # a learned position table ends there
         key_positions = None
-        if self.window is not None:
+        if self.window is not None and mask is not None:
             columns = torch.arange(mask.shape[-1], device=tokens.device).repeat(len(tokens), 1)
             key_positions = columns.scatter(1, cache.columns(tokens.shape[1]), positions)
         return self.read(tokens.clamp(min=0), positions, mask, cache, layers, keep_logits, key_positions)

@@ -11,6 +11,7 @@ from heads.target import Target
 from inference.drafters.adaptive import AdaptiveLength
 from inference.drafters.auto import AutoTree
 from inference.drafters.base import Drafter, NoDrafter
+from inference.drafters.chain import Chain
 from inference.drafters.draft_model import DraftModel
 from inference.drafters.dynamic import DynamicTree
 from inference.drafters.lookahead import Lookahead
@@ -97,6 +98,7 @@ def with_tree_policy(
 __all__ = [
     "AdaptiveLength",
     "AutoTree",
+    "Chain",
     "DraftModel",
     "Drafter",
     "DynamicTree",

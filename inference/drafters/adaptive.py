@@ -23,7 +23,7 @@ class AdaptiveLength(Drafter):
         if not 0 <= confidence < 1:
             raise ValueError(f"confidence={confidence} must be a probability below 1; 0 drafts all levels")
         self.inner, self.layers, self.nodes, self.most = inner, inner.layers, inner.nodes, inner.depth
-        self.depth = self.most
+        self.depth, self.branches = self.most, inner.branches
         inner.should_stop = (lambda scores: bool(scores.max() < math.log(confidence))) if confidence else None
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:

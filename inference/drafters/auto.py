@@ -54,6 +54,7 @@ class AutoTree(Drafter):
         """inner: with the largest tree that may be used."""
         self.inner, self.target = inner, target
         self.layers, self.nodes, self.full = inner.layers, inner.nodes, Plan(inner.nodes, inner.depth)
+        self.branches = inner.branches
         self.costs: dict[int, Costs] = {}
         self.seen: deque[list[int]] = deque(maxlen=REMEMBER)  # ranks of the nodes along each accepted path
         self.taken: dict[tuple[int, Plan], deque[float]] = {}  # seconds of whole steps, by batch size and tree
@@ -195,9 +196,10 @@ def measure(inner: DynamicTree | StaticTree, target: Target, batch: int, full: P
         return min(times[1:])
 
     text = min(TEXT, (target.context or TEXT + full.nodes) - full.nodes - 1)
-    read = {}
+    read, cache = {}, target.new_cache(batch, text + full.nodes)
+    if not target.reads_trees:  # its own cache has no columns that can be read over unwritten
+        target.read_prompts(torch.zeros(batch, text, dtype=torch.int64, device=target.device), [text] * batch, cache)
     for size in sorted({1, full.nodes, *(size for size in SIZES if size < full.nodes)}):
-        cache = target.new_cache(batch, text + size)
         cache.set_lengths([text] * batch)
         tree = chain(torch.zeros(batch, size, dtype=torch.int64, device=target.device))
         positions, mask = cache.starts + tree.depths, cache.mask(tree.ancestors)

@@ -4,9 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from heads.target.cache import to_device
 from inference.sampling import Sampling
 from inference.tree import TokenTree, chain, from_parents
 
@@ -24,6 +24,7 @@ class Drafter(ABC):
     layers: Sequence[int] = ()  # which hidden states of the target it wants, numbered as in heads/target/model.py
     depth: int  # most levels of the next tree that it proposes
     nodes: int  # most nodes of any tree that it proposes, the root counted
+    branches: bool = True  # may its trees be more than chains?
 
     @abstractmethod
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
@@ -47,7 +48,7 @@ class Drafter(ABC):
 class NoDrafter(Drafter):
     """Drafts nothing: plain decoding, through the same loop."""
 
-    depth, nodes = 0, 1
+    depth, nodes, branches = 0, 1, False
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         pass
@@ -58,10 +59,16 @@ class NoDrafter(Drafter):
 
 def roots(accepted: Accepted) -> Tensor:
     """(batch, 1): each row's newest token."""
+    return newest(accepted)[0]
+
+
+def newest(accepted: Accepted) -> tuple[Tensor, Tensor]:
+    """Each row's root (batch, 1), and the features (batch, width) of the position before it."""
+    tokens, features = accepted.tokens, accepted.features
     if unpadded(accepted):
-        return accepted.tokens[:, -1:]
-    last = accepted.tokens.new_tensor([[max(count, 1) - 1] for count in accepted.counts])
-    return accepted.tokens.gather(1, last)
+        return tokens[:, -1:], features[:, -1]
+    last = to_device([[max(count, 1) - 1] for count in accepted.counts], tokens.device)
+    return tokens.gather(1, last), features.gather(1, last[:, :, None].expand(-1, 1, features.shape[-1]))[:, 0]
 
 
 def unpadded(accepted: Accepted) -> bool:
@@ -90,7 +97,7 @@ def chains(accepted: Accepted, drafts: list[list[int]]) -> TokenTree:
     rows = [
         [text[-1], *draft, *[-1] * (longest - len(draft))] for text, draft in zip(accepted.text, drafts, strict=True)
     ]
-    return chain(torch.tensor(rows, device=accepted.tokens.device))
+    return chain(to_device(rows, accepted.tokens.device))
 
 
 def trees(accepted: Accepted, drafts: list[list[tuple[int, int]]], depth: int) -> TokenTree:
@@ -100,5 +107,5 @@ def trees(accepted: Accepted, drafts: list[list[tuple[int, int]]], depth: int) -
         return root_only(accepted)
     padded = [draft + [(-1, 0)] * (longest - len(draft)) for draft in drafts]
     rows = [[(text[-1], 0), *draft] for text, draft in zip(accepted.text, padded, strict=True)]
-    both = torch.tensor(rows, device=accepted.tokens.device)  # (batch, nodes, 2)
+    both = to_device(rows, accepted.tokens.device)  # (batch, nodes, 2)
     return from_parents(both[..., 0], both[..., 1], depth)

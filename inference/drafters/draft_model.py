@@ -9,7 +9,7 @@ from torch import Tensor
 from heads.draft_model import DraftModelHead, check_vocabulary
 from heads.target import Target
 from inference.drafters.base import Accepted
-from inference.drafters.dynamic import MIN_PROBABILITY, DynamicTree
+from inference.drafters.dynamic import MIN_PROBABILITY, DynamicTree, check_width
 from inference.sampling import Sampling
 from inference.tree import TokenTree
 
@@ -21,17 +21,18 @@ class DraftModel(DynamicTree):
         target: Target,
         nodes: int = 8,
         depth: int = 5,
-        width: int = 2,
+        width: int | None = None,
         min_probability: float = MIN_PROBABILITY,
     ):
-        """width 1 with nodes depth + 1 is the chain of the papers. Raises ValueError where the vocabularies differ."""
+        """width: 2 or, for a target that reads chains only, 1; 1 with nodes depth + 1 is the chain of the papers. Raises
+        ValueError where the vocabularies differ."""
         if isinstance(model, DraftModelHead):
             head = model
         else:
             check_vocabulary(model, target)
             model.check_logits()
             head = DraftModelHead(model, target.vocab_size)
-        super().__init__(head, target, nodes, depth, width, min_probability)
+        super().__init__(head, target, nodes, depth, check_width(width, 2, target), min_probability)
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         super().begin(batch, capacity, sampling)

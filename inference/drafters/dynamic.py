@@ -14,7 +14,7 @@ from torch import Tensor
 
 from heads.base import RecurrentHead
 from heads.target import Target
-from heads.target.cache import KVCache
+from heads.target.cache import KVCache, to_device
 from inference.drafters.base import Accepted, Drafter
 from inference.sampling import Sampling
 from inference.tree import TokenTree, from_parents
@@ -26,8 +26,18 @@ GREEDY = 2.0
 # Levels stop where less of the draft's probability is left than this: the next one would cost more than it gains. To look is
 # a wait for the device, which only a CPU has for nothing (2.01 -> 2.22 times plain speed, with 8 levels of 5 for 7 of 6).
 MIN_PROBABILITY = 0.25
+WIDTH = 5  # branches kept per level
 # A level's loss of score, so that a child stays below its parent where the draft is certain (log 1 = 0) in float32.
 STEP = 1e-3
+
+
+def check_width(width: int | None, usual: int, target: Target) -> int:
+    """The branches per level that this target can read. Raises ValueError where more were asked for."""
+    if width is None:
+        return usual if target.reads_trees else 1
+    if width > 1 and not target.reads_trees:
+        raise ValueError(f"width={width} asks for a tree, and {target.no_trees}: leave width out, or take width=1")
+    return width
 
 
 class DynamicTree(Drafter):
@@ -37,12 +47,13 @@ class DynamicTree(Drafter):
         target: Target,
         nodes: int = 32,
         depth: int = 8,
-        width: int = 5,
+        width: int | None = None,
         min_probability: float = MIN_PROBABILITY,
     ):
-        """nodes: of the tree at most, its root counted. depth: levels below the root. width: branches kept per level.
-        min_probability: on a CPU, the probability of a level's branches together, as the draft scores them, below which no
-        row drafts on; 0 drafts all levels."""
+        """nodes: of the tree at most, its root counted. depth: levels below the root. width: branches kept per level; None is
+        5 or, for a target that reads chains only, 1. min_probability: on a CPU, the probability of a level's branches
+        together, as the draft scores them, below which no row drafts on; 0 drafts all levels."""
+        width = check_width(width, WIDTH, target)
         if depth < 1 or width < 1 or nodes < 2 or min_probability < 0:
             raise ValueError(
                 f"a dynamic tree needs depth={depth} and width={width} of at least 1, nodes={nodes} of 2, "
@@ -53,6 +64,7 @@ class DynamicTree(Drafter):
         self.depth = self.levels = depth
         vocab = target.vocab_size if head.draft_ids is None else len(head.draft_ids)
         self.width = min(width, vocab)
+        self.branches = self.width > 1
         self.nodes = min(nodes, 1 + self.width + (depth - 1) * self.width**2)
         # Stop at a level of these scores (batch, width)?
         self.should_stop: Callable[[Tensor], bool] | None = None
@@ -104,7 +116,7 @@ class DynamicTree(Drafter):
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         cache = self.cache
         assert cache is not None
-        new, counts = accepted.tokens.shape[1], cache.starts.new_tensor(accepted.counts)[:, None]
+        new, counts = accepted.tokens.shape[1], to_device(accepted.counts, cache.device)[:, None]
         lengths = [length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)]
         grow = partial(self.grow, lengths)
         if self.should_stop is None and new <= 1 + self.depth:  # neither looks at scores nor reads the prompt

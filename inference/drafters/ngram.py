@@ -10,6 +10,8 @@ MATCHES = ("latest", "frequent")
 
 
 class NgramDrafter(Drafter):
+    branches = False
+
     def __init__(self, longest: int = 3, depth: int = 10, match: str = "latest"):
         """longest: n-grams of this length down to 1 are looked up, the first that occurred before wins. depth: tokens
         drafted. match: among its occurrences, the "latest", or the latest with the most "frequent" next token."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from heads.base import ParallelHead
 from heads.target import Target
 from heads.target.cuda_graphs import CudaGraphs
-from inference.drafters.base import Accepted, Drafter, unpadded
+from inference.drafters.base import Accepted, Drafter, newest
 from inference.sampling import Sampling
 from inference.tree import TokenTree, from_parents
 
@@ -45,12 +45,15 @@ class StaticTree(Drafter):
     def __init__(
         self, head: ParallelHead, target: Target, nodes: int = 16, accuracies: list[list[float]] | None = None
     ):
-        """nodes: of the tree, its root counted. accuracies: of this head, measured (see inference/evaluation/measure.py)."""
+        """nodes: of the tree, its root counted; for a target that reads chains only, a chain. accuracies: of this
+        head, measured (see inference/evaluation/measure.py)."""
         if nodes < 2:
             raise ValueError(f"a static tree needs nodes={nodes} of at least 2, its root and a draft")
         self.head, self.target, self.layers = head, target, head.layers
         vocab = target.vocab_size if head.draft_ids is None else len(head.draft_ids)
-        accuracies = [row[:vocab] for row in (accuracies or TYPICAL)[: head.depth]]
+        self.branches = target.reads_trees
+        ranks = vocab if target.reads_trees else 1  # a chain is made of first guesses
+        accuracies = [row[:ranks] for row in (accuracies or TYPICAL)[: head.depth]]
         self.paths = grow(accuracies, nodes)
         self.depth, self.nodes = max(map(len, self.paths)), len(self.paths) + 1
         self.shapes: dict[tuple[int, int], Shape] = {}
@@ -88,13 +91,7 @@ class StaticTree(Drafter):
         self.sampling = sampling
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        tokens, features = accepted.tokens, accepted.features
-        if unpadded(accepted):
-            tokens, features = tokens[:, -1:], features[:, -1]
-        else:
-            last = tokens.new_tensor([[max(count, 1) - 1] for count in accepted.counts])
-            tokens = tokens.gather(1, last)
-            features = features.gather(1, last[:, :, None].expand(-1, 1, features.shape[-1]))[:, 0]
+        tokens, features = newest(accepted)
         self.ranks = self.shapes[self.size].order.expand(len(tokens), -1)
         grow = partial(self.grow, self.shapes[self.size])
         key = self.size, self.sampling.key

@@ -30,7 +30,7 @@ class PaddedRoot(Drafter):
     """Plain decoding whose forwards have `nodes` rows: all but the root are padding, which is never accepted."""
 
     def __init__(self, nodes: int, layers: Sequence[int] = ()):
-        self.nodes, self.layers, self.depth = nodes, layers, nodes - 1
+        self.nodes, self.layers, self.depth, self.branches = nodes, layers, nodes - 1, False
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         pass
@@ -45,6 +45,7 @@ class PaddedDrafter(Drafter):
 
     def __init__(self, inner: Drafter):
         self.inner, self.layers, self.nodes = inner, inner.layers, max(2, inner.nodes)
+        self.branches = inner.branches
 
     @property
     def depth(self) -> int:  # type: ignore[override]  # some drafters change it from step to step
@@ -126,9 +127,7 @@ def recompute_logits(target: Target, text: list[int], prompt: int, size: int) ->
     ids = torch.tensor([text], device=target.device)
     cache = target.new_cache(1, len(text) + size)
     start = min(prompt, len(text) - 1)
-    every = torch.arange(len(text), device=target.device)[None]
-    causal = torch.ones(1, start, start, dtype=torch.bool, device=target.device).tril()
-    target.read(ids[:, :start], every[:, :start], cache.mask(causal), cache, key_positions=every[:, :start])
+    target.read_prompts(ids[:, :start], [start], cache)
     cache.set_lengths([start])
     logits = torch.empty(0)
     for first in range(start, len(text), size):

@@ -20,6 +20,7 @@ from heads import Target
 from heads.base import RecurrentHead
 from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
+from heads.target.cache import KVCache
 from inference import drafter_for, generate, load_drafter
 from inference.drafters import DraftModel, NgramDrafter
 from inference.drafters.base import Drafter
@@ -128,7 +129,7 @@ def commit_seconds(target: Target, length: int, repeats: int = 200) -> float:
     """Median seconds of committing a path of four of sixteen nodes, at this many entries of context."""
     heads = target.config.num_key_value_heads
     dim = target.config.head_dim or target.hidden_size // target.config.num_attention_heads
-    cache = target.new_cache(1, length + 64)
+    cache = KVCache(target.num_layers, 1, length + 64, target.device)
     states = torch.zeros(1, heads, 16, dim, dtype=target.dtype, device=target.device)
     times = []
     for _ in range(repeats):

@@ -12,6 +12,7 @@ from tests.support import ROOT
 SMALL = [
     "data=text",
     "target=hf",
+    "recipe=embedded",
     "target.device=cpu",
     "length=64",
     "self_generated_tokens=0",
@@ -30,6 +31,7 @@ SMALL_EAGLE3 = [  # for runs that are compared step by step: no proof, few measu
     "head.draft_vocab_size=128",
     "data=text",
     "target=hf",
+    "recipe=embedded",
     "target.device=cpu",
     "length=64",
     "self_generated_tokens=0",

@@ -1,0 +1,53 @@
+"""Which models can be targets, and which of them can read a tree: asked of their configs and classes, not of their names."""
+
+import inspect
+
+from transformers import PreTrainedModel
+
+# The layer types, as transformers names them, that remember keys and values alone and whose masks we know how to cut.
+BRANCHING = {"full_attention", "sliding_attention"}
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Raise ValueError for models that write no text, or whose text would change with what follows it."""
+    config = model.config.get_text_config()
+    if getattr(config, "is_decoder", None) is False and any(
+        getattr(part, "is_causal", None) is False for part in model.modules()
+    ):  # either alone says nothing: GPT-NeoX has the former, an image encoder beside a decoder the latter
+        raise ValueError(
+            f"model_type {config.model_type} is an encoder, whose tokens see what comes after them: a draft would "
+            "change the text before it; choose a decoder (or is_decoder=True in its config, if it was trained as one)"
+        )
+    # Gemma 4 says "vision": among the tokens of an image only, and here there are none.
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        raise ValueError(
+            f"model_type {config.model_type} has use_bidirectional_attention: a draft would change the text before it; "
+            "choose a target without"
+        )
+    output = model.get_output_embeddings()
+    read, written = model.get_input_embeddings().num_embeddings, None if output is None else output.weight.shape[0]
+    if output is None or (written != read and output.weight.is_floating_point()):
+        raise ValueError(
+            f"model_type {config.model_type} reads {read} tokens and writes {written or 'none'}: what it writes must "
+            "be what it reads next; choose a text model"
+        )
+
+
+def why_no_trees(model: PreTrainedModel) -> str | None:
+    """Why the branches of a tree cannot be read at once, and taken back, in words; None where they can. Such a model would
+    run, and give wrong logits."""
+    config = model.config.get_text_config()
+    # GPT-Neo calls them attention_layers, and cuts its local ones by column, not by position.
+    types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ()
+    kinds = sorted(set(types) - BRANCHING)
+    if kinds or model._is_stateful:  # some recurrent models (RWKV, xLSTM) name no layer types
+        return (
+            f"model_type {config.model_type} has {', '.join(kinds) or 'recurrent'} layers, where drafts cannot branch"
+        )
+    if getattr(config, "alibi", None):
+        return f"model_type {config.model_type} has alibi, which places keys by their column, so drafts cannot branch"
+    parameters = inspect.signature(model.forward).parameters
+    missing = [name for name in ("position_ids", "past_key_values") if name not in parameters]
+    if missing:
+        return f"model_type {config.model_type} takes no {' and no '.join(missing)}, so drafts cannot branch"
+    return None

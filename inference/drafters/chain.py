@@ -1,0 +1,60 @@
+"""One branch of each tree, for targets that cannot read more (heads/target/state_cache.py)."""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from heads.target import Target
+from inference.drafters.base import Accepted, Drafter, NoDrafter
+from inference.sampling import Sampling
+from inference.tree import TokenTree, chain
+
+
+def readable(drafter: Drafter, target: Target) -> Drafter:
+    """The drafter as this target can read it: as it is, one branch of its trees, or nothing, which it says once."""
+    if target.reads_trees or drafter.depth == 0:
+        return drafter
+    if not target.reads_chains:
+        warnings.warn(
+            f"{target.name or target.config.model_type} does not read several tokens at once as it reads them one by one, "
+            "so it is decoded plainly: drafts would change its text",
+            stacklevel=4,
+        )
+        return NoDrafter()
+    return Chain(drafter) if drafter.branches else drafter
+
+
+class Chain(Drafter):
+    branches = False
+
+    def __init__(self, inner: Drafter):
+        """inner: of whose trees the deepest branch is proposed, the first of several as deep."""
+        self.inner, self.layers, self.nodes = inner, inner.layers, inner.nodes
+
+    @property
+    def depth(self) -> int:  # type: ignore[override]  # some drafters change it from step to step
+        return self.inner.depth
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        self.inner.begin(batch, capacity, sampling)
+
+    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+        self.inner.select_rows(rows, capacity, sampling)
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        tree = self.inner.propose(accepted, gumbel)
+        self.size = tree.tokens.shape[1]
+        real = tree.tokens >= 0
+        deepest = torch.where(real, tree.depths, -1).argmax(1)
+        above = tree.ancestors.gather(1, deepest[:, None, None].expand(-1, 1, self.size))[:, 0]
+        order = torch.arange(self.size, device=real.device)
+        # Its nodes first, the root down, then as many others, which become padding.
+        self.places = torch.where(above, order, order + self.size).argsort(1)[:, : tree.depths.max() + 1]
+        return chain(torch.where(above, tree.tokens, -1).gather(1, self.places))
+
+    def observe(self, paths: list[list[int]], choices: Tensor) -> None:
+        """What the target writes after nodes that it did not read is not known: -1."""
+        places = self.places.tolist()
+        mine = [[row[node] for node in path] for row, path in zip(places, paths, strict=True)]
+        self.inner.observe(mine, choices.new_full((len(choices), self.size), -1).scatter(1, self.places, choices))

@@ -1,0 +1,56 @@
+"""A tiny random model of every kind that reads no trees, and a target from a copy of it."""
+
+import copy
+import functools
+from typing import Any
+
+import torch
+import transformers as hf
+
+from heads import Target
+from tests.support.architectures import LATENT, ROUTED, SIZES, UNGROUPED, VOCAB, Pair
+
+WINDOW = 16  # also the chunk and the number of keys that sparse attention picks
+LINEAR: dict[str, Any] = {
+    "head_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+# Many index heads: with few, their scores tie at exactly 0, and a tie is broken otherwise in a longer read.
+INDEXED: dict[str, Any] = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": WINDOW, "q_lora_rank": 16}
+MAMBA: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "initializer_range": 0.3}
+GROUPS: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+CONFIGS: dict[str, hf.PreTrainedConfig] = {
+    "qwen3_5": hf.Qwen3_5TextConfig(**SIZES, **LINEAR),
+    "lfm2": hf.Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv", "conv"]),
+    "falcon_h1": hf.FalconH1Config(**SIZES, mamba_d_ssm=32, mamba_n_groups=1, **GROUPS | {"mamba_n_heads": 4}),
+    "granite_h": hf.GraniteMoeHybridConfig(
+        **SIZES, layer_types=["mamba", "attention"] * 2, shared_intermediate_size=32, num_local_experts=0, **GROUPS
+    ),
+    "mamba2": hf.Mamba2Config(**MAMBA, num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=8),
+    "llama4": hf.Llama4TextConfig(
+        **SIZES, head_dim=8, attention_chunk_size=WINDOW, num_local_experts=4, intermediate_size_mlp=48
+    ),
+    "deepseek_v32": hf.DeepseekV32Config(
+        # A padding token's embedding is all zeros, and keys made of it tie.
+        **UNGROUPED | {"pad_token_id": None},
+        **LATENT | INDEXED,
+        **ROUTED,
+        first_k_dense_replace=1,
+    ),
+    "bloom": hf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=3, n_head=4, initializer_range=0.3),
+    "openai-gpt": hf.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3),
+    # It reads several tokens as if the text before them were not there (transformers 5.23).
+    "mamba": hf.MambaConfig(**MAMBA, state_size=8),
+}
+
+
+@functools.cache
+def pair(kind: str) -> Pair:
+    """A model as transformers makes it, and a target from a copy of it."""
+    torch.manual_seed(0)
+    plain = hf.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[kind]), dtype=torch.float32).eval()
+    plain.generation_config.eos_token_id = None
+    return Pair(plain, Target(copy.deepcopy(plain), name=kind))

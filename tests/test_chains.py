@@ -1,0 +1,197 @@
+"""Promise: a target that reads no trees is drafted for by chains, and writes what it writes alone."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from heads import Target
+from heads.eagle3 import Eagle3Head
+from heads.medusa import MedusaHead
+from heads.target.state_cache import MAX_PENDING, StateCache, can_crop, fork
+from inference import generate
+from inference.drafters import AutoTree, Chain, DraftModel, DynamicTree, Lookahead, StaticTree, SuffixDrafter, Union
+from inference.drafters.base import Accepted, Drafter, chains
+from inference.drafters.ngram import NgramDrafter
+from inference.sampling import Sampling
+from inference.tree import TokenTree
+from tests.support import architectures
+from tests.support.architectures import VOCAB
+from tests.support.drafters import Random
+from tests.support.hybrids import CONFIGS, WINDOW, pair
+
+NEW = 2 * WINDOW + 4
+PROMPTS = [[random.Random(row).randrange(3, VOCAB) for _ in range(length)] for row, length in enumerate((20, 5, 13))]
+READING = [kind for kind in CONFIGS if kind != "mamba"]
+
+
+class Knowing(Drafter):
+    """Drafts what each row will write, right up to a random depth and wrong from there on."""
+
+    depth, nodes, branches = 5, 6, False
+
+    def __init__(self, answers: list[list[int]]):
+        self.answers = answers
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        self.luck = random.Random(7)
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        drafts = []
+        for answer, text in zip(self.answers, accepted.text, strict=True):
+            draft, right = answer[len(text) :][: self.depth], self.luck.randrange(self.depth + 1)
+            drafts.append(draft[:right] + [(token + 1) % VOCAB for token in draft[right:]])
+        return chains(accepted, drafts)
+
+
+def batch(rows: list[int]) -> tuple[Tensor, Tensor]:
+    longest = max(len(PROMPTS[row]) for row in rows)
+    ids = [[0] * (longest - len(PROMPTS[row])) + PROMPTS[row] for row in rows]
+    mask = [[0] * (longest - len(PROMPTS[row])) + [1] * len(PROMPTS[row]) for row in rows]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_chain_changes_nothing(kind: str, temperature: float) -> None:
+    plain, target = pair(kind)
+    assert not target.reads_trees
+    settings = {"max_new_tokens": NEW, "eos_token_id": -1, "temperature": temperature}
+    alone = [generate(target, None, *batch([row]), seed=row, **settings).new_tokens[0] for row in range(len(PROMPTS))]
+    if temperature == 0:
+        for prompt, text in zip(PROMPTS, alone):
+            ids = torch.tensor([prompt])
+            theirs = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
+            assert prompt + text == theirs[0].tolist()
+    answers = [prompt + text for prompt, text in zip(PROMPTS, alone)]
+    for rows in ([0], [0, 1, 2]):
+        drafter = Knowing([answers[row] for row in rows])
+        drafted = generate(target, drafter, *batch(rows), seed=rows, **settings)
+        assert drafted.new_tokens == [alone[row] for row in rows]
+        if target.reads_chains:  # else little was accepted, and keeping it was not tested
+            assert drafted.acceptance_length > 2
+
+
+def test_what_does_not_read_several_tokens_right_is_decoded_plainly_and_says_so() -> None:
+    _, target = pair("mamba")
+    assert not target.reads_chains and all(pair(kind).target.reads_chains for kind in READING)
+    with pytest.warns(UserWarning, match=r"^mamba does not read several tokens at once .* decoded plainly"):
+        generation = generate(target, NgramDrafter(), *batch([0]), max_new_tokens=4, eos_token_id=-1)
+    assert {step.nodes for step in generation.steps} == {1}
+
+
+@pytest.mark.parametrize("kind, temperature", [("qwen3_5", 1.0), ("lfm2", 0.0)])
+def test_every_drafter_drafts_a_chain(kind: str, temperature: float) -> None:
+    target = pair(kind).target
+    head, medusa = Eagle3Head.for_target(target, depth=4).eval(), MedusaHead.for_target(target, depth=3).eval()
+    drafters = {
+        "ngram": NgramDrafter(),
+        "suffix": SuffixDrafter(),
+        "lookahead": Lookahead(),
+        "random": Random(),
+        "eagle3": DynamicTree(head, target, depth=4, min_probability=0),
+        "eagle3 auto": AutoTree(DynamicTree(head, target, depth=3, min_probability=0), target),
+        "medusa": StaticTree(medusa, target),
+        "union": Union([NgramDrafter(), DynamicTree(head, target, depth=4)]),
+        "draft model": DraftModel(smaller(), target, depth=3, min_probability=0),
+    }
+    settings = {"max_new_tokens": 24, "eos_token_id": -1, "temperature": temperature, "seed": 3}
+    alone = generate(target, None, *batch([0, 1, 2]), **settings)
+    for name, drafter in drafters.items():
+        drafted = generate(target, drafter, *batch([0, 1, 2]), **settings)
+        assert drafted.new_tokens == alone.new_tokens, name
+        assert max(step.nodes for step in drafted.steps) > 1, name
+    assert [drafters[name].nodes for name in ("eagle3", "medusa", "draft model")] == [5, 4, 4]
+
+
+def smaller() -> Target:
+    return architectures.pair("llama", "sdpa").target
+
+
+def test_a_tree_wider_than_a_chain_says_why_not() -> None:
+    target = pair("qwen3_5").target
+    head = Eagle3Head.for_target(target, depth=2)
+    with pytest.raises(ValueError, match=r"^width=3 asks for a tree, and model_type qwen3_5_text has linear_attention"):
+        DynamicTree(head, target, width=3)
+
+
+def test_a_chain_is_the_deepest_branch_and_its_drafter_hears_of_it() -> None:
+    heard = []
+
+    class Recorded(Random):
+        def observe(self, paths: list[list[int]], choices: Tensor) -> None:
+            heard.append((paths, choices))
+
+    drafter = Chain(Recorded())
+    accepted = Accepted(torch.tensor([[5]]), torch.zeros(1, 1, 0), [1], [[5]])
+    drafter.begin(1, 10, None)
+    tree = drafter.propose(accepted, None)
+    # Random's parents are 0 0 0 1 1 3 3 5 5: the first of the deepest is node 7, below 5, 3, 1 and the root.
+    assert drafter.places[0, :5].tolist() == [0, 1, 3, 5, 7] and tree.depths.tolist() == [[0, 1, 2, 3, 4]]
+    drafter.observe([[0, 1]], torch.tensor([[11, 12, 13, 14, 15]]))
+    paths, choices = heard[0]
+    assert paths == [[0, 1]] and choices.tolist() == [[11, 12, -1, 13, -1, 14, -1, 15, -1]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["qwen3_5", "falcon_h1", "granite_h", "mamba2"])
+def test_a_fork_leaves_the_state_as_it_was(kind: str) -> None:
+    target = pair(kind).target
+    tokens = torch.tensor([PROMPTS[0]])
+    _, state = target.read_on(tokens[:, :10], 0, None)
+    assert not can_crop(state)
+    first, _ = target.read_on(tokens[:, 10:], 10, fork(state))
+    again, _ = target.read_on(tokens[:, 10:], 10, fork(state))
+    assert torch.equal(first.logits, again.logits)
+    target.read_on(tokens[:, 10:], 10, state)
+    moved, _ = target.read_on(tokens[:, 10:], 10, fork(state))
+    assert (moved.logits - first.logits).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_pending_tokens_are_committed_when_they_are_many() -> None:
+    """Each step accepts the root and one of two drafts; nothing but pending ever grows, up to the bound."""
+    _, target = pair("qwen3_5")
+    cache, text = StateCache(1, 200, "cpu"), PROMPTS[0]
+    target.read_prompts(torch.tensor([text]), [len(text)], cache)
+    cache.set_lengths([len(text)])
+    luck, seen = random.Random(4), []
+    for _ in range(30):
+        chain = [luck.randrange(3, VOCAB) for _ in range(3)]
+        reading = target.read_tree(torch.tensor([chain]), None, None, cache)
+        whole = target.read(torch.tensor([text + chain])).logits
+        assert (reading.logits - whole[:, -3:]).abs().max() < 2e-3
+        cache.commit([[0, 1]])
+        text = text + chain[:2]
+        seen.append(cache.rows[0].pending.shape[1])
+    assert cache.lengths == [len(text)] and cache.rows[0].committed + seen[-1] == len(text)
+    assert max(seen) == MAX_PENDING + 2 and min(seen) == 2
+
+
+def test_rows_join_and_leave_and_streams_and_stop_strings_work(fresh) -> None:
+    """On a hybrid with the tiny target's tokenizer."""
+    target = pair("qwen3_5").target
+    target.tokenizer = fresh.tokenizer
+    ids, mask = batch([0, 1, 2])
+    texts = generate(target, None, ids, mask, max_new_tokens=30, eos_token_id=-1).new_tokens
+    stop = fresh.tokenizer.decode(texts[0][9:11])
+
+    class Streamer:
+        def __init__(self) -> None:
+            self.parts: list[list[int]] = []
+
+        def put(self, value: Tensor) -> None:
+            self.parts.append(value.flatten().tolist())
+
+        def end(self) -> None:
+            self.parts.append([-1])
+
+    streamer, settings = Streamer(), {"max_new_tokens": 30, "eos_token_id": -1, "stop_strings": stop}
+    drafter = Knowing([PROMPTS[row] + texts[row] for row in range(3)])
+    drafted = generate(target, drafter, ids, mask, streamer=streamer, **settings)
+    alone = generate(target, None, ids, mask, **settings)
+    assert drafted.new_tokens == alone.new_tokens and drafted.finish_reasons[0] == "stop"
+    assert len(drafted.new_tokens[0]) < 30
+    assert streamer.parts[0] == ids.flatten().tolist() and streamer.parts[-1] == [-1]
+    assert [token for part in streamer.parts[1:-1] for token in part] == drafted.new_tokens[0]
