@@ -82,6 +82,10 @@ class StateCache:
         self.rows = [RowState() if row is None else self.rows[row] for row in rows]
         self.set_lengths(lengths)
 
+    def erase(self, row: int) -> None:
+        """Forget all that a row holds, which has ended."""
+        self.rows[row] = RowState(finished=True)
+
     def narrow(self, first: int, count: int) -> "StateCache":
         """A cache of some rows that lie side by side; its lengths are its own, 0 at first."""
         if (first, count) == (0, self.batch):
