@@ -94,9 +94,6 @@ class StateCache:
         part.rows = self.rows[first : first + count]
         return part
 
-    def erase(self, row: int) -> None:
-        """Nothing: no other row sees what a row holds."""
-
     def mask(self, among: Tensor) -> Tensor:
         """As it is: what a token of a chain sees, the model's own masks say."""
         return among
