@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from heads import Target
+from heads.target.cache import KVCache
 from heads.target.sharding import COLLECTIVE, arguments
+from inference import generate
+from inference.drafters import NgramDrafter
 
 
 def test_layers_may_lie_on_several_devices(target: Target, tiny_path: Path, tmp_path: Path):
@@ -35,3 +38,21 @@ def test_what_cannot_be_spread_says_why(sharding, quantization, message, tiny_pa
     monkeypatch.setattr("heads.target.model.quantization_config", lambda *given: None)
     with pytest.raises(ValueError, match=message):
         Target.from_pretrained(tiny_path, sharding=sharding, quantization=quantization)
+
+
+def test_each_device_holds_the_cache_of_its_own_layers_alone(target: Target):
+    """Two devices, of which one holds no numbers: together they reserve what one would."""
+    cache = KVCache(2, 1, 16, "cpu", one_device=False)
+    for layer, device in enumerate(("cpu", "meta")):
+        cache.update(torch.zeros(1, 2, 3, 8, device=device), torch.zeros(1, 2, 3, 8, device=device), layer)
+    sizes = {block.device.type: block.numel() for block in cache.blocks.values()}
+    assert sizes == {"cpu": 2 * 2 * 16 * 8, "meta": 2 * 2 * 16 * 8}
+
+
+def test_a_cache_of_one_block_a_layer_decodes_the_same(target: Target, monkeypatch):
+    ids, settings = torch.tensor([[5, 7, 9, 11]]), {"max_new_tokens": 20, "eos_token_id": -1, "temperature": 1.0}
+    together = generate(target, NgramDrafter(), ids, **settings).new_tokens
+    apart = Target(target.model, target.tokenizer, target.name)
+    monkeypatch.setitem(vars(apart), "on_one_device", False)
+    assert generate(apart, NgramDrafter(), ids, **settings).new_tokens == together
+    assert len(apart.acquire_cache(1, 8).blocks) == 0 and not apart.acquire_cache(1, 8).one_device

@@ -78,10 +78,19 @@ class KVCache(Cache):
     captured (cuda_graphs.py): they see so many columns, and learn from `starts` alone where the text ends.
     """
 
-    def __init__(self, layers: int, batch: int, capacity: int, device: torch.device | str, capture: bool = False):
-        """capture: shall reads over it be captured, where the device can?"""
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        capacity: int,
+        device: torch.device | str,
+        capture: bool = False,
+        one_device: bool = True,
+    ):
+        """capture: shall reads over it be captured, where the device can? one_device: else the layers lie on several, and
+        each has memory of its own, or every device would reserve that of all layers."""
         super().__init__(layers=[CacheLayer(self, i) for i in range(layers)])
-        self.device, self.capture = torch.device(device), capture
+        self.device, self.capture, self.one_device = torch.device(device), capture, one_device
         self.blocks: dict[tuple, Tensor] = {}
         self.kv_bucket: int | None = None
         self.parent: tuple[KVCache, int] | None = None  # whose rows these are, and from which on
@@ -186,12 +195,13 @@ class KVCache(Cache):
         shapes = [(keys, None)] if same else [(keys, "keys"), (values, "values")]
         views = []
         for states, name in shapes:
-            key = (states.shape[1], states.shape[3], states.dtype, states.device, name)
+            key = (states.shape[1], states.shape[3], states.dtype, states.device, name, 0 if self.one_device else layer)
             if key not in self.blocks:
                 # A model that mixes shapes reserves its later layers twice; the pages are not touched until written.
-                size = (len(self.layers), 2 if same else 1, self.batch, states.shape[1], self.capacity, states.shape[3])
+                count = len(self.layers) if self.one_device else 1
+                size = (count, 2 if same else 1, self.batch, states.shape[1], self.capacity, states.shape[3])
                 self.blocks[key] = torch.zeros(size, dtype=states.dtype, device=states.device)
-            views += list(self.blocks[key][layer])
+            views += list(self.blocks[key][layer if self.one_device else 0])
         return views[0], views[1]
 
     def mask(self, among: Tensor) -> Tensor:

@@ -162,7 +162,11 @@ class Target:
     @property
     def supports_cuda_graphs(self) -> bool:
         """May its reads be captured (heads/target/cuda_graphs.py)? A graph knows one process and one device."""
-        return self.sharding is None and len({parameter.device for parameter in self.model.parameters()}) == 1
+        return self.sharding is None and self.on_one_device
+
+    @cached_property
+    def on_one_device(self) -> bool:
+        return len({parameter.device for parameter in self.model.parameters()}) == 1
 
     @property
     def embeddings(self) -> Tensor:
@@ -188,7 +192,7 @@ class Target:
     def new_cache(self, batch: int, capacity: int) -> TargetCache:
         if not self.reads_trees:
             return StateCache(batch, capacity, self.device)
-        return KVCache(self.num_layers, batch, capacity, self.device)
+        return KVCache(self.num_layers, batch, capacity, self.device, one_device=self.on_one_device)
 
     def acquire_cache(self, batch: int, capacity: int) -> TargetCache:
         """A cache whose reads are captured where the device can: the one that was given back last, if it suits."""
@@ -196,7 +200,8 @@ class Target:
             return self.new_cache(batch, capacity)
         found, self._idle_cache = self._idle_cache, None
         if found is None or found.batch != batch or found.capacity < capacity:
-            found = KVCache(self.num_layers, batch, capacity, self.device, capture=self.supports_cuda_graphs)
+            capture, alone = self.supports_cuda_graphs, self.on_one_device
+            found = KVCache(self.num_layers, batch, capacity, self.device, capture, alone)
         found.clear()
         return found
 

@@ -1,7 +1,7 @@
-"""A target of any size with random weights and a real tokenizer: what decoding costs there, not what drafting gains."""
+"""Targets of any size with random weights: what decoding costs there, not what drafting gains."""
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from heads.target import Target
 from heads.target.loading import resolve_dtype
@@ -32,3 +32,12 @@ def random_target(
     count = sum(parameter.numel() for parameter in model.parameters())
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return Target(model.to(where), words, f"random Llama of {count / 1e6:.0f}M parameters")
+
+
+def shaped_target(path: str, dtype: str = "bfloat16", device: str | None = None, seed: int = 0) -> Target:
+    """A model of the shape that a config.json describes, without a tokenizer."""
+    config = AutoConfig.from_pretrained(path)
+    torch.manual_seed(seed)
+    with torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")):
+        model = AutoModelForCausalLM.from_config(config, dtype=resolve_dtype(dtype))
+    return Target(model, name=path)

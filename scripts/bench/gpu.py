@@ -1,0 +1,232 @@
+"""What a GPU makes of it, with random weights in the shapes of real targets:  python scripts/bench/gpu.py
+
+For each target: plain decoding beside what the memory's bandwidth allows; CUDA graphs beside running kernel by kernel, and
+whether the text is the same; whether a step waits for the device more than once; what speculation reaches of its acceptance
+length (eta) at a given number of accepted drafts, by head; and EAGLE-3's training speed, utilisation and memory beside the
+plan's. Nothing is loaded from a network.
+"""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from torch import Tensor
+
+import inference.engine
+from heads import Target
+from heads.base import RecurrentHead
+from heads.target import cuda_graphs
+from inference import drafter_for, generate
+from inference.drafters.base import Accepted, Drafter
+from inference.evaluation.random_target import shaped_target
+from inference.generation import Generation
+from inference.sampling import Sampling
+from inference.tree import TokenTree
+from train.cli import entry
+
+GIB = 2**30
+
+
+class Oracle(Drafter):
+    """Another drafter's trees at its cost, with the text's own tokens written along one of their paths."""
+
+    def __init__(self, inner: Drafter, text: list[int], accepted: int):
+        """text: prompt and continuation. accepted: drafts of a step that are right."""
+        self.inner, self.layers, self.nodes, self.accepted = inner, inner.layers, inner.nodes, accepted
+        self.text, self.depth = text, inner.depth
+        self.known: Tensor | None = None  # the text on the device
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        self.inner.begin(batch, capacity, sampling)
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        tree = self.inner.propose(accepted, gumbel)
+        tokens, node = tree.tokens, tree.tokens.new_zeros(1, 1)
+        if self.known is None:
+            self.known = tokens.new_tensor([self.text])
+        length = len(accepted.text[0])
+        for depth in range(1, self.accepted + 1):
+            below = (tree.parents == node) & (tree.depths == depth)
+            node = below.int().argmax(1, keepdim=True)
+            right = self.known[:, length + depth - 1 : length + depth]
+            if right.shape[1]:
+                tokens = torch.where(below.gather(1, node), tokens.scatter(1, node, right), tokens)
+        return tree._replace(tokens=tokens)
+
+
+@entry("gpu")
+def main(cfg: DictConfig) -> None:
+    if cfg.device == "cuda" and not torch.cuda.is_available():
+        print("no GPU here: this measures one (device=cpu tries the program on a small target)")
+        return
+    found = {Path(path).stem: measure(cfg, path) for path in cfg.targets}
+    for name, facts in found.items():
+        print(f"\n{name}")
+        for what, value in facts.items():
+            print(f"  {what:48} {value if isinstance(value, bool | str) else f'{value:,.3f}'}")
+    if cfg.output:
+        Path(cfg.output).write_text(json.dumps(found, indent=2) + "\n")
+
+
+def measure(cfg: DictConfig, path: str) -> dict[str, Any]:
+    found = decoding(cfg, shaped_target(path, cfg.dtype, cfg.device, cfg.seed))
+    if cfg.device == "cuda":
+        torch.cuda.empty_cache()  # the training is another process
+    return found | training(cfg, path)
+
+
+def decoding(cfg: DictConfig, target: Target) -> dict[str, Any]:
+    prompt = torch.randint(1, target.vocab_size, (1, cfg.prompt_tokens), device=target.device)
+    plain, seconds = timed(cfg, target, None, prompt)
+    weights = sum(p.nbytes for p in target.model.parameters()) - target.model.get_input_embeddings().weight.nbytes
+    limit = bandwidth(target.device) / weights
+    rate = cfg.new_tokens / seconds
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else "cpu",
+        "plain, tokens/s": rate,
+        "plain, share of what bandwidth allows": rate / limit,
+    }
+    with kernel_by_kernel():
+        eager, slower = timed(cfg, target, None, prompt)
+    found["plain, kernel by kernel, tokens/s"] = cfg.new_tokens / slower
+    found["plain, the same text by graphs"] = eager.new_tokens == plain.new_tokens
+    text = [*prompt[0].tolist(), *plain.new_tokens[0]]
+    for name in cfg.heads:
+        head = hydra.utils.instantiate(
+            hydra.compose("train", [f"head={name}"]).head, target=target, **counts(name, target)
+        )
+        every_level: dict[str, Any] = {"min_probability": 0.0} if isinstance(head, RecurrentHead) else {}
+        inner = drafter_for(head.to(target.dtype).eval(), target, **every_level)
+        oracle = Oracle(inner, text, cfg.accepted)
+        out, seconds = timed(cfg, target, oracle, prompt)
+        gained = out.acceptance_length
+        found[f"{name}, acceptance length"] = gained
+        found[f"{name}, times plain"] = cfg.new_tokens / seconds / rate
+        found[f"{name}, eta"] = cfg.new_tokens / seconds / rate / gained
+        found[f"{name}, waits once a step"] = waits_once(cfg, target, oracle, prompt)
+        with kernel_by_kernel():
+            found[f"{name}, the same text by graphs"] = (
+                timed(cfg, target, oracle, prompt)[0].new_tokens == out.new_tokens
+            )
+    return found
+
+
+def counts(name: str, target: Target) -> dict[str, Tensor]:
+    """What a head with a draft vocabulary is made with."""
+    pruned = "draft_vocab_size" in hydra.compose("train", [f"head={name}"]).head
+    return {"counts": torch.ones(target.vocab_size, dtype=torch.int64)} if pruned else {}
+
+
+def timed(cfg: DictConfig, target: Target, drafter: Drafter | None, prompt: Tensor) -> tuple[Generation, float]:
+    """The second of two generations, and its seconds without the read of the prompt."""
+    for _ in range(2):
+        limits: dict[str, Any] = {"eos_token_id": -1, "seed": cfg.seed}
+        start = time.perf_counter()
+        generate(target, drafter, prompt, max_new_tokens=1, **limits)
+        synchronize(target.device)
+        middle = time.perf_counter()
+        out = generate(target, drafter, prompt, max_new_tokens=cfg.new_tokens, **limits)
+        synchronize(target.device)
+        seconds = time.perf_counter() - middle - (middle - start)
+    return out, seconds
+
+
+@contextlib.contextmanager
+def kernel_by_kernel() -> Iterator[None]:
+    """Nothing is captured inside."""
+    captures = dict(cuda_graphs.CAPTURES)
+    cuda_graphs.CAPTURES.clear()
+    try:
+        yield
+    finally:
+        cuda_graphs.CAPTURES.update(captures)
+
+
+def waits_once(cfg: DictConfig, target: Target, drafter: Drafter, prompt: Tensor) -> bool:
+    """Does nothing but the engine's own read of a step's outcome wait for the device? Whatever is set up is set up by now."""
+    if target.device.type != "cuda":
+        return True
+    to_host = inference.engine.to_host
+
+    def allowed(*args: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        out = to_host(*args)
+        torch.cuda.set_sync_debug_mode("error")
+        return out
+
+    engine = inference.engine.Engine(target, drafter)
+    engine.add(inference.Request(prompt[0].tolist(), max_new_tokens=cfg.new_tokens))
+    engine.step()
+    engine.step()
+    inference.engine.to_host = allowed  # type: ignore[assignment]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        while engine.has_work:
+            engine.step()
+    except RuntimeError as error:
+        print(f"a step waits: {str(error).splitlines()[0]}")
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        inference.engine.to_host = to_host
+        engine.close()
+    return True
+
+
+def bandwidth(device: torch.device, size: int = 1 << 28) -> float:
+    """Bytes per second that a copy reads."""
+    source = torch.empty(size if device.type == "cuda" else size >> 4, dtype=torch.uint8, device=device)
+    copy, best = torch.empty_like(source), float("inf")
+    for _ in range(8):
+        synchronize(device)
+        start = time.perf_counter()
+        copy.copy_(source)
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * source.nbytes / best  # it reads and writes; decoding only reads
+
+
+def training(cfg: DictConfig, path: str) -> dict[str, Any]:
+    """EAGLE-3's, by scripts/bench/bench_train.py, and what scripts/plan.py says of it."""
+    shape = [f"target.path={path}", f"target.dtype={cfg.dtype}", f"length={cfg.length}"]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        size = [f"steps={cfg.steps}", f"warmup={cfg.warmup}", f"output={file}", f"output_dir={folder}"]
+        program("bench/bench_train.py", "target=shape", *shape, f"target.device={cfg.device}", *size)
+        found = json.loads(file.read_text())["foredraft"]
+    planned = re.search(r"sum +([\d.]+)", program("plan.py", *shape, "strategy=single", "rows=1"))
+    assert planned is not None
+    return {
+        "training, tokens/s": found["tokens_per_second"],
+        "training, utilisation": found["utilisation"],
+        "training, peak GiB": found["peak_gib"],
+        "training, planned GiB": float(planned[1]),
+    }
+
+
+def program(name: str, *arguments: str) -> str:
+    """What a program of scripts/ printed; ValueError with its last line where it failed."""
+    command = [sys.executable, str(Path(__file__).resolve().parent.parent / name), *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        raise ValueError(f"{name}: {ended.stderr.strip().splitlines()[-1]}")
+    return ended.stdout
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()

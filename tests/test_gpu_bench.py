@@ -1,0 +1,33 @@
+"""scripts/bench/gpu.py where there is no GPU: it says so, and on a small target all of it runs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.support import ROOT
+from tests.support.tiny import tiny_config
+
+
+def gpu(*arguments: str, cwd: Path) -> str:
+    command = [sys.executable, str(ROOT / "scripts/bench/gpu.py"), *arguments]
+    ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path):
+    if not torch.cuda.is_available():
+        assert gpu(cwd=tmp_path).startswith("no GPU here")
+
+
+def test_every_figure_on_a_small_target(tmp_path: Path):
+    tiny_config(architectures=["LlamaForCausalLM"]).to_json_file(tmp_path / "tiny.json")
+    small = ["device=cpu", "dtype=float32", "prompt_tokens=20", "new_tokens=12", "length=64", "steps=2", "warmup=1"]
+    gpu("targets=[tiny.json]", "heads=[eagle3,medusa]", "accepted=2", *small, "output=found.json", cwd=tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())["tiny"]
+    assert all(found[f"{name}, the same text by graphs"] is True for name in ("plain", "eagle3", "medusa"))
+    assert all(1.5 < found[f"{name}, acceptance length"] <= 3 for name in ("eagle3", "medusa"))
+    assert found["training, tokens/s"] > 0 and found["training, planned GiB"] > 0
