@@ -1,7 +1,7 @@
 """Load on a running server:  foredraft serve drafter=DIRECTORY &  python scripts/bench/bench_serve.py clients=[1,4]
 
-N clients ask M questions each, first without drafts (`speculative: false`) and then with them, of the same prompts: tokens/s of
-all together, the median time to the first token, and whether each text is what it is alone. FOREDRAFT_API_KEY is given
+N clients ask M questions each, first without drafts (`speculative: false`) and then with them, of the same prompts: tokens/s
+of all together, the median time to the first token, and whether each text is what it is alone. FOREDRAFT_API_KEY is given
 where it is set.
 """
 
