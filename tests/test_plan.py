@@ -147,3 +147,12 @@ def test_a_target_may_be_named_without_its_group():
     assert spelled_out("target=ORG/NAME") == ["target=hf", "target.path=ORG/NAME"]
     assert spelled_out("target=ORG/NAME", Path(CONF) / "publish") == ["target.path=ORG/NAME"]
     assert [spelled_out(word) for word in ("target=hf", "gpus=8")] == [["target=hf"], ["gpus=8"]]
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "domino"])
+def test_a_head_that_drafts_in_blocks_is_planned(tiny_path: Path, kind: str):
+    """By the blocks that begin in a step, not by all that could."""
+    with hydra.initialize_config_dir(CONF, version_base=None):
+        given = [f"head={kind}", f"target.path={tiny_path}", "target.dtype=float32", "bf16=false", f"rows={ROWS}"]
+        found = plan.plan(hydra.compose("plan", [*given, f"length={LENGTH}"]))
+    assert found["gib"]["activations"][0] > 0 and found["head_parameters"] > 0

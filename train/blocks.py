@@ -65,7 +65,7 @@ class BlockDistillation(DistillationModel):
         slots = begins[..., None] + depths - 1
         inside = slots.clamp(min=0, max=length - 1) + length * torch.arange(batch, device=last.device)[:, None, None]
         places = inside.flatten(0, 1)
-        grid = torch.stack([draft_loss_mask(text, depth).flatten() for depth in depths.tolist()])
+        grid = torch.stack([draft_loss_mask(text, depth).flatten() for depth in range(1, head.depth + 1)])
         real = ((begins >= 0)[..., None] & (slots < length)).flatten(0, 1)
         counted = grid[depths - 1, places] & real  # (blocks, depth)
         blocks = self.rows(counted.T)
