@@ -39,6 +39,9 @@ class PackedBatch(NamedTuple):
     loss_mask: Tensor  # (batch, length) bool: is this token the target's to write?
     documents: Tensor  # (batch, length) int64: which document a token belongs to, -1 for padding
     positions: Tensor  # (batch, length) int64, from 0 in every document
+    # (batch, n) int64: positions at which drafts begin, ascending, -1 for none; None where they begin everywhere. A head that
+    # drafts in blocks learns from some of them at a time.
+    starts: Tensor | None = None
 
     def mask(self) -> Tensor:
         """(batch, length, length) bool: the token itself and what stands before it in its own document."""
@@ -59,6 +62,9 @@ def draft_loss_mask(text: PackedBatch, depth: int) -> Tensor:
     slots = torch.arange(length, device=text.tokens.device)
     named, start = text.documents.roll(-2, dims=1), shift_right(text.documents, depth - 1)
     inside = (slots + 2 < length) & (slots >= depth - 1)
+    if text.starts is not None:
+        begun = torch.zeros(len(slots) + 1, dtype=torch.bool, device=slots.device).repeat(len(text.starts), 1)
+        inside = inside & shift_right(begun.scatter(1, text.starts % (length + 1), True)[:, :length], depth - 1)
     return text.loss_mask.roll(-2, dims=1) & (named == start) & (named >= 0) & inside
 
 
@@ -200,3 +206,60 @@ class RecurrentHead(DraftHead):
         hidden: of the draft that named each node. embeddings: of the node. positions: (batch, nodes), its slot. mask:
         (batch, nodes, keys) bool, its text and its ancestors; None as by `KVCache.causal_mask`.
         """
+
+
+class BlockHead(DraftHead):
+    """Drafts all depths in one pass over a block of slots behind the text (DFlash, P-EAGLE). The rows of logits are the same
+    for all drafts of a depth, unless a correction makes them depend on the drafts before (DSpark, Domino): `follow` gives
+    what a path changes, `correct` changes the logits. A *state* is a hidden state with the correction behind it.
+    """
+
+    width: int  # of a hidden state
+    block_entries: int  # that a block writes into the cache
+    correction: int = 0  # numbers that a draft takes from those before it; 0 where it depends on the text alone
+    memory: int = 0  # numbers that are remembered along a path
+    confident: bool = False  # is the last number of a correction the logit of the draft's acceptance?
+
+    @abstractmethod
+    def draft_blocks(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
+        """Training: states (batch, n, depth, width + correction) of the drafts that begin at text.starts (batch, n), or at
+        every position; what comes before a draft is the text's."""
+
+    @abstractmethod
+    def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
+        """Take in accepted text, as a recurrent head does; what `draft_block` needs of each position (batch, new, hidden)."""
+
+    @abstractmethod
+    def draft_block(self, last: Tensor, cache: KVCache) -> Tensor:
+        """Hidden states (batch, depth, width) of the drafts after the text in the cache; last: (batch, 1, hidden), of its
+        newest position. What it writes into the cache is for this block alone."""
+
+    @abstractmethod
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        """(..., draft vocab) before any correction."""
+
+    def follow(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """The correction (..., correction) of drafts of this depth, and the new memory of their paths.
+
+        hidden: (..., width) of their depth. tokens: (...), before each of them. memory: (..., memory), zeros at depth 1."""
+        return hidden[..., :0], memory
+
+    def correct(self, base: Tensor, hidden: Tensor, correction: Tensor, depth: int) -> Tensor:
+        """Logits from those of `base_logits`."""
+        return base
+
+    def logits(self, hidden: Tensor, depth: int) -> Tensor:
+        state, correction = hidden.split([self.width, hidden.shape[-1] - self.width], dim=-1)
+        return self.correct(self.base_logits(state), state, correction, depth)
+
+    def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
+        states = self.draft_blocks(features, embeddings, text._replace(starts=None))
+        return [shift_right(state, steps) for steps, state in enumerate(states.unbind(2))]
+
+    def follow_text(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """States (..., depth, width + correction) of hidden states (..., depth, width); tokens (..., depth) precede them."""
+        memory, states = hidden.new_zeros(*tokens.shape[:-1], self.memory), []
+        for depth in range(1, hidden.shape[-2] + 1):
+            correction, memory = self.follow(depth, hidden[..., depth - 1, :], tokens[..., depth - 1], memory)
+            states.append(torch.cat([hidden[..., depth - 1, :], correction], dim=-1))
+        return torch.stack(states, dim=-2)

@@ -110,13 +110,15 @@ def read_head(path: str | Path, target: Target, revision: str | None = None) -> 
     """
     files = formats.read(find(path, revision))
     check_card(files.directory)
-    head = formats.build(formats.detect(files), files, target)
+    layout = formats.detect(files)
+    head = formats.build(layout, files, target)
     head.imported = not files.trained_here
     if (files.directory / adapter.CONFIG).is_file():
         adapter.load(target, files.directory)
     elif len(adapter.lora_layers(target)):
         raise files.error(f"{target.name} has an adapter on it, which this head does not know: load the target again")
     head.attach(target)
+    layout.settle(files, head, target)
     check_fit(files, head, target)
     return head
 

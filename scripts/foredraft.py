@@ -10,6 +10,7 @@ from difflib import get_close_matches
 PROGRAMS = {
     "train": ("train.run", "train a draft head and measure what it gained"),
     "generate": ("train.scripts.generate", "continue prompts with a drafter"),
+    "chat": ("train.scripts.chat", "chat with a target in the terminal"),
     "serve": ("train.scripts.serve", "answer OpenAI's protocol, and a page in the browser"),
     "evaluate": ("train.scripts.evaluate", "measure what a drafter gains on held-out prompts"),
     "lossless": ("train.scripts.lossless", "check on your own model that drafting does not change the text"),

@@ -1,9 +1,11 @@
 """Continue prompts with a drafter:  python scripts/generate.py target=ORG/NAME drafter=DIRECTORY prompt="def main():"
 
-The text goes to stdout; acceptance length and tokens/s go to stderr.
+The text goes to stdout; acceptance length and tokens/s go to stderr. A file of prompts (prompts=FILE.jsonl) is answered in
+batches; with output=FILE.jsonl the same command continues a run that was stopped.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from pathlib import Path
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig
+from torch import Tensor, tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from heads import Target
@@ -22,23 +25,30 @@ from train.data.sources import read
 @entry("generate")
 def main(cfg: DictConfig) -> None:
     prompts = read_prompts(cfg.prompt, cfg.prompts)
+    if cfg.batch < 1:
+        raise ValueError(f"batch={cfg.batch} must be at least 1")
+    if cfg.output is not None and cfg.prompts is None:
+        raise ValueError(f"output={cfg.output} takes the answers to prompts=FILE.jsonl; one prompt's goes to stdout")
     target: Target = instantiate(cfg.target)
     tokenizer = target.text_tokenizer
     drafter = instantiate(cfg.drafter, target=target)
     # Special tokens are skipped: a reader of stdout gets the text alone.
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if cfg.prompts is None else None
     settings = {"max_new_tokens": cfg.max_new_tokens, "temperature": cfg.temperature, "top_p": cfg.top_p}
+    done = 0 if cfg.output is None else answered(Path(cfg.output), prompts)
     gained = tokens = forwards = 0
     began = time.perf_counter()
-    for number, prompt in enumerate(prompts):
-        ids = encode(tokenizer, prompt, cfg.chat).to(target.device)
-        answer = generate(target, drafter, ids, seed=cfg.seed + number, streamer=streamer, **settings)
-        tokens += len(answer.new_tokens[0])
+    for first in range(done, len(prompts), cfg.batch):
+        batch = prompts[first : first + cfg.batch]
+        ids, mask = padded([encode(tokenizer, prompt, cfg.chat) for prompt in batch])
+        seed, facts = cfg.seed + first, {"streamer": streamer, **settings}
+        answer = generate(target, drafter, ids.to(target.device), mask, seed=seed, **facts)
+        tokens += sum(map(len, answer.new_tokens))
         gained += sum(sum(step.emitted) for step in answer.steps)
-        forwards += len(answer.steps)
+        forwards += sum(len(step.emitted) for step in answer.steps)
         if streamer is None:
-            text = tokenizer.decode(answer.new_tokens[0], skip_special_tokens=True)
-            print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False), flush=True)
+            texts = tokenizer.batch_decode(answer.new_tokens, skip_special_tokens=True)
+            write(cfg.output, [{"prompt": prompt, "text": text} for prompt, text in zip(batch, texts, strict=True)])
     seconds = time.perf_counter() - began
     print(
         f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s, "
@@ -63,16 +73,44 @@ def column(file: Path) -> Iterator[str]:
         yield row.value["prompt"]
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool):
-    """(1, length) int64, with the special tokens that the target expects before a text."""
+def answered(output: Path, prompts: list[str]) -> int:
+    """How many of the prompts a stopped run has answered; half a line at the end is cut off. Raises ValueError where the file
+    holds other prompts' answers."""
+    if not output.exists():
+        return 0
+    whole = output.read_bytes().rpartition(b"\n")[0]
+    lines = whole.splitlines()
+    for number, line in enumerate(lines):
+        if number >= len(prompts) or json.loads(line).get("prompt") != prompts[number]:
+            raise ValueError(f"output={output}, line {number + 1}: no answer to prompt {number + 1}; give another file")
+    os.truncate(output, len(whole) + bool(lines))
+    return len(lines)
+
+
+def write(output: str | None, rows: list[dict[str, str]]) -> None:
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    if output is None:
+        print(text, end="", flush=True)
+    else:
+        with open(output, "a", encoding="utf-8") as opened:
+            opened.write(text)
+
+
+def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Ids and mask (batch, longest), padded on the right."""
+    longest = max(map(len, rows))
+    ids = tensor([row + [0] * (longest - len(row)) for row in rows])
+    return ids, tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> list[int]:
+    """With the special tokens that the target expects before a text."""
     if not chat:
-        return tokenizer(prompt, return_tensors="pt").input_ids
+        return list(tokenizer(prompt).input_ids)
     if tokenizer.chat_template is None:
         raise ValueError(f"chat=true: {tokenizer.name_or_path} has no chat template; leave it false")
     turns = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(
-        turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    ).input_ids
+    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True).input_ids)
 
 
 if __name__ == "__main__":

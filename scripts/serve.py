@@ -15,8 +15,9 @@ from train.cli import entry
 @entry("serve")
 def main(cfg: DictConfig) -> None:
     try:
-        from inference.serve import Worker, create_app, run
-    except ImportError as error:
+        from inference.serve.app import create_app, run
+        from inference.serve.worker import Worker
+    except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'foredraft[serve]'") from None
     target = instantiate(cfg.target)
     drafter = instantiate(cfg.drafter, target=target)

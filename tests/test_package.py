@@ -95,7 +95,12 @@ def test_every_module_config_template_and_target_is_in_it(wheel: Path):
     with zipfile.ZipFile(wheel) as opened:
         there = set(opened.namelist())
     wanted = [path for room in ("heads", "inference", "train") for path in (ROOT / room).rglob("*.py")]
-    wanted += [*(ROOT / "train").rglob("*.jinja"), *(ROOT / "conf").rglob("*.yaml"), *(ROOT / "scripts").glob("*.py")]
+    wanted += [
+        *(ROOT / "train").rglob("*.jinja"),
+        *(ROOT / "inference").rglob("*.html"),
+        *(ROOT / "conf").rglob("*.yaml"),
+        *(ROOT / "scripts").glob("*.py"),
+    ]
     wanted += [*(ROOT / "scripts" / "targets").glob("*.json")]
     embedded = ROOT / "scripts" / "embedded_target"
     wanted += [*embedded.rglob("*.safetensors"), *embedded.glob("*.json"), *embedded.glob("*.jinja")]

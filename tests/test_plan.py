@@ -55,7 +55,7 @@ def test_planned_bytes_are_those_of_a_real_step(
         torch.zeros(shape).long(),
         torch.arange(LENGTH).expand(shape),
     )
-    before = [*distillation.parameters(), *distillation.buffers(), *target.model.parameters(), *text]
+    before = [*distillation.parameters(), *distillation.buffers(), *target.model.parameters(), *text[:4]]
     with Live(before + [parameter.grad for parameter in distillation.parameters()]) as live:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = distillation(*text).loss

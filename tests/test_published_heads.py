@@ -325,11 +325,9 @@ def test_a_head_without_an_lm_head_uses_the_targets(tmp_path):
 
 
 REFUSED: dict[str, tuple[dict, str]] = {
-    "DFlash": ({"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": {}}, "a DFlash block"),
     "DFlare": ({"architectures": ["QwenDFlareDraftModel"]}, "a DFlare block"),
-    "DSpark": ({"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3"}, "a DSpark block"),
-    "DSpark in speculators": ({"speculators_model_type": "dspark", "transformer_layer_config": {}}, "a DSpark block"),
-    "Domino": ({"architectures": ["DominoDraftModel"]}, "a Domino block"),
+    "DFlare in z-lab's layout": ({"architectures": ["QwenDFlareDraftModel"], "dflash_config": {}}, "a DFlare block"),
+    "MTP in speculators": ({"speculators_model_type": "mtp"}, "a multi-token-prediction layer"),
     "P-EAGLE": ({"architectures": ["PEagleDraftModel"], "model_type": "llama"}, "a P-EAGLE drafter"),
     "MTP": ({"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"}, "a multi-token-prediction layer"),
     "MLP speculator": ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "an MLP speculator"),
@@ -339,10 +337,6 @@ REFUSED: dict[str, tuple[dict, str]] = {
     ),
     "MLA": ({"architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 512}, "multi-head latent attention"),
     "a class of its own": ({"auto_map": {"AutoModel": "modeling.Head"}}, "names code of its own"),
-    "DFlash with a class of its own": (
-        {"architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}},
-        "a DFlash block",
-    ),
 }
 
 

@@ -53,6 +53,13 @@ def test_its_weights_are_packed_and_its_logits_are_near_the_whole_models(packed,
     packed.check_logits()
 
 
+def test_a_warning_of_every_product_is_printed_once(path, caplog):
+    target = Target.from_pretrained(path, dtype="bfloat16", device="cpu", quantization="8bit")
+    for _ in range(2):
+        target.read(prompt())
+    assert sum("MatMul8bitLt" in record.getMessage() for record in caplog.records) <= 1
+
+
 def test_what_it_makes_of_a_text_does_not_depend_on_what_is_read_beside_it(packed):
     both = torch.cat([prompt(), torch.full((1, 8), OUTLIER)])
     assert torch.allclose(packed.read(both).logits[:1], packed.read(prompt()).logits, atol=1e-4)

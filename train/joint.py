@@ -37,7 +37,13 @@ class JointDistillation(DistillationModel):
             )
 
     def forward(
-        self, tokens: Tensor, loss_mask: Tensor, documents: Tensor, positions: Tensor, **stored: Tensor
+        self,
+        tokens: Tensor,
+        loss_mask: Tensor,
+        documents: Tensor,
+        positions: Tensor,
+        starts: Tensor | None = None,
+        **stored: Tensor,
     ) -> Outcome:
         if stored:
             raise ValueError(

@@ -17,6 +17,9 @@ from torch.nn import functional as F
 class Prediction(NamedTuple):
     logits: Tensor  # (n, draft vocab)
     features: Tensor  # (n, width): the hidden states that the logits were made of; the target's are (n, hidden)
+    tokens: Tensor | None = (
+        None  # (n,) int64, of an answer: the tokens of the text, in draft ids; -1 for one that has none
+    )
 
 
 def exact(logits: Tensor) -> Tensor:
@@ -43,6 +46,39 @@ def reverse_kl(draft: Prediction, answer: Prediction) -> Tensor:
 def total_variation(draft: Prediction, answer: Prediction) -> Tensor:
     """1 - sum min(p, q): the chance that a draft is rejected by the token-wise rule (DistillSpec, arXiv:2310.08461)."""
     return 0.5 * (exact(answer.logits).softmax(-1) - exact(draft.logits).softmax(-1)).abs().sum(-1)
+
+
+def l1(draft: Prediction, answer: Prediction) -> Tensor:
+    """sum |p - q|, twice the total variation (DSpark, arXiv:2607.05147, in whose code it is called that)."""
+    return 2 * total_variation(draft, answer)
+
+
+def label(draft: Prediction, answer: Prediction) -> Tensor:
+    """Cross-entropy with the token that stands in the text, which the target wrote itself, greedily or not (DFlash,
+    arXiv:2602.06036). Raises ValueError where nobody says which that is."""
+    if answer.tokens is None:
+        raise ValueError(
+            "loss=label learns from the tokens of the text, which objective=block has: choose loss=hard here"
+        )
+    return F.cross_entropy(exact(draft.logits), answer.tokens, reduction="none", ignore_index=-1)
+
+
+def weighted_sum(draft: Prediction, answer: Prediction, weights: dict[str, float]) -> Tensor:
+    """The losses of these names, each times its weight. Raises ValueError for one that is not here."""
+    known = {loss.__name__: loss for loss in (hard, soft, reverse_kl, total_variation, l1, lk, top_k, label)}
+    unknown = sorted(weights.keys() - known.keys())
+    if unknown or not weights:
+        raise ValueError(f"loss.weights names {unknown or 'nothing'}: it weighs some of {', '.join(known)}")
+    return torch.stack([weight * known[name](draft, answer) for name, weight in weights.items()]).sum(0)
+
+
+def adaptive_lk(draft: Prediction, answer: Prediction, eta: float = 3.0) -> Tensor:
+    """w KL(p, q) + (1 - w) TV, w = exp(-eta * acceptance): total variation alone has no gradient from a bad start
+    (arXiv:2602.23881, section 3, where w is one per depth and batch; here one per draft)."""
+    distance = total_variation(draft, answer)
+    share = torch.exp(-eta * (1 - distance.detach()))
+    p = exact(answer.logits).log_softmax(-1)
+    return share * (soft(draft, answer) + (p.exp() * p).sum(-1)) + (1 - share) * distance
 
 
 def lk(draft: Prediction, answer: Prediction) -> Tensor:

@@ -47,13 +47,23 @@ class DistillationModel(nn.Module):
         target.check_logits()
 
     def forward(
-        self, tokens: Tensor, loss_mask: Tensor, documents: Tensor, positions: Tensor, **stored: Tensor
+        self,
+        tokens: Tensor,
+        loss_mask: Tensor,
+        documents: Tensor,
+        positions: Tensor,
+        starts: Tensor | None = None,
+        **stored: Tensor,
     ) -> Outcome:
         """stored: the features of the batch, where they come from disk (train/features/disk.py)."""
-        text = PackedBatch(tokens, loss_mask, documents, positions)
+        text = PackedBatch(tokens, loss_mask, documents, positions, starts)
         features, last = unpack(stored) if stored else self.read(text)
         self.top_k = "top_ids" in stored
         return self.compute_loss(text, features, last)
+
+    def choose_starts(self, text: PackedBatch, step: int) -> Tensor | None:
+        """(batch, n): where the drafts begin that this step learns from; None for everywhere."""
+        return None
 
     def compute_loss(self, text: PackedBatch, features: Tensor, last: Tensor) -> Outcome:
         """The head's loss on what `read` gave."""
@@ -89,15 +99,7 @@ class DistillationModel(nn.Module):
     def chunk_loss(self, last: Tensor, counted: Tensor, *states: Tensor) -> Tensor:
         """Per depth: sum of losses and number of hits, (2, depth)."""
         last = last.detach()  # no gradient reaches the target through its answers (train/joint.py)
-        with torch.no_grad():
-            answer = sparse(last, self.target.vocab_size) if self.top_k else self.target.logits(last)
-            best, ids = answer.argmax(-1), self.head.draft_ids
-            if ids is not None:
-                # Where the target's own token cannot be drafted, no draft would be right (EAGLE-3's code).
-                able = torch.zeros(answer.shape[-1], dtype=torch.bool, device=ids.device).index_fill(0, ids, True)[best]
-                answer = answer[:, ids]
-            else:
-                able = torch.ones_like(best, dtype=torch.bool)
+        answer, best, able = self.answers(last)
         sums = []
         for depth, (state, counts) in enumerate(zip(states, counted, strict=True), start=1):
             draft = self.head.logits(state, depth)
@@ -106,6 +108,17 @@ class DistillationModel(nn.Module):
             loss = torch.where(learned, self.loss(Prediction(draft, state), Prediction(answer, last)), 0.0).sum()
             sums.append(torch.stack([loss, hits.sum().to(loss.dtype)]))
         return torch.stack(sums, dim=1)
+
+    @torch.no_grad()
+    def answers(self, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The target's logits (..., draft vocab) from its last hidden states, its best tokens (...), and whether those can be
+        drafted: where they cannot, no draft would be right (EAGLE-3's code)."""
+        answer = sparse(last, self.target.vocab_size) if self.top_k else self.target.logits(last)
+        best, ids = answer.argmax(-1), self.head.draft_ids
+        if ids is None:
+            return answer, best, torch.ones_like(best, dtype=torch.bool)
+        able = torch.zeros(answer.shape[-1], dtype=torch.bool, device=ids.device).index_fill(0, ids, True)[best]
+        return answer[..., ids], best, able
 
     @torch.no_grad()
     def guesses(

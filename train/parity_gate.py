@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.base import DraftHead, PackedBatch, RecurrentHead
+from heads.base import BlockHead, DraftHead, PackedBatch, RecurrentHead
 from heads.checkpoint import load_head
 from heads.target import Target
 from inference.drafters import drafter_for
@@ -33,16 +33,17 @@ def tolerance(target: Target, logits: Tensor) -> float:
 
 def drafted_logits(head: DraftHead, target: Target, prompt: list[int], root: int) -> tuple[list[int], list[Tensor]]:
     """What the drafter itself drafts after `prompt` and `root`: a chain, and the logits of each depth."""
-    options: dict[str, Any] = (
-        {"width": 1, "depth": head.depth, "min_probability": 0.0} if isinstance(head, RecurrentHead) else {}
-    )
+    options: dict[str, Any] = {}
+    if isinstance(head, RecurrentHead | BlockHead):
+        options = {"width": 1, "depth": head.depth, "min_probability": 0.0}
     only_first = [[1.0] for _ in range(head.depth)]  # for a static tree: the best guess of every depth, a chain
     drafter = drafter_for(head, target, accuracies=only_first, nodes=head.depth + 1, **options)
     seen: list[Tensor] = []
-    original = head.logits
+    name = "correct" if isinstance(head, BlockHead) else "logits"  # the last to see a draft's logits
+    original = getattr(head, name)
 
-    def record(hidden: Tensor, depth: int) -> Tensor:
-        seen.append(original(hidden, depth))
+    def record(*args: Any) -> Tensor:
+        seen.append(original(*args))
         return seen[-1]
 
     tokens = torch.tensor([prompt], device=target.device)
@@ -50,12 +51,12 @@ def drafted_logits(head: DraftHead, target: Target, prompt: list[int], root: int
     text = [*prompt, root]
     accepted = Accepted(torch.tensor([text[1:]], device=target.device), reading.features, [len(prompt)], [text])
     drafter.begin(1, len(prompt) + 2 * head.depth + 2, Sampling.of([SamplingParams()], target.vocab_size))
-    head.logits = record  # type: ignore[method-assign]
+    setattr(head, name, record)
     try:
         chain = drafter.propose(accepted, None).tokens[0].tolist()[1:]
     finally:
-        del head.logits
-    return chain, [logits.flatten(0, -2)[0].float() for logits in seen]
+        delattr(head, name)
+    return chain, list(torch.cat([logits.flatten(0, -2) for logits in seen]).float())
 
 
 def trained_logits(head: DraftHead, target: Target, text: list[int], start: int) -> list[Tensor]:

@@ -118,7 +118,12 @@ class HeadTrainer(Trainer):
             self.saving_since = None
         batches, _ = super().get_batch_samples(*args)
         depths = range(1, self.distillation.head.depth + 1)
-        texts = [PackedBatch(*(batch[name] for name in PackedBatch._fields)) for batch in batches]
+        texts = [PackedBatch(*(batch.get(name) for name in PackedBatch._fields)) for batch in batches]
+        for number, text in enumerate(texts):
+            starts = self.distillation.choose_starts(text, self.state.global_step)
+            if starts is not None:
+                batches[number] |= {"starts": starts}
+                texts[number] = text._replace(starts=starts)
         counts = [torch.stack([draft_loss_mask(text, depth).sum() for depth in depths]) for text in texts]
         return batches, self.accelerator.reduce(torch.stack(counts).sum(0), "sum")
 

@@ -2,6 +2,7 @@
 
 from heads.base import DraftHead
 from heads.formats.base import Format, HeadFiles, build
+from heads.formats.dflash import DFlashFormat, DominoFormat, DSparkFormat
 from heads.formats.eagle import EagleFormat
 from heads.formats.eagle3 import Eagle3Format
 from heads.formats.files import read
@@ -9,11 +10,17 @@ from heads.formats.hydra import HydraFormat
 from heads.formats.medusa import MedusaFormat, VllmMedusaFormat
 from heads.formats.native import NativeFormat
 from heads.formats.speculators import SpeculatorsFormat
+from heads.formats.speculators_blocks import SpeculatorsDFlash, SpeculatorsDSpark
 
 # The first that matches is taken, so the more specific ones come first.
 FORMATS: tuple[type[Format], ...] = (
     NativeFormat,
+    SpeculatorsDFlash,
+    SpeculatorsDSpark,
     SpeculatorsFormat,
+    DFlashFormat,
+    DSparkFormat,
+    DominoFormat,
     Eagle3Format,
     EagleFormat,
     VllmMedusaFormat,

@@ -16,6 +16,7 @@ from torch import Tensor
 from heads import vocab
 from heads.base import DraftHead
 from heads.target import Target
+from heads.target.sharding import full_tensor
 
 
 class HeadFiles(NamedTuple):
@@ -37,7 +38,10 @@ class HeadFiles(NamedTuple):
 
     def count(self, name: str) -> int:
         """The number `name` of the config; ValueError unless so many parts can be in these weights. Raises KeyError."""
-        value = self.config[name]
+        return self.check_count(name, self.config[name])
+
+    def check_count(self, name: str, value: Any) -> int:
+        """`value`, of the setting `name`, as `count` checks it."""
         if type(value) is not int or not 0 <= value <= len(self.weights):
             raise self.error(f"config.json says {name}={value!r}, and the weights are {len(self.weights)} tensors")
         return value
@@ -70,6 +74,9 @@ class Format(ABC):
         """The files' tensors, plus those that follow from others or from the target, minus those that only repeat them.
         Raises ValueError where a repeated one differs."""
         return files.weights
+
+    def settle(self, files: HeadFiles, head: DraftHead, target: Target) -> None:  # noqa: B027 -- most leave nothing open
+        """Find out by the loaded head, which knows its target, what the files leave open."""
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         """The config.json to write. Raises ValueError for a head that this layout cannot express."""
@@ -141,8 +148,16 @@ def check_one_layer(files: HeadFiles) -> None:
 
 def drop_embeddings(files: HeadFiles, name: str, target: Target) -> dict[str, Tensor]:
     """The weights without the frozen copy `name` of the target's embedding; ValueError where it is not a copy."""
-    weights, stored, ours = dict(files.weights), files.weights.get(name), target.embeddings
-    if stored is None:
+    return drop_copy(files.weights, name, target.model.get_input_embeddings(), files, target)
+
+
+def drop_copy(
+    weights: dict[str, Tensor], name: str, module: Any, files: HeadFiles, target: Target
+) -> dict[str, Tensor]:
+    """`weights` without the frozen copy `name` of this module of the target; ValueError where it is not a copy."""
+    weights, stored, ours = dict(weights), weights.get(name), full_tensor(module.weight)
+    if stored is None or not ours.is_floating_point():  # a quantized lm_head shows nothing
+        weights.pop(name, None)
         return weights
     if stored.shape != ours.shape:
         raise files.error(
@@ -150,7 +165,8 @@ def drop_embeddings(files: HeadFiles, name: str, target: Target) -> dict[str, Te
         )
     # Either side may have been rounded to bfloat16 (8 bits) or float16 (whose smallest numbers lose more).
     if not torch.allclose(stored.float(), ours.detach().float().cpu(), rtol=2**-7, atol=1e-6):
-        raise files.error(f"{name} differs from the embeddings of {target.name}: it was trained for another target")
+        what = name.removesuffix(".weight")
+        raise files.error(f"{name} differs from the {what} of {target.name}: it was trained for another target")
     del weights[name]
     return weights
 

@@ -7,15 +7,20 @@ would not load the head, or would draft with it wrongly.
 from typing import NamedTuple
 
 from heads.base import DraftHead
+from heads.dflash import DFlashHead
+from heads.domino import DominoHead
+from heads.dspark import DSparkHead
 from heads.eagle import EagleHead
 from heads.eagle3 import Eagle3Head
 from heads.formats.base import Format
+from heads.formats.dflash import DFlashFormat, DominoFormat, DSparkFormat
 from heads.formats.eagle import EagleFormat
 from heads.formats.eagle3 import FLAGS, Eagle3Format
 from heads.formats.hydra import HydraFormat, check_tied
 from heads.formats.layer_ids import as_sglang_reads, for_sglang
 from heads.formats.medusa import MedusaFormat, VllmMedusaFormat
 from heads.formats.speculators import SpeculatorsFormat
+from heads.formats.speculators_blocks import SpeculatorsDFlash, SpeculatorsDSpark
 from heads.hydra import HydraHead
 from heads.medusa import MedusaHead
 from heads.target import Target
@@ -25,6 +30,9 @@ VLLM = """vllm serve {target} --speculative-config '{{"method": "{method}", "mod
 SGLANG = """python -m sglang.launch_server --model-path {target} --speculative-algorithm {method} \
 --speculative-draft-model-path {head} --speculative-num-steps {depth} --speculative-eagle-topk 4 \
 --speculative-num-draft-tokens 16"""
+
+SGLANG_BLOCK = """python -m sglang.launch_server --model-path {target} --speculative-algorithm {method} \
+--speculative-draft-model-path {head} --speculative-num-draft-tokens {depth}"""
 
 EA_MODEL = "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{head}')"
 
@@ -45,6 +53,11 @@ def vllm(head: DraftHead, target: Target) -> Export:
         if head.fc.bias is not None:
             raise ValueError("vLLM's EAGLE-1 has no fc.bias, and this head does: train it with head.bias=false")
         return Export(EagleFormat("EagleLlamaForCausalLM"), VLLM, "vLLM drafts a chain, no tree.")
+    if type(head) is DFlashHead:
+        return Export(DFlashFormat(), VLLM, "vLLM drafts a chain, no tree.")
+    if isinstance(head, DSparkHead):
+        check_vanilla("vLLM", head)
+        return Export(SpeculatorsDSpark(), VLLM, "vLLM drafts a chain, no tree.")
     raise unsupported("vLLM", head)
 
 
@@ -53,6 +66,13 @@ def sglang(head: DraftHead, target: Target) -> Export:
         return Export(
             EagleFormat(bias=True), SGLANG, "SGLang's fc has a bias; one of zeros is written where there is none."
         )
+    if isinstance(head, DSparkHead | DominoHead):
+        if isinstance(head, DominoHead) and head.pure != 1:
+            raise ValueError(f"SGLang's Domino has head.pure_draft_prefix_len=1, and this head {head.pure}")
+        layout = DSparkFormat() if isinstance(head, DSparkHead) else DominoFormat()
+        return Export(layout, SGLANG_BLOCK, "SGLang drafts a chain, no tree.")
+    if type(head) is DFlashHead:
+        return Export(DFlashFormat(), SGLANG_BLOCK, "SGLang drafts a chain, no tree.")
     if not isinstance(head, Eagle3Head):
         raise unsupported("SGLang", head)
     if len(head.layers) != 3:
@@ -73,6 +93,11 @@ def sglang(head: DraftHead, target: Target) -> Export:
 
 
 def speculators(head: DraftHead, target: Target) -> Export:
+    if isinstance(head, DSparkHead):
+        check_vanilla("vLLM", head)
+        return Export(SpeculatorsDSpark(), "vllm serve {head}", "vLLM finds the target by the name in config.json.")
+    if type(head) is DFlashHead:
+        return Export(SpeculatorsDFlash(), "vllm serve {head}", "vLLM finds the target by the name in config.json.")
     if not isinstance(head, Eagle3Head):
         raise unsupported("the speculators package", head)
     return Export(SpeculatorsFormat(), "vllm serve {head}", "vLLM finds the target by the name in config.json.")
@@ -109,6 +134,14 @@ def hydra(head: DraftHead, target: Target) -> Export:
     return Export(
         HydraFormat(), "HydraModel.from_pretrained('{head}')", "hydra_lm_head.pt is what zankner's code opens."
     )
+
+
+def check_vanilla(engine: str, head: DSparkHead) -> None:
+    if head.markov_head.variant != "vanilla":
+        raise ValueError(
+            f"{engine} serves DSpark heads with head.markov_head_type=vanilla only, and this one is "
+            f"{head.markov_head.variant}: SGLang reads it"
+        )
 
 
 def unsupported(engine: str, head: DraftHead) -> ValueError:

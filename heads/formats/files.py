@@ -53,6 +53,8 @@ def read_config(directory: Path, name: str = "") -> dict:
     code = [key for key in ("auto_map", "custom_pipelines", "trust_remote_code") if config.get(key)]
     if isinstance(config.get("auto_map"), dict) and config["auto_map"].keys() == {""}:
         code.remove("auto_map")  # speculators writes it so: nothing would load a class under no name
+    elif "auto_map" in code and "dflash_config" in config:
+        code.remove("auto_map")  # z-lab and SpecForge name the class that they train, which is not needed here
     if code:
         raise ValueError(
             f"{path} names code of its own ({', '.join(code)}): a head is data here, and nothing that comes with it is "

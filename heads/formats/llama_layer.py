@@ -11,12 +11,17 @@ LAYER = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
 SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
-def layer_settings(files: HeadFiles, settings: dict[str, Any], target: Target) -> dict[str, Any]:
+def layer_settings(
+    files: HeadFiles, settings: dict[str, Any], target: Target, count: int | None = None
+) -> dict[str, Any]:
     """`settings` with what is missing filled in. What is odd and taken as it is goes to `files.notes`: the weights decide
     how many layers there are and whether projections have biases, and rope and context length are the head's own.
 
     Raises ValueError for a layer that cannot be drafted with here."""
-    check_one_layer(files)
+    if count is None:
+        check_one_layer(files)
+    else:
+        files.check_count("num_hidden_layers", count)
     check_settings(files, settings, LAYER)
     settings = dict(settings)
     for name in SIZES:
@@ -25,11 +30,11 @@ def layer_settings(files: HeadFiles, settings: dict[str, Any], target: Target) -
     heads = settings["num_attention_heads"]
     if heads % (settings.get("num_key_value_heads") or heads):
         raise files.error(f"{heads} attention heads cannot share {settings['num_key_value_heads']} key/value heads")
-    if settings.get("num_hidden_layers", 1) != 1:
+    if count is None and settings.get("num_hidden_layers", 1) != 1:
         files.notes.append(
             f"config.json says num_hidden_layers={settings['num_hidden_layers']}, the weights are of one"
         )
-    if settings.get("use_sliding_window") and settings.get("sliding_window"):
+    if count is None and settings.get("use_sliding_window") and settings.get("sliding_window"):
         files.notes.append(f"sliding_window={settings['sliding_window']} is not applied, it drafts over the whole text")
     new = settings.get("rope_parameters") or {}
     if "rope_theta" in settings and new.get("rope_theta", settings["rope_theta"]) != settings["rope_theta"]:

@@ -52,17 +52,10 @@ class SpeculatorsFormat(Eagle3Format):
         assert isinstance(head, Eagle3Head)
         config = head.to_config()
         layer = {name: value for name, value in config.items() if name in head.config.to_dict()}
-        method = {"proposal_type": "greedy", "speculative_tokens": head.depth, "verifier_accept_k": 1}
-        verifier = {"name_or_path": target.name, "architectures": target.config.architectures or []}
         return {
             "architectures": ["Eagle3Speculator"],
             "speculators_model_type": "eagle3",
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [method],
-                "verifier": verifier,
-            },
+            "speculators_config": speculators_config("eagle3", head.depth, target),
             "transformer_layer_config": layer | {"architectures": ["LlamaForCausalLM"]},
             "draft_vocab_size": config["draft_vocab_size"],
             "target_hidden_size": None,  # the head is as wide as the target
@@ -74,3 +67,13 @@ class SpeculatorsFormat(Eagle3Format):
     def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
         rows = target.embeddings.detach().cpu().to(head.dtype, copy=True)
         return super().export_weights(head, target) | {EMBEDDINGS: rows.contiguous()}
+
+
+def speculators_config(algorithm: str, depth: int, target: Target) -> dict[str, Any]:
+    """How vLLM shall draft, and for whom."""
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": depth, "verifier_accept_k": 1}],
+        "verifier": {"name_or_path": target.name, "architectures": target.config.architectures or []},
+    }

@@ -5,24 +5,20 @@ from typing import Any
 
 # Parts of an architecture's or a model type's name, in lower case -> what it is.
 DRAFTERS = {
-    "dflash": "a DFlash block drafter",
     "dflare": "a DFlare block drafter",
-    "dspark": "a DSpark block drafter",
-    "domino": "a Domino block drafter",
     "peagle": "a P-EAGLE drafter of several layers",
     "mlp_speculator": "an MLP speculator (IBM's accelerators)",
     "mlpspeculator": "an MLP speculator (IBM's accelerators)",
     "mtp": "a multi-token-prediction layer, which belongs to its target's own checkpoint",
     "eaglespeculator": "EAGLE-1 in the first layout (0.1) of the speculators package",
 }
-KNOWN = "Heads that load here: Medusa, Hydra, EAGLE-1/2 and EAGLE-3"
+KNOWN = "Heads that load here: Medusa, Hydra, EAGLE-1/2/3, DFlash, JetSpec, DSpark and Domino"
 
 
 def check_supported_drafter(config: dict[str, Any], where: str | Path) -> None:
     """Raise ValueError, saying what it is, for a drafter of a kind that is not implemented here."""
     layer = config.get("transformer_layer_config") or config
     names = [*(config.get("architectures") or []), config.get("model_type"), config.get("speculators_model_type")]
-    names += [key for key in ("dflash_config", "dspark_config") if config.get(key)]
     for name in (str(name).lower() for name in names if name and name != "Eagle3Speculator"):
         found = next((what for part, what in DRAFTERS.items() if part in name), None)
         if found:

@@ -1,6 +1,7 @@
 """What loading a target needs beyond transformers: names looked up, and words for dtypes and bits."""
 
 import importlib.util
+import logging
 import platform
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,23 @@ def has_bfloat16_products(device: torch.device | str) -> bool:
     return torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX", "AVX2")
 
 
+class Once(logging.Filter):
+    """Lets a message through the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        new = message not in self.seen
+        self.seen.add(message)
+        return new
+
+
+ONCE = Once()
+
+
 def quantization_config(name: str, dtype: str | torch.dtype) -> Any:
     """dtype: of the products with 4-bit weights; "auto" is bfloat16."""
     if name not in ("4bit", "8bit"):
@@ -55,6 +73,7 @@ def quantization_config(name: str, dtype: str | torch.dtype) -> Any:
     if name == "4bit":
         compute = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(ONCE)  # which warns at every product
     # Threshold 0 takes no columns out as outliers. Which columns those are depends on all rows of a forward, so a draft would
     # change what the target makes of the text beside it.
     return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)

@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from heads import adapter
-from heads.base import DraftHead, ParallelHead, RecurrentHead
+from heads.base import BlockHead, DraftHead, ParallelHead, RecurrentHead
 from heads.checkpoint import find, load_head, read_config
 from heads.draft_model import DraftModelHead
 from heads.target import Target
 from inference.drafters.adaptive import AdaptiveLength
 from inference.drafters.auto import AutoTree
 from inference.drafters.base import Drafter, NoDrafter
+from inference.drafters.block import BlockTree
 from inference.drafters.chain import Chain
 from inference.drafters.draft_model import DraftModel
 from inference.drafters.dynamic import DynamicTree
@@ -66,6 +67,8 @@ def drafter_for(
         return drafter_of(head, target, tree, confidence, **options)
     if isinstance(head, RecurrentHead):
         return with_tree_policy(DynamicTree(head, target, **options), target, tree, confidence)
+    if isinstance(head, BlockHead):
+        return with_tree_policy(BlockTree(head, target, **options), target, tree, confidence)
     assert isinstance(head, ParallelHead)
     return with_tree_policy(StaticTree(head, target, accuracies=accuracies, **options), target, tree, confidence)
 
@@ -78,7 +81,7 @@ def drafter_of(
 
 
 def with_tree_policy(
-    inner: DynamicTree | StaticTree, target: Target, tree: str, confidence: float | None = None
+    inner: DynamicTree | BlockTree | StaticTree, target: Target, tree: str, confidence: float | None = None
 ) -> Drafter:
     """tree: "fixed" proposes the same size in every step; "auto" chooses it by measured cost and gain, `inner` being the
     largest (auto.py); "adaptive" drafts as deep as it pays and stops below `confidence` (adaptive.py)."""
@@ -90,14 +93,17 @@ def with_tree_policy(
         return inner
     if tree == "auto":
         return AutoTree(inner, target)
-    if isinstance(inner, StaticTree):
-        raise ValueError("a static tree drafts all depths at once, so no adaptive length: tree=auto chooses its size")
+    if not isinstance(inner, DynamicTree):
+        raise ValueError(
+            "a head that drafts all depths at once has no adaptive length: tree=auto chooses its tree's size"
+        )
     return AdaptiveLength(inner) if confidence is None else AdaptiveLength(inner, confidence)
 
 
 __all__ = [
     "AdaptiveLength",
     "AutoTree",
+    "BlockTree",
     "Chain",
     "DraftModel",
     "Drafter",

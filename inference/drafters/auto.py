@@ -23,7 +23,7 @@ from torch import Tensor
 
 from heads.target import Target
 from inference.drafters.base import Accepted, Drafter, root_only, select, unpadded
-from inference.drafters.dynamic import DynamicTree
+from inference.drafters.grown import GrownTree
 from inference.drafters.static import StaticTree
 from inference.sampling import Sampling, SamplingParams
 from inference.tree import TokenTree, chain
@@ -50,7 +50,7 @@ class Costs(NamedTuple):
 
 
 class AutoTree(Drafter):
-    def __init__(self, inner: DynamicTree | StaticTree, target: Target):
+    def __init__(self, inner: GrownTree | StaticTree, target: Target):
         """inner: with the largest tree that may be used."""
         self.inner, self.target = inner, target
         self.layers, self.nodes, self.full = inner.layers, inner.nodes, Plan(inner.nodes, inner.depth)
@@ -181,7 +181,7 @@ def merge(pieces: list[Accepted]) -> Accepted:
 
 
 @torch.inference_mode()
-def measure(inner: DynamicTree | StaticTree, target: Target, batch: int, full: Plan, repeats: int = 5) -> Costs:
+def measure(inner: GrownTree | StaticTree, target: Target, batch: int, full: Plan, repeats: int = 5) -> Costs:
     """Seconds of reading 1 .. N nodes and of drafting 0 .. D levels on this device, in this dtype and batch: the fastest of
     some repeats, since only disturbances make one slower."""
 
@@ -208,7 +208,7 @@ def measure(inner: DynamicTree | StaticTree, target: Target, batch: int, full: P
     features = torch.zeros(batch, 1, len(inner.layers) * target.hidden_size, dtype=target.dtype, device=target.device)
     fake = Accepted(tokens, features, [1] * batch, [[0]] * batch)
     probe = copy.copy(inner)  # rows may be in the middle of their texts
-    if isinstance(probe, DynamicTree):  # nothing is likely after made-up features, and all levels are to be timed
+    if isinstance(probe, GrownTree):  # nothing is likely after made-up features, and all levels are to be timed
         probe.cache = probe.should_stop = None
     draft = [0.0]
     for levels in range(1, full.levels + 1):

@@ -9,7 +9,8 @@ from torch import Tensor
 from heads.draft_model import DraftModelHead, check_vocabulary
 from heads.target import Target
 from inference.drafters.base import Accepted
-from inference.drafters.dynamic import MIN_PROBABILITY, DynamicTree, check_width
+from inference.drafters.dynamic import DynamicTree
+from inference.drafters.grown import MIN_PROBABILITY, check_width
 from inference.sampling import Sampling
 from inference.tree import TokenTree
 

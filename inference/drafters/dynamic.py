@@ -5,42 +5,17 @@ probabilities along the path. *Rerank*: of all candidates the `nodes` best make 
 parent, so the best always hang together.
 """
 
-import math
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from heads.base import RecurrentHead
 from heads.target import Target
-from heads.target.cache import KVCache, to_device
-from inference.drafters.base import Accepted, Drafter
+from inference.drafters.grown import MIN_PROBABILITY, WIDTH, GrownTree, check_width, newest
 from inference.sampling import Sampling
-from inference.tree import TokenTree, from_parents
-
-# A head learns the target's distribution, but a greedy target always takes the top of it: a first guess of probability
-# 0.3 is right more often than that. Sharpened scores go deeper and less wide (2.39 -> 2.49 tokens per step, 16 nodes,
-# embedded target).
-GREEDY = 2.0
-# Levels stop where less of the draft's probability is left than this: the next one would cost more than it gains. To look is
-# a wait for the device, which only a CPU has for nothing (2.01 -> 2.22 times plain speed, with 8 levels of 5 for 7 of 6).
-MIN_PROBABILITY = 0.25
-WIDTH = 5  # branches kept per level
-# A level's loss of score, so that a child stays below its parent where the draft is certain (log 1 = 0) in float32.
-STEP = 1e-3
+from inference.tree import TokenTree
 
 
-def check_width(width: int | None, usual: int, target: Target) -> int:
-    """The branches per level that this target can read. Raises ValueError where more were asked for."""
-    if width is None:
-        return usual if target.reads_trees else 1
-    if width > 1 and not target.reads_trees:
-        raise ValueError(f"width={width} asks for a tree, and {target.no_trees}: leave width out, or take width=1")
-    return width
-
-
-class DynamicTree(Drafter):
+class DynamicTree(GrownTree):
     def __init__(
         self,
         head: RecurrentHead,
@@ -50,85 +25,9 @@ class DynamicTree(Drafter):
         width: int | None = None,
         min_probability: float = MIN_PROBABILITY,
     ):
-        """nodes: of the tree at most, its root counted. depth: levels below the root. width: branches kept per level; None is
-        5 or, for a target that reads chains only, 1. min_probability: on a CPU, the probability of a level's branches
-        together, as the draft scores them, below which no row drafts on; 0 drafts all levels."""
-        width = check_width(width, WIDTH, target)
-        if depth < 1 or width < 1 or nodes < 2 or min_probability < 0:
-            raise ValueError(
-                f"a dynamic tree needs depth={depth} and width={width} of at least 1, nodes={nodes} of 2, "
-                f"min_probability={min_probability} of 0"
-            )
-        self.head, self.target, self.layers = head, target, head.layers
-        depth = depth if head.limit is None else min(depth, head.limit)
-        self.depth = self.levels = depth
-        vocab = target.vocab_size if head.draft_ids is None else len(head.draft_ids)
-        self.width = min(width, vocab)
-        self.branches = self.width > 1
-        self.nodes = min(nodes, 1 + self.width + (depth - 1) * self.width**2)
-        # Stop at a level of these scores (batch, width)?
-        self.should_stop: Callable[[Tensor], bool] | None = None
-        if min_probability > 0 and target.device.type == "cpu":
-            self.should_stop = lambda scores: all(sum(map(math.exp, row)) < min_probability for row in scores.tolist())
-        self.draft_ids = head.draft_ids
-        self.cache: KVCache | None = None
-
-    def resize(self, nodes: int, levels: int) -> None:
-        """Propose trees of this many nodes and levels from now on; `depth` stays the most that may be asked for."""
-        assert nodes >= 2 and 1 <= levels <= self.depth
-        self.nodes, self.levels = nodes, levels
-
-    def to_target_ids(self, ids: Tensor) -> Tensor:
-        """Target ids of draft ids."""
-        return ids if self.draft_ids is None else self.draft_ids[ids]
-
-    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        self.sampling = sampling
-        room = self.room(capacity)
-        cache = self.cache
-        if cache is None or not cache.graphs.active or cache.batch != batch or cache.capacity < room:
-            cache = KVCache(
-                self.head.cache_layers, batch, room, self.target.device, capture=self.target.supports_cuda_graphs
-            )
-        cache.clear()
-        self.cache = cache
-
-    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
-        assert self.cache is not None
-        self.sampling = sampling
-        self.cache.rearrange(rows, max(self.cache.capacity, self.room(capacity)))
-
-    def room(self, capacity: int) -> int:
-        """Entries of the head's cache for texts of this length, and the levels of a tree after them."""
-        return capacity + (1 + self.depth) * (1 + self.width)
-
-    def log_probs(self, hidden: Tensor, depth: int, gumbel: Tensor | None, sampling: Sampling) -> Tensor:
-        """Log-probabilities of the draft, seen through the noise: (batch, n, draft vocab) float32."""
-        logits = self.head.logits(hidden, depth).float()
-        if gumbel is None:
-            logits = GREEDY * logits
-        else:
-            noise = gumbel[:, depth - 1]
-            noise = noise if self.draft_ids is None else noise[:, self.draft_ids]
-            logits = sampling.warp(logits, greedy_temperature=1 / GREEDY) + noise[:, None]
-        return logits.log_softmax(-1).clamp(max=-STEP)
-
-    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        cache = self.cache
-        assert cache is not None
-        new, counts = accepted.tokens.shape[1], to_device(accepted.counts, cache.device)[:, None]
-        lengths = [length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)]
-        grow = partial(self.grow, lengths)
-        if self.should_stop is None and new <= 1 + self.depth:  # neither looks at scores nor reads the prompt
-            cache.set_bucket(new + self.levels * self.width)
-            key = "grow", cache.kv_bucket, self.nodes, self.levels, self.sampling.key
-            inputs = accepted.tokens, accepted.features, counts, gumbel, *self.sampling.tensors
-            tree, self.ranks = cache.graphs(key, grow, *inputs)
-        else:
-            cache.kv_bucket = None
-            tree, self.ranks = grow(accepted.tokens, accepted.features, counts, gumbel, *self.sampling.tensors)
-        cache.set_lengths(lengths)
-        return tree
+        """width: branches kept per level; None is 5 or, for a target that reads chains only, 1."""
+        super().__init__(head, target, nodes, depth, check_width(width, WIDTH, target), min_probability)
+        self.head, self.entries = head, (1 + self.depth) * self.width
 
     def grow(
         self,
@@ -139,21 +38,19 @@ class DynamicTree(Drafter):
         gumbel: Tensor | None,
         *tensors: Tensor | None,
     ) -> tuple[TokenTree, Tensor]:
-        """The tree below tokens (batch, new), of which the first `counts` (batch, 1) are real, and its nodes' ranks.
-        lengths: of the rows with them."""
         head, cache, width = self.head, self.cache, self.width
         sampling = Sampling.from_tensors(tensors, self.sampling.key)
         assert cache is not None
         cache.rewind()
-        hidden = head.read_accepted(features, head.embed(tokens, self.target), cache)
-        batch, new, _ = hidden.shape
-        last = (counts - 1).clamp(min=0)
-        root = tokens.gather(1, last)
-        if new > 1:
-            hidden = hidden.gather(1, last[:, :, None].expand(-1, 1, hidden.shape[-1]))
+        hidden = newest(head.read_accepted(features, head.embed(tokens, self.target), cache), counts)
+        root, batch = newest(tokens, counts), len(tokens)
         cache.extend(lengths, counts)
 
-        best = self.log_probs(hidden, 1, gumbel, sampling).topk(width)
+        def best_of(hidden: Tensor, depth: int) -> torch.return_types.topk:
+            noise = None if gumbel is None else gumbel[:, depth - 1 : depth]
+            return self.log_probs(head.logits(hidden, depth), noise, sampling).topk(width)
+
+        best = best_of(hidden, 1)
         tokens, scores = self.to_target_ids(best.indices[:, 0]), best.values[:, 0]  # (batch, width)
         hidden = hidden.expand(-1, width, -1)
         frontier = torch.arange(1, width + 1, device=tokens.device).expand(batch, -1)  # as candidates, the root is 0
@@ -167,7 +64,7 @@ class DynamicTree(Drafter):
             positions = (cache.starts + depth - 2).expand(-1, width)
             hidden = head.draft_step(hidden, head.embed(tokens, self.target), positions, cache.mask(among), cache)
             cache.pending += width
-            best = self.log_probs(hidden, depth, gumbel, sampling).topk(width)
+            best = best_of(hidden, depth)
             scored = (best.values + scores[:, :, None]).flatten(1)  # (batch, width * width)
             named = self.to_target_ids(best.indices).flatten(1)
             candidates.append(named)
@@ -182,12 +79,3 @@ class DynamicTree(Drafter):
             among = torch.cat([among.gather(1, parent[:, :, None].expand(-1, -1, among.shape[-1])), own], -1)
             size += width * width
         return self.rerank(torch.cat(candidates, 1), torch.cat(parents, 1), torch.cat(ranked, 1))
-
-    def rerank(self, tokens: Tensor, parents: Tensor, scores: Tensor) -> tuple[TokenTree, Tensor]:
-        """The best `nodes` of all candidates (batch, n), in their order, which puts parents first, and their ranks."""
-        chosen, ranks = scores.topk(min(self.nodes, tokens.shape[1]) - 1).indices.sort(1)
-        chosen = chosen + 1
-        chosen = torch.cat([chosen.new_zeros(len(chosen), 1), chosen], 1)
-        order = torch.arange(chosen.shape[1], device=tokens.device).expand(len(chosen), -1)
-        place = torch.zeros_like(parents).scatter(1, chosen, order)
-        return from_parents(tokens.gather(1, chosen), place.gather(1, parents.gather(1, chosen)), self.levels), ranks

@@ -7,8 +7,3 @@ worker.py       the thread that owns the engine
 completion.py   one answer: its text, log-probabilities and usage, in OpenAI's words
 app.py          the routes; limits.py, metrics.py: what surrounds them; page.html: the page at /
 """
-
-from inference.serve.app import create_app, run
-from inference.serve.worker import Worker
-
-__all__ = ["Worker", "create_app", "run"]

@@ -97,8 +97,7 @@ class Service:
         ends, most = frozenset(self.target.eos_token_ids), asked.budget or self.max_tokens
         return [
             inference.Request(prompt, params, most, seed + index, ends, asked.stop_strings, trace)
-            for prompt in prompts
-            for index in range(asked.n)
+            for index, prompt in enumerate(prompt for prompt in prompts for _ in range(asked.n))
         ]
 
     def ended(self, answer: Answer, path: str) -> None:

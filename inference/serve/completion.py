@@ -17,7 +17,7 @@ from inference.trace import Trace
 class Piece(NamedTuple):
     """What one step added to a choice."""
 
-    index: int
+    choice: int
     text: str
     logprobs: list[dict[str, Any]]  # an entry per token, as chat completions have them
     trace: dict[str, Any] | None
@@ -171,12 +171,12 @@ class Answer:
         async for piece in self.pieces():
             if not (piece.text or piece.logprobs or piece.trace or piece.finish_reason):
                 continue  # what it added is held back
-            choice = {
-                "index": piece.index,
+            part = {
+                "index": piece.choice,
                 **self.content("delta", piece.text, {}),
                 "logprobs": self.told(piece.logprobs),
                 "finish_reason": piece.finish_reason,
             }
-            yield {**facts, "choices": [choice], **({"trace": piece.trace} if piece.trace else {})}
+            yield {**facts, "choices": [part], **({"trace": piece.trace} if piece.trace else {})}
         if self.asked.stream_options is not None and self.asked.stream_options.include_usage:
             yield {**facts, "choices": [], "usage": self.usage()}

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+MAX_HEADERS = 2**14  # bytes
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -57,6 +58,9 @@ class Gate:
         return f"the body is larger than the {self.max_body} bytes that this server takes"
 
     def refusal(self, path: str, headers: Headers) -> Response | None:
+        """What is wrong with a request, before its body is read."""
+        if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
+            return error_response(f"the headers are larger than {MAX_HEADERS} bytes", 431, {"connection": "close"})
         if path.startswith("/v1/") and self.api_key is not None:
             given = headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), self.api_key.encode()):

@@ -1,5 +1,8 @@
 """What the server tells Prometheus at /metrics: counts and times, never a text or a key."""
 
+from collections.abc import Callable
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from inference.serve.completion import Answer
@@ -11,7 +14,7 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 class Metrics:
     def __init__(self, worker: Worker):
         self.registry = CollectorRegistry()
-        registry = {"registry": self.registry, "namespace": "foredraft"}
+        registry: dict[str, Any] = {"registry": self.registry, "namespace": "foredraft"}
         self.requests = Counter("requests", "Requests by path and status", ["path", "status"], **registry)
         self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **registry)
         self.completion_tokens = Counter("completion_tokens", "Tokens of answers", **registry)
@@ -28,7 +31,7 @@ class Metrics:
         self.gauge("rows", *rows, **registry)
 
     @staticmethod
-    def gauge(name: str, meaning: str, value, **registry) -> None:
+    def gauge(name: str, meaning: str, value: Callable[[], float], **registry: Any) -> None:
         Gauge(name, meaning, **registry).set_function(value)
 
     def ended(self, answer: Answer, seconds: float) -> None:

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from heads.target import Target
+from heads.target.cache import KVCache
 from inference.drafters.base import Drafter
 from inference.engine import Engine, Output
 from inference.request import Request
@@ -185,8 +186,10 @@ class Worker(threading.Thread):
 
 
 def cache_bytes_per_token(target: Target) -> int:
-    """Of all layers, measured by a read of one token."""
+    """Of all layers, measured by a read of one token. Raises ValueError for a target that keeps more than keys and values."""
     cache = target.new_cache(1, 1)
+    if not isinstance(cache, KVCache):
+        raise ValueError(f"cache_gib: {target.name} keeps a state per text, which is not counted; max_rows limits it")
     with torch.inference_mode():
         target.read(torch.zeros(1, 1, dtype=torch.int64, device=target.device), cache=cache)
     return sum(block.numel() * block.element_size() for block in cache.blocks.values())

@@ -9,15 +9,30 @@ from heads import Target
 from heads.base import DraftHead
 from tests.support import names
 from tests.support.configs import composed
+from train.module import DistillationModel
 
 # What tests change in conf/head/<kind>.yaml, so that a head is small and each of its parts is in use. A kind without a line
 # here is built as its yaml says. A name that is no yaml is a variant: {"kind": the yaml it changes, ...}.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "domino": {"block_size": 4, "num_layers": 2, "emb_dim": 8, "gru_hidden_dim": 12},
+    "domino in place": {"kind": "domino", "block_size": 4, "num_layers": 1, "sample_from_anchor": False, "emb_dim": 8},
+    "dspark": {"block_size": 3, "num_layers": 2, "markov_rank": 8},
+    "dspark gated": {"kind": "dspark", "block_size": 3, "num_layers": 1, "markov_rank": 8, "markov_head_type": "gated"},
+    "dspark rnn": {"kind": "dspark", "block_size": 3, "num_layers": 1, "markov_rank": 8, "markov_head_type": "rnn"},
+    "dflash": {"block_size": 4, "num_layers": 2},
+    "dflash anchor first": {
+        "kind": "dflash",
+        "block_size": 3,
+        "num_layers": 3,
+        "sample_from_anchor": True,
+        "window": 6,
+    },
     "eagle": {"bias": True},
     "eagle3": {"draft_vocab_size": 200},
     "eagle3_1": {"draft_vocab_size": None},
     "hydra": {"depth": 3, "dropout": 0.1, "draft_vocab_size": 150},
     "hydra_pp": {"depth": 3, "mlp_layers": 3, "dropout": 0.1, "draft_vocab_size": 150},
+    "jetspec": {"block_size": 5, "num_layers": 2},
     "medusa": {"depth": 3, "blocks": 2, "draft_vocab_size": 250},
     "medusa2": {"depth": 3, "rank": 4},
     "eagle3 full vocabulary": {"kind": "eagle3", "draft_vocab_size": None},
@@ -34,6 +49,14 @@ def build_head(kind: str, target: Target, **overrides: Any) -> DraftHead:
     return instantiate(settings, target=target, **overrides)
 
 
+def objective(name: str, head: DraftHead, target: Target) -> DistillationModel:
+    """With the loss, as its yaml has them, in the middle of the training."""
+    settings = composed("train", f"head={OVERRIDES.get(name, {}).get('kind', name)}")
+    made = instantiate(settings.objective, head=head, target=target, loss=instantiate(settings.loss))
+    made.progress = 0.5
+    return made
+
+
 def make_head(name: str, target: Target, **overrides: Any) -> DraftHead:
     """A head of a kind or of a variant, in eval mode, with noise on its weights: a norm that is left out at weights of one,
     or a layer at weights of zero, would not show."""
@@ -41,6 +64,6 @@ def make_head(name: str, target: Target, **overrides: Any) -> DraftHead:
     head = build_head(target=target, **settings)
     with torch.no_grad():
         for parameter in head.parameters():
-            scale = parameter.std().nan_to_num(1.0).clamp(min=0.1)
+            scale = parameter.std().clamp(min=0.1) if parameter.numel() > 1 else 1.0
             parameter.copy_(parameter + 0.3 * torch.randn_like(parameter) * scale)
     return head.eval()

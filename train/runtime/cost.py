@@ -22,9 +22,10 @@ from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from heads import adapter
-from heads.base import PackedBatch
+from heads.base import BlockHead, PackedBatch
 from heads.target import Reading, Target
 from heads.target.loading import model_class
+from train.blocks import BlockDistillation
 from train.losses import soft
 from train.module import DistillationModel
 
@@ -79,7 +80,7 @@ class ConfigOnlyTarget(Target):
         """There are no numbers to compare."""
 
 
-class ConfigOnlyDistillation(DistillationModel):
+class ConfigOnly(DistillationModel):
     """Learns from every slot: which of them count is in the data, and the most is what must fit."""
 
     def rows(self, counted: Tensor) -> Tensor:
@@ -91,6 +92,15 @@ class ConfigOnlyDistillation(DistillationModel):
             text.tokens, layers=[*self.head.layers, self.target.num_layers], keep_logits=1
         ).features
         return features[..., :-width], features[..., -width:]
+
+
+class ConfigOnlyBlocks(ConfigOnly, BlockDistillation):
+    """The same for heads that draft in blocks."""
+
+
+def whole_text(last: Tensor, size: int, length: int) -> list[int]:
+    """In the place of heads.block_attention.text_ends, which looks at numbers: every block sees the whole row."""
+    return [length for _ in last.split(size, dim=1)]
 
 
 class Head(NamedTuple):
@@ -118,7 +128,8 @@ class Body(NamedTuple):
 def study(cfg: DictConfig, config: PretrainedConfig, dtype: torch.dtype) -> tuple[Head, Body, Target]:
     """cfg: as conf/plan.yaml describes it. The target is one without numbers."""
     # Fake tensors cannot be moved, and have nowhere to go.
-    with FakeTensorMode(), no_init_weights(), patch.object(nn.Module, "to", lambda self, *args, **kwargs: self):
+    unmoved = patch.object(nn.Module, "to", lambda self, *args, **kwargs: self)
+    with FakeTensorMode(), no_init_weights(), unmoved, patch("heads.block_attention.text_ends", whole_text):
         target = ConfigOnlyTarget(model_class(config).from_config(config, dtype=dtype), name=cfg.target.path)
         return study_head(cfg, target), study_target(cfg, target), target
 
@@ -127,7 +138,8 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
     """Build the head, learn from one batch, step. Under FakeTensorMode."""
     more = {"counts": torch.ones(target.vocab_size, dtype=torch.int64)} if "draft_vocab_size" in cfg.head else {}
     head = instantiate(cfg.head, target=target, **more)
-    distillation = ConfigOnlyDistillation(head, target, soft)
+    made = ConfigOnlyBlocks if isinstance(head, BlockHead) else ConfigOnly
+    distillation = made(head, target, soft)
     parameters = [p for p in distillation.parameters() if p.requires_grad]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)  # counted apart from activations
@@ -136,12 +148,13 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
     text = PackedBatch(
         torch.zeros(shape, dtype=torch.int64), torch.ones(shape).bool(), torch.zeros(shape).long(), positions
     )
+    text = text._replace(starts=distillation.choose_starts(text, 0))
     before = [
         *distillation.parameters(),
         *distillation.buffers(),
         *target.model.parameters(),
         *target.model.buffers(),
-        *text,
+        *text[:4],
     ]
     before += [parameter.grad for parameter in parameters if parameter.grad is not None]
     flops, live = FlopCounterMode(display=False), Live(before)

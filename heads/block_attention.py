@@ -1,0 +1,96 @@
+"""Attention of a block drafter in training: all blocks of a row at once, each over the text before it and over itself.
+
+    text 0 1 2 3 4 | block 0 | block 1        drafts begin at positions 1 and 3, blocks of three slots; x = visible
+    block 0, slot 0  x x . . . | x x x | . . .      causal inside the block:   slot 0   x . .
+             slot 1  x x . . . | x x x | . . .                                 slot 1   x x .
+    block 1, slot 0  x x x x . | . . . | x x x                                 slot 2   x x x
+
+A block sees its own document only, up to where its draft begins, and with a window no further back than that. Blocks are
+processed some at a time, over the text up to the last of them, so no mask is ever as large as all blocks times all text. A
+block that begins nowhere sees itself, and is counted nowhere.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from heads.base import PackedBatch
+from heads.target.attention import attend
+
+QUERIES = 256  # slots that attend at a time
+
+
+class Blocks(NamedTuple):
+    """Where the drafts of a packed batch begin."""
+
+    first: Tensor  # (batch, n): where the draft's document begins
+    last: Tensor  # (batch, n): where the draft begins; -1 for none
+    slots: int  # of each block
+    ends: list[int]  # of each part of some blocks, how much text any of them sees
+
+    @classmethod
+    def of(cls, text: PackedBatch, slots: int) -> "Blocks":
+        length, rows = text.tokens.shape[1], len(text.tokens)
+        index = torch.arange(length, device=text.tokens.device).expand(rows, -1)
+        new = text.documents != text.documents.roll(1, dims=1)
+        first = torch.where(new, index, 0).cummax(1).values
+        last = index if text.starts is None else text.starts
+        size = blocks_at_a_time(slots)
+        if text.starts is None:
+            ends = [min(start + size, length) for start in range(0, length, size)]
+        else:
+            ends = text_ends(last, size, length)
+        return cls(first.gather(1, last.clamp(min=0)), last, slots, ends)
+
+
+def blocks_at_a_time(slots: int) -> int:
+    return max(1, QUERIES // slots)
+
+
+def text_ends(last: Tensor, size: int, length: int) -> list[int]:
+    """How much text each part of `size` blocks sees."""
+    return (torch.stack([part.max() for part in last.split(size, dim=1)]) + 1).tolist()
+
+
+def within(slots: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
+    """(slots, slots) bool: what each slot sees of its own block."""
+    steps = torch.arange(slots, device=device)
+    back = steps[:, None] - steps
+    seen = torch.ones_like(back, dtype=torch.bool) if not causal else back >= 0
+    return seen if window is None else seen & (back < window)
+
+
+def attend_blocks(
+    q: Tensor,
+    text: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor],
+    blocks: Blocks,
+    causal: bool,
+    window: int | None = None,
+) -> Tensor:
+    """q (batch, heads, n * slots, dim) of blocks; keys and values (batch, kv heads, length, dim) of the text and (batch, kv
+    heads, n * slots, dim) of the blocks. window: positions that a slot sees, itself counted. Returns (batch, heads, n *
+    slots, dim)."""
+    inside = within(blocks.slots, causal, window, q.device)
+    size = blocks_at_a_time(blocks.slots)
+    parts = []
+    for number, end in enumerate(blocks.ends):
+        chosen = slice(number * size, (number + 1) * size)
+        rows = slice(chosen.start * blocks.slots, chosen.stop * blocks.slots)
+        keys, values = (torch.cat([a[:, :, :end], b[:, :, rows]], dim=2) for a, b in zip(text, own, strict=True))
+        mask = part_mask(blocks.first[:, chosen], blocks.last[:, chosen], inside, end, window)
+        parts.append(attend(q[:, :, rows], keys, values, mask[:, None]))
+    return torch.cat(parts, dim=2)
+
+
+def part_mask(first: Tensor, last: Tensor, inside: Tensor, end: int, window: int | None) -> Tensor:
+    """(batch, count * slots, end + count * slots) bool, of some blocks over text up to `end` and themselves."""
+    (batch, count), slots, columns = first.shape, len(inside), torch.arange(end, device=first.device)
+    seen = ((columns >= first[..., None]) & (columns <= last[..., None]))[:, :, None].expand(-1, -1, slots, -1)
+    if window is not None:
+        places = last[..., None] + 1 + torch.arange(slots, device=first.device)
+        seen = seen & (places[..., None] - columns < window)
+    own = torch.eye(count, dtype=torch.bool, device=first.device)[:, None, :, None] & inside[:, None, :]
+    own = own.reshape(count * slots, count * slots).expand(batch, -1, -1)
+    return torch.cat([seen.flatten(1, 2), own], dim=-1)

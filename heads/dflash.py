@@ -1,0 +1,286 @@
+"""DFlash: a small transformer that drafts a whole block in one pass (arXiv:2602.06036), and its causal form, JetSpec
+(arXiv:2606.18394).
+
+The target's features of several layers, fused by `fc` and `hidden_norm`, are the keys and values of the text in every layer:
+the text itself passes through no layer. A block of slots stands behind it. Slot 0 reads the root's embedding, all others that
+of a mask token; queries come from the block alone. Embedding and lm_head are the target's, frozen.
+
+    in place          slot j drafts the token of its own position: depth j, so slot 0 drafts nothing (z-lab, JetSpec)
+    anchor first      slot j drafts the next position's token: depth j + 1 (DeepSpec's files, DSpark)
+
+With the wrong one of the two every draft is off by one. Inside a block attention looks both ways, or back only (`causal`,
+JetSpec; and in sliding layers, as SpecForge, SGLang and vLLM have them).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from heads import llama_config
+from heads.base import BlockHead, PackedBatch
+from heads.block_attention import Blocks, attend_blocks, within
+from heads.layers import MLP, Attention, RMSNorm, Rotary, rotate
+from heads.target import Target
+from heads.target.attention import attend
+from heads.target.cache import KVCache
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+class BlockAttention(Attention):
+    """Attention with a norm on every query and key, as in Qwen3."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config, config.hidden_size)
+        self.q_norm, self.k_norm = (RMSNorm(self.dim, config.rms_norm_eps) for _ in range(2))
+
+    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """(batch, heads, length, dim) of x (batch, length, hidden)."""
+        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))).transpose(1, 2), cos, sin)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """(batch, kv heads, length, dim) each."""
+        k, v = (linear(x).unflatten(-1, (-1, self.dim)) for linear in (self.k_proj, self.v_proj))
+        return rotate(self.k_norm(k).transpose(1, 2), cos, sin), v.transpose(1, 2)
+
+
+class BlockLayer(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn, self.mlp = BlockAttention(config), MLP(config)
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(width, eps), RMSNorm(width, eps)
+
+    def feed_forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class DFlashHead(BlockHead):
+    """Weights are named as z-lab, SpecForge and DeepSpec name them: fc, hidden_norm, layers.{i}.*, norm."""
+
+    kind, projector = "dflash", "dflash"
+    target: Target
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layers: list[int],
+        block_size: int,
+        mask_token_id: int,
+        sample_from_anchor: bool = False,
+        causal: bool = False,
+        window: int | None = None,
+        layer_types: list[str] | None = None,
+    ):
+        """config: its num_hidden_layers are the head's. window: of its sliding layers; layer_types: None for full ones."""
+        super().__init__()
+        self.config, self.layers, self.block_size, self.mask_token_id = config, list(layers), block_size, mask_token_id
+        self.causal, self.window = causal, window
+        self.lay_out(sample_from_anchor)
+        self.width, self.cache_layers = config.hidden_size, config.num_hidden_layers
+        self.layer_types = layer_types or [FULL] * self.cache_layers
+        self.block_entries = block_size
+        self.fc = nn.Linear(len(layers) * self.width, self.width, bias=False)
+        self.hidden_norm, self.norm = (RMSNorm(self.width, config.rms_norm_eps) for _ in range(2))
+        self.blocks = nn.ModuleList(BlockLayer(config) for _ in range(self.cache_layers))
+        self.rotary = Rotary(config)
+
+    disk_prefixes = {"blocks.": "layers."}  # noqa: RUF012 -- `layers` are the hidden states that any head reads
+
+    @classmethod
+    def for_target(
+        cls,
+        target: Target,
+        block_size: int = 8,
+        num_layers: int = 5,
+        layers: list[int] | None = None,
+        mask_token_id: int | None = None,
+        sample_from_anchor: bool = False,
+        causal: bool = False,
+        window: int | None = None,
+        **own: Any,
+    ) -> "DFlashHead":
+        """A new head.
+
+        block_size: slots of a block. num_layers: its own. layers: the hidden states that it reads; None takes as many as it
+        has layers, spread as in the paper. mask_token_id: None takes a token that the text hardly holds. window: of its
+        layers but the last; None for none. own: of the kinds that build on this one."""
+        layers = spread_layers(target.num_layers, num_layers) if layers is None else list(layers)
+        if sorted(set(layers)) != layers or not all(0 <= k < target.num_layers for k in layers) or not layers:
+            raise ValueError(
+                f"head.layers={layers} must ascend within 0..{target.num_layers - 1}, this target's hidden states below its "
+                "last norm"
+            )
+        if block_size < 2 or num_layers < 1:
+            raise ValueError(
+                f"head.block_size={block_size} must be at least 2, head.num_layers={num_layers} at least 1"
+            )
+        mask = mask_token(target) if mask_token_id is None else mask_token_id
+        if not 0 <= mask < target.vocab_size:
+            raise ValueError(f"head.mask_token_id={mask} is no row of the target's {target.vocab_size} embeddings")
+        config = llama_config.config_like(target, "DFlash")
+        config.num_hidden_layers, config.attention_bias = num_layers, False
+        types = None if window is None else [SLIDING] * (num_layers - 1) + [FULL]
+        head = cls(config, layers, block_size, mask, sample_from_anchor, causal, window, types, **own)
+        head.init_like(target)
+        head.attach(target)
+        return head.to(target.device)
+
+    @torch.no_grad()
+    def init_like(self, target: Target) -> None:
+        """Start from sizes that the target is used to: an fc that undoes the different sizes of its layers' features, and a
+        last norm that gives its lm_head's usual inputs."""
+        probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
+        features = target.read(probe, layers=[*self.layers, target.num_layers], keep_logits=1).features.float()[0]
+        sizes = features.view(len(features), -1, self.width).pow(2).mean((0, 2)).sqrt()[:-1]
+        self.fc.weight.div_(sizes.cpu().repeat_interleave(self.width))
+        self.norm.weight.copy_(features[:, -self.width :].pow(2).mean(0).sqrt())
+        for layer in self.own_layers:
+            llama_config.init_near_identity(layer.self_attn.o_proj, layer.mlp.down_proj)
+
+    @property
+    def own_layers(self) -> list[BlockLayer]:
+        return list(self.blocks)  # type: ignore[arg-type]
+
+    def attach(self, target: Target) -> None:
+        self.target = target
+
+    def lay_out(self, sample_from_anchor: bool) -> None:
+        """Which slot drafts what: anchor first, or in place."""
+        self.sample_from_anchor = sample_from_anchor
+        self.depth = self.limit = self.block_size if sample_from_anchor else self.block_size - 1
+
+    @classmethod
+    def from_config(cls, config: dict) -> "DFlashHead":
+        own = config["dflash_config"]
+        shape = llama_config.from_json(config)
+        shape.num_hidden_layers = config["num_hidden_layers"]
+        return cls(
+            shape,
+            [layer + 1 for layer in own["target_layer_ids"]],
+            config["block_size"],
+            own["mask_token_id"],
+            sample_from_anchor=own["sample_from_anchor"],
+            causal=own["causal"],
+            window=config["sliding_window"],
+            layer_types=config["layer_types"],
+            **cls.own_settings(own),
+        )
+
+    @classmethod
+    def own_settings(cls, config: dict) -> dict[str, Any]:
+        """Arguments of the constructor that this kind has beside DFlash's, from `dflash_config`."""
+        return {}
+
+    def to_config(self) -> dict:
+        """z-lab's config.json; layers are numbered by their outputs, from 0."""
+        sliding = self.window is not None
+        return llama_config.to_json(self.config) | {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "num_hidden_layers": self.cache_layers,
+            "block_size": self.block_size,
+            "layer_types": self.layer_types,
+            "sliding_window": self.window,
+            "use_sliding_window": sliding,
+            "num_target_layers": self.target.num_layers,
+            "dflash_config": {
+                "projector_type": self.projector,
+                "target_layer_ids": [layer - 1 for layer in self.layers],
+                "mask_token_id": self.mask_token_id,
+                "sample_from_anchor": self.sample_from_anchor,
+                "causal": self.causal,  # vLLM's name, then JetSpec's
+                "causal_head": self.causal,
+            },
+        }
+
+    def incompatibilities(self, target: Target) -> list[str]:
+        beyond = [k for k in self.layers if not 0 <= k <= target.num_layers]
+        words = [f"the head reads hidden state {k}, the target has 0..{target.num_layers}" for k in beyond[-1:]]
+        return llama_config.incompatibilities(self.config, target) + words
+
+    def differences(self, target: Target) -> list[str]:
+        return llama_config.differences(self.config, target)
+
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        return self.target.logits(hidden)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+
+    def inputs(self, anchors: Tensor) -> Tensor:
+        """(..., block_size, hidden): the slots' inputs, from embeddings (..., hidden) of the roots."""
+        mask = self.target.embed(torch.full((), self.mask_token_id, device=anchors.device)).to(self.fc.weight.dtype)
+        masks = mask.expand(*anchors.shape[:-1], self.block_size - 1, -1)
+        return torch.cat([anchors[..., None, :].to(mask.dtype), masks], dim=-2)
+
+    def drafts(self, hidden: Tensor) -> Tensor:
+        """Hidden states (..., depth, hidden) of the drafts, from those of all slots."""
+        hidden = self.norm(hidden)
+        return hidden if self.sample_from_anchor else hidden[..., 1:, :]
+
+    def masking(self, layer: int) -> tuple[bool, int | None]:
+        """Is this layer causal inside a block, and its window."""
+        sliding = self.layer_types[layer] == SLIDING
+        return self.causal or sliding, self.window if sliding else None
+
+    def draft_blocks(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
+        length, slots = text.tokens.shape[1], self.block_size
+        context, blocks = self.fuse(features), Blocks.of(text, slots)
+        begins = blocks.last.clamp(min=0)
+        anchors = (begins + 1).clamp(max=length - 1)
+        hidden = self.inputs(embeddings.gather(1, anchors[..., None].expand(-1, -1, self.width))).flatten(1, 2)
+        ahead = torch.arange(1, slots + 1, device=begins.device)
+        places = (text.positions.gather(1, begins)[..., None] + ahead).flatten(1)
+        of_text, of_blocks = (self.rotary(p, length + slots, hidden.dtype) for p in (text.positions, places))
+        for number, layer in enumerate(self.own_layers):
+            attention, x = layer.self_attn, layer.input_layernorm(hidden)
+            known, own = attention.keys_values(context, *of_text), attention.keys_values(x, *of_blocks)
+            attended = attend_blocks(attention.queries(x, *of_blocks), known, own, blocks, *self.masking(number))
+            hidden = layer.feed_forward(hidden, attention.project_out(attended))
+        hidden = self.drafts(hidden.unflatten(1, (-1, slots)))
+        before = (begins[..., None] + ahead[: self.depth]).clamp(max=length - 1)
+        return self.follow_text(hidden, text.tokens.gather(1, before.flatten(1)).view_as(before))
+
+    def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
+        context = self.fuse(features)
+        places = self.rotary(cache.columns(features.shape[1]), cache.capacity, context.dtype)
+        for number, layer in enumerate(self.own_layers):
+            cache.update(*layer.self_attn.keys_values(context, *places), number)
+        return embeddings
+
+    def draft_block(self, last: Tensor, cache: KVCache) -> Tensor:
+        hidden, slots = self.inputs(last[:, 0]), self.block_size
+        columns = cache.columns(slots)
+        places = self.rotary(columns, cache.capacity, hidden.dtype)
+        for number, layer in enumerate(self.own_layers):
+            causal, window = self.masking(number)
+            mask = cache.mask(within(slots, causal, window, hidden.device)[None])
+            if window is not None:
+                mask = mask & (columns[..., None] - torch.arange(mask.shape[-1], device=mask.device) < window)
+            attention, x = layer.self_attn, layer.input_layernorm(hidden)
+            q = attention.queries(x, *places)
+            keys, values = cache.update(*attention.keys_values(x, *places), number)
+            hidden = layer.feed_forward(hidden, attention.project_out(attend(q, keys, values, mask[:, None])))
+        return self.drafts(hidden)
+
+
+def spread_layers(n: int, count: int) -> list[int]:
+    """The hidden states that a head of `count` layers reads of a target of n: outputs of layers 1 to n - 3, evenly."""
+    last = max(1, n - 3)
+    outputs = [n // 2] if count == 1 else [round(1 + i * (last - 1) / (count - 1)) for i in range(count)]
+    return sorted({output + 1 for output in outputs if output + 1 < n})
+
+
+def mask_token(target: Target) -> int:
+    """An id that a text hardly holds: the tokenizer's mask, a row beyond its tokens, or one of its special tokens."""
+    tokenizer = target.tokenizer
+    if tokenizer is not None and tokenizer.mask_token_id is not None:
+        return tokenizer.mask_token_id
+    if tokenizer is not None and len(tokenizer) < target.vocab_size:
+        return target.vocab_size - 1
+    special = [] if tokenizer is None else sorted(tokenizer.all_special_ids)
+    return special[-1] if special else target.vocab_size - 1

@@ -1,0 +1,58 @@
+"""Domino: DFlash with a GRU over the tokens drafted so far, which corrects the logits of the next (arXiv:2605.29707).
+
+The GRU reads the target's embeddings of the root and of every token drafted below it. Its state and the slot's hidden state
+give a correction of low rank. The first slots, as many as `pure_draft_prefix_len`, are left as they are.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heads.dflash import DFlashHead
+
+
+class DominoHead(DFlashHead):
+    """Weights are named as SpecForge names them: DFlash's, prefix_gru.*, embed_proj.{0,2}."""
+
+    kind = projector = "domino"
+
+    def __init__(
+        self, *args: Any, emb_dim: int = 256, gru_hidden_dim: int = 1024, pure_draft_prefix_len: int = 1, **kwargs: Any
+    ):
+        super().__init__(*args, **kwargs)
+        if min(emb_dim, gru_hidden_dim) < 1 or pure_draft_prefix_len < 0:
+            raise ValueError(
+                f"head.emb_dim={emb_dim} and head.gru_hidden_dim={gru_hidden_dim} must be at least 1, "
+                f"head.pure_draft_prefix_len={pure_draft_prefix_len} at least 0"
+            )
+        self.correction = self.memory = gru_hidden_dim
+        self.pure = pure_draft_prefix_len
+        self.prefix_gru = nn.GRU(self.width, gru_hidden_dim, bias=False, batch_first=True)
+        up = nn.Linear(emb_dim, self.config.vocab_size, bias=False)
+        self.embed_proj = nn.Sequential(nn.Linear(self.width + gru_hidden_dim, emb_dim, bias=False), nn.SiLU(), up)
+        nn.init.zeros_(up.weight)  # no correction at first
+
+    @classmethod
+    def own_settings(cls, config: dict) -> dict[str, Any]:
+        return {name: config[name] for name in ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")}
+
+    def to_config(self) -> dict:
+        config = super().to_config()
+        config["dflash_config"] |= {
+            "emb_dim": self.embed_proj[0].out_features,
+            "gru_hidden_dim": self.memory,
+            "pure_draft_prefix_len": self.pure,
+            "shift_label": self.sample_from_anchor,
+        }
+        return config | {"architectures": ["DominoDraftModel"]}
+
+    def follow(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        gru, read = self.prefix_gru, self.target.embed(tokens).to(hidden.dtype)
+        inputs, known = read.flatten(0, -2), memory.flatten(0, -2)
+        memory = torch.gru_cell(inputs, known, gru.weight_ih_l0, gru.weight_hh_l0).view(memory.shape)  # type: ignore[arg-type]
+        return memory, memory
+
+    def correct(self, base: Tensor, hidden: Tensor, correction: Tensor, depth: int) -> Tensor:
+        slot = depth - 1 if self.sample_from_anchor else depth
+        return base if slot < self.pure else base + self.embed_proj(torch.cat([hidden, correction], dim=-1))

@@ -1,0 +1,181 @@
+"""DFlash, DSpark and Domino as z-lab, DeepSpec, SpecForge and JetSpec write them: one backbone, whose settings stand in
+`dflash_config`, or flat beside the others (DeepSpec).
+
+Layers are numbered by their outputs, from 0. Which slot drafts what (heads/dflash.py) is a setting that most files leave out,
+and with the wrong one every draft is off by one: it is then measured on a text that the target writes, and said.
+"""
+
+import copy
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from heads.base import DraftHead, PackedBatch
+from heads.dflash import FULL, SLIDING, DFlashHead
+from heads.domino import DominoHead
+from heads.dspark import DSparkHead
+from heads.formats.base import Format, HeadFiles, check_settings, drop_copy
+from heads.formats.llama_layer import layer_settings
+from heads.target import Target
+
+# Architectures, and whether the root's slot drafts in files that do not say so.
+ARCHITECTURES = {
+    "DFlashDraftModel": False,
+    "QwenDFlashDraftModel": False,
+    "DominoDraftModel": False,
+    "DSparkDraftModel": True,
+    "Qwen3DSparkModel": True,
+}
+PROJECTORS = ("dflash", "dspark", "domino")
+LAYOUT = ("sample_from_anchor", "shift_label")  # names of the setting, here and in SpecForge's Domino
+CAUSAL = ("causal", "causal_head", "is_causal")  # of the same setting, in vLLM's, JetSpec's and others' files
+TEXT, CLEAR = 48, 0.1  # tokens of the text that shows a layout; shares of right first drafts must differ by so much
+
+
+class DFlashFormat(Format):
+    title = "DFlash as z-lab and SpecForge write it (DFlashDraftModel)"
+    kind: type[DFlashHead] = DFlashHead
+    is_default = True
+
+    @classmethod
+    def match(cls, files: HeadFiles) -> Self | None:
+        named = ARCHITECTURES.keys() & set(files.config.get("architectures") or [])
+        if not (named or "dflash_config" in files.config) or "speculators_model_type" in files.config:
+            return None
+        return cls() if projector(files, settings_of(files)) == cls.kind.projector else None
+
+    def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
+        own = settings_of(files)
+        ids = layer_ids(files, own["target_layer_ids"], target, counted_from=0)
+        return self.shared_config(files, files.config, own | {"target_layer_ids": ids}, target)
+
+    def shared_config(
+        self, files: HeadFiles, layer: dict[str, Any], own: dict[str, Any], target: Target
+    ) -> dict[str, Any]:
+        """What `from_config` reads. layer: settings of the decoder layers; own: those of the block."""
+        check_settings(files, layer, {"attention_bias": False})
+        check_settings(files, own, {"attention_mode": "gqa"})
+        settings = layer_settings(files, layer, target, count=layer["num_hidden_layers"])
+        given = next((bool(own[name]) for name in LAYOUT if own.get(name) is not None), None)
+        if type(own["mask_token_id"]) is not int or not 0 <= own["mask_token_id"] < target.vocab_size:
+            raise files.error(
+                f"mask_token_id={own['mask_token_id']} is no row of the target's {target.vocab_size} embeddings"
+            )
+        causal = {bool(own[name]) for name in CAUSAL if own.get(name) is not None}
+        if len(causal) > 1:
+            raise files.error(f"config.json says both yes and no under {', '.join(CAUSAL)}")
+        own = own | {
+            "sample_from_anchor": self.usual_layout(files) if given is None else given,
+            "causal": True in causal,
+        }
+        window = layer.get("sliding_window") if layer.get("use_sliding_window", True) else None
+        types = layer.get("layer_types") or [FULL] * layer["num_hidden_layers"]
+        if len(types) != layer["num_hidden_layers"] or not set(types) <= {FULL, SLIDING}:
+            raise files.error(
+                f"config.json says layer_types={types}: {layer['num_hidden_layers']} of {FULL} and {SLIDING}"
+            )
+        if SLIDING in types and not window:
+            raise files.error(f"config.json says layer_types={types} and no sliding_window that is used")
+        return settings | {
+            "num_hidden_layers": layer["num_hidden_layers"],
+            "block_size": own["block_size"],
+            "sliding_window": window if SLIDING in types else None,
+            "layer_types": types,
+            "dflash_config": self.kind_settings(files, own),
+        }
+
+    def kind_settings(self, files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
+        """The block's settings with those of this kind, which files may leave out."""
+        return own
+
+    def usual_layout(self, files: HeadFiles) -> bool:
+        """`sample_from_anchor` of files that do not say it."""
+        names = files.config.get("architectures") or []
+        return next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), False)
+
+    def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
+        weights = drop_copy(files.weights, "embed_tokens.weight", target.model.get_input_embeddings(), files, target)
+        return drop_copy(weights, "lm_head.weight", target.model.get_output_embeddings(), files, target)
+
+    def settle(self, files: HeadFiles, head: DraftHead, target: Target) -> None:
+        assert isinstance(head, DFlashHead)
+        own = files.config | settings_of(files)
+        if any(own.get(name) is not None for name in LAYOUT):
+            return
+        in_place, anchor_first = first_drafts(head, target)
+        how = f"right first drafts: {in_place:.0%} in place, {anchor_first:.0%} anchor first"
+        if abs(in_place - anchor_first) >= CLEAR:
+            head.lay_out(anchor_first > in_place)
+            said = f"as a text shows ({how})"
+        else:
+            said = f"as such files usually are, since a text does not show it ({how})"
+        files.notes.append(
+            f"config.json does not say sample_from_anchor; it is taken as {head.sample_from_anchor}, {said}"
+        )
+
+
+class DSparkFormat(DFlashFormat):
+    title = "DSpark as DeepSpec and SpecForge write it (Qwen3DSparkModel, DSparkDraftModel)"
+    kind = DSparkHead
+
+    def kind_settings(self, files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
+        return markov_settings(files, own)
+
+
+class DominoFormat(DFlashFormat):
+    title = "Domino as SpecForge writes it (DominoDraftModel)"
+    kind = DominoHead
+
+
+def markov_settings(files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
+    """DSpark's settings, where what is left out is what the weights show."""
+    rated = "confidence_head.proj.weight" in files.weights
+    if own.get("enable_confidence_head", rated):
+        check_settings(files, own, {"confidence_head_with_markov": True})
+    return {"markov_head_type": "vanilla", "enable_confidence_head": rated} | own
+
+
+def settings_of(files: HeadFiles) -> dict[str, Any]:
+    """The block's settings: those in `dflash_config`, else those beside everything else."""
+    inside = files.config.get("dflash_config") or {}
+    if not isinstance(inside, dict):
+        raise files.error(f"config.json says dflash_config={inside!r}, which holds no settings")
+    return files.config | inside
+
+
+def projector(files: HeadFiles, own: dict[str, Any]) -> str:
+    """Which kind these files hold; ValueError for one that is not known."""
+    named = own.get("projector_type") or ("dspark" if own.get("markov_rank") else "dflash")
+    if named not in PROJECTORS:
+        raise files.error(f"config.json says projector_type={named!r}, which is not one of {', '.join(PROJECTORS)}")
+    return named
+
+
+def layer_ids(files: HeadFiles, ids: Any, target: Target, counted_from: int) -> list[int]:
+    """Outputs of layers, counted from 0 as here; ValueError where they do not ascend within the target's."""
+    outputs = [layer - counted_from for layer in ids]
+    if sorted(set(outputs)) != outputs or not outputs or not all(-1 <= k < target.num_layers for k in outputs):
+        raise files.error(
+            f"config.json reads layers {ids}, which must ascend within the {target.num_layers} layers of {target.name}"
+        )
+    return outputs
+
+
+@torch.no_grad()
+def first_drafts(head: DFlashHead, target: Target) -> tuple[float, float]:
+    """How often a head's first draft is the target's own token over a text that the target writes, if read in place, and if
+    read anchor first."""
+    probe = copy.deepcopy(head, {id(target): target}).to(target.device, torch.float32)
+    probe.lay_out(True)
+    start = target.eos_token_ids[:1] or [0]
+    tokens = torch.tensor([start], device=target.device)
+    for _ in range(TEXT):
+        tokens = torch.cat([tokens, target.read(tokens, keep_logits=1).logits[:, -1:].argmax(-1)], dim=1)
+    reading = target.read(tokens, layers=head.layers)
+    places = torch.arange(tokens.shape[1], device=target.device)[None]
+    text = PackedBatch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), places)
+    slots = probe.draft_blocks(reading.features.float(), target.embed(tokens), text)[0, :-1, :2, : head.width]
+    right = probe.base_logits(slots).argmax(-1) == reading.logits[0, 1:].argmax(-1)[:, None]
+    anchor_first, in_place = right.float().mean(0).tolist()
+    return in_place, anchor_first

@@ -1,0 +1,62 @@
+"""DFlash and DSpark in vLLM's own layout, that of the `speculators` package: the decoder layers' config stands apart, the
+block's settings stand flat, and layers are numbered as hidden states, one more than by their outputs."""
+
+from typing import Any, Self
+
+from heads.base import DraftHead
+from heads.dflash import DFlashHead
+from heads.dspark import DSparkHead
+from heads.formats.base import HeadFiles, check_settings
+from heads.formats.dflash import DFlashFormat, layer_ids, markov_settings
+from heads.formats.speculators import speculators_config
+from heads.target import Target
+
+IDS = "aux_hidden_state_layer_ids"
+NAMES = ("block_size", "mask_token_id", "sample_from_anchor")
+MARKOV = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+
+
+class SpeculatorsDFlash(DFlashFormat):
+    title, is_default = "DFlash in the layout of the speculators package (vLLM)", False
+
+    @classmethod
+    def match(cls, files: HeadFiles) -> Self | None:
+        return cls() if files.config.get("speculators_model_type") == cls.kind.projector else None
+
+    def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
+        config, layer = files.config, files.config["transformer_layer_config"] or {}
+        check_settings(files, config, {"draft_vocab_size": target.vocab_size, "sliding_window_non_causal": False})
+        check_settings(files, config, {"target_hidden_size": layer["hidden_size"]})
+        ids = layer_ids(files, config[IDS], target, counted_from=1)
+        return self.shared_config(files, layer, config | {"target_layer_ids": ids}, target)
+
+    def usual_layout(self, files: HeadFiles) -> bool:
+        return self.kind is DSparkHead
+
+    def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
+        assert isinstance(head, DFlashHead)
+        config = head.to_config()
+        own = config | config["dflash_config"]
+        layer = {name: value for name, value in config.items() if name in head.config.to_dict()}
+        layer |= {name: own[name] for name in ("layer_types", "sliding_window", "use_sliding_window")}
+        return {
+            "architectures": config["architectures"],
+            "speculators_model_type": head.projector,
+            "speculators_config": speculators_config(head.projector, head.depth, target),
+            "transformer_layer_config": layer | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+            "draft_vocab_size": target.vocab_size,
+            "target_hidden_size": None,  # the head is as wide as the target
+            IDS: head.layers,
+            "causal": head.causal,
+            "sliding_window_non_causal": False,
+            "tie_word_embeddings": False,
+            **{name: own[name] for name in (*NAMES, *MARKOV) if name in own},
+        }
+
+
+class SpeculatorsDSpark(SpeculatorsDFlash):
+    title = "DSpark in the layout of the speculators package (vLLM)"
+    kind = DSparkHead
+
+    def kind_settings(self, files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
+        return markov_settings(files, own)

@@ -1,0 +1,131 @@
+"""A tree from a block: one pass gives a row of logits for every depth, and the tree is made of their best tokens.
+
+Where all drafts of a depth share one row, a path's score is the sum of its tokens' scores, and the tree is the exact set of
+the `nodes` best paths (DDTree, arXiv:2604.12989), found level by level: a path among the N best has its parent among them,
+and has at most N - 1 better ones on its own level, so N of each level are enough. On a level, parent i and token j (counted
+from 0, best first) have (i + 1) (j + 1) - 1 pairs that are no worse, so N log N pairs are enough of all.
+
+Where a correction makes rows depend on the path, a level is drafted from the `width` best of the one before, with a row for
+each. The noise of a position is added to its row at last, after every correction.
+"""
+
+import torch
+from torch import Tensor
+
+from heads.base import BlockHead
+from heads.target import Target
+from inference.drafters.grown import MIN_PROBABILITY, WIDTH, GrownTree, check_width, newest
+from inference.sampling import Sampling
+from inference.tree import TokenTree
+
+
+class BlockTree(GrownTree):
+    def __init__(
+        self,
+        head: BlockHead,
+        target: Target,
+        nodes: int = 32,
+        depth: int | None = None,
+        width: int | None = None,
+        min_probability: float = MIN_PROBABILITY,
+        min_confidence: float = 0.0,
+    ):
+        """depth: None for all that the head drafts. width: 1 drafts a chain; None
+        is all, or 5 with a correction, or 1 for a target that reads chains only. min_probability:
+        matters where there is a correction, since only then a level costs anything. min_confidence: a head that rates its
+        drafts leaves out those below this probability of being accepted."""
+        if not 0 <= min_confidence < 1 or (min_confidence and not head.confident):
+            raise ValueError(
+                f"min_confidence={min_confidence} is a probability below 1, of a head that rates its drafts"
+            )
+        width = check_width(width, WIDTH if head.correction else nodes - 1, target)
+        super().__init__(head, target, nodes, depth or head.depth, width, min_probability if head.correction else 0.0)
+        self.head, self.min_confidence = head, min_confidence
+        self.entries = head.block_entries
+
+    def grow(
+        self,
+        lengths: list[int],
+        tokens: Tensor,
+        features: Tensor,
+        counts: Tensor,
+        gumbel: Tensor | None,
+        *tensors: Tensor | None,
+    ) -> tuple[TokenTree, Tensor]:
+        head, cache = self.head, self.cache
+        sampling = Sampling.from_tensors(tensors, self.sampling.key)
+        assert cache is not None
+        cache.rewind()
+        last = newest(head.read_accepted(features, self.target.embed(tokens), cache), counts)
+        cache.extend(lengths, counts)
+        hidden = head.draft_block(last, cache)[:, : self.levels]
+        rows = Rows(self, hidden, gumbel, sampling)
+        return self.rerank(*self.expand(rows, newest(tokens, counts)))
+
+    def expand(self, rows: "Rows", root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, parents and scores (batch, n) of the candidates; the root is the first and has no score."""
+        most, candidates, parents = self.nodes - 1, [root], [torch.zeros_like(root)]
+        ranked: list[Tensor] = []
+        tokens, scores, place, size = root, root.new_zeros(root.shape, dtype=torch.float32), parents[0], 1
+        for depth in range(1, self.levels + 1):
+            if depth > 1 and self.should_stop is not None and self.should_stop(scores):
+                break
+            values, ids = rows.best(depth, tokens)  # (batch, parents or 1, guesses)
+            count = tokens.shape[1]
+            above, guess = self.pairs(count, values.shape[2], root.device)
+            row = above if values.shape[1] > 1 else torch.zeros_like(above)
+            scores, chosen = (scores[:, above] + values[:, row, guess]).topk(min(most, len(above)))
+            parent = above[chosen]
+            tokens = ids[:, row, guess].gather(1, chosen)
+            candidates.append(tokens)
+            parents.append(place.gather(1, parent))
+            ranked.append(scores)
+            kept = min(self.width, tokens.shape[1])
+            place = torch.arange(size, size + kept, device=root.device).expand(len(root), -1)
+            size += tokens.shape[1]
+            tokens, scores = tokens[:, :kept], scores[:, :kept]
+            rows.select(parent[:, :kept])
+        return torch.cat(candidates, 1), torch.cat(parents, 1), torch.cat(ranked, 1)
+
+    def pairs(self, parents: int, guesses: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Which guesses of which parents can be among the best nodes of a level, (n,) each, on the device."""
+        i, j = (torch.arange(n, device=device) for n in (parents, guesses))
+        if self.head.correction:
+            kept = torch.ones(parents, guesses, dtype=torch.bool, device=device)
+        else:
+            kept = (i[:, None] + 1) * (j + 1) <= self.nodes - 1
+        return kept.nonzero(as_tuple=True)  # type: ignore[return-value]
+
+
+class Rows:
+    """The scored rows of a block, and what is remembered along the paths of the frontier."""
+
+    def __init__(self, tree: BlockTree, hidden: Tensor, gumbel: Tensor | None, sampling: Sampling):
+        self.tree, self.hidden, self.gumbel, self.sampling = tree, hidden, gumbel, sampling
+        self.base = tree.head.base_logits(hidden)
+        self.memory = hidden.new_zeros(len(hidden), 1, tree.head.memory)
+        if not tree.head.correction:  # then all depths at once
+            rows = tree.head.correct(self.base, hidden, hidden[..., :0], 1)
+            noise = None if gumbel is None else gumbel[:, : rows.shape[1]]
+            self.table = tree.log_probs(rows, noise, sampling).topk(tree.width)
+
+    def best(self, depth: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and target ids (batch, n, guesses) of what may follow tokens (batch, nodes): of each, or of all (n = 1)."""
+        tree, level = self.tree, slice(depth - 1, depth)
+        if not tree.head.correction:
+            values, ids = (part[:, level] for part in self.table)
+            return values, tree.to_target_ids(ids)
+        hidden = self.hidden[:, level].expand(-1, tokens.shape[1], -1)
+        correction, self.memory = tree.head.follow(depth, hidden, tokens, self.memory)
+        rows = tree.head.correct(self.base[:, level], hidden, correction, depth)
+        noise = None if self.gumbel is None else self.gumbel[:, level]
+        values, ids = tree.log_probs(rows, noise, self.sampling).topk(tree.width)
+        if tree.min_confidence:
+            unsure = correction[..., -1:].sigmoid() < tree.min_confidence
+            values = values.masked_fill(unsure, -torch.inf)
+        return values, tree.to_target_ids(ids)
+
+    def select(self, parents: Tensor) -> None:
+        """The frontier becomes children of these (batch, n) of its nodes."""
+        if self.memory.shape[-1]:
+            self.memory = self.memory.gather(1, parents[:, :, None].expand(-1, -1, self.memory.shape[-1]))

@@ -1,0 +1,136 @@
+"""Chat with a target in the terminal:  python scripts/chat.py target=ORG/NAME drafter=DIRECTORY colour=true
+
+Ctrl-C stops an answer and not the chat. /new forgets the conversation, /quit or Ctrl-D ends the chat.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.text import Text
+
+from heads import Target
+from inference import Drafter, Engine, Request, SamplingParams
+from inference.serve.detokenizer import Detokenizer
+from train.cli import entry
+
+
+@entry("chat")
+def main(cfg: DictConfig) -> None:
+    target = instantiate(cfg.target)
+    if target.text_tokenizer.chat_template is None:
+        raise ValueError(f"target.path={cfg.target.path} has no chat template: foredraft generate continues plain text")
+    drafter = instantiate(cfg.drafter, target=target)
+    params = SamplingParams(temperature=cfg.temperature, top_p=cfg.top_p)
+    chat = Chat(target, drafter, params, cfg.max_new_tokens, cfg.seed, Console(highlight=False), cfg.colour)
+    opening = [] if cfg.system is None else [{"role": "system", "content": cfg.system}]
+    chat.messages += opening
+    ask = reader(cfg.history)
+    while True:
+        try:
+            question = ask().strip()
+        except KeyboardInterrupt:
+            continue
+        except EOFError:
+            return
+        if question == "/quit":
+            return
+        if question == "/new":
+            chat.messages = [*opening]
+        elif question:
+            chat.answer(question)
+
+
+def reader(history: str | None) -> Callable[[], str]:
+    """What reads a line from the user: with editing and history in a terminal."""
+    if not sys.stdin.isatty():
+        return input
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    session: PromptSession[str] = PromptSession(history=InMemoryHistory() if history is None else FileHistory(history))
+    return lambda: session.prompt("> ")
+
+
+class Chat:
+    """A conversation, and the answers to it."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        params: SamplingParams,
+        max_new_tokens: int,
+        seed: int,
+        console: Console,
+        colour: bool,
+    ):
+        """colour: show drafted tokens in green. seed: of the first answer, then one more for each."""
+        self.target, self.drafter, self.params, self.max_new_tokens = target, drafter, params, max_new_tokens
+        self.seed, self.console, self.drafted = seed, console, "green" if colour else ""
+        self.messages: list[dict[str, str]] = []
+
+    def answer(self, question: str) -> None:
+        """Stream the answer, and what it cost; what Ctrl-C leaves of it stays in the conversation."""
+        asked = [*self.messages, {"role": "user", "content": question}]
+        engine = Engine(self.target, self.drafter)  # of its own: an interrupted step leaves nothing behind
+        try:
+            engine.add(self.request(asked))
+        except ValueError as error:
+            self.console.print(f"{error}; /new begins anew", style="red")
+            return
+        writing = Writing(self.target, self.console, self.drafted)
+        try:
+            while engine.has_work:
+                for output in engine.step():
+                    if output.finish_reason == "error":
+                        raise ValueError("the target gave logits that are not numbers: try another dtype")
+                    writing.push(output.tokens, output.accepted)
+            engine.close()
+        except KeyboardInterrupt:
+            self.console.print(" (stopped)", style="dim", end="")
+        self.messages = [*asked, {"role": "assistant", "content": writing.end()}]
+        self.seed += 1
+
+    def request(self, messages: list[dict[str, str]]) -> Request:
+        tokens = self.target.text_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        ends = frozenset(self.target.eos_token_ids)
+        return Request(list(tokens["input_ids"]), self.params, self.max_new_tokens, self.seed, ends)
+
+
+class Writing:
+    """An answer on its way to the terminal."""
+
+    def __init__(self, target: Target, console: Console, drafted: str):
+        self.detokenizer, self.console, self.drafted = Detokenizer(target.text_tokenizer), console, drafted
+        self.text, self.tokens, self.gained, self.steps = "", 0, 0, 0
+        self.began = time.perf_counter()
+
+    def push(self, tokens: list[int], accepted: int | None) -> None:
+        if accepted is None:
+            self.began = time.perf_counter()  # the prompt has been read
+        else:
+            self.steps, self.gained = self.steps + 1, self.gained + len(tokens)
+        self.tokens += len(tokens)
+        for place, token in enumerate(tokens):
+            self.show(self.detokenizer.push(token), self.drafted if place < (accepted or 0) else "")
+
+    def show(self, text: str, style: str = "") -> None:
+        self.text += text
+        self.console.print(Text(text, style), end="", soft_wrap=True)
+
+    def end(self) -> str:
+        """The whole text, after a line about its cost."""
+        self.show(self.detokenizer.flush())
+        seconds = max(time.perf_counter() - self.began, 1e-9)
+        length = f", acceptance length {self.gained / self.steps:.2f}" if self.steps else ""
+        speed = f"{self.tokens} tokens, {self.gained / seconds:.1f} tokens/s{length}"
+        self.console.print(f"\n{speed}", style="dim")
+        return self.text
+
+
+if __name__ == "__main__":
+    main()

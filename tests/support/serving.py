@@ -1,0 +1,88 @@
+"""A server as users start it, in a process of its own on a free loopback port."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from openai import OpenAI
+
+from tests.support import ROOT
+
+
+class Served:
+    def __init__(self, process: subprocess.Popen, port: int, log: Path):
+        self.process, self.port, self.log = process, port, log
+        self.url = f"http://127.0.0.1:{port}"
+
+    def client(self, key: str = "none") -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
+
+    def raw(self, body: bytes, path: str = "/v1/chat/completions", **headers: str) -> socket.socket:
+        """A connection that has sent this and read nothing."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=120)
+        facts = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(body))} | headers
+        head = f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in facts.items())
+        connection.sendall(head.encode() + b"\r\n" + body)
+        return connection
+
+    def post(
+        self, body: bytes, path: str = "/v1/chat/completions", **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        with self.raw(body, path, Connection="close", **headers) as connection:
+            return parsed(read_all(connection))
+
+    def metric(self, name: str, label: str = "") -> float:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            lines = parsed(read_all(connection))[2].decode().splitlines()
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.split("{")[0].split(" ")[0] == name and label in line
+        )
+
+    def logged(self) -> list[dict]:
+        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+
+
+def read_all(connection: socket.socket) -> bytes:
+    parts = []
+    while part := connection.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def parsed(answer: bytes) -> tuple[int, dict[str, str], bytes]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    return int(first.split(" ")[1]), headers, body
+
+
+@contextmanager
+def served(folder: Path, *arguments: str, **environment: str) -> Iterator[Served]:
+    """`python scripts/serve.py` with these arguments, until it answers; killed in the end if it still runs."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = folder / f"serve-{port}.log"
+    command = [sys.executable, str(ROOT / "scripts" / "serve.py"), f"port={port}", *arguments]
+    inherited = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
+    with log.open("w") as opened:
+        process = subprocess.Popen(command, cwd=folder, env=inherited, stdout=opened, stderr=opened)
+    try:
+        deadline = time.monotonic() + 240
+        while "Uvicorn running" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        yield Served(process, port, log)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()

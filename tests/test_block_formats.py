@@ -1,0 +1,235 @@
+"""Block drafters in the layouts that others publish: what loads, as what, and what is refused; and back again."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+from transformers import LlamaForCausalLM
+
+from heads import Target, load_head
+from heads.checkpoint import read_head, write_head
+from heads.dflash import DFlashHead
+from heads.formats import dflash as layout
+from tests.support import golden, golden_blocks
+from tests.support.batches import PROMPT
+from tests.support.head_factory import make_head
+from tests.support.tiny import tiny_config
+from train import parity_gate
+from train.cli import CONF
+
+# name -> kind, hidden states that it reads, block size, anchor first, causal
+GOLDEN: dict[str, tuple] = {
+    "zlab": ("dflash", [2, 4, 6], 4, False, False),
+    "jetspec": ("dflash", [3], 5, False, True),
+    "deepspec": ("dspark", [2, 4], 3, True, False),
+    "deepspec_dflash": ("dflash", [2, 4], 3, True, False),
+    "specforge_dspark": ("dspark", [2, 4], 3, True, False),
+    "specforge_domino": ("domino", [2, 4], 4, True, False),
+    "speculators_dflash": ("dflash", [2, 4], 4, False, False),
+    "speculators_dspark": ("dspark", [2, 4], 4, True, False),
+}
+
+
+@pytest.fixture(scope="module")
+def deep() -> Target:
+    torch.manual_seed(0)
+    return Target(LlamaForCausalLM(tiny_config(num_hidden_layers=golden.N)), name="a target of eight layers")
+
+
+def make(name: str, target: Target) -> golden.Golden:
+    torch.manual_seed(1)
+    if name == "deepspec":
+        frozen = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+        return golden_blocks.deepspec(*(module.weight.detach() for module in frozen))
+    return getattr(golden_blocks, name)()
+
+
+def write(directory: Path, config: Any, weights: dict[str, torch.Tensor], file: str = "model.safetensors") -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(weights, directory / file)
+    return directory
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_published_files_are_what_they_say(deep, tmp_path, name):
+    config, weights, file = make(name, deep)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        head = load_head(write(tmp_path, config, weights, file), deep, dtype=torch.float32)
+    assert isinstance(head, DFlashHead)
+    found = head.kind, head.layers, head.block_size, head.sample_from_anchor, head.causal
+    assert found == GOLDEN[name] and head.mask_token_id == 7
+    unsaid = "shift_label" not in json.dumps(config)
+    assert unsaid == any("does not say sample_from_anchor" in str(one.message) for one in said)
+    theirs = {key: value for key, value in weights.items() if key not in ("embed_tokens.weight", "lm_head.weight")}
+    mine = {key.replace("blocks.", "layers.", 1): value for key, value in head.state_dict().items()}
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[key], theirs[key].float()) for key in theirs)
+    if name == "zlab":
+        assert head.window == 5 and [head.masking(i) for i in range(3)] == [(True, 5), (True, 5), (False, None)]
+    assert parity_gate.check(head, deep, PROMPT) < 1e-3
+
+
+def change(config: dict, path: str, value: Any) -> dict:
+    *parents, last = path.split(".")
+    inside = config
+    for parent in parents:
+        inside = inside[parent]
+    inside[last] = value
+    return config
+
+
+SETTINGS = [
+    ("zlab", "dflash_config.projector_type", "medusa", r"projector_type='medusa'"),
+    ("zlab", "dflash_config.target_layer_ids", [1, 3, 8], r"reads layers \[1, 3, 8\], which must ascend within the 8"),
+    ("zlab", "dflash_config.target_layer_ids", [3, 1, 5], "must ascend"),
+    ("zlab", "dflash_config.target_layer_ids", [1, 3], r"fc.weight is \(32, 96\) in the file, \(32, 64\)"),
+    ("zlab", "dflash_config.mask_token_id", golden.V, "mask_token_id=320 is no row"),
+    ("zlab", "dflash_config", 4, "dflash_config=4"),
+    ("zlab", "attention_bias", True, "attention_bias=True"),
+    ("zlab", "layer_types", ["sliding_attention"] * 2, "layer_types"),
+    ("zlab", "use_sliding_window", False, "no sliding_window that is used"),
+    ("zlab", "num_hidden_layers", 2, "layer_types"),
+    ("zlab", "num_hidden_layers", 10**9, "num_hidden_layers=1000000000"),
+    ("jetspec", "dflash_config.causal", False, "both yes and no"),
+    ("jetspec", "hidden_size", 16, "fc.weight"),
+    ("deepspec", "confidence_head_with_markov", False, "confidence_head_with_markov=False"),
+    ("deepspec", "markov_rank", 5, "markov_w1.weight is"),
+    ("specforge_dspark", "dflash_config.markov_head_type", "vanilla", "gate_proj.bias belongs to no layer"),
+    ("specforge_dspark", "dflash_config.markov_head_type", "deep", "markov_head_type=deep"),
+    ("specforge_dspark", "dflash_config.attention_mode", "mla", "attention_mode=mla"),
+    ("specforge_domino", "dflash_config.gru_hidden_dim", 9, "prefix_gru.weight_hh_l0 is"),
+    ("speculators_dflash", "aux_hidden_state_layer_ids", [2, 9], r"reads layers \[2, 9\]"),
+    ("speculators_dflash", "draft_vocab_size", 200, "draft_vocab_size=200"),
+    ("speculators_dflash", "sliding_window_non_causal", True, "sliding_window_non_causal=True"),
+    ("speculators_dflash", "transformer_layer_config", None, "has no 'hidden_size'"),
+]
+
+
+@pytest.mark.parametrize(("name", "setting", "value", "message"), SETTINGS)
+def test_settings_that_do_not_fit_are_named(deep, tmp_path, name, setting, value, message):
+    config, weights, file = make(name, deep)
+    with pytest.raises(ValueError, match=message):
+        load_head(write(tmp_path, change(config, setting, value), weights, file), deep)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_weights_that_do_not_fit_are_named(deep, tmp_path, name):
+    for number, key in enumerate(("hidden_norm.weight", "layers.1.self_attn.k_norm.weight")):
+        config, weights, _ = make(name, deep)
+        del weights[key]
+        with pytest.raises(ValueError, match=f"{key} is missing"):
+            load_head(write(tmp_path / str(number), config, weights), deep)
+    config, weights, _ = make(name, deep)
+    weights["candidate_selector.predecessor_codebook"] = torch.zeros(3, 3)  # DFlash-2's
+    with pytest.raises(ValueError, match=r"candidate_selector\.predecessor_codebook belongs to no layer"):
+        load_head(write(tmp_path / "more", config, weights), deep)
+
+
+@pytest.mark.parametrize("key", ["embed_tokens.weight", "lm_head.weight"])
+def test_frozen_copies_must_be_copies(deep, tmp_path, key):
+    config, weights, _ = make("deepspec", deep)
+    weights[key] = weights[key] + 1
+    with pytest.raises(ValueError, match=f"{key} differs from the"):
+        load_head(write(tmp_path, config, weights), deep)
+
+
+# -- which slot drafts what -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected", "how"),
+    [
+        ((0.6, 0.02), False, "as a text shows"),
+        ((0.02, 0.6), True, "as a text shows"),
+        ((0.03, 0.02), False, "a text does not show it"),
+    ],
+)
+def test_a_layout_that_is_not_said_is_measured_and_said(deep, tmp_path, monkeypatch, shares, expected, how):
+    monkeypatch.setattr(layout, "first_drafts", lambda head, target: shares)
+    config, weights, _ = make("zlab", deep)
+    with pytest.warns(UserWarning, match=f"taken as {expected}, .*{how}"):
+        head = load_head(write(tmp_path, config, weights), deep)
+    assert head.sample_from_anchor == expected and head.depth == (4 if expected else 3)
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_layout_that_is_said_is_taken(deep, tmp_path, monkeypatch, flag):
+    monkeypatch.setattr(layout, "first_drafts", lambda head, target: pytest.fail("measured"))
+    config, weights, _ = make("zlab", deep)
+    head = load_head(write(tmp_path, config | {"sample_from_anchor": flag}, weights), deep)
+    assert head.sample_from_anchor == flag
+
+
+@pytest.mark.parametrize("right", [0, 1])
+def test_the_measure_knows_a_head_that_drafts_right(deep, monkeypatch, right):
+    """Its states at one slot are the target's own, one position on."""
+
+    def draft_blocks(self, features, embeddings, text):
+        assert self.sample_from_anchor
+        last = deep.read(text.tokens, layers=[deep.num_layers]).features.roll(-1, dims=1)
+        return torch.stack([last if slot == right else -last for slot in range(self.block_size)], dim=2)
+
+    head = make_head("dflash", deep)
+    monkeypatch.setattr(DFlashHead, "draft_blocks", draft_blocks)
+    in_place, anchor_first = layout.first_drafts(head, deep)
+    assert (anchor_first, in_place) == ((1.0, 0.0) if right == 0 else (0.0, 1.0))
+    assert not head.sample_from_anchor  # a copy was asked
+
+
+# -- export -----------------------------------------------------------------------------------------------------------
+
+ROUND = [
+    *(
+        (kind, name)
+        for kind in ("dflash", "dflash anchor first", "jetspec")
+        for name in ("vllm", "sglang", "speculators")
+    ),
+    *(("dspark", name) for name in ("vllm", "sglang", "speculators")),
+    *((kind, "sglang") for kind in ("dspark gated", "dspark rnn", "domino", "domino in place")),
+]
+
+
+def export_of(name: str, head, target: Target):
+    return instantiate(OmegaConf.load(CONF / "publish" / "format" / f"{name}.yaml"))(head, target)
+
+
+@pytest.mark.parametrize(("kind", "name"), ROUND)
+def test_round_trips_are_equal_to_the_bit(deep, tmp_path, kind, name):
+    head = make_head(kind, deep).to(torch.bfloat16)
+    export = export_of(name, head, deep)
+    write_head(head, tmp_path, deep, export.layout, export.layout.weight_files)
+    again = read_head(tmp_path, deep)
+    assert type(again) is type(head) and again.dtype == head.dtype
+    assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in head.state_dict().items())
+    mine, theirs = head.to_config(), again.to_config()
+    assert mine == theirs
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("domino", "vllm", "vLLM reads no domino heads"),
+        ("dspark gated", "vllm", "markov_head_type=vanilla only"),
+        ("dspark rnn", "speculators", "markov_head_type=vanilla only"),
+        ("dflash", "eagle", "reads no dflash"),
+    ],
+)
+def test_engines_that_would_not_load_a_head_are_not_written_for(deep, kind, name, message):
+    with pytest.raises(ValueError, match=message):
+        export_of(name, make_head(kind, deep), deep)
+
+
+def test_layers_are_numbered_as_each_layout_does(deep):
+    head = make_head("dflash", deep)
+    assert head.layers == [2, 6]
+    assert head.to_config()["dflash_config"]["target_layer_ids"] == [1, 5]
+    speculators = export_of("speculators", head, deep).layout.export_config(head, deep)
+    assert speculators["aux_hidden_state_layer_ids"] == [2, 6] and speculators["sample_from_anchor"] is False

@@ -1,0 +1,193 @@
+"""The openai package against `foredraft serve`: what it answers is the target's own text, in OpenAI's words."""
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+import torch
+
+from heads import Target
+from inference import generate
+from tests.support import ROOT
+from tests.support.serving import Served, served
+
+MESSAGES = [{"role": "user", "content": "def add(self, other): é"}]
+PROMPT = "def add(self, other):"
+
+
+@pytest.fixture(scope="module")
+def chatty(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny target, with a chat template."""
+    path = tmp_path_factory.mktemp("chatty") / "tiny"
+    shutil.copytree(tiny_path, path)
+    shutil.copy(ROOT / "train" / "data" / "plain_chat.jinja", path / "chat_template.jinja")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(chatty: Path) -> Iterator[Served]:
+    """It drafts with the target itself, so that drafts are accepted."""
+    facts = [f"target={chatty}", "target.dtype=float32", "target.device=cpu", "drafter=draft_model"]
+    with served(chatty.parent, *facts, f"drafter.spec=draft:{chatty}", "max_rows=4", "max_tokens=24") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> openai.OpenAI:
+    return server.client()
+
+
+def plain(target: Target, text: str, seed: int = 0, tokens: int = 24, **settings) -> str:
+    """What the target writes after a text, decoded by the library."""
+    ids = target.text_tokenizer(text, return_tensors="pt").input_ids
+    new = generate(target, None, ids, seed=seed, max_new_tokens=tokens, **settings).new_tokens[0]
+    return target.text_tokenizer.decode(new, skip_special_tokens=True).rstrip("�")
+
+
+def streamed(chunks) -> tuple[str, list]:
+    kept = list(chunks)
+    return "".join(chunk.choices[0].delta.content or "" for chunk in kept if chunk.choices), kept
+
+
+def test_a_chat_is_the_target_s_answer(client, target):
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, seed=5)
+    prompt = "User: def add(self, other): é\nAssistant:"
+    assert answer.choices[0].message.content == plain(target, prompt, 5, temperature=1.0)
+    assert answer.choices[0].message.role == "assistant" and answer.choices[0].finish_reason == "length"
+    usage = answer.usage
+    assert usage.completion_tokens == 24 and usage.total_tokens == 24 + usage.prompt_tokens
+    assert usage.prompt_tokens == len(target.text_tokenizer(prompt).input_ids)
+    assert usage.acceptance_length > 1.5
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_a_stream_gives_the_same_text_in_parts(client):
+    facts = {"model": "tiny", "messages": MESSAGES, "seed": 5}
+    whole = client.chat.completions.create(**facts)
+    text, chunks = streamed(
+        client.chat.completions.create(**facts, stream=True, stream_options={"include_usage": True})
+    )
+    assert text == whole.choices[0].message.content
+    assert chunks[0].choices[0].delta.role == "assistant" and len(chunks) > 4
+    assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == ["length"]
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0},
+        {"temperature": 0.7, "top_p": 0.9, "frequency_penalty": 0.5},
+        {"presence_penalty": 0.6, "extra_body": {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2}},
+        {"logit_bias": {"33": 5, "34": -100}},
+    ],
+)
+def test_settings_are_those_of_the_engine(client, target, settings):
+    answer = client.completions.create(model="tiny", prompt=PROMPT, seed=3, max_tokens=20, **settings)
+    ours = {"temperature": 1.0, **settings, **settings.get("extra_body", {})}
+    ours.pop("extra_body", None)
+    bias = {int(token): float(value) for token, value in ours.pop("logit_bias", {}).items()}
+    assert answer.choices[0].text == plain(target, PROMPT, 3, 20, **ours, logit_bias=bias)
+
+
+def test_a_text_is_the_same_with_drafts_and_without_alone_and_among_others(client):
+    def ask(seed: int, speculative: bool) -> str:
+        facts = {"model": "tiny", "prompt": PROMPT * (1 + seed % 3), "max_tokens": 12 + seed}
+        return client.completions.create(**facts, seed=seed, extra_body={"speculative": speculative}).choices[0].text
+
+    alone = [ask(seed, True) for seed in range(8)]
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(ask, [*range(8), *range(8)], [True] * 8 + [False] * 8))
+    assert together == [*alone, *alone] and len({*alone}) == 8
+
+
+def test_an_answer_ends_before_a_stop_string(client):
+    facts = {"model": "tiny", "prompt": PROMPT, "seed": 4, "max_tokens": 24}
+    whole = client.completions.create(**facts).choices[0].text
+    stop = whole[9:12]
+    cut = whole[: whole.index(stop)]
+    answer = client.completions.create(**facts, stop=[stop, "\0\0"])
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (cut, "stop")
+    chunks = list(client.completions.create(**facts, stop=stop, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == cut
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_n_choices_have_seeds_of_their_own(client, target):
+    answer = client.completions.create(model="tiny", prompt=[PROMPT, "class"], n=2, seed=6, max_tokens=10)
+    expected = [
+        plain(target, text, seed, 10, temperature=1.0) for text, seed in ((PROMPT, 6), (PROMPT, 7), ("class", 8))
+    ]
+    assert [choice.text for choice in answer.choices[:3]] == expected and len(answer.choices) == 4
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3] and answer.usage.completion_tokens == 40
+    again = client.chat.completions.create(model="tiny", messages=MESSAGES, n=3, max_tokens=8)
+    assert len({choice.message.content for choice in again.choices}) == 3
+
+
+def test_log_probabilities_are_the_target_s(client, target):
+    facts = {"model": "tiny", "seed": 2, "max_tokens": 6}
+    told = client.chat.completions.create(**facts, messages=MESSAGES, logprobs=True, top_logprobs=2).choices[0].logprobs
+    assert len(told.content) == 6 and all(len(one.top_logprobs) == 2 for one in told.content)
+    ids = target.text_tokenizer(PROMPT).input_ids
+    choice = client.completions.create(**facts, prompt=ids, logprobs=1).choices[0]
+    at = target.read(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+    token = target.text_tokenizer.convert_tokens_to_ids(target.text_tokenizer.tokenize(choice.logprobs.tokens[0]))[0]
+    assert choice.logprobs.token_logprobs[0] == pytest.approx(at[token].item(), abs=1e-4)
+    assert [*choice.logprobs.top_logprobs[0].values()] == pytest.approx([at.max().item()], abs=1e-4)
+
+
+def test_a_trace_tells_what_was_drafted(client):
+    facts = {"model": "tiny", "messages": MESSAGES, "seed": 5, "stream": True}
+    text, chunks = streamed(client.chat.completions.create(**facts, extra_body={"trace": True}))
+    traces = [chunk.trace for chunk in chunks if getattr(chunk, "trace", None)]
+    assert "".join(token["text"] for trace in traces for token in trace["tokens"]) == text
+    drafted = [token["drafted"] for trace in traces for token in trace["tokens"]]
+    assert 4 < sum(drafted) < 24 and not drafted[0]
+    tree = traces[1]["tree"]
+    assert tree["accepted"][0] == 0 and len(tree["tokens"]) == len(tree["parents"]) == len(tree["probabilities"]) > 1
+
+
+def test_marks_of_the_template_in_a_message_are_text(client, target):
+    """Nobody ends a turn, or speaks as another, by writing special tokens into a message."""
+    ends = "<|endoftext|>"
+    assert len(target.text_tokenizer(ends).input_ids) == 1
+    facts = {"model": "tiny", "max_tokens": 1}
+    counts = [
+        client.chat.completions.create(**facts, messages=[{"role": "user", "content": text}]).usage.prompt_tokens
+        for text in ("a b", f"a{ends}b")
+    ]
+    assert counts[1] > counts[0] + 4
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"temperature": 9}, "temperature"),
+        ({"n": 0}, "n: "),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"tool_choice": "required"}, "tool_choice is not supported"),
+        ({"extra_body": {"chat_template": "{{ x }}"}}, "chat_template is not supported"),
+        ({"logit_bias": {"400": 1}}, "logit_bias 400"),
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
+        ({"messages": [{"role": "user", "content": "word " * 300}]}, "the target .* reads 256"),
+        ({"messages": [{"role": "user"}]}, "chat template refuses"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(client, settings, message):
+    for more in ({}, {"stream": True}):
+        with pytest.raises(openai.BadRequestError, match=message) as caught:
+            client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES} | more | settings)
+        assert caught.value.type == "invalid_request_error"
+
+
+def test_fields_that_do_no_harm_are_ignored(client):
+    harmless = {"user": "me", "store": False, "response_format": {"type": "text"}, "extra_body": {"nothing": 1}}
+    assert client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1, **harmless).choices
+    with pytest.raises(openai.NotFoundError, match="other"):
+        client.chat.completions.create(model="other", messages=MESSAGES)

@@ -1,0 +1,164 @@
+"""Whatever one client of `foredraft serve` does, the others get their texts."""
+
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.support.serving import Served, served
+
+KEY = "sk-a-secret-of-this-test"
+LONG = {"prompt": "def add(self, other):", "max_tokens": 200, "seed": 1}
+SHORT = {"model": "tiny", "prompt": "class Pair:", "max_tokens": 12, "seed": 2}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    facts = [f"target={tiny_path}", "target.dtype=float32", "target.device=cpu", "model=tiny"]
+    limits = ["max_rows=2", "max_waiting=2", "max_body=100000", "cache_gib=0.00018"]
+    with served(tmp_path_factory.mktemp("faults"), *facts, *limits, FOREDRAFT_API_KEY=KEY) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> openai.OpenAI:
+    return server.client(KEY)
+
+
+@pytest.fixture(scope="module")
+def short(client: openai.OpenAI) -> str:
+    return client.completions.create(**SHORT).choices[0].text
+
+
+def bearer(key: str = KEY) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def until(condition, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+BAD = {
+    "invalid JSON": b'{"prompt": ',
+    "bad UTF-8": b'{"prompt": "\xff\xfe"}',
+    "no object": b"[]",
+    "nothing": b"",
+    "deep": b'{"prompt": ' + b"[" * 40_000 + b"]" * 40_000 + b"}",
+    "half a surrogate pair": b'{"prompt": "\\ud800"}',
+    "half a pair in a message": b'{"prompt": "a", "model": "\\ud800"}',
+    "NaN": b'{"prompt": "a", "temperature": NaN}',
+    "a huge number": b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+    "negative max_tokens": b'{"prompt": "a", "max_tokens": -5}',
+    "an empty prompt": b'{"prompt": ""}',
+    "an unknown token": b'{"prompt": [3, 320]}',
+    "a token that is no number": b'{"prompt": [3, "a"]}',
+    "a giant prompt": json.dumps({"prompt": "word " * 10_000}).encode(),
+    "more texts than the server takes": b'{"prompt": "a", "n": 100}',
+    "too much for the cache": b'{"prompt": "a", "max_tokens": 240}',
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_is_the_client_s_error(server, client, short, name):
+    status, _, body = server.post(BAD[name], "/v1/completions", **bearer())
+    error = json.loads(body)["error"]
+    assert status in (400, 404) and error["message"] and error["type"], body
+    assert client.completions.create(**SHORT).choices[0].text == short
+
+
+def test_a_large_body_is_refused_before_it_is_read(server):
+    refused = "foredraft_requests_total", 'status="413"'
+    assert server.post(b"{", "/v1/completions", **bearer() | {"Content-Length": "10000000"})[0] == 413
+    assert server.metric(*refused) == 1
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n".encode()
+            + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n20000\r\n"
+            + b"a" * 0x20000  # of a body that says not how long it will be
+        )
+        until(lambda: server.metric(*refused) == 2)
+
+
+def test_headers_have_a_limit(server, client, short):
+    assert server.post(b"{}", "/v1/completions", **{"X-Long": "a" * 100_000})[0] == 431
+    assert client.completions.create(**SHORT).choices[0].text == short
+
+
+def test_the_key_is_needed_and_never_shown(server):
+    for wrong in ("", KEY[:-1], KEY + "a", "é"):
+        status, _, body = server.post(b"{}", "/v1/completions", **bearer(wrong))
+        assert status == 401 and b"invalid_api_key" in body
+    with pytest.raises(openai.AuthenticationError):
+        server.client("wrong").models.list()
+    shown = server.log.read_text() + str(server.metric("foredraft_requests_total"))
+    assert KEY not in shown
+
+
+@pytest.mark.parametrize("path", ["/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/v1/nothing", "/page.html"])
+def test_there_are_no_files_to_reach(server, path):
+    status, _, body = server.post(b"{}", path, **bearer())
+    assert status in (404, 405) and "error" in json.loads(body)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_frees_its_row(server, client, short, stream):
+    before = len(server.logged())
+    connection = server.raw(json.dumps(LONG | {"stream": stream}).encode(), "/v1/completions", **bearer())
+    until(lambda: server.metric("foredraft_rows") == 1)
+    connection.close()
+    until(lambda: server.metric("foredraft_open_requests") == 0)
+    assert client.completions.create(**SHORT).choices[0].text == short
+    (gone, _) = [line for line in server.logged()[before:] if line["message"] == "request"]
+    assert gone["finish_reasons"] == ["cancelled"] and gone["completion_tokens"] < 200
+
+
+def test_a_full_queue_says_when_to_come_again(server, client, short):
+    held = [server.raw(json.dumps(LONG | {"stream": True}).encode(), "/v1/completions", **bearer()) for _ in range(4)]
+    until(lambda: server.metric("foredraft_open_requests") == 4)
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(**SHORT)
+    assert int(caught.value.response.headers["retry-after"]) >= 1
+    for connection in held:
+        connection.close()
+    until(lambda: server.metric("foredraft_open_requests") == 0)
+    assert client.completions.create(**SHORT).choices[0].text == short
+
+
+def test_a_reader_that_stops_reading_holds_up_nobody(server, client, short):
+    idle = server.raw(json.dumps(LONG | {"stream": True, "trace": True}).encode(), "/v1/completions", **bearer())
+    assert client.completions.create(**SHORT).choices[0].text == short
+    until(lambda: server.metric("foredraft_open_requests") == 0)
+    assert read_all_until_done(idle).count(b"data: ") > 50
+
+
+def read_all_until_done(connection: socket.socket) -> bytes:
+    got = b""
+    with connection:
+        while b"data: [DONE]" not in got:
+            part = connection.recv(65536)
+            assert part
+            got += part
+    return got
+
+
+def test_sigterm_lets_running_requests_end(server, client):
+    """The last test here: it ends the server."""
+    answers: list[str] = []
+    ask = threading.Thread(
+        target=lambda: answers.append(client.completions.create(model="tiny", **LONG).choices[0].finish_reason)
+    )
+    ask.start()
+    until(lambda: server.metric("foredraft_rows") == 1)
+    server.process.send_signal(signal.SIGTERM)
+    ask.join(timeout=120)
+    assert answers in (["length"], ["stop"]) and server.process.wait(timeout=60) in (0, -signal.SIGTERM)
+    assert KEY not in server.log.read_text()

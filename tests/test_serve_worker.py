@@ -1,0 +1,154 @@
+"""The thread that owns the engine, and text out of tokens as they come."""
+
+import asyncio
+import itertools
+
+import pytest
+import torch
+
+from heads import Target
+from inference import Engine, Request, SamplingParams
+from inference.drafters import NgramDrafter
+from inference.serve.detokenizer import Detokenizer, StopStrings
+from inference.serve.worker import Failed, Job, QueueFull, Worker
+from tests.support.batches import prompt
+
+
+def requests(count: int = 5) -> list[Request]:
+    params = SamplingParams(temperature=1.0)
+    return [Request(prompt(4 + i, i)[0].tolist(), params, 10 + i, seed=i) for i in range(count)]
+
+
+def ask(worker: Worker, asked: list[Request]) -> list[list[int] | Failed]:
+    """What became of each of them, submitted at once."""
+
+    async def read() -> dict[Job, list[int] | Failed]:
+        found: dict[Job, list[int] | Failed] = {}
+        jobs, ended = worker.submit(asked), 0
+        texts: dict[Job, list[int]] = {job: [] for job in jobs}
+        worker.start()
+        while ended < len(jobs):
+            job, output = await asyncio.wait_for(jobs[0].outputs.get(), 120)
+            if isinstance(output, Failed):
+                found[job], ended = output, ended + 1
+                continue
+            texts[job] += output.tokens
+            if output.finish_reason is not None:
+                found[job], ended = texts[job], ended + 1
+        return {job: found[job] for job in jobs}
+
+    found = asyncio.run(read())
+    worker.stop()
+    worker.join(60)
+    assert worker.open == 0 and not worker.is_alive() and not worker.jobs
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def plain(target: Target) -> list:
+    return ask(Worker(target, None), requests())
+
+
+def test_out_of_memory_is_survived(target, plain, monkeypatch):
+    """More than two rows do not fit."""
+    step = Engine.step
+
+    def small(engine: Engine):
+        outputs = step(engine)
+        if len(engine.rows) > 2:
+            raise torch.OutOfMemoryError("no memory for three rows")
+        return outputs
+
+    monkeypatch.setattr(Engine, "step", small)
+    texts = ask(Worker(target, NgramDrafter()), requests())
+    # What a step gave before it ran out is lost: such a request fails, and is not continued with a gap.
+    assert all(text == alone or isinstance(text, Failed) for text, alone in zip(texts, plain, strict=True))
+
+    def before(engine: Engine):
+        if len(engine.rows) > 2 or len(engine.rows) + min(2, engine.free_rows()) > 2:
+            engine.rows += [engine.waiting.popleft() for _ in range(max(0, engine.free_rows()))]
+            raise torch.OutOfMemoryError("no memory for three rows")
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", before)
+    assert ask(Worker(target, NgramDrafter()), requests()) == plain
+
+
+def test_a_request_that_breaks_the_step_fails_alone(target, plain, monkeypatch):
+    asked, step = requests(), Engine.step
+    bad = asked[2]
+
+    def checked(engine: Engine):
+        joining = list(itertools.islice(engine.waiting, max(0, engine.free_rows())))
+        if any(row.request is bad for row in [*engine.rows, *joining]):
+            engine.rows += [engine.waiting.popleft() for _ in joining]
+            raise RuntimeError("a bug")
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", checked)
+    texts = ask(Worker(target, NgramDrafter()), asked)
+    assert isinstance(texts[2], Failed) and texts[2].status == 500
+    assert [*texts[:2], *texts[3:]] == [*plain[:2], *plain[3:]]
+
+
+def test_a_late_request_fails(target):
+    (late,) = ask(Worker(target, None, timeout=1e-6), requests(1))
+    assert isinstance(late, Failed) and late.status == 504
+
+
+def test_a_full_queue_takes_all_of_a_request_or_nothing(target):
+    worker = Worker(target, None, max_rows=1, max_waiting=2)
+
+    async def submit() -> None:
+        worker.submit(requests(2))
+        with pytest.raises(QueueFull):
+            worker.submit(requests(2))
+        with pytest.raises(ValueError, match="4 texts are more than the 3"):
+            worker.submit(requests(4))
+        worker.submit(requests(1))
+
+    asyncio.run(submit())
+    assert worker.open == 3
+
+
+@pytest.mark.parametrize("settings", [{"max_rows": 0}, {"timeout": 0}, {"cache_gib": 0}, {"max_waiting": -1}])
+def test_settings_of_the_worker_are_checked(target, settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        Worker(target, None, **settings)
+
+
+TEXTS = ["", "plain", "häß 日本語 🧪🧪 \u200d👩", " spaces  and\n\nlines ", "é" * 30]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_comes_in_whole_characters(target, text):
+    """The tiny tokenizer has bytes only: most characters are several tokens."""
+    tokens = target.text_tokenizer(text).input_ids
+    detokenizer = Detokenizer(target.text_tokenizer)
+    parts = [detokenizer.push(token) for token in tokens]
+    assert "".join(parts) == text and all("�" not in part for part in parts) and detokenizer.flush() == ""
+    for cut in range(len(tokens)):
+        detokenizer = Detokenizer(target.text_tokenizer)
+        shown = "".join(map(detokenizer.push, tokens[:cut])) + detokenizer.flush()
+        assert text.startswith(shown) and len(shown.encode()) > len(target.text_tokenizer.decode(tokens[:cut])) - 4
+
+
+def test_bytes_that_are_no_text_come_as_they_are_decoded_at_once(target):
+    tokens = [*torch.randint(1, 257, (300,), generator=torch.Generator().manual_seed(1)).tolist(), 66]
+    detokenizer = Detokenizer(target.text_tokenizer)
+    assert "".join(map(detokenizer.push, tokens)) + detokenizer.flush() == target.text_tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_nothing_of_a_stop_string_is_shown(size):
+    for text, stops, expected in [
+        ("one two three", ["two"], "one "),
+        ("one twa three", ["two", "xyz"], "one twa three"),
+        ("ababac!", ["abac"], "ab"),
+        ("abcdef", ["def", "cd"], "ab"),
+        ("abc", ["cd"], "abc"),
+    ]:
+        held = StopStrings(stops)
+        shown = "".join(held.push(text[at : at + size]) for at in range(0, len(text), size))
+        assert expected.startswith(shown)
+        assert shown + held.flush() == expected and held.stopped == (expected != text)

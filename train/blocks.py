@@ -1,0 +1,138 @@
+"""Learning in blocks: a step begins drafts at some positions only, and learns all depths of each (DFlash, arXiv:2602.06036).
+
+A depth counts by `depth_decay`^(d - 1), or by what it adds to the accepted length (D-PACE). A block's hidden states, answers
+and weights lie in its own order, (blocks, depth, ...), never on the grid of all slots.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from heads.base import BlockHead, DraftHead, PackedBatch, draft_loss_mask
+from heads.target import Target
+from inference.sampling import GOLDEN, mix, shift, wrap
+from train.losses import Prediction, exact
+from train.module import SMALL, DistillationModel, Loss, Outcome
+
+
+class BlockDistillation(DistillationModel):
+    head: BlockHead
+
+    def __init__(
+        self,
+        head: DraftHead,
+        target: Target,
+        loss: Loss,
+        depth_decay: float = 0.8,
+        starts: float = 0.25,
+        d_pace: bool = False,
+        confidence_weight: float = 1.0,
+        base_weight: float = 0.0,
+    ):
+        """starts: share of a row's positions at which drafts begin in a step. d_pace: weigh depths by D-PACE, not by
+        `depth_decay`. confidence_weight: of the loss of a head's own rating. base_weight: share, at the beginning, of the
+        loss of the logits before correction; it falls to 0 in the end."""
+        super().__init__(head, target, loss, depth_decay)
+        if not isinstance(head, BlockHead):
+            raise ValueError(
+                f"objective=block is for heads that draft in blocks, and {head.kind} does not: objective=frozen"
+            )
+        if not 0 < starts <= 1 or not 0 <= base_weight <= 1:
+            raise ValueError(f"objective.starts={starts} and objective.base_weight={base_weight} are shares, up to 1")
+        self.starts, self.d_pace = starts, d_pace
+        self.confidence_weight, self.base_weight = confidence_weight, base_weight
+
+    def choose_starts(self, text: PackedBatch, step: int) -> Tensor:
+        """Some of the positions at which a draft of any depth counts, others in every step. They depend on the row and on
+        the step alone, so that a step is the same however it is spread over batches and processes."""
+        length = text.tokens.shape[1]
+        useful = torch.zeros_like(text.loss_mask)
+        for depth in range(1, self.head.depth + 1):  # the draft at slot p began at p + 1 - d
+            useful |= draft_loss_mask(text, depth).roll(1 - depth, dims=1)
+        places = torch.arange(1, length + 1, device=text.tokens.device)
+        row = (mix(text.tokens + 1) * places).sum(1, keepdim=True) + wrap((step + 1) * GOLDEN)
+        order = shift(mix(places * wrap(GOLDEN) ^ mix(row)), 1)
+        best = torch.where(useful, order, -1).topk(max(1, round(self.starts * length)), dim=1)
+        return torch.where(best.values < 0, -1, best.indices).sort(1).values
+
+    def compute_loss(self, text: PackedBatch, features: Tensor, last: Tensor) -> Outcome:
+        head, (batch, length) = self.head, text.tokens.shape
+        states = head.draft_blocks(features, self.target.embed(text.tokens), text).flatten(0, 1)
+        begins = torch.arange(length, device=last.device).expand(batch, -1) if text.starts is None else text.starts
+        depths = torch.arange(1, head.depth + 1, device=last.device)
+        # Of every draft: its slot; one on is where the target answers, two on is the token that it names.
+        slots = begins[..., None] + depths - 1
+        inside = slots.clamp(min=0, max=length - 1) + length * torch.arange(batch, device=last.device)[:, None, None]
+        places = inside.flatten(0, 1)
+        grid = torch.stack([draft_loss_mask(text, depth).flatten() for depth in depths.tolist()])
+        real = ((begins >= 0)[..., None] & (slots < length)).flatten(0, 1)
+        counted = grid[depths - 1, places] & real  # (blocks, depth)
+        blocks = self.rows(counted.T)
+        places, counted, states = places[blocks], counted[blocks], states[blocks]
+        answers = last.roll(-1, dims=1).flatten(0, 1)
+        tokens = self.draft_tokens(text.tokens.roll(-2, dims=1).flatten())
+        sums = torch.zeros(2, head.depth, device=features.device)
+        size, small = max(1, self.chunk // head.depth), states[..., 0].numel() * self.target.vocab_size <= SMALL
+        for start in range(0, max(1, len(blocks)), size):  # at least once: every weight must have a gradient
+            part = slice(start, start + size)
+            given = answers[places[part]], tokens[places[part]], counted[part], states[part]
+            sums = sums + (
+                self.block_loss(*given) if small else checkpoint(self.block_loss, *given, use_reentrant=False)
+            )
+        losses, hits = sums
+        counts = counted.sum(0)
+        weights = 1.0 if self.d_pace else self.depth_decay ** (depths - 1)
+        loss = (weights * losses / (counts if self.num_items is None else self.num_items).clamp(min=1)).sum()
+        return Outcome(loss, hits.detach(), counts)
+
+    def draft_tokens(self, tokens: Tensor) -> Tensor:
+        """Ids in the draft vocabulary, -1 for tokens that are not in it."""
+        ids = self.head.draft_ids
+        if ids is None:
+            return tokens
+        known = ids.new_full((self.target.vocab_size,), -1)
+        return known.index_copy(0, ids, torch.arange(len(ids), device=ids.device))[tokens]
+
+    def block_loss(self, last: Tensor, tokens: Tensor, counted: Tensor, states: Tensor) -> Tensor:
+        """Per depth: sum of losses and number of hits, (2, depth), of states (blocks, depth, ...)."""
+        head, last = self.head, last.detach()
+        answer, best, able = self.answers(last)
+        hidden, correction = states.split([head.width, head.correction], dim=-1)
+        base = head.base_logits(hidden)
+        draft = base
+        if head.correction:
+            parts = zip(base.unbind(1), hidden.unbind(1), correction.unbind(1), strict=True)
+            draft = torch.stack([head.correct(*part, depth) for depth, part in enumerate(parts, start=1)], dim=1)
+
+        def compare(logits: Tensor) -> Tensor:
+            said = Prediction(logits.flatten(0, 1), hidden.flatten(0, 1))
+            return self.loss(said, Prediction(answer.flatten(0, 1), last.flatten(0, 1), tokens.flatten())).view(
+                counted.shape
+            )
+
+        loss, share = compare(draft), self.base_weight * (1 - self.progress)
+        if share > 0:
+            loss = (1 - share) * loss + share * compare(base)
+        if head.confident and self.confidence_weight:
+            loss = loss + self.confidence_weight * rating_loss(correction[..., -1], draft, answer)
+        if self.d_pace:
+            loss = loss * d_pace_weights(draft, tokens, counted)
+        hits = (head.to_target_ids(draft.argmax(-1)) == best) & counted
+        return torch.stack([torch.where(counted & able, loss, 0.0).sum(0), hits.sum(0).to(loss.dtype)])
+
+
+def rating_loss(rating: Tensor, draft: Tensor, answer: Tensor) -> Tensor:
+    """Cross-entropy of a draft's rating, a logit (blocks, depth), with the chance that it is accepted (DSpark,
+    arXiv:2607.05147)."""
+    with torch.no_grad():
+        accepted = torch.minimum(exact(draft).softmax(-1), exact(answer).softmax(-1)).sum(-1)
+    return F.binary_cross_entropy_with_logits(exact(rating), accepted, reduction="none")
+
+
+@torch.no_grad()
+def d_pace_weights(draft: Tensor, tokens: Tensor, counted: Tensor) -> Tensor:
+    """(blocks, depth): what a draft adds to the expected accepted length, chances smoothed by a half (arXiv:2605.18810)."""
+    chances = exact(draft).softmax(-1).gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
+    reached = torch.where(counted, 0.5 * chances + 0.5, 1.0).cumprod(1) * counted
+    return reached.flip(1).cumsum(1).flip(1)
