@@ -32,6 +32,8 @@ def config_like(target: Target, kind: str) -> LlamaConfig:
     copied = {name: settings[name] for name in (*COPIED, *COPIED_IF_THERE) if settings.get(name) is not None}
     copied.setdefault("intermediate_size", 4 * settings["hidden_size"])
     copied["vocab_size"] = target.vocab_size
+    if target.context is not None:  # some configs have it under another name
+        copied["max_position_embeddings"] = target.context
     if settings.get("rope_parameters"):
         copied["rope_parameters"] = head_rope(settings)
     return LayerConfig(num_hidden_layers=1, tie_word_embeddings=False, **copied)
