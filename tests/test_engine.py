@@ -5,11 +5,13 @@ import torch
 from transformers import GenerationConfig, MinPLogitsWarper
 
 from heads import Target
+from heads.dflash import DFlashHead
 from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
 from inference import Engine, Request, SamplingParams, generate
 from inference.drafters import (
     AutoTree,
+    BlockTree,
     Drafter,
     DraftModel,
     DynamicTree,
@@ -52,6 +54,7 @@ def drafter(name: str, target: Target) -> Drafter | None:
         "suffix": SuffixDrafter,
         "lookahead": Lookahead,
         "eagle3": lambda: tree,
+        "dflash": lambda: BlockTree(DFlashHead.for_target(target, block_size=4, num_layers=2).eval(), target, nodes=8),
         "medusa": lambda: medusa,
         "auto": lambda: AutoTree(tree, target),
         "draft model": lambda: DraftModel(target, target, nodes=5, depth=3, width=2, min_probability=0),
@@ -95,6 +98,22 @@ def test_requests_join_and_leave_between_steps(target, alone, name):
             engine.add(late)
     assert list(texts.values()) == alone
     assert set(reasons.values()) == {"length"} and sizes >= {2, 3}
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa", "auto", "draft model", "dflash"])
+def test_a_long_prompt_joins_a_long_text(target, name):
+    """Together they are longer than either may become: what is padding in one row must find room, too."""
+    asked = [Request(prompt(120, 0), max_new_tokens=60), Request(prompt(200, 1), max_new_tokens=5)]
+    engine, texts = Engine(target, drafter(name, target)), {request: list[int]() for request in asked}
+    engine.add(asked[0])
+    while engine.has_work:
+        if len(texts[asked[0]]) > 30 and not texts[asked[1]]:
+            engine.add(asked[1])
+        for output in engine.step():
+            texts[output.request] += output.tokens
+    for request, text in texts.items():
+        ids, size = torch.tensor([request.prompt]), request.max_new_tokens
+        assert text == generate(target, None, ids, max_new_tokens=size, eos_token_id=-1).new_tokens[0]
 
 
 def test_a_prompt_that_cannot_be_read_is_refused_before_it_joins(target):

@@ -117,6 +117,9 @@ class GrownTree(Drafter):
         assert cache is not None
         new, counts = accepted.tokens.shape[1], to_device(accepted.counts, cache.device)[:, None]
         lengths = [length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)]
+        room = max(cache.lengths) + new + self.entries  # a short row's padding may stand after a long one's text
+        if room > cache.capacity:
+            cache.rearrange(list(range(cache.batch)), room)
         grow = partial(self.grow, lengths)
         if self.should_stop is None and new <= 1 + self.depth:  # neither looks at scores nor reads the prompt
             cache.set_bucket(new + self.entries)
