@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from heads import Target
+from heads.dflash import DFlashHead
+from heads.dspark import DSparkHead
 from heads.eagle import EagleHead
 from heads.hydra import HydraHead
 from heads.target import cuda_graphs
 from inference import generate
-from inference.drafters import DynamicTree, Lookahead, SuffixDrafter, Union
+from inference.drafters import BlockTree, DynamicTree, Lookahead, SuffixDrafter, Union
 from tests.support.architectures import VOCAB, every_family, pair
 from tests.support.batches import prompt
 from tests.support.drafters import SETTINGS, Random, drafters
@@ -75,6 +77,10 @@ def test_the_text_is_the_same(target, name, monkeypatch, taped):
         "eagle": DynamicTree(EagleHead.for_target(recorded).eval(), recorded, 8, 3, 3, min_probability=0),
         "hydra++": DynamicTree(
             HydraHead.for_target(recorded, prefix=True).eval(), recorded, 8, 3, 3, min_probability=0
+        ),
+        "dflash": BlockTree(DFlashHead.for_target(recorded, block_size=4, num_layers=1).eval(), recorded, nodes=8),
+        "dspark": BlockTree(
+            DSparkHead.for_target(recorded, block_size=4, num_layers=1).eval(), recorded, 8, min_probability=0
         ),
         "suffix": SuffixDrafter(),
         "lookahead": Lookahead(),

@@ -9,11 +9,15 @@ Where a correction makes rows depend on the path, a level is drafted from the `w
 each. The noise of a position is added to its row at last, after every correction.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from heads.base import BlockHead
 from heads.target import Target
+from heads.target.cache import to_device
+from inference.drafters.base import Accepted
 from inference.drafters.grown import MIN_PROBABILITY, WIDTH, GrownTree, check_width, newest
 from inference.sampling import Sampling
 from inference.tree import TokenTree
@@ -30,10 +34,9 @@ class BlockTree(GrownTree):
         min_probability: float = MIN_PROBABILITY,
         min_confidence: float = 0.0,
     ):
-        """depth: None for all that the head drafts. width: 1 drafts a chain; None
-        is all, or 5 with a correction, or 1 for a target that reads chains only. min_probability:
-        matters where there is a correction, since only then a level costs anything. min_confidence: a head that rates its
-        drafts leaves out those below this probability of being accepted."""
+        """depth: None for all that the head drafts. width: 1 drafts a chain; None is all, or 5 with a correction, or 1 for a
+        target that reads chains only. min_probability: matters where there is a correction, since only then a level costs
+        anything. min_confidence: a head that rates its drafts leaves out those below this probability of being accepted."""
         if not 0 <= min_confidence < 1 or (min_confidence and not head.confident):
             raise ValueError(
                 f"min_confidence={min_confidence} is a probability below 1, of a head that rates its drafts"
@@ -42,6 +45,24 @@ class BlockTree(GrownTree):
         super().__init__(head, target, nodes, depth or head.depth, width, min_probability if head.correction else 0.0)
         self.head, self.min_confidence = head, min_confidence
         self.entries = head.block_entries
+        self.known_pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        parents = 1
+        for _ in range(self.levels):  # made before anything is captured: they come from the host
+            parents = min(self.width, self.nodes - 1, len(self.pairs(parents)[0]))
+        return super().propose(accepted, gumbel)
+
+    def pairs(self, parents: int) -> tuple[Tensor, Tensor]:
+        """Which guesses of which of so many parents can be among the best nodes of a level, (n,) each, on the device."""
+        key = self.nodes, parents
+        if key not in self.known_pairs:
+            every = itertools.product(range(parents), range(self.width))
+            most = parents * self.width if self.head.correction else self.nodes - 1
+            kept = [(i, j) for i, j in every if (i + 1) * (j + 1) <= most]
+            above, guess = to_device(kept, self.target.device).unbind(1)
+            self.known_pairs[key] = above, guess
+        return self.known_pairs[key]
 
     def grow(
         self,
@@ -71,8 +92,7 @@ class BlockTree(GrownTree):
             if depth > 1 and self.should_stop is not None and self.should_stop(scores):
                 break
             values, ids = rows.best(depth, tokens)  # (batch, parents or 1, guesses)
-            count = tokens.shape[1]
-            above, guess = self.pairs(count, values.shape[2], root.device)
+            above, guess = self.pairs(tokens.shape[1])
             row = above if values.shape[1] > 1 else torch.zeros_like(above)
             scores, chosen = (scores[:, above] + values[:, row, guess]).topk(min(most, len(above)))
             parent = above[chosen]
@@ -86,15 +106,6 @@ class BlockTree(GrownTree):
             tokens, scores = tokens[:, :kept], scores[:, :kept]
             rows.select(parent[:, :kept])
         return torch.cat(candidates, 1), torch.cat(parents, 1), torch.cat(ranked, 1)
-
-    def pairs(self, parents: int, guesses: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Which guesses of which parents can be among the best nodes of a level, (n,) each, on the device."""
-        i, j = (torch.arange(n, device=device) for n in (parents, guesses))
-        if self.head.correction:
-            kept = torch.ones(parents, guesses, dtype=torch.bool, device=device)
-        else:
-            kept = (i[:, None] + 1) * (j + 1) <= self.nodes - 1
-        return kept.nonzero(as_tuple=True)  # type: ignore[return-value]
 
 
 class Rows:
