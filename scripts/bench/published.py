@@ -8,6 +8,7 @@ get, or "FAILS". It exits 1 where a cell fails.
 """
 
 import json
+import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -26,11 +27,13 @@ from heads.formats import engines
 from heads.medusa import MedusaHead
 from heads.target.loading import model_class, read_config
 from inference import drafter_for, generate
-from scripts.bench.published_heads import head_cells
-from scripts.bench.shrink import shrink
 from train.cli import entry
 from train.losses import soft
 from train.module import DistillationModel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where this file is run, its neighbours are no package
+from scripts.bench.published_heads import head_cells
+from scripts.bench.shrink import shrink
 
 PROMPTS = (100, 5, 30)  # tokens of the ragged batch: texts cross windows, chunks and the boundaries of longrope
 KINDS = {"eagle3": Eagle3Head, "medusa": MedusaHead}

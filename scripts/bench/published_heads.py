@@ -64,7 +64,8 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
     wide = (config.get("head_dim") or 0) * attention not in (0, config.get("hidden_size"))
     uneven = attention > 0 and (config.get("hidden_size") or 0) % attention != 0
     few = (config.get("num_key_value_heads") or 1) < attention
-    full = config.get("draft_vocab_size") == config.get("vocab_size")
+    known = config.get("vocab_size") or 100_000  # of a file that was not seen whole
+    full = (config.get("draft_vocab_size") or 0) >= known
     small = LLAMA | {
         "target_hidden_size": HIDDEN,
         "num_attention_heads": 7 if uneven else 4,
@@ -72,14 +73,20 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
         "head_dim": 16 if wide else 8,
         "draft_vocab_size": VOCAB if full else DRAFT,
     }
-    return config | {key: value for key, value in small.items() if config.get(key) is not None}
+    found = config | {key: value for key, value in small.items() if config.get(key) is not None}
+    if "mask_token_id" in found:
+        found["mask_token_id"] = VOCAB - 2
+    return found | ({"dflash_config": shrink(found["dflash_config"])} if found.get("dflash_config") else {})
 
 
 def filled(config: dict[str, Any]) -> dict[str, Any]:
     """A file that was not seen whole, with the usual values in the place of what was not seen. Kinds that one key tells
     stay as they are."""
-    if {"medusa_num_heads", "dflash_config", "block_size", "markov_rank"} & config.keys():
+    if "medusa_num_heads" in config:
         return config
+    if is_block(config):
+        inner = LLAMA | config.get("transformer_layer_config", {})
+        return config | {"transformer_layer_config": inner} if "speculators_model_type" in config else LLAMA | config
     if config.get("speculators_model_type") == "eagle3" or "speculators_config" in config:
         inner = LLAMA | (config.get("transformer_layer_config") or {})
         usual = {"speculators_model_type": "eagle3", "norm_before_residual": True, "draft_vocab_size": DRAFT}
@@ -88,14 +95,18 @@ def filled(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def layer_ids(config: dict[str, Any]) -> list[int]:
-    return (config.get("eagle_config") or {}).get(IDS) or config.get(IDS) or []
+    for place in (config.get("eagle_config") or {}, config.get("dflash_config") or {}, config):
+        for name in (IDS, "target_layer_ids", "aux_hidden_state_layer_ids"):
+            if place.get(name):
+                return place[name]
+    return []
 
 
 def a_target(ids: list[int]) -> Target:
     """A Llama with as many layers as the head's layer ids point to, in either of the two countings of three ids."""
     sizes = range(max(ids, default=0) + 1, max(ids, default=0) + 8)
     usual = (n for n in sizes if ids in ([2, n // 2, n - 3], [1, n // 2 - 1, n - 4]))
-    layers = next(usual, max(8, max(ids, default=0) + 1))
+    layers = next(usual, max(8, max(ids, default=0) + 3))
     config = LlamaConfig(**LLAMA, num_hidden_layers=layers, max_position_embeddings=CONTEXT, initializer_range=0.1)
     return Target(LlamaForCausalLM(config), name=f"a Llama of {layers} layers")
 
@@ -103,6 +114,8 @@ def a_target(ids: list[int]) -> Target:
 def weights(config: dict[str, Any]) -> dict[str, Tensor]:
     """In the layout that the config's keys name; for a kind that is not known here, too few."""
     kinds = f"{config.get('architectures')}{config.get('model_type')}{config.get('speculators_model_type')}".lower()
+    if is_block(config):
+        return block(config)
     if "medusa_num_heads" in config:
         return medusa(config)
     if "hydra_num_heads" in config:
@@ -150,6 +163,31 @@ def eagle3(config: dict[str, Any]) -> dict[str, Tensor]:
         found["input_norm.weight"] = random(fused * HIDDEN)
     if flags.get("fc_norm"):
         found |= {f"fc_norm.{i}.weight": random(HIDDEN) for i in range(fused)}
+    return found
+
+
+def is_block(config: dict[str, Any]) -> bool:
+    named = str(config.get("architectures")) + str(config.get("speculators_model_type"))
+    return any(word in named.lower() for word in ("dflash", "dspark", "domino"))
+
+
+def block(config: dict[str, Any]) -> dict[str, Tensor]:
+    """DFlash's layers, and what DSpark and Domino add."""
+    inner, own = config.get("transformer_layer_config", config), config | (config.get("dflash_config") or {})
+    dim = inner.get("head_dim") or HIDDEN // inner["num_attention_heads"]
+    found = {"fc.weight": random(HIDDEN, len(layer_ids(config)) * HIDDEN)}
+    found |= {f"{name}.weight": random(HIDDEN) for name in ("hidden_norm", "norm")}
+    for i in range(inner["num_hidden_layers"]):
+        found |= layer(inner, f"layers.{i}", HIDDEN) | {f"layers.{i}.input_layernorm.weight": random(HIDDEN)}
+        found |= {f"layers.{i}.self_attn.{name}.weight": random(dim) for name in ("q_norm", "k_norm")}
+    if rank := own.get("markov_rank"):
+        found |= {f"markov_head.markov_w{i}.weight": random(VOCAB, rank) for i in (1, 2)}
+    if own.get("enable_confidence_head"):
+        found |= linear("confidence_head.proj", 1, HIDDEN + rank)
+    if memory := own.get("gru_hidden_dim"):
+        found |= {f"prefix_gru.weight_{name}_l0": random(3 * memory, n) for name, n in (("ih", HIDDEN), ("hh", memory))}
+        found["embed_proj.0.weight"] = random(own["emb_dim"], HIDDEN + memory)
+        found["embed_proj.2.weight"] = random(VOCAB, own["emb_dim"])
     return found
 
 
