@@ -212,9 +212,9 @@ def test_a_revision_is_what_is_loaded(server, folder, target):
 
 
 def test_the_config_is_read_before_weights_are_fetched(server, folder, target):
-    (folder / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}))
+    (folder / "config.json").write_text(json.dumps({"architectures": ["QwenDFlareDraftModel"], "model_type": "qwen3"}))
     push(folder)
-    with pytest.raises(ValueError, match=f"the head in {NAME} is a DFlash block drafter"):
+    with pytest.raises(ValueError, match=f"the head in {NAME} is a DFlare block drafter"):
         load_head(NAME, target)
     assert not any(line.startswith("GET") and line.endswith(".safetensors") for line in server.log)
 
