@@ -135,7 +135,9 @@ def test_an_unknown_command_is_one_sentence(foredraft: Program):
 def test_help_of_a_command(foredraft: Program):
     shown = foredraft("train", "--help")
     assert shown.returncode == 0, shown.stderr
-    assert "trainer.max_steps" not in shown.stderr and "head: dflash, domino, draft_model, dspark, eagle" in shown.stdout
+    assert (
+        "trainer.max_steps" not in shown.stderr and "head: dflash, domino, draft_model, dspark, eagle" in shown.stdout
+    )
 
 
 def test_a_training(foredraft: Program, trained: subprocess.CompletedProcess[str]):

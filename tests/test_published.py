@@ -77,6 +77,34 @@ EAGLE = {
     "rms_norm_eps": 1e-05,
     "vocab_size": 128256,
 }
+DSPARK = {  # SpecForge's, for Qwen3-4B
+    "architectures": ["DSparkDraftModel"],
+    "model_type": "qwen3",
+    "block_size": 7,
+    "dflash_config": {
+        "attention_mode": "gqa",
+        "mask_token_id": 151669,
+        "target_layer_ids": [1, 9, 17, 25, 33],
+        "projector_type": "dspark",
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "confidence_head_alpha": 1.0,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+    "head_dim": 128,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "layer_types": ["full_attention"] * 5,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 36,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "vocab_size": 151936,
+}
 UNKNOWN = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
 
 
@@ -99,17 +127,24 @@ def test_shrinking_keeps_the_structure() -> None:
     assert "_source" not in phi
 
 
-def test_a_published_head_drafts() -> None:
-    found = checked(head_cells(EAGLE, new_tokens=6))
-    assert found["recognised and loaded"].startswith("ok: eagle3") and found["drafts"] == "ok"
-    assert checked(head_cells(EAGLE | {"architectures": ["DFlashDraftModel"]}, 6))["recognised and loaded"] != "ok"
+@pytest.mark.parametrize("config, kind", [(EAGLE, "eagle3"), (DSPARK, "dspark")], ids=["eagle3", "dspark"])
+def test_a_published_head_drafts(config: dict[str, Any], kind: str) -> None:
+    found = checked(head_cells(config, new_tokens=6))
+    assert found["recognised and loaded"].startswith(f"ok: {kind}") and found["drafts"] == "ok"
+
+
+def test_a_head_that_is_not_known_is_refused() -> None:
+    found = checked(head_cells(EAGLE | {"architectures": ["QwenDFlareDraftModel"]}, 6))
+    assert "is a DFlare block drafter" in found["recognised and loaded"]
 
 
 def published(folder: Path) -> Ended:
     """The program, as users type it."""
     command = [sys.executable, str(ROOT / "scripts" / "bench" / "published.py"), f"targets={folder}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=folder
+    )
     return Ended(done.returncode, done.stdout, done.stderr)
 
 

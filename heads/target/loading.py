@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -88,6 +89,8 @@ def read_config(path: str | Path, revision: str | None = None, trust_remote_code
             reason = "its kind is none that transformers has, and it brings code of its own: choose another target"
         else:
             reason = str(error).strip().split(". ")[0]
+            if "does not recognize" in reason:
+                reason += f": transformers {transformers.__version__} has not its code, a newer one may"
         raise ValueError(f"target {path} cannot be loaded: {reason}") from error
 
 
