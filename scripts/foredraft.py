@@ -49,7 +49,16 @@ def main() -> None:
         print(f"error: {command} is no command of foredraft{hint} Known: {', '.join(PROGRAMS)}.", file=sys.stderr)
         raise SystemExit(2)
     sys.argv = [f"{sys.argv[0]} {command}", *sys.argv[2:]]
-    importlib.import_module(PROGRAMS[command][0]).main()
+    try:
+        program = importlib.import_module(PROGRAMS[command][0])
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] in ("heads", "inference", "train"):
+            raise
+        extra = command if command in ("chat", "serve") else "train"
+        need = f"foredraft {command} needs {error.name}: pip install 'foredraft[{extra}]'"
+        print(f"error: {need}", file=sys.stderr)
+        raise SystemExit(2) from None
+    program.main()
 
 
 if __name__ == "__main__":

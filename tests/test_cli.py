@@ -11,6 +11,7 @@ import hydra
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from scripts import foredraft
 from train.cli import entry
 from train.config_check import nearest
 from train.config_help import comments, describe
@@ -372,3 +373,18 @@ def test_as_a_program(run: Run, tmp_path: Path) -> None:
     assert (good.returncode, good.stdout) == (0, "ran 4\n")
     assert bad.returncode == 2 and bad.stderr.startswith("error: head=medsua is not known")
     assert not os.listdir(elsewhere)
+
+
+@pytest.mark.parametrize("command, extra", [("chat", "chat"), ("plan", "train")])
+def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch, capsys, command: str, extra: str):
+    monkeypatch.setattr(sys, "argv", ["foredraft", command])
+    monkeypatch.setitem(foredraft.PROGRAMS, command, ("no_such_library.part", ""))
+    with pytest.raises(SystemExit) as ended:
+        foredraft.main()
+    assert ended.value.code == 2
+    need = f"error: foredraft {command} needs no_such_library: pip install 'foredraft[{extra}]'\n"
+    assert capsys.readouterr().err == need
+    monkeypatch.setitem(foredraft.PROGRAMS, command, ("train.no_such_room", ""))  # a mistake of ours stays one
+    monkeypatch.setattr(sys, "argv", ["foredraft", command])
+    with pytest.raises(ModuleNotFoundError):
+        foredraft.main()
