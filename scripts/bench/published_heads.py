@@ -180,7 +180,8 @@ def block(config: dict[str, Any]) -> dict[str, Tensor]:
     for i in range(inner["num_hidden_layers"]):
         found |= layer(inner, f"layers.{i}", HIDDEN) | {f"layers.{i}.input_layernorm.weight": random(HIDDEN)}
         found |= {f"layers.{i}.self_attn.{name}.weight": random(dim) for name in ("q_norm", "k_norm")}
-    if rank := own.get("markov_rank"):
+    rank = own.get("markov_rank") or 0
+    if rank:
         found |= {f"markov_head.markov_w{i}.weight": random(VOCAB, rank) for i in (1, 2)}
     if own.get("enable_confidence_head"):
         found |= linear("confidence_head.proj", 1, HIDDEN + rank)
