@@ -210,7 +210,7 @@ class RecurrentHead(DraftHead):
 
 class BlockHead(DraftHead):
     """Drafts all depths in one pass over a block of slots behind the text (DFlash, P-EAGLE). The rows of logits are the same
-    for all drafts of a depth, unless a correction makes them depend on the drafts before (DSpark, Domino): `follow` gives
+    for all drafts of a depth, unless a correction makes them depend on the drafts before (DSpark, Domino): `condition` gives
     what a path changes, `correct` changes the logits. A *state* is a hidden state with the correction behind it.
     """
 
@@ -238,7 +238,7 @@ class BlockHead(DraftHead):
     def base_logits(self, hidden: Tensor) -> Tensor:
         """(..., draft vocab) before any correction."""
 
-    def follow(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def condition(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """The correction (..., correction) of drafts of this depth, and the new memory of their paths.
 
         hidden: (..., width) of their depth. tokens: (...), before each of them. memory: (..., memory), zeros at depth 1."""
@@ -256,10 +256,10 @@ class BlockHead(DraftHead):
         states = self.draft_blocks(features, embeddings, text._replace(starts=None))
         return [shift_right(state, steps) for steps, state in enumerate(states.unbind(2))]
 
-    def follow_text(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+    def condition_on_text(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """States (..., depth, width + correction) of hidden states (..., depth, width); tokens (..., depth) precede them."""
         memory, states = hidden.new_zeros(*tokens.shape[:-1], self.memory), []
         for depth in range(1, hidden.shape[-2] + 1):
-            correction, memory = self.follow(depth, hidden[..., depth - 1, :], tokens[..., depth - 1], memory)
+            correction, memory = self.condition(depth, hidden[..., depth - 1, :], tokens[..., depth - 1], memory)
             states.append(torch.cat([hidden[..., depth - 1, :], correction], dim=-1))
         return torch.stack(states, dim=-2)

@@ -118,7 +118,7 @@ def read_head(path: str | Path, target: Target, revision: str | None = None) -> 
     elif len(adapter.lora_layers(target)):
         raise files.error(f"{target.name} has an adapter on it, which this head does not know: load the target again")
     head.attach(target)
-    layout.settle(files, head, target)
+    layout.resolve_layout(files, head, target)
     check_fit(files, head, target)
     return head
 

@@ -243,7 +243,7 @@ class DFlashHead(BlockHead):
             hidden = layer.feed_forward(hidden, attention.project_out(attended))
         hidden = self.drafts(hidden.unflatten(1, (-1, slots)))
         before = (begins[..., None] + ahead[: self.depth]).clamp(max=length - 1)
-        return self.follow_text(hidden, text.tokens.gather(1, before.flatten(1)).view_as(before))
+        return self.condition_on_text(hidden, text.tokens.gather(1, before.flatten(1)).view_as(before))
 
     def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         context = self.fuse(features)

@@ -47,7 +47,7 @@ class DominoHead(DFlashHead):
         }
         return config | {"architectures": ["DominoDraftModel"]}
 
-    def follow(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def condition(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         gru, read = self.prefix_gru, self.target.embed(tokens).to(hidden.dtype)
         inputs, known = read.flatten(0, -2), memory.flatten(0, -2)
         memory = torch.gru_cell(inputs, known, gru.weight_ih_l0, gru.weight_hh_l0).view(memory.shape)  # type: ignore[arg-type]

@@ -90,7 +90,7 @@ class DSparkHead(DFlashHead):
         }
         return config | {"architectures": ["DSparkDraftModel"]}
 
-    def follow(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    def condition(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         previous = self.markov_head.markov_w1(tokens)
         out, memory = self.markov_head(hidden, previous, memory)
         if self.confidence_head is None:

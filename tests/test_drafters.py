@@ -282,7 +282,7 @@ def test_a_union_accepts_at_least_what_each_accepts_alone(small):
 def test_adaptive_length_follows_what_was_accepted(small):
     itself = DraftModel(small, small, nodes=8, depth=7, width=1)
     drafter = AdaptiveLength(itself, confidence=0.0)
-    drafter.depth = 1
+    drafter.levels = 1
     ids = torch.tensor([prompt(9)])
     out = generate(small, drafter, ids, max_new_tokens=40, eos_token_id=-1)
     assert [step.nodes for step in out.steps][:4] == [2, 4, 6, 8]

@@ -19,6 +19,7 @@ from heads.checkpoint import fingerprint, write_head
 from heads.eagle3 import Eagle3Head
 from heads.formats import engines
 from inference import generate, load_drafter
+from scripts.bench.published_heads import eagle1, layer, random
 from tests.support.tiny import VOCAB, tiny_config
 
 H, MLP, DRAFT = 32, 64, 200
@@ -60,26 +61,6 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
     return config | {key: value for key, value in small.items() if config.get(key) is not None}
 
 
-def random(*shape: int) -> Tensor:
-    return (torch.randn(*shape) * 0.2).to(torch.float16)
-
-
-def layer(config: dict[str, Any], prefix: str, width: int) -> dict[str, Tensor]:
-    heads, dim = config["num_attention_heads"], config.get("head_dim") or H // config["num_attention_heads"]
-    kv = config.get("num_key_value_heads", heads)
-    shapes = {
-        "self_attn.q_proj": (heads * dim, width),
-        "self_attn.k_proj": (kv * dim, width),
-        "self_attn.v_proj": (kv * dim, width),
-        "self_attn.o_proj": (H, heads * dim),
-        "mlp.gate_proj": (MLP, H),
-        "mlp.up_proj": (MLP, H),
-        "mlp.down_proj": (H, MLP),
-        "post_attention_layernorm": (H,),
-    }
-    return {f"{prefix}.{name}.weight": random(*shape) for name, shape in shapes.items()}
-
-
 def eagle3(config: dict[str, Any], prefix: str, fused: int = 3) -> dict[str, Tensor]:
     """Weights of an EAGLE-3 head of this (shrunken) config. `fused`: how many hidden states it reads."""
     inner, rows = config.get("transformer_layer_config", config), config.get("draft_vocab_size") or VOCAB
@@ -94,12 +75,6 @@ def eagle3(config: dict[str, Any], prefix: str, fused: int = 3) -> dict[str, Ten
     if flags.get("fc_norm"):
         weights |= {f"fc_norm.{i}.weight": random(H) for i in range(fused)}
     return weights
-
-
-def eagle1(config: dict[str, Any]) -> dict[str, Tensor]:
-    inner = config.get("model", config)
-    weights = layer(inner, "layers.0", H) | {"fc.weight": random(H, 2 * H)}
-    return weights | ({"fc.bias": random(H)} if inner.get("bias", True) else {})
 
 
 def write(directory: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:

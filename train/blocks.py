@@ -106,8 +106,8 @@ class BlockDistillation(DistillationModel):
             draft = torch.stack([head.correct(*part, depth) for depth, part in enumerate(parts, start=1)], dim=1)
 
         def compare(logits: Tensor) -> Tensor:
-            said = Prediction(logits.flatten(0, 1), hidden.flatten(0, 1))
-            return self.loss(said, Prediction(answer.flatten(0, 1), last.flatten(0, 1), tokens.flatten())).view(
+            prediction = Prediction(logits.flatten(0, 1), hidden.flatten(0, 1))
+            return self.loss(prediction, Prediction(answer.flatten(0, 1), last.flatten(0, 1), tokens.flatten())).view(
                 counted.shape
             )
 

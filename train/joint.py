@@ -36,20 +36,11 @@ class JointDistillation(DistillationModel):
                 f"objective=joint trains the target's adapter, and head={head.kind} puts none on it: head=medusa2"
             )
 
-    def forward(
-        self,
-        tokens: Tensor,
-        loss_mask: Tensor,
-        documents: Tensor,
-        positions: Tensor,
-        starts: Tensor | None = None,
-        **stored: Tensor,
-    ) -> Outcome:
+    def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
         if stored:
             raise ValueError(
                 "features=disk holds the features of a frozen target, and objective=joint changes it: take features=online"
             )
-        text = PackedBatch(tokens, loss_mask, documents, positions)
         if self.progress < self.heads_only:
             with torch.no_grad():
                 features, last = self.read(text)

@@ -17,9 +17,8 @@ from torch.nn import functional as F
 class Prediction(NamedTuple):
     logits: Tensor  # (n, draft vocab)
     features: Tensor  # (n, width): the hidden states that the logits were made of; the target's are (n, hidden)
-    tokens: Tensor | None = (
-        None  # (n,) int64, of an answer: the tokens of the text, in draft ids; -1 for one that has none
-    )
+    # (n,) int64, of an answer: the tokens of the text as draft ids, -1 for those that have none.
+    tokens: Tensor | None = None
 
 
 def exact(logits: Tensor) -> Tensor:

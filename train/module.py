@@ -56,7 +56,9 @@ class DistillationModel(nn.Module):
         **stored: Tensor,
     ) -> Outcome:
         """stored: the features of the batch, where they come from disk (train/features/disk.py)."""
-        text = PackedBatch(tokens, loss_mask, documents, positions, starts)
+        return self.learn(PackedBatch(tokens, loss_mask, documents, positions, starts), stored)
+
+    def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
         features, last = unpack(stored) if stored else self.read(text)
         self.top_k = "top_ids" in stored
         return self.compute_loss(text, features, last)

@@ -75,8 +75,8 @@ class Format(ABC):
         Raises ValueError where a repeated one differs."""
         return files.weights
 
-    def settle(self, files: HeadFiles, head: DraftHead, target: Target) -> None:  # noqa: B027 -- most leave nothing open
-        """Find out by the loaded head, which knows its target, what the files leave open."""
+    def resolve_layout(self, files: HeadFiles, head: DraftHead, target: Target) -> None:  # noqa: B027 -- most leave nothing open
+        """Find out which slot drafts what, where the files leave it open, by the loaded head, which knows its target."""
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         """The config.json to write. Raises ValueError for a head that this layout cannot express."""

@@ -98,7 +98,7 @@ class DFlashFormat(Format):
         weights = drop_copy(files.weights, "embed_tokens.weight", target.model.get_input_embeddings(), files, target)
         return drop_copy(weights, "lm_head.weight", target.model.get_output_embeddings(), files, target)
 
-    def settle(self, files: HeadFiles, head: DraftHead, target: Target) -> None:
+    def resolve_layout(self, files: HeadFiles, head: DraftHead, target: Target) -> None:
         assert isinstance(head, DFlashHead)
         own = files.config | settings_of(files)
         if any(own.get(name) is not None for name in LAYOUT):

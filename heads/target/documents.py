@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
+from heads.target.reading import Reading
+
 if TYPE_CHECKING:
-    from heads.target.model import Reading, Target
+    from heads.target.model import Target
 
 
 class Span(NamedTuple):
@@ -23,7 +25,7 @@ class Span(NamedTuple):
     stop: int
 
 
-def read_documents(target: "Target", tokens: Tensor, documents: Tensor, layers: Sequence[int]) -> "Reading":
+def read_documents(target: "Target", tokens: Tensor, documents: Tensor, layers: Sequence[int]) -> Reading:
     """The features of a packed batch, tokens and documents (batch, length) as in heads.base.PackedBatch: what each document
     has on its own, 0 for padding. Its logits are not kept."""
     features = None

@@ -5,11 +5,10 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from heads.target import attention
@@ -22,27 +21,12 @@ from heads.target.loading import (
     read_config,
     resolve_dtype,
 )
+from heads.target.reading import Reading
 from heads.target.sharding import COLLECTIVE, arguments, full_tensor
-from heads.target.state_cache import StateCache
-from heads.target.support import check_supported, longrope_turn, why_no_trees
+from heads.target.state_cache import StateCache, reads_chains
+from heads.target.support import check_supported, longrope_boundary, why_no_trees
 
 TargetCache = KVCache | StateCache
-# Of `reads_chains`: tokens read, and how far logits may differ, as a share of their largest. In half precision only what is
-# grossly wrong can be told from rounding.
-PROBE, TOLERANCE = 12, {torch.float32: 1e-4}
-
-
-class Reading(NamedTuple):
-    """What the target made of some tokens."""
-
-    logits: Tensor  # (batch, length or fewer, vocab)
-    features: Tensor  # (batch, length, len(layers) * hidden); width 0 when no layer was asked for
-
-
-def stacked(readings: Sequence[Reading], length: int) -> Reading:
-    """Rows read one by one as one batch, their features padded on the right."""
-    features = [pad(row.features, (0, 0, 0, length - row.features.shape[1])) for row in readings]
-    return Reading(torch.cat([row.logits for row in readings]), torch.cat(features))
 
 
 class Target:
@@ -69,7 +53,7 @@ class Target:
         pasts = ("past_key_values", "cache_params", "state")  # the names of their caches; OpenAI's first GPT keeps none
         self._past = next((name for name in pasts if name in self._parameters), None)
         # Texts longer than this are rotated by other angles from their beginning on (longrope).
-        self.rope_turn: int | None = longrope_turn(self.config)
+        self.rope_boundary: int | None = longrope_boundary(self.config)
         # Not from `to_dict`, which leaves out what a config computes and knows no second names (GPT-2's n_positions).
         self.layer_types: list[str] | None = getattr(self.config, "layer_types", None)
         types = self.layer_types
@@ -288,8 +272,7 @@ class Target:
         """Read prompts (batch, longest), padded on the right, into an empty cache. logits (batch, 1, vocab): of each row's
         last token; features (batch, longest, width), those of padding without meaning."""
         if isinstance(cache, StateCache):
-            rows = [tokens[row : row + 1, :length] for row, length in enumerate(lengths)]
-            return stacked([cache.read_prompt(row, self, part, layers) for row, part in enumerate(rows)], max(lengths))
+            return cache.read_prompts(self, tokens, lengths, layers)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
         ends = sorted({length - 1 for length in lengths})
         # Padding stands after the text, where causal attention never looks: no mask is needed, ragged or not.
@@ -298,28 +281,10 @@ class Target:
         logits = reading.logits.gather(1, where[:, :, None].expand(-1, -1, reading.logits.shape[-1]))
         return Reading(logits, reading.features)
 
-    def blank_reading(self, length: int, layers: Sequence[int]) -> Reading:
-        """Of a row that is not read, (1, length, ...)."""
-        zeros = torch.zeros(1, length, self.vocab_size, dtype=self.dtype, device=self.device)
-        return Reading(zeros, zeros.new_zeros(1, length, len(layers) * self.hidden_size))
-
     @cached_property
-    @torch.no_grad()
     def reads_chains(self) -> bool:
-        """Does it read several tokens after a text as it reads them one by one? Measured on a few tokens, once."""
-        tokens = torch.randint(self.vocab_size, (1, PROBE), generator=torch.Generator().manual_seed(0)).to(self.device)
-        text, nodes = tokens[:, : PROBE // 2], PROBE // 2
-        together, one_by_one = (StateCache(1, PROBE, self.device) for _ in range(2))
-        for cache in (together, one_by_one):
-            self.read_prompts(text, [text.shape[1]], cache)
-        at_once = torch.cat([part.logits for part in together.read_chains(self, tokens[:, nodes:], ())])
-        single = []
-        for number in range(nodes, PROBE):
-            single += one_by_one.read_chains(self, tokens[:, number : number + 1], ())
-            one_by_one.commit([[0]])
-        apart = torch.cat([part.logits for part in single], 1)
-        difference = (at_once - apart).abs().max() / apart.abs().max()
-        return bool(difference < TOLERANCE.get(self.dtype, 0.1))
+        """Does it read several tokens after a text as it reads them one by one? Measured once."""
+        return reads_chains(self)
 
     def read_tree(
         self,
@@ -336,7 +301,7 @@ class Target:
         Nodes that nothing can come of (token -1, or beyond the context) are read as something harmless.
         """
         if isinstance(cache, StateCache):
-            return stacked(cache.read_chains(self, tokens, layers), tokens.shape[1])
+            return cache.read_chains(self, tokens, layers)
         if self.context is not None:
             positions = positions.clamp(max=self.context - 1)  # a learned position table ends there
         key_positions = None

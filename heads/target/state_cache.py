@@ -7,8 +7,8 @@ committed one if all that was read is accepted:
     text      t t t t t t t a a r         t committed: in the state    a pending: accepted since, not yet in the state
     a read                  a a r d d d   r the root, d a chain of drafts, on a fork; no mask but the model's own
 
-longrope rotates a text by other angles from some length on (`Target.rope_turn`), so there it is read anew: row by row, as a
-batch in one cache could not be.
+longrope rotates a text by other angles from some length on (`Target.rope_boundary`), so there it is read anew: row by row,
+as a batch in one cache could not be.
 
 Where every layer can drop its newest entries (chunked or sparse attention, short convolutions) the fork is cropped instead,
 and nothing is ever pending. transformers' assisted generation does only that, and so cannot draft for recurrent layers.
@@ -32,10 +32,14 @@ from transformers.cache_utils import (
 )
 
 from heads.target.cuda_graphs import CudaGraphs
+from heads.target.reading import Reading
 
 if TYPE_CHECKING:
-    from heads.target.model import Reading, Target
+    from heads.target.model import Target
 
+# Of `reads_chains`: tokens read, and how far logits may differ, as a share of their largest. In half precision only what is
+# grossly wrong can be told from rounding.
+PROBE, TOLERANCE = 12, {torch.float32: 1e-4}
 # Accepted tokens that are read again with every chain, at most; then one read commits them.
 MAX_PENDING = 16
 # Attributes of transformers' layers that are only ever replaced by longer ones, never written into: forks share them.
@@ -103,13 +107,15 @@ class StateCache:
         """As it is: what a token of a chain sees, the model's own masks say."""
         return among
 
-    def read_prompt(self, number: int, target: "Target", tokens: Tensor, layers: Sequence[int]) -> "Reading":
-        """Read (1, length) as the beginning of a row; the last position's logits."""
-        row = self.rows[number]
-        row.text = tokens
-        return self.read_text(row, target, layers)
+    def read_prompts(
+        self, target: "Target", tokens: Tensor, lengths: Sequence[int], layers: Sequence[int] = ()
+    ) -> Reading:
+        """As `Target.read_prompts`."""
+        for number, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
+            row.text = tokens[number : number + 1, :length]
+        return as_batch([self.read_text(row, target, layers) for row in self.rows], max(lengths))
 
-    def read_text(self, row: RowState, target: "Target", layers: Sequence[int] = ()) -> "Reading":
+    def read_text(self, row: RowState, target: "Target", layers: Sequence[int] = ()) -> Reading:
         """Read the whole text into a new state."""
         assert row.text is not None
         reading, row.state = target.read_on(row.text, 0, None, layers, keep_logits=1)
@@ -118,20 +124,22 @@ class StateCache:
             row.state.activate_past_recording()
         return reading
 
-    def read_chains(self, target: "Target", tokens: Tensor, layers: Sequence[int]) -> list["Reading"]:
+    def read_chains(self, target: "Target", tokens: Tensor, layers: Sequence[int] = ()) -> Reading:
         """Read drafts (batch, nodes), a chain per row after its text. Finished rows are not read: zeros."""
-        return [self.read_chain(row, target, tokens[i : i + 1], layers) for i, row in enumerate(self.rows)]
+        readings = [self.read_chain(row, target, tokens[i : i + 1], layers) for i, row in enumerate(self.rows)]
+        return as_batch(readings, tokens.shape[1])
 
-    def read_chain(self, row: RowState, target: "Target", tokens: Tensor, layers: Sequence[int]) -> "Reading":
+    def read_chain(self, row: RowState, target: "Target", tokens: Tensor, layers: Sequence[int]) -> Reading:
         nodes = tokens.shape[1]
         if row.finished:
-            return target.blank_reading(nodes, layers)
+            zeros = torch.zeros(1, nodes, target.vocab_size, dtype=target.dtype, device=self.device)
+            return Reading(zeros, zeros.new_zeros(1, nodes, len(layers) * target.hidden_size))
         assert row.text is not None
-        length, turn = row.text.shape[1], target.rope_turn
+        length, boundary = row.text.shape[1], target.rope_boundary
         real = nodes if target.context is None else min(nodes, target.context - length)  # the rest is never kept
-        # Drafts beyond the turn are read with the whole text, which they rotate otherwise; nothing of that is kept.
-        early = real if turn is None or length > turn else min(real, turn - length)
-        if turn is not None and row.committed <= turn < length:
+        # Drafts beyond the boundary are read with the whole text, which they rotate otherwise; nothing of that is kept.
+        early = real if boundary is None or length > boundary else min(real, boundary - length)
+        if boundary is not None and row.committed <= boundary < length:
             self.read_text(row, target)
         elif row.state is not None and length - row.committed > MAX_PENDING:
             _, row.state = target.read_on(row.text[:, row.committed :], row.committed, row.state, keep_logits=1)
@@ -169,6 +177,29 @@ class StateCache:
             if can_crop(state):
                 state.crop(count - read)  # also where it is 0: a window drops what it no longer needs
             row.state, row.committed = state, row.text.shape[1]
+
+
+def as_batch(readings: Sequence[Reading], length: int) -> Reading:
+    """Rows that were read one by one, their features padded on the right."""
+    features = [pad(row.features, (0, 0, 0, length - row.features.shape[1])) for row in readings]
+    return Reading(torch.cat([row.logits for row in readings]), torch.cat(features))
+
+
+@torch.no_grad()
+def reads_chains(target: "Target") -> bool:
+    """Does the target read several tokens after a text as it reads them one by one? Measured on a few random tokens."""
+    tokens = torch.randint(target.vocab_size, (1, PROBE), generator=torch.Generator().manual_seed(0)).to(target.device)
+    text, nodes = tokens[:, : PROBE // 2], PROBE // 2
+    together, one_by_one = (StateCache(1, PROBE, target.device) for _ in range(2))
+    for cache in (together, one_by_one):
+        cache.read_prompts(target, text, [text.shape[1]])
+    at_once, single = together.read_chains(target, tokens[:, nodes:]).logits, []
+    for number in range(nodes, PROBE):
+        single.append(one_by_one.read_chains(target, tokens[:, number : number + 1]).logits)
+        one_by_one.commit([[0]])
+    apart = torch.cat(single, 1)
+    difference = (at_once - apart).abs().max() / apart.abs().max()
+    return bool(difference < TOLERANCE.get(target.dtype, 0.1))
 
 
 def can_crop(state: Any) -> bool:

@@ -46,10 +46,10 @@ def why_no_trees(model: PreTrainedModel) -> str | None:
         )
     if getattr(config, "alibi", None):
         return f"model_type {config.model_type} has alibi, which places keys by their column, so drafts cannot branch"
-    turn = longrope_turn(config)
-    if turn is not None:
+    boundary = longrope_boundary(config)
+    if boundary is not None:
         return (
-            f"model_type {config.model_type} has longrope, which rotates a text longer than {turn} otherwise from its "
+            f"model_type {config.model_type} has longrope, which rotates a text longer than {boundary} otherwise from its "
             "beginning on, so drafts cannot branch"
         )
     parameters = inspect.signature(model.forward).parameters
@@ -59,9 +59,9 @@ def why_no_trees(model: PreTrainedModel) -> str | None:
     return None
 
 
-def longrope_turn(config: PreTrainedConfig) -> int | None:
+def longrope_boundary(config: PreTrainedConfig) -> int | None:
     """The length beyond which longrope takes its other factors; None for other ropes, and where the context ends before."""
     rope = getattr(config, "rope_parameters", None) or {}
-    turn = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+    boundary = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
     context = getattr(config, "max_position_embeddings", None)
-    return None if turn is None or (context is not None and context <= turn) else turn
+    return None if boundary is None or (context is not None and context <= boundary) else boundary

@@ -9,33 +9,32 @@ import math
 
 from torch import Tensor
 
-from inference.drafters.base import Accepted, Drafter
+from inference.drafters.base import Accepted, Wrapper
 from inference.drafters.dynamic import DynamicTree
-from inference.sampling import Sampling
 from inference.tree import TokenTree
 
 
-class AdaptiveLength(Drafter):
+class AdaptiveLength(Wrapper):
+    inner: DynamicTree
+
     def __init__(self, inner: DynamicTree, confidence: float = 0.2):
         """inner: a head's or a draft model's tree or chain, with the most levels that may be drafted. confidence: the
         probability, as the drafter scores it, of the best branch below which no row drafts on; 0 never stops so. To look at
         it is one wait for the device per level."""
         if not 0 <= confidence < 1:
             raise ValueError(f"confidence={confidence} must be a probability below 1; 0 drafts all levels")
-        self.inner, self.layers, self.nodes, self.most = inner, inner.layers, inner.nodes, inner.depth
-        self.depth, self.branches = self.most, inner.branches
+        super().__init__(inner)
+        self.most = self.levels = inner.depth
         inner.should_stop = (lambda scores: bool(scores.max() < math.log(confidence))) if confidence else None
 
-    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        self.inner.begin(batch, capacity, sampling)
-
-    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
-        self.inner.select_rows(rows, capacity, sampling)
+    @property
+    def depth(self) -> int:  # type: ignore[override]
+        return self.levels
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        self.inner.resize(self.nodes, self.depth)
+        self.inner.resize(self.nodes, self.levels)
         return self.inner.propose(accepted, gumbel)
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
         deepest = max(len(path) for path in paths) - 1
-        self.depth = min(self.most, self.depth + 2) if deepest == self.depth else max(1, self.depth - 1)
+        self.levels = min(self.most, self.levels + 2) if deepest == self.levels else max(1, self.levels - 1)

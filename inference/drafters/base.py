@@ -45,6 +45,26 @@ class Drafter(ABC):
         choices: (batch, nodes) int64, what the target itself writes after each node, accepted or not."""
 
 
+class Wrapper(Drafter):
+    """A drafter that changes what another one proposes."""
+
+    def __init__(self, inner: Drafter):
+        self.inner, self.layers, self.nodes, self.branches = inner, inner.layers, inner.nodes, inner.branches
+
+    @property
+    def depth(self) -> int:  # type: ignore[override]  # some drafters change it from step to step
+        return self.inner.depth
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        self.inner.begin(batch, capacity, sampling)
+
+    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+        self.inner.select_rows(rows, capacity, sampling)
+
+    def observe(self, paths: list[list[int]], choices: Tensor) -> None:
+        self.inner.observe(paths, choices)
+
+
 class NoDrafter(Drafter):
     """Drafts nothing: plain decoding, through the same loop."""
 

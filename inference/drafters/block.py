@@ -127,7 +127,7 @@ class Rows:
             values, ids = (part[:, level] for part in self.table)
             return values, tree.to_target_ids(ids)
         hidden = self.hidden[:, level].expand(-1, tokens.shape[1], -1)
-        correction, self.memory = tree.head.follow(depth, hidden, tokens, self.memory)
+        correction, self.memory = tree.head.condition(depth, hidden, tokens, self.memory)
         rows = tree.head.correct(self.base[:, level], hidden, correction, depth)
         noise = None if self.gumbel is None else self.gumbel[:, level]
         values, ids = tree.log_probs(rows, noise, self.sampling).topk(tree.width)

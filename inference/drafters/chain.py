@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from heads.target import Target
-from inference.drafters.base import Accepted, Drafter, NoDrafter
-from inference.sampling import Sampling
+from inference.drafters.base import Accepted, Drafter, NoDrafter, Wrapper
 from inference.tree import TokenTree, chain
 
 
@@ -25,22 +24,11 @@ def readable(drafter: Drafter, target: Target) -> Drafter:
     return Chain(drafter) if drafter.branches else drafter
 
 
-class Chain(Drafter):
-    branches = False
-
+class Chain(Wrapper):
     def __init__(self, inner: Drafter):
         """inner: of whose trees the deepest branch is proposed, the first of several as deep."""
-        self.inner, self.layers, self.nodes = inner, inner.layers, inner.nodes
-
-    @property
-    def depth(self) -> int:  # type: ignore[override]  # some drafters change it from step to step
-        return self.inner.depth
-
-    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        self.inner.begin(batch, capacity, sampling)
-
-    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
-        self.inner.select_rows(rows, capacity, sampling)
+        super().__init__(inner)
+        self.branches = False
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         tree = self.inner.propose(accepted, gumbel)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from heads.target import Target
-from inference.drafters.base import Accepted, Drafter, root_only
+from inference.drafters.base import Accepted, Drafter, Wrapper, root_only
 from inference.generation import generate
 from inference.sampling import Noise, Sampling, SamplingParams
 from inference.tree import TokenTree, chain, padded
@@ -40,28 +40,15 @@ class PaddedRoot(Drafter):
         return chain(torch.cat([tokens, tokens.new_full((len(tokens), self.nodes - 1), -1)], dim=1))
 
 
-class PaddedDrafter(Drafter):
+class PaddedDrafter(Wrapper):
     """`inner` with every tree padded to the size of its largest, since a drafter may propose smaller ones."""
 
     def __init__(self, inner: Drafter):
-        self.inner, self.layers, self.nodes = inner, inner.layers, max(2, inner.nodes)
-        self.branches = inner.branches
-
-    @property
-    def depth(self) -> int:  # type: ignore[override]  # some drafters change it from step to step
-        return self.inner.depth
-
-    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        self.inner.begin(batch, capacity, sampling)
-
-    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
-        self.inner.select_rows(rows, capacity, sampling)
+        super().__init__(inner)
+        self.nodes = max(2, inner.nodes)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         return padded(self.inner.propose(accepted, gumbel), self.nodes)
-
-    def observe(self, paths: list[list[int]], choices: Tensor) -> None:
-        self.inner.observe(paths, choices)
 
 
 class Divergence(NamedTuple):

@@ -46,12 +46,14 @@ class Choice:
         if output.accepted is not None:
             self.steps, self.gained = self.steps + 1, self.gained + len(output.tokens)
         self.text += text
-        logprobs = [] if self.asked.top_tokens is None or output.trace is None else self.told(output, output.trace)
+        logprobs = (
+            [] if self.asked.top_tokens is None or output.trace is None else self.logprob_entries(output, output.trace)
+        )
         self.logprobs += logprobs
-        trace = self.traced(output, pieces) if self.asked.trace else None
+        trace = self.trace_entry(output, pieces) if self.asked.trace else None
         return Piece(self.index, text, logprobs, trace, self.finish_reason)
 
-    def told(self, output: Output, trace: Trace) -> list[dict[str, Any]]:
+    def logprob_entries(self, output: Output, trace: Trace) -> list[dict[str, Any]]:
         """Log-probabilities of the new tokens; the end token is not part of the text."""
         shown = [token for token in output.tokens if token not in self.job.request.eos_token_ids]
         top = self.asked.top_tokens or 0
@@ -65,20 +67,20 @@ class Choice:
         whole = None if "�" in text else list(text.encode())
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": whole}
 
-    def traced(self, output: Output, pieces: list[str]) -> dict[str, Any]:
+    def trace_entry(self, output: Output, pieces: list[str]) -> dict[str, Any]:
         """Each token's text and whether it was drafted; and the step's tree, where it drafted one."""
         accepted = output.accepted or 0
-        told: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "tokens": [{"text": text, "drafted": place < accepted} for place, text in enumerate(pieces)]
         }
         if output.trace is not None and output.accepted is not None:
-            told["tree"] = {
+            entry["tree"] = {
                 "tokens": [self.tokenizer.decode([token]) for token in output.trace.tokens],
                 "parents": output.trace.parents,
                 "probabilities": [round(value, 4) for value in output.trace.probabilities],
                 "accepted": output.trace.path,
             }
-        return told
+        return entry
 
 
 class Answer:
@@ -137,20 +139,20 @@ class Answer:
             {
                 "index": choice.index,
                 **self.content("message", choice.text, {"role": "assistant"}),
-                "logprobs": self.told(choice.logprobs),
+                "logprobs": self.logprobs_field(choice.logprobs),
                 "finish_reason": choice.finish_reason,
             }
             for choice in self.choices.values()
         ]
-        return {**self.facts(kind), "choices": choices, "usage": self.usage()}
+        return {**self.envelope(kind), "choices": choices, "usage": self.usage()}
 
-    def facts(self, kind: str) -> dict[str, Any]:
+    def envelope(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def content(self, name: str, text: str, more: dict[str, Any]) -> dict[str, Any]:
         return {name: {**more, "content": text}} if self.chat else {"text": text}
 
-    def told(self, logprobs: list[dict[str, Any]]) -> dict[str, Any] | None:
+    def logprobs_field(self, logprobs: list[dict[str, Any]]) -> dict[str, Any] | None:
         if self.asked.top_tokens is None:
             return None
         if self.chat:
@@ -163,20 +165,20 @@ class Answer:
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """What is streamed: roles first, then what each step added, and the usage where it was asked for. Raises Failed."""
-        facts = self.facts("chat.completion.chunk" if self.chat else "text_completion")
+        envelope = self.envelope("chat.completion.chunk" if self.chat else "text_completion")
         if self.chat:
             for choice in self.choices.values():
                 delta = {"role": "assistant", "content": ""}
-                yield {**facts, "choices": [{"index": choice.index, "delta": delta, "finish_reason": None}]}
+                yield {**envelope, "choices": [{"index": choice.index, "delta": delta, "finish_reason": None}]}
         async for piece in self.pieces():
             if not (piece.text or piece.logprobs or piece.trace or piece.finish_reason):
                 continue  # what it added is held back
             part = {
                 "index": piece.choice,
                 **self.content("delta", piece.text, {}),
-                "logprobs": self.told(piece.logprobs),
+                "logprobs": self.logprobs_field(piece.logprobs),
                 "finish_reason": piece.finish_reason,
             }
-            yield {**facts, "choices": [part], **({"trace": piece.trace} if piece.trace else {})}
+            yield {**envelope, "choices": [part], **({"trace": piece.trace} if piece.trace else {})}
         if self.asked.stream_options is not None and self.asked.stream_options.include_usage:
-            yield {**facts, "choices": [], "usage": self.usage()}
+            yield {**envelope, "choices": [], "usage": self.usage()}

@@ -24,15 +24,13 @@ class Metrics:
         )
         self.first = Histogram("first_token_seconds", "Time to the first token", buckets=SECONDS, **registry)
         self.seconds = Histogram("request_seconds", "Time to the end of the answer", buckets=SECONDS, **registry)
-        self.gauge("open_requests", "Texts that are decoded or wait", lambda: worker.open, **registry)
-        waiting = "Texts that wait", lambda: sum(len(engine.waiting) for engine in worker.engines)
-        rows = "Rows of the batch that are decoded", lambda: sum(len(engine.unfinished()) for engine in worker.engines)
-        self.gauge("waiting_requests", *waiting, **registry)
-        self.gauge("rows", *rows, **registry)
-
-    @staticmethod
-    def gauge(name: str, meaning: str, value: Callable[[], float], **registry: Any) -> None:
-        Gauge(name, meaning, **registry).set_function(value)
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "open_requests": ("Texts that are decoded or wait", lambda: worker.open),
+            "waiting_requests": ("Texts that wait", lambda: sum(len(engine.waiting) for engine in worker.engines)),
+            "rows": ("Rows that are decoded", lambda: sum(len(engine.unfinished()) for engine in worker.engines)),
+        }
+        for name, (meaning, value) in gauges.items():
+            Gauge(name, meaning, **registry).set_function(value)
 
     def ended(self, answer: Answer, seconds: float) -> None:
         self.prompt_tokens.inc(answer.prompt_tokens)

@@ -55,7 +55,6 @@ class CommonRequest(BaseModel):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: dict[str, float] | None = None
     trace: bool = Field(False, description="say how each token came about, and the tree of its step")
-
     speculative: bool = Field(True, description="false decodes plainly: the same text, to compare the speed")
 
     @model_validator(mode="before")

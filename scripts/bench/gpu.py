@@ -27,27 +27,23 @@ from heads import Target
 from heads.base import RecurrentHead
 from heads.target import cuda_graphs
 from inference import drafter_for, generate
-from inference.drafters.base import Accepted, Drafter
+from inference.drafters.base import Accepted, Drafter, Wrapper
 from inference.evaluation.random_target import shaped_target
 from inference.generation import Generation
-from inference.sampling import Sampling
 from inference.tree import TokenTree
 from train.cli import entry
 
 GIB = 2**30
 
 
-class Oracle(Drafter):
+class Oracle(Wrapper):
     """Another drafter's trees at its cost, with the text's own tokens written along one of their paths."""
 
     def __init__(self, inner: Drafter, text: list[int], accepted: int):
         """text: prompt and continuation. accepted: drafts of a step that are right."""
-        self.inner, self.layers, self.nodes, self.accepted = inner, inner.layers, inner.nodes, accepted
-        self.text, self.depth = text, inner.depth
+        super().__init__(inner)
+        self.text, self.accepted = text, accepted
         self.known: Tensor | None = None  # the text on the device
-
-    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        self.inner.begin(batch, capacity, sampling)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         tree = self.inner.propose(accepted, gumbel)

@@ -61,8 +61,8 @@ def checked(cells: Iterator[tuple[str, Callable[[], Any]]]) -> dict[str, str]:
     found = {}
     for name, work in cells:
         try:
-            said = work()
-            found[name] = "ok" if said is None else f"ok: {said}"
+            detail = work()
+            found[name] = "ok" if detail is None else f"ok: {detail}"
         except ValueError as error:
             found[name] = "refused: " + str(error).split("\n")[0]
         except Exception as error:  # what a user would get as a traceback
@@ -111,9 +111,7 @@ def small_target(published: dict[str, Any]) -> Target:
         config = read_config(folder)
     model = model_class(config).from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
-        if (
-            parameter.ndim > 1 and "norm" not in name
-        ):  # at the usual 0.02 all keys look alike: a wrong mask would not show
+        if parameter.ndim > 1 and "norm" not in name:  # at the usual 0.02 keys look alike: no wrong mask would show
             torch.nn.init.normal_(parameter, std=0.15)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
