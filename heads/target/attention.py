@@ -14,7 +14,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -78,6 +78,18 @@ def grouped_sdpa(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
         )
     return attend(query, key, value, attention_mask, dropout, scaling).transpose(1, 2).contiguous(), None
+
+
+def take_masks(model: PreTrainedModel) -> None:
+    """Let a model's attention take any mask. Raises ValueError where its implementation knows causal ones only."""
+    named = model.config._attn_implementation
+    if named == "sdpa":
+        model.set_attn_implementation(NAME)
+    elif named not in (NAME, "eager"):
+        raise ValueError(
+            f"attn_implementation={named} does not take the mask of a tree of drafts: load the target with "
+            "attn_implementation=sdpa"
+        )
 
 
 AttentionInterface.register(NAME, grouped_sdpa)

@@ -47,8 +47,8 @@ class Target:
         check_supported(model)
         # Why it cannot read the branches of a tree, in words, and is drafted for by chains; None where it can.
         self.no_trees: str | None = why_no_trees(model)
-        if model.config._attn_implementation == "sdpa" and self.reads_trees:
-            model.set_attn_implementation(attention.NAME)
+        if self.reads_trees:
+            attention.take_masks(model)
         self._parameters = set(inspect.signature(model.forward).parameters)
         pasts = ("past_key_values", "cache_params", "state")  # the names of their caches; OpenAI's first GPT keeps none
         self._past = next((name for name in pasts if name in self._parameters), None)
