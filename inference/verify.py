@@ -32,3 +32,19 @@ def verify(tree: TokenTree, choices: Tensor, depth: int) -> Verification:
     order = torch.arange(nodes, device=tree.tokens.device)
     path = torch.where(on_path, order, order + nodes).argsort(1)[:, : depth + 1]
     return Verification(on_path.sum(1), path, choices.gather(1, path), choices)
+
+
+def to_host(
+    verification: Verification, broken: Tensor
+) -> tuple[list[bool], list[int], list[list[int]], list[list[int]]]:
+    """Which rows are broken, counts, paths and tokens as Python's: the one time in a step that the host waits for the
+    device."""
+    width = verification.path.shape[1]
+    parts = broken.long()[:, None], verification.counts[:, None], verification.path, verification.tokens
+    rows = torch.cat(parts, dim=1).tolist()
+    return (
+        [bool(row[0]) for row in rows],
+        [row[1] for row in rows],
+        [row[2 : 2 + width] for row in rows],
+        [row[2 + width :] for row in rows],
+    )

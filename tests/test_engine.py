@@ -91,7 +91,7 @@ def test_requests_join_and_leave_between_steps(target, alone, name):
         for output in engine.step():
             texts[output.request] += output.tokens
             reasons[output.request] = output.finish_reason
-        sizes.add(len(engine.rows))
+        sizes.add(len(engine.batch.rows))
         steps += 1
         late = next(coming, None) if steps % 2 == 0 else None
         if late is not None:

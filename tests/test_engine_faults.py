@@ -53,7 +53,7 @@ def test_a_cancelled_request_frees_its_row_at_once(target, alone, number):
             engine.cancel(asked[1])
             engine.cancel(asked[1])  # once more does no harm
         if step == 4:
-            sizes.append([row.request for row in engine.rows])
+            sizes.append([row.request for row in engine.batch.rows])
 
     texts, _ = run(engine, asked, between)
     assert sizes == [[asked[0], asked[2], asked[3]]]
@@ -77,7 +77,7 @@ def test_logits_that_are_not_numbers_end_their_row_alone(target, alone, monkeypa
 
     def poisoned(self, tokens, positions=None, mask=None, cache=None, *args, **kwargs):
         reading = read(self, tokens, positions, mask, cache, *args, **kwargs)
-        if cache is engine.cache and now[0] == when:
+        if cache is engine.batch.cache and now[0] == when:
             reading.logits[1] = float("nan")
             for block in cache.blocks.values():
                 block[:, :, 1] = float("nan")
@@ -101,8 +101,8 @@ def test_finished_rows_leave_though_nobody_joins(target, alone, number):
     engine, sizes = Engine(target, drafters(target)[number]), set()
 
     def between(step: int) -> None:
-        engine.drop_finished()
-        sizes.add(len(engine.rows))
+        engine.batch.drop_finished()
+        sizes.add(len(engine.batch.rows))
 
     assert run(engine, requests(), between)[0] == alone
     assert {4, 2} <= sizes or {4, 1} <= sizes
@@ -113,8 +113,8 @@ def test_a_full_cache_lets_requests_wait(target, alone):
     engine = Engine(target, max_cache_tokens=2 * (14 + 28 + 2))  # two rows of the longest
 
     def between(step: int) -> None:
-        if engine.cache is not None:
-            most.append(engine.cache.batch * engine.cache.capacity)
+        if engine.batch.cache is not None:
+            most.append(engine.batch.cache.batch * engine.batch.cache.capacity)
 
     assert run(engine, requests(), between)[0] == alone
     assert max(most) <= 88 and len({*most}) > 1

@@ -55,7 +55,7 @@ def test_out_of_memory_is_survived(target, plain, monkeypatch):
 
     def small(engine: Engine):
         outputs = step(engine)
-        if len(engine.rows) > 2:
+        if len(engine.batch.rows) > 2:
             raise torch.OutOfMemoryError("no memory for three rows")
         return outputs
 
@@ -65,8 +65,8 @@ def test_out_of_memory_is_survived(target, plain, monkeypatch):
     assert all(text == alone or isinstance(text, Failed) for text, alone in zip(texts, plain, strict=True))
 
     def before(engine: Engine):
-        if len(engine.rows) > 2 or len(engine.rows) + min(2, engine.free_rows()) > 2:
-            engine.rows += [engine.waiting.popleft() for _ in range(max(0, engine.free_rows()))]
+        if len(engine.batch.rows) > 2 or len(engine.batch.rows) + min(2, engine.free_rows()) > 2:
+            engine.batch.rows += [engine.waiting.popleft() for _ in range(max(0, engine.free_rows()))]
             raise torch.OutOfMemoryError("no memory for three rows")
         return step(engine)
 
@@ -80,8 +80,8 @@ def test_a_request_that_breaks_the_step_fails_alone(target, plain, monkeypatch):
 
     def checked(engine: Engine):
         joining = list(itertools.islice(engine.waiting, max(0, engine.free_rows())))
-        if any(row.request is bad for row in [*engine.rows, *joining]):
-            engine.rows += [engine.waiting.popleft() for _ in joining]
+        if any(row.request is bad for row in [*engine.batch.rows, *joining]):
+            engine.batch.rows += [engine.waiting.popleft() for _ in joining]
             raise RuntimeError("a bug")
         return step(engine)
 

@@ -27,7 +27,7 @@ class Metrics:
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "open_requests": ("Texts that are decoded or wait", lambda: worker.open),
             "waiting_requests": ("Texts that wait", lambda: sum(len(engine.waiting) for engine in worker.engines)),
-            "rows": ("Rows that are decoded", lambda: sum(len(engine.unfinished()) for engine in worker.engines)),
+            "rows": ("Rows that are decoded", lambda: sum(len(engine.batch.unfinished()) for engine in worker.engines)),
         }
         for name, (meaning, value) in gauges.items():
             Gauge(name, meaning, **registry).set_function(value)

@@ -152,7 +152,7 @@ class Worker(threading.Thread):
             self.end(job, Failed(f"the request took longer than {self.timeout:g} seconds", 504))
 
     def step(self, engine: Engine) -> None:
-        engine.drop_finished()
+        engine.batch.drop_finished()
         try:
             outputs = engine.step()
         except Exception as error:
@@ -172,8 +172,8 @@ class Worker(threading.Thread):
 
     def recover(self, engine: Engine, error: Exception) -> None:
         """After a step that raised: see the top of this file."""
-        log.warning("a step of %d requests failed: %s", len(engine.rows), error)
-        stepped = [(row, self.jobs[row.request]) for row in engine.rows if row.request in self.jobs]
+        log.warning("a step of %d requests failed: %s", len(engine.batch.rows), error)
+        stepped = [(row, self.jobs[row.request]) for row in engine.batch.rows if row.request in self.jobs]
         engine.preempt()
         for row, job in stepped:
             if len(stepped) == 1 or len(row.new_tokens) != job.delivered:  # what was lost cannot be read anew
