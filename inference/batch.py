@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from heads.target import Target, TargetCache
+from heads.target.cache import to_device
 from inference.drafters.base import Accepted, Drafter, root_only, select
 from inference.request import Request, Row
 from inference.target_sampler import RuleSampler, TargetSampler
@@ -34,9 +35,19 @@ class Batch:
         self.rule, self.lossless, self.max_cache_tokens = rule, lossless, max_cache_tokens
         self.rows: list[Row] = []
         self.cache: TargetCache | None = None
+        self.ended: tuple[list[bool], Tensor] | None = None  # which rows had, and the same on the device (batch, 1)
 
     def unfinished(self) -> list[int]:
         return [number for number, row in enumerate(self.rows) if row.finish_reason is None]
+
+    def of_unfinished(self, counts: Tensor) -> Tensor:
+        """counts (batch,) as (batch, 1), 0 in rows that have ended. The device is told of those when one more has."""
+        ended = [row.finish_reason is not None for row in self.rows]
+        if not any(ended):
+            return counts[:, None]
+        if self.ended is None or self.ended[0] != ended:
+            self.ended = ended, to_device(ended, counts.device)[:, None].bool()
+        return counts[:, None].masked_fill(self.ended[1], 0)
 
     def capacity(self, rows: Sequence[Row]) -> int:
         """Entries that each row of a batch of these needs."""

@@ -158,7 +158,8 @@ class Engine:
         self.drafter.observe(paths, verification.choices)
         cache = self.batch.open_cache()
         captured = cache.kv_bucket is not None
-        cache.commit(paths, verification.path)
+        device_counts = self.batch.of_unfinished(verification.counts)
+        cache.commit(paths, verification.path, device_counts)
         width = self.depth + 1 if captured else max(counts)
         kept = verification.path[:, :width, None].expand(-1, -1, features.shape[-1])
         features = features.gather(1, kept)
@@ -168,7 +169,7 @@ class Engine:
             if count:
                 outputs.append(Output(row.request, row.extend(new[:count]), count - 1, nodes, row.finish_reason))
         texts = [row.text for row in self.batch.rows]
-        self.batch.accepted = Accepted(verification.tokens[:, :width], features, counts, texts)
+        self.batch.accepted = Accepted(verification.tokens[:, :width], features, counts, texts, device_counts)
         self.clock.lap("host")
         return outputs
 

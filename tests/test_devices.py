@@ -1,21 +1,27 @@
-"""A step puts nothing on another device than the target's: all of it runs on one that holds no numbers."""
+"""A step puts nothing on another device than the target's, waits for it once, and sends it nothing: all of it runs on
+a device that holds no numbers."""
 
 import contextlib
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import inference.batch
 import inference.engine
 from heads import Target
+from heads.dflash import DFlashHead
 from heads.draft_model import DraftModelHead
 from heads.eagle import EagleHead
 from heads.eagle3 import Eagle3Head
 from heads.hydra import HydraHead
 from heads.medusa import MedusaHead
 from inference import Engine, Request, SamplingParams
-from inference.drafters import Drafter, DraftModel, DynamicTree, NgramDrafter, StaticTree
+from inference.drafters import BlockTree, Drafter, DraftModel, DynamicTree, NgramDrafter, StaticTree
 from inference.verify import Verification
 from tests.support.batches import prompt
 
@@ -24,6 +30,7 @@ def drafter(name: str, target: Target, elsewhere: Target) -> Drafter | None:
     """For the target `elsewhere`, on the meta device; heads are made for `target`, which has numbers."""
     counts = torch.arange(target.vocab_size)
     heads = {
+        "dflash": lambda: DFlashHead.for_target(target, block_size=4, num_layers=1),
         "eagle": lambda: EagleHead.for_target(target),
         "eagle3": lambda: Eagle3Head.for_target(target, depth=3, draft_vocab_size=200, counts=counts),
         "hydra++": lambda: HydraHead.for_target(target, prefix=True),
@@ -32,6 +39,8 @@ def drafter(name: str, target: Target, elsewhere: Target) -> Drafter | None:
     if name in heads:
         head = heads[name]().eval().to("meta")
         head.attach(elsewhere)
+        if name == "dflash":
+            return BlockTree(head, elsewhere, nodes=8)
         return StaticTree(head, elsewhere) if name == "medusa" else DynamicTree(head, elsewhere, 8, 3, 2)
     others = {
         "plain": lambda: None,
@@ -41,25 +50,50 @@ def drafter(name: str, target: Target, elsewhere: Target) -> Drafter | None:
     return others[name]()
 
 
+class Sent(TorchDispatchMode):
+    """Counts what goes from the host to the device, single numbers apart: those go along with the kernel that uses them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim}
+        made = {x.device.type for x in tree_leaves(out) if isinstance(x, Tensor)}
+        self.count += "cpu" in given and "meta" in given | made
+        return out
+
+
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(1.0, top_p=0.9, repetition_penalty=1.2)])
-@pytest.mark.parametrize("name", ["plain", "ngram", "eagle", "eagle3", "hydra++", "medusa", "draft model"])
+@pytest.mark.parametrize("name", ["plain", "ngram", "eagle", "eagle3", "hydra++", "medusa", "draft model", "dflash"])
 def test_a_step_stays_on_its_device(fresh, name, params, monkeypatch):
+    reads = 0
+
     def made_up(verification: Verification, broken: Tensor):
         """What the host would learn: in every row the root and its first child are accepted, where there is one."""
+        nonlocal reads
+        reads += 1
         assert {part.device.type for part in (*verification, broken)} == {"meta"}
         rows, width = verification.path.shape
         count = min(2, width)
         return [False] * rows, [count] * rows, [list(range(width))] * rows, [[7] * width] * rows
 
-    monkeypatch.setattr(inference.engine, "to_host", made_up)
+    for module in (inference.engine, inference.batch):
+        monkeypatch.setattr(module, "to_host", made_up)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # knows no such device
     elsewhere = Target(copy.deepcopy(fresh.model).to("meta"), fresh.tokenizer, "meta")
     engine = Engine(elsewhere, drafter(name, fresh, elsewhere))
-    for number, length in enumerate((9, 5)):
-        engine.add(Request(prompt(length, number)[0].tolist(), params, 8, seed=number))
-    steps = 0
+    for number, (length, new) in enumerate(((9, 12), (5, 8))):
+        engine.add(Request(prompt(length, number)[0].tolist(), params, new, seed=number))
+    sent = []
     with torch.no_grad():
         while engine.has_work:
-            engine.step()
-            steps += 1
-    assert steps >= (8 if name == "plain" else 4)
+            with Sent() as numbers:
+                engine.step()
+            sent.append(numbers.count)
+    assert reads == len(sent) >= (8 if name == "plain" else 4)
+    # The prompts, and in the end which row has ended; n-gram's drafts come from the host.
+    assert (
+        set(sent[2:4]) == {1 if name == "ngram" else 0}
+        and sent[-1] == sent[2]
+        and sum(sent[4:]) <= len(sent) * sent[2] + 1
+    )

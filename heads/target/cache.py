@@ -145,10 +145,11 @@ class KVCache(Cache):
         self.kv_bucket = None
         self.set_lengths([0] * self.batch)
 
-    def set_lengths(self, lengths: list[int]) -> None:
+    def set_lengths(self, lengths: list[int], starts: Tensor | None = None) -> None:
+        """starts: the same (batch, 1) where the device has them; else they are sent there."""
         self.lengths, self.pending = lengths, 0
         self.uniform_lengths = min(lengths) == max(lengths)
-        self.starts = to_device(lengths, self.device)[:, None]
+        self.starts = to_device(lengths, self.device)[:, None] if starts is None else starts
         if self.graphs.active:  # captured graphs look for it in one place
             self.starts = self.static_starts.copy_(self.starts)
 
@@ -161,10 +162,11 @@ class KVCache(Cache):
     def extend(self, lengths: list[int], counts: Tensor) -> None:
         """Rows are `lengths` long now, by counts (batch, 1). Over captured reads this lasts until the next `set_lengths`
         only, since it must happen on the device, and to nothing that another replay starts from."""
+        starts = self.starts + counts
         if self.kv_bucket is None:
-            self.set_lengths(lengths)
+            self.set_lengths(lengths, starts)
         else:
-            self.starts = self.starts + counts
+            self.starts = starts
 
     def set_bucket(self, room: int) -> None:
         """Before a captured read of at most `room` entries: columns in powers of two, so that there are few graphs."""
@@ -229,18 +231,21 @@ class KVCache(Cache):
             return None
         return self.mask(torch.ones(1, new, new, dtype=torch.bool, device=self.device).tril())
 
-    def commit(self, path: list[list[int]], padded_path: Tensor | None = None) -> None:
-        """Keep entries `path[row]` (ascending) of the newest read, in this order, after the row's text. padded_path:
-        (batch, n) int64, the same on the device, with more after it that does no harm; needed where reads are captured."""
-        counts = [len(nodes) for nodes in path]
-        longest = max(counts)
+    def commit(self, path: list[list[int]], padded_path: Tensor | None = None, counts: Tensor | None = None) -> None:
+        """Keep entries `path[row]` (ascending) of the newest read, in this order, after the row's text. padded_path: the same
+        on the device, (batch, n) int64 with more after it that does no harm; counts: (batch, 1) int64, the paths' lengths.
+        Both are sent there where they are left out."""
+        longest = max(map(len, path))
+        if padded_path is None:
+            padded_path = to_device([nodes + [0] * (longest - len(nodes)) for nodes in path], self.device)
+        if counts is None:
+            counts = to_device([[len(nodes)] for nodes in path], self.device)
         if self.kv_bucket is not None:
-            assert padded_path is not None
             self.graphs("commit", self.move_entries, padded_path)
         elif any(nodes[-1] != len(nodes) - 1 for nodes in path if nodes):  # else they lie in their places already
-            path = [nodes + [longest - 1] * (longest - len(nodes)) for nodes in path]
-            self.move_entries(to_device(path, self.device))
-        self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
+            self.move_entries(padded_path[:, :longest])
+        lengths = [length + len(nodes) for length, nodes in zip(self.lengths, path, strict=True)]
+        self.set_lengths(lengths, self.starts + counts)
 
     def move_entries(self, path: Tensor) -> None:
         """Entries (batch, n) of the newest read go after the text."""

@@ -160,7 +160,7 @@ class StateCache:
         rest = (0, 0, 0, nodes - real)
         return parts[0][0]._replace(logits=pad(logits, rest), features=pad(features, rest))
 
-    def commit(self, path: list[list[int]], padded_path: Tensor | None = None) -> None:
+    def commit(self, path: list[list[int]], padded_path: Tensor | None = None, counts: Tensor | None = None) -> None:
         """Keep the first nodes of every row's chain, as many as `path[row]` names; none means that the row has ended."""
         for row, nodes in zip(self.rows, path, strict=True):
             assert nodes == list(range(len(nodes))), f"{nodes} is no chain's path"

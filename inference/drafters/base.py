@@ -18,6 +18,12 @@ class Accepted(NamedTuple):
     features: Tensor  # (batch, new, width): of the position before each of them, in the layers the drafter asked for
     counts: list[int]  # how many of them are real; 0 for a row that has finished
     text: list[list[int]]  # each row's whole text on the host, root included
+    known_counts: Tensor | None = None  # (batch, 1) int64: the counts, where the device has them
+
+    @property
+    def device_counts(self) -> Tensor:
+        known = self.known_counts
+        return to_device(self.counts, self.tokens.device)[:, None] if known is None else known
 
 
 class Drafter(ABC):
@@ -87,7 +93,7 @@ def newest(accepted: Accepted) -> tuple[Tensor, Tensor]:
     tokens, features = accepted.tokens, accepted.features
     if unpadded(accepted):
         return tokens[:, -1:], features[:, -1]
-    last = to_device([[max(count, 1) - 1] for count in accepted.counts], tokens.device)
+    last = (accepted.device_counts - 1).clamp(min=0)
     return tokens.gather(1, last), features.gather(1, last[:, :, None].expand(-1, 1, features.shape[-1]))[:, 0]
 
 

@@ -49,6 +49,6 @@ class DraftModel(DynamicTree):
             first = tokens.new_tensor([[text[0]] for text in accepted.text])
             both = torch.cat([first, tokens], dim=1), torch.cat([tokens, first], dim=1)
             counts = [count + new for count, new in zip(accepted.counts, self.fresh, strict=True)]
-            accepted = accepted._replace(tokens=torch.where(fresh, *both), counts=counts)
+            accepted = accepted._replace(tokens=torch.where(fresh, *both), counts=counts, known_counts=None)
             self.fresh = [False] * len(self.fresh)
         return super().propose(accepted, gumbel)

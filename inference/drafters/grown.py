@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heads.base import BlockHead, RecurrentHead
 from heads.target import Target
-from heads.target.cache import KVCache, to_device
+from heads.target.cache import KVCache
 from inference.drafters.base import Accepted, Drafter
 from inference.sampling import Sampling
 from inference.tree import TokenTree, from_parents
@@ -115,12 +115,12 @@ class GrownTree(Drafter):
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         cache = self.cache
         assert cache is not None
-        new, counts = accepted.tokens.shape[1], to_device(accepted.counts, cache.device)[:, None]
+        new, counts = accepted.tokens.shape[1], accepted.device_counts
         lengths = [length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)]
         room = max(cache.lengths) + new + self.entries  # a short row's padding may stand after a long one's text
         if room > cache.capacity:
             cache.rearrange(list(range(cache.batch)), room)
-        grow = partial(self.grow, lengths)
+        grow, starts = partial(self.grow, lengths), cache.starts + counts
         if self.should_stop is None and new <= 1 + self.depth:  # neither looks at scores nor reads the prompt
             cache.set_bucket(new + self.entries)
             key = "grow", cache.kv_bucket, self.nodes, self.levels, self.sampling.key
@@ -129,7 +129,7 @@ class GrownTree(Drafter):
         else:
             cache.kv_bucket = None
             tree, self.ranks = grow(accepted.tokens, accepted.features, counts, gumbel, *self.sampling.tensors)
-        cache.set_lengths(lengths)
+        cache.set_lengths(lengths, starts)
         return tree
 
     @abstractmethod
