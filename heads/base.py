@@ -107,6 +107,10 @@ class DraftHead(nn.Module, ABC):
         """Why the head cannot draft for this target, in words; a weight of another shape is found without its help."""
         return []
 
+    def embed(self, tokens: Tensor, target: Target) -> Tensor:
+        """What the head reads of tokens (batch, n) while drafting: the target's embeddings (batch, n, hidden)."""
+        return target.embed(tokens)
+
     def differences(self, target: Target) -> list[str]:
         """Settings that are the head's own and not this target's, in words: a mistake in a head that was trained here."""
         return []
@@ -184,10 +188,6 @@ class ParallelHead(DraftHead):
 
 class RecurrentHead(DraftHead):
     """Drafts depth by depth: a draft depends on the drafts before it (EAGLE, Hydra, a draft model)."""
-
-    def embed(self, tokens: Tensor, target: Target) -> Tensor:
-        """What the head reads of tokens (batch, n): the target's embeddings (batch, n, hidden)."""
-        return target.embed(tokens)
 
     @abstractmethod
     def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:

@@ -129,15 +129,9 @@ class DFlashHead(BlockHead):
         head.attach(target)
         return head.to(target.device)
 
-    @torch.no_grad()
     def init_like(self, target: Target) -> None:
-        """Start from sizes that the target is used to: an fc that undoes the different sizes of its layers' features, and a
-        last norm that gives its lm_head's usual inputs."""
-        probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
-        features = target.read(probe, layers=[*self.layers, target.num_layers], keep_logits=1).features.float()[0]
-        sizes = features.view(len(features), -1, self.width).pow(2).mean((0, 2)).sqrt()[:-1]
-        self.fc.weight.div_(sizes.cpu().repeat_interleave(self.width))
-        self.norm.weight.copy_(features[:, -self.width :].pow(2).mean(0).sqrt())
+        """Start from sizes that the target is used to."""
+        llama_config.init_sizes(self.fc, self.norm, self.layers, target)
         for layer in self.own_layers:
             llama_config.init_near_identity(layer.self_attn.o_proj, layer.mlp.down_proj)
 

@@ -16,6 +16,7 @@ from heads import Target, load_head
 from heads.checkpoint import read_head, write_head
 from heads.dflash import DFlashHead
 from heads.formats import dflash as layout
+from heads.p_eagle import PEagleHead
 from tests.support import golden, golden_blocks
 from tests.support.batches import PROMPT
 from tests.support.head_factory import make_head
@@ -77,6 +78,29 @@ def test_published_files_are_what_they_say(deep, tmp_path, name):
     assert parity_gate.check(head, deep, PROMPT) < 1e-3
 
 
+@pytest.mark.parametrize(("name", "before", "depth"), [("p_eagle", False, 8), ("speculators_p_eagle", True, 3)])
+def test_p_eagle_files_are_what_they_say(deep, tmp_path, name, before, depth):
+    config, weights, _ = make(name, deep)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        head = load_head(write(tmp_path, config, weights), deep, dtype=torch.float32)
+    assert isinstance(head, PEagleHead)
+    assert (head.layers, head.depth, head.mask_token_id, head.cache_layers) == ([2, 4, 5], depth, 7, 2)
+    assert head.norm_before_residual == before
+    mine = {key.replace("blocks.", "layers.", 1): value for key, value in head.state_dict().items()}
+    assert mine.keys() == weights.keys() and all(torch.equal(mine[key], weights[key].to(mine[key])) for key in mine)
+    assert parity_gate.check(head, deep, PROMPT) < 1e-3
+
+
+def test_p_eagle_without_an_embedding_takes_the_targets(deep, tmp_path):
+    config, weights, _ = make("p_eagle", deep)
+    del weights["embed_tokens.weight"]
+    weights = {key.replace("layers.0", "midlayer"): value for key, value in weights.items()}  # as EAGLE-3 calls it
+    with pytest.warns(UserWarning, match="no embedding is stored"):
+        head = load_head(write(tmp_path, config, weights), deep, dtype=torch.float32)
+    torch.testing.assert_close(head.embed_tokens.weight, deep.embeddings, atol=1e-3, rtol=1e-2)
+
+
 def change(config: dict, path: str, value: Any) -> dict:
     *parents, last = path.split(".")
     inside = config
@@ -109,6 +133,10 @@ SETTINGS = [
     ("speculators_dflash", "aux_hidden_state_layer_ids", [2, 9], r"reads layers \[2, 9\]"),
     ("speculators_dflash", "draft_vocab_size", 200, "draft_vocab_size=200"),
     ("speculators_dflash", "sliding_window_non_causal", True, "sliding_window_non_causal=True"),
+    ("p_eagle", "ptd_token_id", golden.V, "pard_token=320, which is no row"),
+    ("p_eagle", "num_hidden_layers", 3, r"layers\.2\.\S+ is missing"),
+    ("p_eagle", "fc_norm", True, "fc_norm=True"),
+    ("speculators_p_eagle", "mask_token_id", None, "pard_token=None"),
     ("speculators_dflash", "transformer_layer_config", None, "has no 'hidden_size'"),
 ]
 
@@ -193,6 +221,7 @@ ROUND = [
         for name in ("vllm", "sglang", "speculators")
     ),
     *(("dspark", name) for name in ("vllm", "sglang", "speculators")),
+    *(("p_eagle", name) for name in ("vllm", "speculators")),
     *((kind, "sglang") for kind in ("dspark gated", "dspark rnn", "domino", "domino in place")),
 ]
 
@@ -220,6 +249,7 @@ def test_round_trips_are_equal_to_the_bit(deep, tmp_path, kind, name):
         ("dspark gated", "vllm", "markov_head_type=vanilla only"),
         ("dspark rnn", "speculators", "markov_head_type=vanilla only"),
         ("dflash", "eagle", "reads no dflash"),
+        ("p_eagle", "sglang", "SGLang reads no p_eagle"),
     ],
 )
 def test_engines_that_would_not_load_a_head_are_not_written_for(deep, kind, name, message):

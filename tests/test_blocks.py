@@ -19,13 +19,14 @@ from inference.drafters import AutoTree, BlockTree, drafter_for
 from inference.drafters.block import Rows
 from inference.sampling import Sampling, SamplingParams
 from tests.support.batches import PROMPT, batch
+from tests.support.equations import attention, mlp, rms
 from tests.support.head_factory import KINDS, make_head, objective
 from train import blocks, parity_gate
 from train.blocks import BlockDistillation
 from train.losses import soft
 from train.module import DistillationModel
 
-BLOCK_KINDS = [name for name in KINDS if name.split()[0] in ("dflash", "jetspec", "dspark", "domino")]
+BLOCK_KINDS = [name for name in KINDS if name.split()[0] in ("dflash", "jetspec", "dspark", "domino", "p_eagle")]
 
 
 @pytest.fixture(params=BLOCK_KINDS)
@@ -36,22 +37,10 @@ def kind(request: pytest.FixtureRequest) -> str:
 # -- the equations ----------------------------------------------------------------------------------------------------
 
 
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-
-
-def turn(x: Tensor, position: int, theta: float = 5000.0) -> Tensor:
-    """Rotary position of one vector (dim,)."""
-    half = len(x) // 2
-    angles = torch.tensor([position * theta ** (-2 * i / len(x)) for i in range(half)])
-    left, right = x[:half], x[half:]
-    return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()])
-
-
 def block_pass(head, w: dict[str, Tensor], context: Tensor, root: int, embed: Tensor) -> Tensor:
     """Outputs (slots, hidden) of the last norm, for a block behind context (a, hidden); `root` stands at position a."""
     a, size, config = len(context), head.block_size, head.config
-    dim, groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+    dim = config.head_dim
     x = torch.stack([embed[root], *[embed[head.mask_token_id]] * (size - 1)])
     for number in range(config.num_hidden_layers):
         name = f"blocks.{number}."
@@ -64,26 +53,40 @@ def block_pass(head, w: dict[str, Tensor], context: Tensor, root: int, embed: Te
         queries = rms(
             (normed @ w[name + "self_attn.q_proj.weight"].T).view(size, -1, dim), w[name + "self_attn.q_norm.weight"]
         )
-        rows = []
-        for j in range(size):
-            out = []
-            for h in range(config.num_attention_heads):
-                scores, seen = [], []
-                for p in range(a + size):
-                    if p >= a and p - a > j and (head.causal or sliding):
-                        continue
-                    if sliding and (a + j) - p >= head.window:
-                        continue
-                    key = turn(keys[p, h // groups], p)
-                    scores.append(turn(queries[j, h], a + j) @ key / dim**0.5)
-                    seen.append(values[p, h // groups])
-                out.append(torch.stack(scores).softmax(0) @ torch.stack(seen))
-            rows.append(torch.cat(out))
-        x = x + torch.stack(rows) @ w[name + "self_attn.o_proj.weight"].T
-        inner = rms(x, w[name + "post_attention_layernorm.weight"])
-        gated = F.silu(inner @ w[name + "mlp.gate_proj.weight"].T) * (inner @ w[name + "mlp.up_proj.weight"].T)
-        x = x + gated @ w[name + "mlp.down_proj.weight"].T
+
+        def sees(j: int, p: int, sliding: bool = sliding) -> bool:
+            ahead = p >= a and p - a > j and (head.causal or sliding)
+            return not ahead and not (sliding and (a + j) - p >= head.window)
+
+        places = list(range(a + size))
+        x = x + attention(queries, keys, values, places[a:], places, sees) @ w[name + "self_attn.o_proj.weight"].T
+        x = x + mlp(x, w, name)
     return rms(x, w["norm.weight"])
+
+
+def p_eagle_pass(head, w: dict[str, Tensor], fused: Tensor, text: list[int]) -> Tensor:
+    """Outputs (depth, hidden) of the last norm, for drafts behind fused features (a, hidden) and text (a + 1,): the last
+    entry of the text, and the mask entries behind it."""
+    config, a = head.config, len(fused)
+    embed, unknown = w["embed_tokens.weight"], w["fc.weight"] @ w["mask_hidden"][0, 0]
+    x = torch.stack([*fused, *[unknown] * (head.depth - 1)])
+    read = torch.stack([*(embed[token] for token in text[1:]), *[embed[head.mask_token_id]] * (head.depth - 1)])
+    for number in range(config.num_hidden_layers):
+        name = f"blocks.{number}."
+        if number:
+            inputs = rms(x, w[name + "input_layernorm.weight"])
+        else:
+            inputs = torch.cat(
+                [rms(read, w[name + "input_layernorm.weight"]), rms(x, w[name + "hidden_norm.weight"])], -1
+            )
+        q, k, v = (
+            (inputs @ w[f"{name}self_attn.{one}_proj.weight"].T).view(len(x), -1, config.head_dim) for one in "qkv"
+        )
+        places = list(range(len(x)))
+        attended = attention(q, k, v, places, places, lambda j, p: p <= j)
+        x = x + attended @ w[name + "self_attn.o_proj.weight"].T
+        x = x + mlp(x, w, name)
+    return rms(x[a - 1 :], w["norm.weight"])
 
 
 def corrections(
@@ -127,6 +130,8 @@ def by_the_paper(head, target: Target, text: list[int], a: int) -> tuple[Tensor,
     w, embed = head.state_dict(), target.embeddings
     states = target.model(torch.tensor([text[:a]]), output_hidden_states=True).hidden_states
     fused = torch.cat([states[layer][0] for layer in head.layers], -1) @ w["fc.weight"].T
+    if head.kind == "p_eagle":
+        return p_eagle_pass(head, w, fused, text[: a + 1]) @ w["lm_head.weight"].T, []
     slots = block_pass(head, w, rms(fused, w["hidden_norm.weight"]), text[a], embed)
     slots = slots if head.sample_from_anchor else slots[1:]
     added, ratings = corrections(head, w, slots, text[a : a + len(slots)], embed)
@@ -165,6 +170,9 @@ TRAPS = {
     "mask token": ("dflash", lambda config: config["dflash_config"].update(mask_token_id=9)),
     "sliding": ("dflash anchor first", lambda config: config.update(layer_types=["full_attention"] * 3)),
     "window": ("dflash anchor first", lambda config: config.update(sliding_window=3)),
+    "mask token of P-EAGLE": ("p_eagle", lambda config: config.update(pard_token=9)),
+    "residual": ("p_eagle", lambda config: config.update(norm_before_residual=True)),
+    "layers of P-EAGLE": ("p_eagle", lambda config: config.update(eagle_aux_hidden_state_layer_ids=[2, 3, 4])),
     "pure slots": ("domino", lambda config: config["dflash_config"].update(pure_draft_prefix_len=2)),
 }
 
@@ -348,7 +356,7 @@ def test_the_tree_is_the_exact_set_of_the_best_paths(target, nodes):
 def test_a_chain_takes_the_best_draft_of_every_depth(target, kind):
     head = make_head(kind, target)
     chain, logits = parity_gate.drafted_logits(head, target, PROMPT[:9], PROMPT[9])
-    assert chain == [row.argmax().item() for row in logits] and len(chain) == head.depth
+    assert chain == [head.to_target_ids(row.argmax()).item() for row in logits] and len(chain) == head.depth
 
 
 def test_nodes_that_rate_low_are_left_out(target):

@@ -8,15 +8,20 @@ from heads.formats.eagle3 import Eagle3Format
 from heads.formats.files import read
 from heads.formats.hydra import HydraFormat
 from heads.formats.medusa import MedusaFormat, VllmMedusaFormat
+from heads.formats.mtp import MTPFormat
 from heads.formats.native import NativeFormat
+from heads.formats.p_eagle import PEagleFormat, SpeculatorsPEagle
 from heads.formats.speculators import SpeculatorsFormat
 from heads.formats.speculators_blocks import SpeculatorsDFlash, SpeculatorsDSpark
 
 # The first that matches is taken, so the more specific ones come first.
 FORMATS: tuple[type[Format], ...] = (
     NativeFormat,
+    MTPFormat,
     SpeculatorsDFlash,
     SpeculatorsDSpark,
+    SpeculatorsPEagle,
+    PEagleFormat,
     SpeculatorsFormat,
     DFlashFormat,
     DSparkFormat,

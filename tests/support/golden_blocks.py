@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tests.support.golden import HD, HEADS, KV, MLP, Golden, H, N, V, norm, random
+from tests.support.golden import HD, HEADS, KV, MLP, VD, Golden, H, N, V, eagle3, layer, llama, norm, random, vocabulary
 
 LAYERS, RANK, GRU, EMB = 3, 6, 10, 5
 
@@ -155,3 +155,25 @@ def speculators_dflash() -> Golden:
 def speculators_dspark() -> Golden:
     config = in_speculators("dspark", markov_rank=RANK, markov_head_type="vanilla", enable_confidence_head=True)
     return config | {"confidence_head_with_markov": True}, backbone(2) | markov(), "model.safetensors"
+
+
+def p_eagle_weights() -> dict[str, Tensor]:
+    further = layer("layers.1", H) | {"layers.1.input_layernorm.weight": norm()}
+    own = {"mask_hidden": random(1, 1, 3 * H), "embed_tokens.weight": random(V, H)}
+    return eagle3("layers.0") | further | own | vocabulary()
+
+
+P_EAGLE = {"draft_vocab_size": VD, "eagle_aux_hidden_state_layer_ids": [2, 4, 5], "target_hidden_size": None}
+
+
+def p_eagle() -> Golden:
+    """For vLLM; the mask token under the older of its names."""
+    config = llama(architectures=["PeagleLlamaForCausalLM"], num_hidden_layers=2, rope_theta=5000.0, ptd_token_id=7)
+    return config | P_EAGLE, p_eagle_weights(), "model.safetensors"
+
+
+def speculators_p_eagle() -> Golden:
+    own = {"architectures": ["PEagleSpeculator"], "embed_requires_grad": True, "norm_before_residual": True}
+    shape = llama(num_hidden_layers=2, rope_theta=5000.0)
+    config = in_speculators("peagle", transformer_layer_config=shape) | P_EAGLE | own
+    return config, p_eagle_weights(), "model.safetensors"

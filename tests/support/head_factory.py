@@ -35,6 +35,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "jetspec": {"block_size": 5, "num_layers": 2},
     "medusa": {"depth": 3, "blocks": 2, "draft_vocab_size": 250},
     "medusa2": {"depth": 3, "rank": 4},
+    "p_eagle": {"depth": 4, "num_layers": 2, "draft_vocab_size": 200},
     "eagle3 full vocabulary": {"kind": "eagle3", "draft_vocab_size": None},
     "hass": {"kind": "eagle", "depth": 3},
 }
