@@ -218,6 +218,7 @@ class BlockHead(DraftHead):
     block_entries: int  # that a block writes into the cache
     correction: int = 0  # numbers that a draft takes from those before it; 0 where it depends on the text alone
     memory: int = 0  # numbers that are remembered along a path
+    candidates: int = 0  # drafts of a slot that `select` leaves to choose among; 0 where all of the vocabulary stays
     confident: bool = False  # is the last number of a correction the logit of the draft's acceptance?
 
     @abstractmethod
@@ -247,6 +248,10 @@ class BlockHead(DraftHead):
     def correct(self, base: Tensor, hidden: Tensor, correction: Tensor, depth: int) -> Tensor:
         """Logits from those of `base_logits`."""
         return base
+
+    def select(self, base: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
+        """Corrected logits and draft ids (..., candidates) of all that `correct` leaves in, of a head with `candidates`."""
+        raise NotImplementedError
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         state, correction = hidden.split([self.width, hidden.shape[-1] - self.width], dim=-1)

@@ -28,6 +28,7 @@ from train.cli import CONF
 GOLDEN: dict[str, tuple] = {
     "zlab": ("dflash", [2, 4, 6], 4, False, False),
     "jetspec": ("dflash", [3], 5, False, True),
+    "zlab_dflash2": ("dflash2", [2, 4], 4, False, False),
     "deepspec": ("dspark", [2, 4], 3, True, False),
     "deepspec_dflash": ("dflash", [2, 4], 3, True, False),
     "specforge_dspark": ("dspark", [2, 4], 3, True, False),
@@ -133,6 +134,8 @@ SETTINGS = [
     ("speculators_dflash", "aux_hidden_state_layer_ids", [2, 9], r"reads layers \[2, 9\]"),
     ("speculators_dflash", "draft_vocab_size", 200, "draft_vocab_size=200"),
     ("speculators_dflash", "sliding_window_non_causal", True, "sliding_window_non_causal=True"),
+    ("zlab_dflash2", "dflash_config.output_multiplier", 2.0, "output_multiplier=2.0"),
+    ("zlab_dflash2", "dflash_config.conv_group_size", 16, "kernel_projection.weight is"),
     ("p_eagle", "ptd_token_id", golden.V, "pard_token=320, which is no row"),
     ("p_eagle", "num_hidden_layers", 3, r"layers\.2\.\S+ is missing"),
     ("p_eagle", "fc_norm", True, "fc_norm=True"),
@@ -156,8 +159,8 @@ def test_weights_that_do_not_fit_are_named(deep, tmp_path, name):
         with pytest.raises(ValueError, match=f"{key} is missing"):
             load_head(write(tmp_path / str(number), config, weights), deep)
     config, weights, _ = make(name, deep)
-    weights["candidate_selector.predecessor_codebook"] = torch.zeros(3, 3)  # DFlash-2's
-    with pytest.raises(ValueError, match=r"candidate_selector\.predecessor_codebook belongs to no layer"):
+    weights["context_adapter.weight"] = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"context_adapter\.weight belongs to no layer"):
         load_head(write(tmp_path / "more", config, weights), deep)
 
 
@@ -222,6 +225,7 @@ ROUND = [
     ),
     *(("dspark", name) for name in ("vllm", "sglang", "speculators")),
     *(("p_eagle", name) for name in ("vllm", "speculators")),
+    ("dflash2", "vllm"),
     *((kind, "sglang") for kind in ("dspark gated", "dspark rnn", "domino", "domino in place")),
 ]
 

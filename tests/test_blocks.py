@@ -19,14 +19,16 @@ from inference.drafters import AutoTree, BlockTree, drafter_for
 from inference.drafters.block import Rows
 from inference.sampling import Sampling, SamplingParams
 from tests.support.batches import PROMPT, batch
-from tests.support.equations import attention, mlp, rms
+from tests.support.equations import attention, ffn, mlp, rms
 from tests.support.head_factory import KINDS, make_head, objective
 from train import blocks, parity_gate
 from train.blocks import BlockDistillation
-from train.losses import soft
+from train.losses import label, soft
 from train.module import DistillationModel
 
-BLOCK_KINDS = [name for name in KINDS if name.split()[0] in ("dflash", "jetspec", "dspark", "domino", "p_eagle")]
+BLOCK_KINDS = [
+    name for name in KINDS if name.split()[0] in ("dflash", "dflash2", "jetspec", "dspark", "domino", "p_eagle")
+]
 
 
 @pytest.fixture(params=BLOCK_KINDS)
@@ -35,6 +37,21 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 # -- the equations ----------------------------------------------------------------------------------------------------
+
+
+def conv(head, w: dict[str, Tensor], name: str, x: Tensor, which: int, read: Tensor) -> Tensor:
+    """DFlash-2: slot t of x (slots, hidden) and the slot before it, by kernels of what the sublayer read."""
+    base, groups = w[name + "base_kernel"][which], head.width // head.group
+    rows = []
+    for t in range(len(x)):
+        dynamic = (w[name + "kernel_projection.weight"] @ read[t]).view(2, head.taps, groups)[which]
+        row = torch.zeros(head.width)
+        for c in range(head.width):
+            for tap in range(head.taps):
+                if t >= tap:
+                    row[c] += (base[tap, c] + dynamic[tap, c // head.group]) * x[t - tap, c]
+        rows.append(row)
+    return torch.stack(rows)
 
 
 def block_pass(head, w: dict[str, Tensor], context: Tensor, root: int, embed: Tensor) -> Tensor:
@@ -46,6 +63,8 @@ def block_pass(head, w: dict[str, Tensor], context: Tensor, root: int, embed: Te
         name = f"blocks.{number}."
         sliding = head.layer_types[number] == "sliding_attention"
         normed = rms(x, w[name + "input_layernorm.weight"])
+        if head.kind == "dflash2":
+            normed, kernel = conv(head, w, name + "attention_conv.", normed, 0, normed), normed
         both = torch.cat([context, normed])
         keys = (both @ w[name + "self_attn.k_proj.weight"].T).view(a + size, -1, dim)
         values = (both @ w[name + "self_attn.v_proj.weight"].T).view(a + size, -1, dim)
@@ -55,11 +74,19 @@ def block_pass(head, w: dict[str, Tensor], context: Tensor, root: int, embed: Te
         )
 
         def sees(j: int, p: int, sliding: bool = sliding) -> bool:
-            ahead = p >= a and p - a > j and (head.causal or sliding)
+            ahead = p >= a and p - a > j and (head.causal or (sliding and head.kind != "dflash2"))
             return not ahead and not (sliding and (a + j) - p >= head.window)
 
         places = list(range(a + size))
-        x = x + attention(queries, keys, values, places[a:], places, sees) @ w[name + "self_attn.o_proj.weight"].T
+        attended = attention(queries, keys, values, places[a:], places, sees) @ w[name + "self_attn.o_proj.weight"].T
+        if head.kind == "dflash2":
+            x = x + conv(head, w, name + "attention_conv.", attended, 1, kernel)
+            inner = rms(x, w[name + "post_attention_layernorm.weight"])
+            x = x + conv(
+                head, w, name + "mlp_conv.", ffn(conv(head, w, name + "mlp_conv.", inner, 0, inner), w, name), 1, inner
+            )
+            continue
+        x = x + attended
         x = x + mlp(x, w, name)
     return rms(x, w["norm.weight"])
 
@@ -124,6 +151,18 @@ def corrections(
     return added, ratings
 
 
+def selected(head, w: dict[str, Tensor], base: Tensor, slots: Tensor, path: list[int]) -> list[Tensor]:
+    """DFlash-2: the best candidates of each row (vocab,), rated after the token before; what is none is far below."""
+    selector, rows = "candidate_selector.", []
+    for row, h, previous in zip(base, slots, path, strict=False):
+        context = w[selector + "predecessor_codebook"][previous] * (w[selector + "hidden_projection.weight"] @ h)
+        new = torch.full_like(row, -1e4)
+        for token in sorted(range(len(row)), key=lambda token: -row[token].item())[: head.candidates]:
+            new[token] = row[token] + context @ w[selector + "successor_codebook"][token]
+        rows.append(new)
+    return rows
+
+
 @torch.no_grad()
 def by_the_paper(head, target: Target, text: list[int], a: int) -> tuple[Tensor, list[Tensor]]:
     """Logits (depth, vocab), and ratings, of the drafts after the root at position `a` of `text`."""
@@ -135,7 +174,10 @@ def by_the_paper(head, target: Target, text: list[int], a: int) -> tuple[Tensor,
     slots = block_pass(head, w, rms(fused, w["hidden_norm.weight"]), text[a], embed)
     slots = slots if head.sample_from_anchor else slots[1:]
     added, ratings = corrections(head, w, slots, text[a : a + len(slots)], embed)
-    return slots @ target.model.lm_head.weight.T + torch.stack(added), ratings
+    base = slots @ target.model.lm_head.weight.T
+    if head.kind == "dflash2":
+        return torch.stack(selected(head, w, base, slots, text[a:])), ratings
+    return base + torch.stack(added), ratings
 
 
 @torch.no_grad()
@@ -229,6 +271,9 @@ def test_settings_that_make_no_block_are_named(target):
 # -- what is learned --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "kind", [kind for kind in BLOCK_KINDS if kind != "dflash2"]
+)  # which learns its candidates apart
 def test_all_blocks_at_once_are_the_loss_on_the_grid(target, kind):
     head, text = make_head(kind, target), batch(20, 12)
     whole = DistillationModel(head, target, soft)(*text)
@@ -307,6 +352,22 @@ def test_a_share_of_the_loss_is_of_the_logits_before_correction(target):
     corrected, base, mixed, end = found
     assert end == corrected != base
     assert mixed == pytest.approx(0.25 * corrected + 0.75 * base, rel=1e-5)
+
+
+def test_a_choice_among_candidates_is_learned_where_the_right_one_is_there(target):
+    head = make_head("dflash2", target)
+    base, correction, answer = torch.randn(2, 3, 320), torch.randn(2, 3, 6), torch.randn(2, 3, 320)
+    tokens = base.argmax(-1)  # always a candidate; the target's token is one where it is said below
+    answer[0].scatter_(-1, base[0].argsort()[..., -3, None], 9.0)
+    answer[1].scatter_(-1, base[1].argsort()[..., 0, None], 9.0)
+    for loss in (soft, label):
+        found = BlockDistillation(head, target, loss).selector_loss(base, correction, answer, tokens)
+        assert (found[1] == 0).all()
+        for d in range(3):
+            ids = base[0, d].topk(9).indices
+            scores = base[0, d, ids] + head.candidate_selector.successor_codebook[ids] @ correction[0, d]
+            right = answer[0, d, ids].softmax(0) if loss is soft else (ids == tokens[0, d]).float()
+            assert found[0, d].item() == pytest.approx(-(right * scores.log_softmax(0)).sum().item(), rel=1e-4)
 
 
 def test_an_objective_holds_its_head_once(target):

@@ -2,7 +2,7 @@
 
 from heads.base import DraftHead
 from heads.formats.base import Format, HeadFiles, build
-from heads.formats.dflash import DFlashFormat, DominoFormat, DSparkFormat
+from heads.formats.dflash import DFlash2Format, DFlashFormat, DominoFormat, DSparkFormat
 from heads.formats.eagle import EagleFormat
 from heads.formats.eagle3 import Eagle3Format
 from heads.formats.files import read
@@ -24,6 +24,7 @@ FORMATS: tuple[type[Format], ...] = (
     PEagleFormat,
     SpeculatorsFormat,
     DFlashFormat,
+    DFlash2Format,
     DSparkFormat,
     DominoFormat,
     Eagle3Format,

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from heads.base import DraftHead
 from heads.dflash import DFlashHead
+from heads.dflash2 import DFlash2Head
 from heads.domino import DominoHead
 from heads.dspark import DSparkHead
 from heads.eagle import EagleHead
 from heads.eagle3 import Eagle3Head
 from heads.formats.base import Format
-from heads.formats.dflash import DFlashFormat, DominoFormat, DSparkFormat
+from heads.formats.dflash import DFlash2Format, DFlashFormat, DominoFormat, DSparkFormat
 from heads.formats.eagle import EagleFormat
 from heads.formats.eagle3 import FLAGS, Eagle3Format
 from heads.formats.hydra import HydraFormat, check_tied
@@ -63,6 +64,8 @@ def vllm(head: DraftHead, target: Target) -> Export:
         return Export(EagleFormat("EagleLlamaForCausalLM"), VLLM, "vLLM drafts a chain, no tree.")
     if type(head) is DFlashHead:
         return Export(DFlashFormat(), VLLM, "vLLM drafts a chain, no tree.")
+    if isinstance(head, DFlash2Head):
+        return Export(DFlash2Format(), VLLM, "vLLM drafts a chain, no tree.")
     if isinstance(head, DSparkHead):
         check_vanilla("vLLM", head)
         return Export(SpeculatorsDSpark(), VLLM, "vLLM drafts a chain, no tree.")

@@ -11,7 +11,7 @@ DRAFTERS = {
     "mtp": "a multi-token-prediction layer, which belongs to its target's own checkpoint",
     "eaglespeculator": "EAGLE-1 in the first layout (0.1) of the speculators package",
 }
-KNOWN = "Heads that load here: Medusa, Hydra, EAGLE-1/2/3, P-EAGLE, DFlash, JetSpec, DSpark and Domino"
+KNOWN = "Heads that load here: Medusa, Hydra, EAGLE-1/2/3, P-EAGLE, DFlash, DFlash-2, JetSpec, DSpark and Domino"
 
 
 def check_supported_drafter(config: dict[str, Any], where: str | Path) -> None:

@@ -33,6 +33,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, own: list[int], places: list[int]
 
 
 def mlp(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
-    inner = rms(x, w[name + "post_attention_layernorm.weight"])
+    return ffn(rms(x, w[name + "post_attention_layernorm.weight"]), w, name)
+
+
+def ffn(inner: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
     gated = F.silu(inner @ w[name + "mlp.gate_proj.weight"].T) * (inner @ w[name + "mlp.up_proj.weight"].T)
     return gated @ w[name + "mlp.down_proj.weight"].T

@@ -1,5 +1,6 @@
 """Tiny block drafters in the layouts that others publish, written key by key, in the sizes of golden.py."""
 
+import itertools
 from typing import Any
 
 from torch import Tensor
@@ -123,6 +124,21 @@ def specforge_domino() -> Golden:
         "embed_proj.2.weight": random(V, EMB),
     }
     config = qwen3(architectures=["DominoDraftModel"], block_size=4, dflash_config=own)
+    return config, backbone(2) | weights, "model.safetensors"
+
+
+def zlab_dflash2() -> Golden:
+    """The kind stands in the architecture and the settings alone."""
+    own = {"block_size": 4, "mask_token_id": 7, "target_layer_ids": [1, 3], "selector_rank": RANK, "selector_top_k": 9}
+    config = qwen3(architectures=["DFlash2DraftModel"], is_causal=False)
+    config |= {"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": 5, "use_sliding_window": True}
+    selector = "candidate_selector."
+    weights = {f"{selector}{which}_codebook": random(V, RANK) for which in ("predecessor", "successor")}
+    weights |= {f"{selector}hidden_projection.weight": random(RANK, H)}
+    for i, part in itertools.product(range(LAYERS), ("attention", "mlp")):
+        name = f"layers.{i}.{part}_conv."
+        weights |= {f"{name}base_kernel": random(2, 2, H), f"{name}kernel_projection.weight": random(4 * H // 8, H)}
+    config["dflash_config"] = own | {"conv_kernel_size": 2, "conv_group_size": 8}
     return config, backbone(2) | weights, "model.safetensors"
 
 
