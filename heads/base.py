@@ -107,6 +107,10 @@ class DraftHead(nn.Module, ABC):
         """Why the head cannot draft for this target, in words; a weight of another shape is found without its help."""
         return []
 
+    def embed(self, tokens: Tensor, target: Target) -> Tensor:
+        """What the head reads of tokens (batch, n) while drafting: the target's embeddings (batch, n, hidden)."""
+        return target.embed(tokens)
+
     def differences(self, target: Target) -> list[str]:
         """Settings that are the head's own and not this target's, in words: a mistake in a head that was trained here."""
         return []
@@ -185,10 +189,6 @@ class ParallelHead(DraftHead):
 class RecurrentHead(DraftHead):
     """Drafts depth by depth: a draft depends on the drafts before it (EAGLE, Hydra, a draft model)."""
 
-    def embed(self, tokens: Tensor, target: Target) -> Tensor:
-        """What the head reads of tokens (batch, n): the target's embeddings (batch, n, hidden)."""
-        return target.embed(tokens)
-
     @abstractmethod
     def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         """Take in accepted text; the hidden states (batch, new, hidden) of its depth-1 drafts.
@@ -218,6 +218,7 @@ class BlockHead(DraftHead):
     block_entries: int  # that a block writes into the cache
     correction: int = 0  # numbers that a draft takes from those before it; 0 where it depends on the text alone
     memory: int = 0  # numbers that are remembered along a path
+    candidates: int = 0  # drafts of a slot that `select` leaves to choose among; 0 where all of the vocabulary stays
     confident: bool = False  # is the last number of a correction the logit of the draft's acceptance?
 
     @abstractmethod
@@ -247,6 +248,10 @@ class BlockHead(DraftHead):
     def correct(self, base: Tensor, hidden: Tensor, correction: Tensor, depth: int) -> Tensor:
         """Logits from those of `base_logits`."""
         return base
+
+    def select(self, base: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
+        """Corrected logits and draft ids (..., candidates) of all that `correct` leaves in, of a head with `candidates`."""
+        raise NotImplementedError
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         state, correction = hidden.split([self.width, hidden.shape[-1] - self.width], dim=-1)

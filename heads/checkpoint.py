@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -19,6 +18,7 @@ from heads.base import DraftHead
 from heads.formats.files import CONFIG, INDEX, SAFE, read_config
 from heads.hub.client import find, weights_sha256
 from heads.target import Target
+from heads.target.files import checkpoint_file
 
 WEIGHTS = SAFE[0]
 SMALL_HEAD = 1 << 22  # parameters; 16 MB in float32
@@ -59,16 +59,6 @@ def stored_embeddings(target: Target, ids: range) -> Tensor | None:
     return None
 
 
-def checkpoint_file(target: Target, name: str) -> Path | None:
-    """A file of the target's checkpoint, in its directory or the Hub's cache."""
-    if Path(target.name).is_dir():
-        return Path(target.name) / name if (Path(target.name) / name).is_file() else None
-    if target.name.count("/") != 1:
-        return None
-    cached = try_to_load_from_cache(target.name, name, revision=target.model.config._commit_hash)
-    return Path(cached) if isinstance(cached, str) else None
-
-
 def save_head(head: DraftHead, directory: str | Path, target: Target, **facts: Any) -> None:
     """Write model.safetensors and config.json. `facts` (JSON values) go under "foredraft", beside what loading uses."""
     write_head(head, directory, target, formats.default_format(head), (WEIGHTS,), **facts)
@@ -93,6 +83,7 @@ def write_head(
             else:
                 torch.save(weights, directory / name)
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        layout.complete_files(directory, target)
         if len(adapter.lora_layers(target)):
             adapter.save(target, directory)
     except SafetensorError as error:  # safetensors reports a full disk in words only

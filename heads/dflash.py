@@ -53,7 +53,11 @@ class BlockLayer(nn.Module):
         self.self_attn, self.mlp = BlockAttention(config), MLP(config)
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(width, eps), RMSNorm(width, eps)
 
-    def feed_forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
+    def inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What attention reads, and what `feed_forward` is handed of it (DFlash-2)."""
+        return self.input_layernorm(hidden), None
+
+    def feed_forward(self, hidden: Tensor, attended: Tensor, kernel: Tensor | None) -> Tensor:
         hidden = hidden + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -85,7 +89,7 @@ class DFlashHead(BlockHead):
         self.block_entries = block_size
         self.fc = nn.Linear(len(layers) * self.width, self.width, bias=False)
         self.hidden_norm, self.norm = (RMSNorm(self.width, config.rms_norm_eps) for _ in range(2))
-        self.blocks = nn.ModuleList(BlockLayer(config) for _ in range(self.cache_layers))
+        self.blocks = nn.ModuleList(self.new_layer() for _ in range(self.cache_layers))
         self.rotary = Rotary(config)
 
     disk_prefixes = {"blocks.": "layers."}  # noqa: RUF012 -- `layers` are the hidden states that any head reads
@@ -129,17 +133,14 @@ class DFlashHead(BlockHead):
         head.attach(target)
         return head.to(target.device)
 
-    @torch.no_grad()
     def init_like(self, target: Target) -> None:
-        """Start from sizes that the target is used to: an fc that undoes the different sizes of its layers' features, and a
-        last norm that gives its lm_head's usual inputs."""
-        probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
-        features = target.read(probe, layers=[*self.layers, target.num_layers], keep_logits=1).features.float()[0]
-        sizes = features.view(len(features), -1, self.width).pow(2).mean((0, 2)).sqrt()[:-1]
-        self.fc.weight.div_(sizes.cpu().repeat_interleave(self.width))
-        self.norm.weight.copy_(features[:, -self.width :].pow(2).mean(0).sqrt())
+        """Start from sizes that the target is used to."""
+        llama_config.init_sizes(self.fc, self.norm, self.layers, target)
         for layer in self.own_layers:
             llama_config.init_near_identity(layer.self_attn.o_proj, layer.mlp.down_proj)
+
+    def new_layer(self) -> BlockLayer:
+        return BlockLayer(self.config)
 
     @property
     def own_layers(self) -> list[BlockLayer]:
@@ -237,10 +238,10 @@ class DFlashHead(BlockHead):
         places = (text.positions.gather(1, begins)[..., None] + ahead).flatten(1)
         of_text, of_blocks = (self.rotary(p, length + slots, hidden.dtype) for p in (text.positions, places))
         for number, layer in enumerate(self.own_layers):
-            attention, x = layer.self_attn, layer.input_layernorm(hidden)
+            attention, (x, kernel) = layer.self_attn, layer.inputs(hidden)
             known, own = attention.keys_values(context, *of_text), attention.keys_values(x, *of_blocks)
             attended = attend_blocks(attention.queries(x, *of_blocks), known, own, blocks, *self.masking(number))
-            hidden = layer.feed_forward(hidden, attention.project_out(attended))
+            hidden = layer.feed_forward(hidden, attention.project_out(attended), kernel)
         hidden = self.drafts(hidden.unflatten(1, (-1, slots)))
         before = (begins[..., None] + ahead[: self.depth]).clamp(max=length - 1)
         return self.condition_on_text(hidden, text.tokens.gather(1, before.flatten(1)).view_as(before))
@@ -261,10 +262,11 @@ class DFlashHead(BlockHead):
             mask = cache.mask(within(slots, causal, window, hidden.device)[None])
             if window is not None:
                 mask = mask & (columns[..., None] - torch.arange(mask.shape[-1], device=mask.device) < window)
-            attention, x = layer.self_attn, layer.input_layernorm(hidden)
+            attention, (x, kernel) = layer.self_attn, layer.inputs(hidden)
             q = attention.queries(x, *places)
             keys, values = cache.update(*attention.keys_values(x, *places), number)
-            hidden = layer.feed_forward(hidden, attention.project_out(attend(q, keys, values, mask[:, None])))
+            attended = attention.project_out(attend(q, keys, values, mask[:, None]))
+            hidden = layer.feed_forward(hidden, attended, kernel)
         return self.drafts(hidden)
 
 

@@ -5,9 +5,11 @@ Rope and context length above all: a head that was trained with one rope and ser
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from heads.layers import RMSNorm
 from heads.target import Target
 
 ROPES = ("default", "linear", "llama3", "yarn", "longrope")  # that a head may have
@@ -108,6 +110,19 @@ def differences(config: LlamaConfig, target: Target) -> list[str]:
     if settings.get("rope_parameters") and ours != theirs:
         found.append(f"rope_parameters: the head says {ours}, the target {theirs}")
     return found
+
+
+@torch.no_grad()
+def init_sizes(fc: nn.Linear, norm: RMSNorm, layers: list[int], target: Target) -> Tensor:
+    """Make `fc` undo the different sizes of the features of `layers`, and the last norm give the target's lm_head its usual
+    inputs. Returns the features' sizes (len(layers) * hidden,)."""
+    probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
+    width = target.hidden_size
+    features = target.read(probe, layers=[*layers, target.num_layers], keep_logits=1).features.float()[0]
+    sizes = features.view(len(features), -1, width).pow(2).mean((0, 2)).sqrt()[:-1].cpu().repeat_interleave(width)
+    fc.weight.div_(sizes)
+    norm.weight.copy_(features[:, -width:].pow(2).mean(0).sqrt())
+    return sizes
 
 
 def init_near_identity(*projections: nn.Linear) -> None:

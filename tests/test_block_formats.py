@@ -16,6 +16,7 @@ from heads import Target, load_head
 from heads.checkpoint import read_head, write_head
 from heads.dflash import DFlashHead
 from heads.formats import dflash as layout
+from heads.p_eagle import PEagleHead
 from tests.support import golden, golden_blocks
 from tests.support.batches import PROMPT
 from tests.support.head_factory import make_head
@@ -27,6 +28,7 @@ from train.cli import CONF
 GOLDEN: dict[str, tuple] = {
     "zlab": ("dflash", [2, 4, 6], 4, False, False),
     "jetspec": ("dflash", [3], 5, False, True),
+    "zlab_dflash2": ("dflash2", [2, 4], 4, False, False),
     "deepspec": ("dspark", [2, 4], 3, True, False),
     "deepspec_dflash": ("dflash", [2, 4], 3, True, False),
     "specforge_dspark": ("dspark", [2, 4], 3, True, False),
@@ -77,6 +79,29 @@ def test_published_files_are_what_they_say(deep, tmp_path, name):
     assert parity_gate.check(head, deep, PROMPT) < 1e-3
 
 
+@pytest.mark.parametrize(("name", "before", "depth"), [("p_eagle", False, 8), ("speculators_p_eagle", True, 3)])
+def test_p_eagle_files_are_what_they_say(deep, tmp_path, name, before, depth):
+    config, weights, _ = make(name, deep)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        head = load_head(write(tmp_path, config, weights), deep, dtype=torch.float32)
+    assert isinstance(head, PEagleHead)
+    assert (head.layers, head.depth, head.mask_token_id, head.cache_layers) == ([2, 4, 5], depth, 7, 2)
+    assert head.norm_before_residual == before
+    mine = {key.replace("blocks.", "layers.", 1): value for key, value in head.state_dict().items()}
+    assert mine.keys() == weights.keys() and all(torch.equal(mine[key], weights[key].to(mine[key])) for key in mine)
+    assert parity_gate.check(head, deep, PROMPT) < 1e-3
+
+
+def test_p_eagle_without_an_embedding_takes_the_targets(deep, tmp_path):
+    config, weights, _ = make("p_eagle", deep)
+    del weights["embed_tokens.weight"]
+    weights = {key.replace("layers.0", "midlayer"): value for key, value in weights.items()}  # as EAGLE-3 calls it
+    with pytest.warns(UserWarning, match="no embedding is stored"):
+        head = load_head(write(tmp_path, config, weights), deep, dtype=torch.float32)
+    torch.testing.assert_close(head.embed_tokens.weight, deep.embeddings, atol=1e-3, rtol=1e-2)
+
+
 def change(config: dict, path: str, value: Any) -> dict:
     *parents, last = path.split(".")
     inside = config
@@ -109,6 +134,12 @@ SETTINGS = [
     ("speculators_dflash", "aux_hidden_state_layer_ids", [2, 9], r"reads layers \[2, 9\]"),
     ("speculators_dflash", "draft_vocab_size", 200, "draft_vocab_size=200"),
     ("speculators_dflash", "sliding_window_non_causal", True, "sliding_window_non_causal=True"),
+    ("zlab_dflash2", "dflash_config.output_multiplier", 2.0, "output_multiplier=2.0"),
+    ("zlab_dflash2", "dflash_config.conv_group_size", 16, "kernel_projection.weight is"),
+    ("p_eagle", "ptd_token_id", golden.V, "pard_token=320, which is no row"),
+    ("p_eagle", "num_hidden_layers", 3, r"layers\.2\.\S+ is missing"),
+    ("p_eagle", "fc_norm", True, "fc_norm=True"),
+    ("speculators_p_eagle", "mask_token_id", None, "pard_token=None"),
     ("speculators_dflash", "transformer_layer_config", None, "has no 'hidden_size'"),
 ]
 
@@ -128,8 +159,8 @@ def test_weights_that_do_not_fit_are_named(deep, tmp_path, name):
         with pytest.raises(ValueError, match=f"{key} is missing"):
             load_head(write(tmp_path / str(number), config, weights), deep)
     config, weights, _ = make(name, deep)
-    weights["candidate_selector.predecessor_codebook"] = torch.zeros(3, 3)  # DFlash-2's
-    with pytest.raises(ValueError, match=r"candidate_selector\.predecessor_codebook belongs to no layer"):
+    weights["context_adapter.weight"] = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"context_adapter\.weight belongs to no layer"):
         load_head(write(tmp_path / "more", config, weights), deep)
 
 
@@ -193,6 +224,8 @@ ROUND = [
         for name in ("vllm", "sglang", "speculators")
     ),
     *(("dspark", name) for name in ("vllm", "sglang", "speculators")),
+    *(("p_eagle", name) for name in ("vllm", "speculators")),
+    ("dflash2", "vllm"),
     *((kind, "sglang") for kind in ("dspark gated", "dspark rnn", "domino", "domino in place")),
 ]
 
@@ -220,6 +253,7 @@ def test_round_trips_are_equal_to_the_bit(deep, tmp_path, kind, name):
         ("dspark gated", "vllm", "markov_head_type=vanilla only"),
         ("dspark rnn", "speculators", "markov_head_type=vanilla only"),
         ("dflash", "eagle", "reads no dflash"),
+        ("p_eagle", "sglang", "SGLang reads no p_eagle"),
     ],
 )
 def test_engines_that_would_not_load_a_head_are_not_written_for(deep, kind, name, message):

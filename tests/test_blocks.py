@@ -19,13 +19,16 @@ from inference.drafters import AutoTree, BlockTree, drafter_for
 from inference.drafters.block import Rows
 from inference.sampling import Sampling, SamplingParams
 from tests.support.batches import PROMPT, batch
+from tests.support.equations import attention, ffn, mlp, rms
 from tests.support.head_factory import KINDS, make_head, objective
 from train import blocks, parity_gate
 from train.blocks import BlockDistillation
-from train.losses import soft
+from train.losses import label, soft
 from train.module import DistillationModel
 
-BLOCK_KINDS = [name for name in KINDS if name.split()[0] in ("dflash", "jetspec", "dspark", "domino")]
+BLOCK_KINDS = [
+    name for name in KINDS if name.split()[0] in ("dflash", "dflash2", "jetspec", "dspark", "domino", "p_eagle")
+]
 
 
 @pytest.fixture(params=BLOCK_KINDS)
@@ -36,27 +39,32 @@ def kind(request: pytest.FixtureRequest) -> str:
 # -- the equations ----------------------------------------------------------------------------------------------------
 
 
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
-
-
-def turn(x: Tensor, position: int, theta: float = 5000.0) -> Tensor:
-    """Rotary position of one vector (dim,)."""
-    half = len(x) // 2
-    angles = torch.tensor([position * theta ** (-2 * i / len(x)) for i in range(half)])
-    left, right = x[:half], x[half:]
-    return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()])
+def conv(head, w: dict[str, Tensor], name: str, x: Tensor, which: int, read: Tensor) -> Tensor:
+    """DFlash-2: slot t of x (slots, hidden) and the slot before it, by kernels of what the sublayer read."""
+    base, groups = w[name + "base_kernel"][which], head.width // head.group
+    rows = []
+    for t in range(len(x)):
+        dynamic = (w[name + "kernel_projection.weight"] @ read[t]).view(2, head.taps, groups)[which]
+        row = torch.zeros(head.width)
+        for c in range(head.width):
+            for tap in range(head.taps):
+                if t >= tap:
+                    row[c] += (base[tap, c] + dynamic[tap, c // head.group]) * x[t - tap, c]
+        rows.append(row)
+    return torch.stack(rows)
 
 
 def block_pass(head, w: dict[str, Tensor], context: Tensor, root: int, embed: Tensor) -> Tensor:
     """Outputs (slots, hidden) of the last norm, for a block behind context (a, hidden); `root` stands at position a."""
     a, size, config = len(context), head.block_size, head.config
-    dim, groups = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+    dim = config.head_dim
     x = torch.stack([embed[root], *[embed[head.mask_token_id]] * (size - 1)])
     for number in range(config.num_hidden_layers):
         name = f"blocks.{number}."
         sliding = head.layer_types[number] == "sliding_attention"
         normed = rms(x, w[name + "input_layernorm.weight"])
+        if head.kind == "dflash2":
+            normed, kernel = conv(head, w, name + "attention_conv.", normed, 0, normed), normed
         both = torch.cat([context, normed])
         keys = (both @ w[name + "self_attn.k_proj.weight"].T).view(a + size, -1, dim)
         values = (both @ w[name + "self_attn.v_proj.weight"].T).view(a + size, -1, dim)
@@ -64,26 +72,48 @@ def block_pass(head, w: dict[str, Tensor], context: Tensor, root: int, embed: Te
         queries = rms(
             (normed @ w[name + "self_attn.q_proj.weight"].T).view(size, -1, dim), w[name + "self_attn.q_norm.weight"]
         )
-        rows = []
-        for j in range(size):
-            out = []
-            for h in range(config.num_attention_heads):
-                scores, seen = [], []
-                for p in range(a + size):
-                    if p >= a and p - a > j and (head.causal or sliding):
-                        continue
-                    if sliding and (a + j) - p >= head.window:
-                        continue
-                    key = turn(keys[p, h // groups], p)
-                    scores.append(turn(queries[j, h], a + j) @ key / dim**0.5)
-                    seen.append(values[p, h // groups])
-                out.append(torch.stack(scores).softmax(0) @ torch.stack(seen))
-            rows.append(torch.cat(out))
-        x = x + torch.stack(rows) @ w[name + "self_attn.o_proj.weight"].T
-        inner = rms(x, w[name + "post_attention_layernorm.weight"])
-        gated = F.silu(inner @ w[name + "mlp.gate_proj.weight"].T) * (inner @ w[name + "mlp.up_proj.weight"].T)
-        x = x + gated @ w[name + "mlp.down_proj.weight"].T
+
+        def sees(j: int, p: int, sliding: bool = sliding) -> bool:
+            ahead = p >= a and p - a > j and (head.causal or (sliding and head.kind != "dflash2"))
+            return not ahead and not (sliding and (a + j) - p >= head.window)
+
+        places = list(range(a + size))
+        attended = attention(queries, keys, values, places[a:], places, sees) @ w[name + "self_attn.o_proj.weight"].T
+        if head.kind == "dflash2":
+            x = x + conv(head, w, name + "attention_conv.", attended, 1, kernel)
+            inner = rms(x, w[name + "post_attention_layernorm.weight"])
+            x = x + conv(
+                head, w, name + "mlp_conv.", ffn(conv(head, w, name + "mlp_conv.", inner, 0, inner), w, name), 1, inner
+            )
+            continue
+        x = x + attended
+        x = x + mlp(x, w, name)
     return rms(x, w["norm.weight"])
+
+
+def p_eagle_pass(head, w: dict[str, Tensor], fused: Tensor, text: list[int]) -> Tensor:
+    """Outputs (depth, hidden) of the last norm, for drafts behind fused features (a, hidden) and text (a + 1,): the last
+    entry of the text, and the mask entries behind it."""
+    config, a = head.config, len(fused)
+    embed, unknown = w["embed_tokens.weight"], w["fc.weight"] @ w["mask_hidden"][0, 0]
+    x = torch.stack([*fused, *[unknown] * (head.depth - 1)])
+    read = torch.stack([*(embed[token] for token in text[1:]), *[embed[head.mask_token_id]] * (head.depth - 1)])
+    for number in range(config.num_hidden_layers):
+        name = f"blocks.{number}."
+        if number:
+            inputs = rms(x, w[name + "input_layernorm.weight"])
+        else:
+            inputs = torch.cat(
+                [rms(read, w[name + "input_layernorm.weight"]), rms(x, w[name + "hidden_norm.weight"])], -1
+            )
+        q, k, v = (
+            (inputs @ w[f"{name}self_attn.{one}_proj.weight"].T).view(len(x), -1, config.head_dim) for one in "qkv"
+        )
+        places = list(range(len(x)))
+        attended = attention(q, k, v, places, places, lambda j, p: p <= j)
+        x = x + attended @ w[name + "self_attn.o_proj.weight"].T
+        x = x + mlp(x, w, name)
+    return rms(x[a - 1 :], w["norm.weight"])
 
 
 def corrections(
@@ -121,16 +151,33 @@ def corrections(
     return added, ratings
 
 
+def selected(head, w: dict[str, Tensor], base: Tensor, slots: Tensor, path: list[int]) -> list[Tensor]:
+    """DFlash-2: the best candidates of each row (vocab,), rated after the token before; what is none is far below."""
+    selector, rows = "candidate_selector.", []
+    for row, h, previous in zip(base, slots, path, strict=False):
+        context = w[selector + "predecessor_codebook"][previous] * (w[selector + "hidden_projection.weight"] @ h)
+        new = torch.full_like(row, -1e4)
+        for token in sorted(range(len(row)), key=lambda token: -row[token].item())[: head.candidates]:
+            new[token] = row[token] + context @ w[selector + "successor_codebook"][token]
+        rows.append(new)
+    return rows
+
+
 @torch.no_grad()
 def by_the_paper(head, target: Target, text: list[int], a: int) -> tuple[Tensor, list[Tensor]]:
     """Logits (depth, vocab), and ratings, of the drafts after the root at position `a` of `text`."""
     w, embed = head.state_dict(), target.embeddings
     states = target.model(torch.tensor([text[:a]]), output_hidden_states=True).hidden_states
     fused = torch.cat([states[layer][0] for layer in head.layers], -1) @ w["fc.weight"].T
+    if head.kind == "p_eagle":
+        return p_eagle_pass(head, w, fused, text[: a + 1]) @ w["lm_head.weight"].T, []
     slots = block_pass(head, w, rms(fused, w["hidden_norm.weight"]), text[a], embed)
     slots = slots if head.sample_from_anchor else slots[1:]
     added, ratings = corrections(head, w, slots, text[a : a + len(slots)], embed)
-    return slots @ target.model.lm_head.weight.T + torch.stack(added), ratings
+    base = slots @ target.model.lm_head.weight.T
+    if head.kind == "dflash2":
+        return torch.stack(selected(head, w, base, slots, text[a:])), ratings
+    return base + torch.stack(added), ratings
 
 
 @torch.no_grad()
@@ -165,6 +212,9 @@ TRAPS = {
     "mask token": ("dflash", lambda config: config["dflash_config"].update(mask_token_id=9)),
     "sliding": ("dflash anchor first", lambda config: config.update(layer_types=["full_attention"] * 3)),
     "window": ("dflash anchor first", lambda config: config.update(sliding_window=3)),
+    "mask token of P-EAGLE": ("p_eagle", lambda config: config.update(pard_token=9)),
+    "residual": ("p_eagle", lambda config: config.update(norm_before_residual=True)),
+    "layers of P-EAGLE": ("p_eagle", lambda config: config.update(eagle_aux_hidden_state_layer_ids=[2, 3, 4])),
     "pure slots": ("domino", lambda config: config["dflash_config"].update(pure_draft_prefix_len=2)),
 }
 
@@ -221,6 +271,9 @@ def test_settings_that_make_no_block_are_named(target):
 # -- what is learned --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "kind", [kind for kind in BLOCK_KINDS if kind != "dflash2"]
+)  # which learns its candidates apart
 def test_all_blocks_at_once_are_the_loss_on_the_grid(target, kind):
     head, text = make_head(kind, target), batch(20, 12)
     whole = DistillationModel(head, target, soft)(*text)
@@ -301,6 +354,22 @@ def test_a_share_of_the_loss_is_of_the_logits_before_correction(target):
     assert mixed == pytest.approx(0.25 * corrected + 0.75 * base, rel=1e-5)
 
 
+def test_a_choice_among_candidates_is_learned_where_the_right_one_is_there(target):
+    head = make_head("dflash2", target)
+    base, correction, answer = torch.randn(2, 3, 320), torch.randn(2, 3, 6), torch.randn(2, 3, 320)
+    tokens = base.argmax(-1)  # always a candidate; the target's token is one where it is said below
+    answer[0].scatter_(-1, base[0].argsort()[..., -3, None], 9.0)
+    answer[1].scatter_(-1, base[1].argsort()[..., 0, None], 9.0)
+    for loss in (soft, label):
+        found = BlockDistillation(head, target, loss).selector_loss(base, correction, answer, tokens)
+        assert (found[1] == 0).all()
+        for d in range(3):
+            ids = base[0, d].topk(9).indices
+            scores = base[0, d, ids] + head.candidate_selector.successor_codebook[ids] @ correction[0, d]
+            right = answer[0, d, ids].softmax(0) if loss is soft else (ids == tokens[0, d]).float()
+            assert found[0, d].item() == pytest.approx(-(right * scores.log_softmax(0)).sum().item(), rel=1e-4)
+
+
 def test_an_objective_holds_its_head_once(target):
     made = BlockDistillation(make_head("dspark", target), target, soft)
     assert all(name.startswith("head.") for name, _ in made.named_parameters(remove_duplicate=False))
@@ -348,7 +417,7 @@ def test_the_tree_is_the_exact_set_of_the_best_paths(target, nodes):
 def test_a_chain_takes_the_best_draft_of_every_depth(target, kind):
     head = make_head(kind, target)
     chain, logits = parity_gate.drafted_logits(head, target, PROMPT[:9], PROMPT[9])
-    assert chain == [row.argmax().item() for row in logits] and len(chain) == head.depth
+    assert chain == [head.to_target_ids(row.argmax()).item() for row in logits] and len(chain) == head.depth
 
 
 def test_nodes_that_rate_low_are_left_out(target):

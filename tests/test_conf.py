@@ -37,7 +37,7 @@ def test_a_head_with_its_objective_and_loss(name: str, fresh):
 @pytest.mark.parametrize("name", names("objective"))
 def test_an_objective(name: str, fresh):
     objective = composed("train", f"objective={name}").objective
-    head = make_head("dflash" if name in ("block", "domino") else "medusa2", fresh)
+    head = make_head("dflash" if name in ("block", "domino", "p_eagle") else "medusa2", fresh)
     assert isinstance(instantiate(objective, head=head, target=fresh, loss=soft), DistillationModel)
 
 

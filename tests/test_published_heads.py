@@ -303,7 +303,6 @@ REFUSED: dict[str, tuple[dict, str]] = {
     "DFlare": ({"architectures": ["QwenDFlareDraftModel"]}, "a DFlare block"),
     "DFlare in z-lab's layout": ({"architectures": ["QwenDFlareDraftModel"], "dflash_config": {}}, "a DFlare block"),
     "MTP in speculators": ({"speculators_model_type": "mtp"}, "a multi-token-prediction layer"),
-    "P-EAGLE": ({"architectures": ["PEagleDraftModel"], "model_type": "llama"}, "a P-EAGLE drafter"),
     "MTP": ({"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"}, "a multi-token-prediction layer"),
     "MLP speculator": ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "an MLP speculator"),
     "early speculators": (

@@ -29,10 +29,12 @@ class BlockDistillation(DistillationModel):
         d_pace: bool = False,
         confidence_weight: float = 1.0,
         base_weight: float = 0.0,
+        selector_weight: float = 1.0,
     ):
         """starts: share of a row's positions at which drafts begin in a step. d_pace: weigh depths by D-PACE, not by
         `depth_decay`. confidence_weight: of the loss of a head's own rating. base_weight: share, at the beginning, of the
-        loss of the logits before correction; it falls to 0 in the end."""
+        loss of the logits before correction; it falls to 0 in the end. selector_weight: of the loss of a head's choice among
+        candidates, beside that of the logits before it."""
         super().__init__(head, target, loss, depth_decay)
         if not isinstance(head, BlockHead):
             raise ValueError(
@@ -42,6 +44,7 @@ class BlockDistillation(DistillationModel):
             raise ValueError(f"objective.starts={starts} and objective.base_weight={base_weight} are shares, up to 1")
         self.starts, self.d_pace = starts, d_pace
         self.confidence_weight, self.base_weight = confidence_weight, base_weight
+        self.selector_weight = selector_weight
 
     def choose_starts(self, text: PackedBatch, step: int) -> Tensor:
         """Some of the positions at which a draft of any depth counts, others in every step. They depend on the row and on
@@ -111,7 +114,11 @@ class BlockDistillation(DistillationModel):
                 counted.shape
             )
 
-        loss, share = compare(draft), self.base_weight * (1 - self.progress)
+        share = self.base_weight * (1 - self.progress)
+        if head.candidates:
+            loss = compare(base) + self.selector_weight * self.selector_loss(base, correction, answer, tokens)
+        else:
+            loss = compare(draft)
         if share > 0:
             loss = (1 - share) * loss + share * compare(base)
         if head.confident and self.confidence_weight:
@@ -120,6 +127,16 @@ class BlockDistillation(DistillationModel):
             loss = loss * d_pace_weights(draft, tokens, counted)
         hits = (head.to_target_ids(draft.argmax(-1)) == best) & counted
         return torch.stack([torch.where(counted & able, loss, 0.0).sum(0), hits.sum(0).to(loss.dtype)])
+
+    def selector_loss(self, base: Tensor, correction: Tensor, answer: Tensor, tokens: Tensor) -> Tensor:
+        """Per draft the loss among its candidates; 0 where the target's own token is none of them (DFlash-2)."""
+        scores, ids = self.head.select(base, correction[..., : self.head.correction])
+        named = ids == tokens[..., None]
+        places = torch.where(named.any(-1), named.int().argmax(-1), -1)
+        among = (ids == answer.argmax(-1, keepdim=True)).any(-1)
+        given = Prediction(answer.gather(-1, ids).flatten(0, 1), scores.flatten(0, 1), places.flatten())
+        loss = self.loss(Prediction(scores.flatten(0, 1), scores.flatten(0, 1)), given)
+        return torch.where(among, loss.view(among.shape), 0.0)
 
 
 def rating_loss(rating: Tensor, draft: Tensor, answer: Tensor) -> Tensor:
@@ -133,6 +150,6 @@ def rating_loss(rating: Tensor, draft: Tensor, answer: Tensor) -> Tensor:
 @torch.no_grad()
 def d_pace_weights(draft: Tensor, tokens: Tensor, counted: Tensor) -> Tensor:
     """(blocks, depth): what a draft adds to the expected accepted length, chances smoothed by a half (arXiv:2605.18810)."""
-    chances = exact(draft).softmax(-1).gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
+    chances = exact(draft).softmax(-1).gather(-1, tokens.clamp(min=0)[..., None])[..., 0] * (tokens >= 0)
     reached = torch.where(counted, 0.5 * chances + 0.5, 1.0).cumprod(1) * counted
     return reached.flip(1).cumsum(1).flip(1)

@@ -2,23 +2,29 @@
 
 from heads.base import DraftHead
 from heads.formats.base import Format, HeadFiles, build
-from heads.formats.dflash import DFlashFormat, DominoFormat, DSparkFormat
+from heads.formats.dflash import DFlash2Format, DFlashFormat, DominoFormat, DSparkFormat
 from heads.formats.eagle import EagleFormat
 from heads.formats.eagle3 import Eagle3Format
 from heads.formats.files import read
 from heads.formats.hydra import HydraFormat
 from heads.formats.medusa import MedusaFormat, VllmMedusaFormat
+from heads.formats.mtp import MTPFormat
 from heads.formats.native import NativeFormat
+from heads.formats.p_eagle import PEagleFormat, SpeculatorsPEagle
 from heads.formats.speculators import SpeculatorsFormat
 from heads.formats.speculators_blocks import SpeculatorsDFlash, SpeculatorsDSpark
 
 # The first that matches is taken, so the more specific ones come first.
 FORMATS: tuple[type[Format], ...] = (
     NativeFormat,
+    MTPFormat,
     SpeculatorsDFlash,
     SpeculatorsDSpark,
+    SpeculatorsPEagle,
+    PEagleFormat,
     SpeculatorsFormat,
     DFlashFormat,
+    DFlash2Format,
     DSparkFormat,
     DominoFormat,
     Eagle3Format,

@@ -87,6 +87,9 @@ class Format(ABC):
         state = head.state_dict().items()
         return {self.disk_name(name): tensor.detach().cpu().clone().contiguous() for name, tensor in state}
 
+    def complete_files(self, directory: Path, target: Target) -> None:  # noqa: B027 -- most write a head alone
+        """Add to the files that were written for this layout what else it holds."""
+
 
 def build(layout: Format, files: HeadFiles, target: Target) -> DraftHead:
     """The head in these files, on the CPU and in the dtype it was stored in. Raises ValueError that names every key that is

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from heads.base import DraftHead, PackedBatch
 from heads.dflash import FULL, SLIDING, DFlashHead
+from heads.dflash2 import DFlash2Head
 from heads.domino import DominoHead
 from heads.dspark import DSparkHead
 from heads.formats.base import Format, HeadFiles, check_settings, drop_copy
@@ -24,10 +25,12 @@ ARCHITECTURES = {
     "DFlashDraftModel": False,
     "QwenDFlashDraftModel": False,
     "DominoDraftModel": False,
+    "DFlash2DraftModel": False,
     "DSparkDraftModel": True,
     "Qwen3DSparkModel": True,
 }
-PROJECTORS = ("dflash", "dspark", "domino")
+PROJECTORS = ("dflash", "dflash2", "dspark", "domino")
+SHOWN_BY = {"markov_rank": "dspark", "selector_rank": "dflash2"}  # settings of kinds that files may not name
 LAYOUT = ("sample_from_anchor", "shift_label")  # names of the setting, here and in SpecForge's Domino
 CAUSAL = ("causal", "causal_head", "is_causal")  # of the same setting, in vLLM's, JetSpec's and others' files
 TEXT, CLEAR = 48, 0.1  # tokens of the text that shows a layout; shares of right first drafts must differ by so much
@@ -128,6 +131,15 @@ class DominoFormat(DFlashFormat):
     kind = DominoHead
 
 
+class DFlash2Format(DFlashFormat):
+    title = "DFlash-2 as z-lab writes it (DFlash2DraftModel)"
+    kind = DFlash2Head
+
+    def kind_settings(self, files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
+        check_settings(files, own, {"input_embedding_scale": 1.0, "output_multiplier": 1.0})
+        return own
+
+
 def markov_settings(files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
     """DSpark's settings, where what is left out is what the weights show."""
     rated = "confidence_head.proj.weight" in files.weights
@@ -146,7 +158,8 @@ def settings_of(files: HeadFiles) -> dict[str, Any]:
 
 def projector(files: HeadFiles, own: dict[str, Any]) -> str:
     """Which kind these files hold; ValueError for one that is not known."""
-    named = own.get("projector_type") or ("dspark" if own.get("markov_rank") else "dflash")
+    shown = next((kind for name, kind in SHOWN_BY.items() if own.get(name)), "dflash")
+    named = own.get("projector_type") or shown
     if named not in PROJECTORS:
         raise files.error(f"config.json says projector_type={named!r}, which is not one of {', '.join(PROJECTORS)}")
     return named

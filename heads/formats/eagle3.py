@@ -34,7 +34,8 @@ ALIASES = {name: name for name in FLAGS} | {"return_hidden_post_norm": "norm_out
 
 class Eagle3Format(Format):
     title = "EAGLE-3 as SafeAILab, vLLM and SGLang read it (LlamaForCausalLMEagle3)"
-    kind, is_default = Eagle3Head, True
+    kind: type[DraftHead] = Eagle3Head
+    is_default = True
 
     def __init__(self, layer: str = "midlayer"):
         self.layer = layer  # ModelOpt, and some of SpecForge's heads, call it layers.0

@@ -8,25 +8,34 @@ from typing import NamedTuple
 
 from heads.base import DraftHead
 from heads.dflash import DFlashHead
+from heads.dflash2 import DFlash2Head
 from heads.domino import DominoHead
 from heads.dspark import DSparkHead
 from heads.eagle import EagleHead
 from heads.eagle3 import Eagle3Head
 from heads.formats.base import Format
-from heads.formats.dflash import DFlashFormat, DominoFormat, DSparkFormat
+from heads.formats.dflash import DFlash2Format, DFlashFormat, DominoFormat, DSparkFormat
 from heads.formats.eagle import EagleFormat
 from heads.formats.eagle3 import FLAGS, Eagle3Format
 from heads.formats.hydra import HydraFormat, check_tied
 from heads.formats.layer_ids import as_sglang_reads, for_sglang
 from heads.formats.medusa import MedusaFormat, VllmMedusaFormat
+from heads.formats.mtp import MTPFormat
+from heads.formats.p_eagle import PEagleFormat, SpeculatorsPEagle
 from heads.formats.speculators import SpeculatorsFormat
 from heads.formats.speculators_blocks import SpeculatorsDFlash, SpeculatorsDSpark
 from heads.hydra import HydraHead
 from heads.medusa import MedusaHead
+from heads.mtp import PREFIX, MTPHead
+from heads.p_eagle import PEagleHead
 from heads.target import Target
+from heads.target.files import weight_map
 
 VLLM = """vllm serve {target} --speculative-config '{{"method": "{method}", "model": "{head}", \
 "num_speculative_tokens": {depth}}}'"""
+VLLM_P_EAGLE = """vllm serve {target} --speculative-config '{{"method": "eagle3", "model": "{head}", \
+"parallel_drafting": true, "num_speculative_tokens": {depth}}}'"""
+VLLM_MTP = """vllm serve {head} --speculative-config '{{"method": "mtp", "num_speculative_tokens": {depth}}}'"""
 SGLANG = """python -m sglang.launch_server --model-path {target} --speculative-algorithm {method} \
 --speculative-draft-model-path {head} --speculative-num-steps {depth} --speculative-eagle-topk 4 \
 --speculative-num-draft-tokens 16"""
@@ -55,9 +64,13 @@ def vllm(head: DraftHead, target: Target) -> Export:
         return Export(EagleFormat("EagleLlamaForCausalLM"), VLLM, "vLLM drafts a chain, no tree.")
     if type(head) is DFlashHead:
         return Export(DFlashFormat(), VLLM, "vLLM drafts a chain, no tree.")
+    if isinstance(head, DFlash2Head):
+        return Export(DFlash2Format(), VLLM, "vLLM drafts a chain, no tree.")
     if isinstance(head, DSparkHead):
         check_vanilla("vLLM", head)
         return Export(SpeculatorsDSpark(), VLLM, "vLLM drafts a chain, no tree.")
+    if isinstance(head, PEagleHead):
+        return Export(PEagleFormat(), VLLM_P_EAGLE, "vLLM drafts a chain, no tree.")
     raise unsupported("vLLM", head)
 
 
@@ -98,6 +111,9 @@ def speculators(head: DraftHead, target: Target) -> Export:
         return Export(SpeculatorsDSpark(), "vllm serve {head}", "vLLM finds the target by the name in config.json.")
     if type(head) is DFlashHead:
         return Export(SpeculatorsDFlash(), "vllm serve {head}", "vLLM finds the target by the name in config.json.")
+    if isinstance(head, PEagleHead):
+        note = "vLLM finds the target by the name in config.json, and P-EAGLE's files by method=eagle3."
+        return Export(SpeculatorsPEagle(), VLLM_P_EAGLE, note)
     if not isinstance(head, Eagle3Head):
         raise unsupported("the speculators package", head)
     return Export(SpeculatorsFormat(), "vllm serve {head}", "vLLM finds the target by the name in config.json.")
@@ -134,6 +150,18 @@ def hydra(head: DraftHead, target: Target) -> Export:
     return Export(
         HydraFormat(), "HydraModel.from_pretrained('{head}')", "hydra_lm_head.pt is what zankner's code opens."
     )
+
+
+def mtp(head: DraftHead, target: Target) -> Export:
+    if not isinstance(head, MTPHead):
+        raise unsupported("a target's own file", head)
+    if not weight_map(target):
+        raise ValueError(f"{target.name} has no checkpoint in safetensors here, which the layer could be written into")
+    shipped = any(name.startswith(PREFIX) for name in weight_map(target))
+    note = (
+        "" if shipped else "Engines look for an MTP layer where config.json tells of one, and this target's does not."
+    )
+    return Export(MTPFormat(), VLLM_MTP, note)
 
 
 def check_vanilla(engine: str, head: DSparkHead) -> None:

@@ -6,13 +6,12 @@ from typing import Any
 # Parts of an architecture's or a model type's name, in lower case -> what it is.
 DRAFTERS = {
     "dflare": "a DFlare block drafter",
-    "peagle": "a P-EAGLE drafter of several layers",
     "mlp_speculator": "an MLP speculator (IBM's accelerators)",
     "mlpspeculator": "an MLP speculator (IBM's accelerators)",
     "mtp": "a multi-token-prediction layer, which belongs to its target's own checkpoint",
     "eaglespeculator": "EAGLE-1 in the first layout (0.1) of the speculators package",
 }
-KNOWN = "Heads that load here: Medusa, Hydra, EAGLE-1/2/3, DFlash, JetSpec, DSpark and Domino"
+KNOWN = "Heads that load here: Medusa, Hydra, EAGLE-1/2/3, P-EAGLE, DFlash, DFlash-2, JetSpec, DSpark and Domino"
 
 
 def check_supported_drafter(config: dict[str, Any], where: str | Path) -> None:

@@ -77,7 +77,7 @@ class BlockTree(GrownTree):
         sampling = Sampling.from_tensors(tensors, self.sampling.key)
         assert cache is not None
         cache.rewind()
-        last = newest(head.read_accepted(features, self.target.embed(tokens), cache), counts)
+        last = newest(head.read_accepted(features, head.embed(tokens, self.target), cache), counts)
         cache.extend(lengths, counts)
         hidden = head.draft_block(last, cache)[:, : self.levels]
         rows = Rows(self, hidden, gumbel, sampling)

@@ -1,10 +1,11 @@
 """Tiny block drafters in the layouts that others publish, written key by key, in the sizes of golden.py."""
 
+import itertools
 from typing import Any
 
 from torch import Tensor
 
-from tests.support.golden import HD, HEADS, KV, MLP, Golden, H, N, V, norm, random
+from tests.support.golden import HD, HEADS, KV, MLP, VD, Golden, H, N, V, eagle3, layer, llama, norm, random, vocabulary
 
 LAYERS, RANK, GRU, EMB = 3, 6, 10, 5
 
@@ -126,6 +127,21 @@ def specforge_domino() -> Golden:
     return config, backbone(2) | weights, "model.safetensors"
 
 
+def zlab_dflash2() -> Golden:
+    """The kind stands in the architecture and the settings alone."""
+    own = {"block_size": 4, "mask_token_id": 7, "target_layer_ids": [1, 3], "selector_rank": RANK, "selector_top_k": 9}
+    config = qwen3(architectures=["DFlash2DraftModel"], is_causal=False)
+    config |= {"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": 5, "use_sliding_window": True}
+    selector = "candidate_selector."
+    weights = {f"{selector}{which}_codebook": random(V, RANK) for which in ("predecessor", "successor")}
+    weights |= {f"{selector}hidden_projection.weight": random(RANK, H)}
+    for i, part in itertools.product(range(LAYERS), ("attention", "mlp")):
+        name = f"layers.{i}.{part}_conv."
+        weights |= {f"{name}base_kernel": random(2, 2, H), f"{name}kernel_projection.weight": random(4 * H // 8, H)}
+    config["dflash_config"] = own | {"conv_kernel_size": 2, "conv_group_size": 8}
+    return config, backbone(2) | weights, "model.safetensors"
+
+
 def in_speculators(kind: str, **more: Any) -> dict[str, Any]:
     """Layer ids of hidden states; no flag."""
     method = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
@@ -155,3 +171,25 @@ def speculators_dflash() -> Golden:
 def speculators_dspark() -> Golden:
     config = in_speculators("dspark", markov_rank=RANK, markov_head_type="vanilla", enable_confidence_head=True)
     return config | {"confidence_head_with_markov": True}, backbone(2) | markov(), "model.safetensors"
+
+
+def p_eagle_weights() -> dict[str, Tensor]:
+    further = layer("layers.1", H) | {"layers.1.input_layernorm.weight": norm()}
+    own = {"mask_hidden": random(1, 1, 3 * H), "embed_tokens.weight": random(V, H)}
+    return eagle3("layers.0") | further | own | vocabulary()
+
+
+P_EAGLE = {"draft_vocab_size": VD, "eagle_aux_hidden_state_layer_ids": [2, 4, 5], "target_hidden_size": None}
+
+
+def p_eagle() -> Golden:
+    """For vLLM; the mask token under the older of its names."""
+    config = llama(architectures=["PeagleLlamaForCausalLM"], num_hidden_layers=2, rope_theta=5000.0, ptd_token_id=7)
+    return config | P_EAGLE, p_eagle_weights(), "model.safetensors"
+
+
+def speculators_p_eagle() -> Golden:
+    own = {"architectures": ["PEagleSpeculator"], "embed_requires_grad": True, "norm_before_residual": True}
+    shape = llama(num_hidden_layers=2, rope_theta=5000.0)
+    config = in_speculators("peagle", transformer_layer_config=shape) | P_EAGLE | own
+    return config, p_eagle_weights(), "model.safetensors"

@@ -20,6 +20,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dspark gated": {"kind": "dspark", "block_size": 3, "num_layers": 1, "markov_rank": 8, "markov_head_type": "gated"},
     "dspark rnn": {"kind": "dspark", "block_size": 3, "num_layers": 1, "markov_rank": 8, "markov_head_type": "rnn"},
     "dflash": {"block_size": 4, "num_layers": 2},
+    "dflash2": {"block_size": 4, "num_layers": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 160},
     "dflash anchor first": {
         "kind": "dflash",
         "block_size": 3,
@@ -35,6 +36,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "jetspec": {"block_size": 5, "num_layers": 2},
     "medusa": {"depth": 3, "blocks": 2, "draft_vocab_size": 250},
     "medusa2": {"depth": 3, "rank": 4},
+    "p_eagle": {"depth": 4, "num_layers": 2, "draft_vocab_size": 200},
     "eagle3 full vocabulary": {"kind": "eagle3", "draft_vocab_size": None},
     "hass": {"kind": "eagle", "depth": 3},
 }

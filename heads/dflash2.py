@@ -1,0 +1,140 @@
+"""DFlash-2: DFlash with short convolutions inside a block, and a selector of candidates (z-lab's blog of 2026; equations as
+in NeMo AutoModel's code).
+
+Every attention and every MLP stands between two convolutions over the slots of a block, before it and after it:
+
+    conv(x)_t = k_{t,0} x_t + k_{t,1} x_{t-1}        x_{-1} = 0: a block sees no other
+
+Their kernels are learned, plus a part that depends on the sublayer's input, shared by `conv_group_size` channels.
+
+The selector scores the `selector_top_k` best drafts b of a slot after the draft a before it, and leaves out all others:
+
+    S(a, b) = logits(b) + <P[a] * (W hidden), Q[b]>
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from heads.dflash import BlockLayer, DFlashHead
+
+OUT = -1e4  # the logit of what is no candidate; finite, so that differences of logits are
+
+
+class DynamicConv(nn.Module):
+    """The convolutions before and after a sublayer, the identity at first."""
+
+    def __init__(self, width: int, taps: int, group: int, slots: int):
+        super().__init__()
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
+        nn.init.zeros_(self.kernel_projection.weight)
+        nn.init.ones_(self.base_kernel[:, 0])
+        self.taps, self.group, self.slots = taps, group, slots
+
+    def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (batch, blocks * slots, width), the sublayer's input, convolved; and the dynamic kernels of `after`."""
+        first, second = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1)).unbind(-3)
+        return self.convolve(x, first, self.base_kernel[0]), second
+
+    def after(self, x: Tensor, dynamic: Tensor) -> Tensor:
+        return self.convolve(x, dynamic, self.base_kernel[1])
+
+    def convolve(self, x: Tensor, dynamic: Tensor, base: Tensor) -> Tensor:
+        """dynamic: (batch, blocks * slots, taps, groups). base: (taps, width)."""
+        blocks = x.unflatten(1, (-1, self.slots))
+        out = torch.zeros_like(x)
+        for tap in range(self.taps):
+            moved = F.pad(blocks, (0, 0, tap, 0))[:, :, : self.slots].flatten(1, 2)
+            out = out + (base[tap] + dynamic[..., tap, :].repeat_interleave(self.group, -1)) * moved
+        return out
+
+
+class ConvLayer(BlockLayer):
+    def __init__(self, config: LlamaConfig, taps: int, group: int, slots: int):
+        super().__init__(config)
+        self.attention_conv, self.mlp_conv = (DynamicConv(config.hidden_size, taps, group, slots) for _ in range(2))
+
+    def inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.attention_conv.before(self.input_layernorm(hidden))
+
+    def feed_forward(self, hidden: Tensor, attended: Tensor, kernel: Tensor | None) -> Tensor:
+        assert kernel is not None
+        hidden = hidden + self.attention_conv.after(attended, kernel)
+        x, kernel = self.mlp_conv.before(self.post_attention_layernorm(hidden))
+        return hidden + self.mlp_conv.after(self.mlp(x), kernel)
+
+
+class CandidateSelector(nn.Module):
+    """Changes nothing at first but that it leaves out what is no candidate."""
+
+    def __init__(self, width: int, vocab: int, rank: int):
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.randn(vocab, rank) * rank**-0.5)
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab, rank))
+        self.hidden_projection = nn.Linear(width, rank, bias=False)
+
+
+class DFlash2Head(DFlashHead):
+    """Weights are named as z-lab and vLLM name them: DFlash's, layers.{i}.{attention,mlp}_conv.*, candidate_selector.*."""
+
+    kind = projector = "dflash2"
+
+    def __init__(
+        self,
+        *args: Any,
+        conv_kernel_size: int = 2,
+        conv_group_size: int = 16,
+        selector_rank: int = 256,
+        selector_top_k: int = 16,
+        **kwargs: Any,
+    ):
+        self.taps, self.group = conv_kernel_size, conv_group_size
+        super().__init__(*args, **kwargs)
+        if min(self.taps, selector_rank, selector_top_k) < 1 or self.width % self.group:
+            raise ValueError(
+                f"head.conv_kernel_size={self.taps}, head.selector_rank={selector_rank} and head.selector_top_k="
+                f"{selector_top_k} must be at least 1, and head.conv_group_size={self.group} must divide {self.width}"
+            )
+        self.correction, self.candidates = selector_rank, min(selector_top_k, self.config.vocab_size)
+        self.candidate_selector = CandidateSelector(self.width, self.config.vocab_size, selector_rank)
+
+    def new_layer(self) -> BlockLayer:
+        return ConvLayer(self.config, self.taps, self.group, self.block_size)
+
+    def masking(self, layer: int) -> tuple[bool, int | None]:
+        """Its sliding layers look both ways inside a block, as all others."""
+        return self.causal, super().masking(layer)[1]
+
+    @classmethod
+    def own_settings(cls, config: dict) -> dict[str, Any]:
+        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        return {name: config[name] for name in names}
+
+    def to_config(self) -> dict:
+        config = super().to_config()
+        config["dflash_config"] |= {
+            "conv_kernel_size": self.taps,
+            "conv_group_size": self.group,
+            "selector_rank": self.correction,
+            "selector_top_k": self.candidates,
+        }
+        return config | {"architectures": ["DFlash2DraftModel"]}
+
+    def condition(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        selector = self.candidate_selector
+        return selector.predecessor_codebook[tokens] * selector.hidden_projection(hidden), memory
+
+    def select(self, base: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and draft ids (..., candidates) of the best of `base`."""
+        best = base.topk(self.candidates)
+        pairs = (self.candidate_selector.successor_codebook[best.indices] * correction[..., None, :]).sum(-1)
+        scores = best.values + pairs
+        return scores, best.indices.expand_as(scores)
+
+    def correct(self, base: Tensor, hidden: Tensor, correction: Tensor, depth: int) -> Tensor:
+        scores, ids = self.select(base, correction)
+        return scores.new_full((*scores.shape[:-1], base.shape[-1]), OUT).scatter(-1, ids, scores)

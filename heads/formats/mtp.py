@@ -1,0 +1,98 @@
+"""A target's own files, with its multi-token-prediction layer in them (`mtp.*`): in, and stitched back out.
+
+Files that hold nothing of the layer are linked, not written, where the disk can. All that an engine reads of it is kept:
+config.json, the tokenizer, the index.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Self
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from heads.base import DraftHead
+from heads.formats.base import Format, HeadFiles
+from heads.formats.llama_layer import layer_settings
+from heads.mtp import PREFIX, MTPHead, norm_offset
+from heads.target import Target
+from heads.target.files import INDEX, checkpoint_file, weight_map
+
+LAYER = f"{PREFIX}layers.0.self_attn."
+COPIED = (".json", ".jinja", ".model", ".txt")
+
+
+class MTPFormat(Format):
+    title = "the target's own files, with its MTP layer (mtp.*)"
+    kind = MTPHead
+    weight_files = ("mtp.safetensors",)  # `complete_files` puts its tensors where they belong
+
+    @classmethod
+    def match(cls, files: HeadFiles) -> Self | None:
+        return cls() if f"{PREFIX}fc.weight" in files.weights else None
+
+    def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
+        config = dict(files.config.get("text_config") or files.config)
+        config["attention_bias"] = f"{LAYER}q_proj.bias" in files.weights
+        settings = layer_settings(files, config, target, count=1)
+        rows = len(files.weights[f"{LAYER}q_proj.weight"])
+        dim = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
+        own = {"depth": 3} | files.config.get("foredraft", {})
+        gated = rows == 2 * dim * settings["num_attention_heads"]
+        shown = {"attn_output_gate": gated, "qk_norm": f"{LAYER}q_norm.weight" in files.weights}
+        return settings | shown | {"foredraft": own}
+
+    def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
+        own = {name: tensor for name, tensor in files.weights.items() if name.startswith(PREFIX)}
+        return shift_norms(own, norm_offset(target))
+
+    def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
+        return shift_norms(super().export_weights(head, target), -norm_offset(target))
+
+    def complete_files(self, directory: Path, target: Target) -> None:
+        written = directory / self.weight_files[0]
+        stitch(load_file(written), directory, target)
+        written.unlink()
+        source = checkpoint_file(target, "config.json")
+        assert source is not None
+        config = directory / "config.json"
+        own = json.loads(config.read_text())["foredraft"]
+        config.write_text(json.dumps(json.loads(source.read_text()) | {"foredraft": own}, indent=2) + "\n")
+        for file in source.parent.iterdir():
+            if file.suffix in COPIED and file.name not in (config.name, INDEX):
+                shutil.copy(file, directory)
+
+
+def shift_norms(weights: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
+    """The weights of norms and `offset` more; in float32, since a small difference to 1 is lost in half precision."""
+    return {name: t.float() + offset if offset and "norm" in name else t for name, t in weights.items()}
+
+
+def stitch(own: dict[str, Tensor], directory: Path, target: Target) -> None:
+    """Write the target's weights to `directory`, with `own` in the place of its MTP layer: in the file that held it, or else
+    in the last one."""
+    places = weight_map(target)
+    place = places.get(f"{PREFIX}fc.weight") or sorted(places.values())[-1]
+    for file in sorted(set(places.values())):
+        stale = any(name.startswith(PREFIX) for name, other in places.items() if other == file)
+        if not stale and file != place:
+            link(file, directory / file.name)
+            continue
+        kept = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(PREFIX)}
+        kept |= own if file == place else {}
+        save_file(kept, directory / file.name, metadata={"format": "pt"})
+    index = checkpoint_file(target, INDEX)
+    if index is not None:
+        facts = json.loads(index.read_text())
+        names = {name: part for name, part in facts["weight_map"].items() if not name.startswith(PREFIX)}
+        facts["weight_map"] = names | dict.fromkeys(own, place.name)
+        (directory / INDEX).write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def link(file: Path, name: Path) -> None:
+    try:
+        os.link(file.resolve(), name)
+    except OSError:  # another disk
+        shutil.copy(file, name)

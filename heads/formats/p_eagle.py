@@ -1,0 +1,101 @@
+"""P-EAGLE as vLLM reads it, and in the layout of the `speculators` package: EAGLE-3's tensors with further layers, the head's
+own embedding, and `mask_hidden`. Drafts beyond the first read the token `pard_token` (`ptd_token_id` in older files,
+`mask_token_id` in speculators)."""
+
+from typing import Any, Self
+
+from torch import Tensor
+
+from heads.base import DraftHead
+from heads.formats.base import HeadFiles, check_settings
+from heads.formats.eagle3 import Eagle3Format
+from heads.formats.layer_ids import IDS
+from heads.formats.llama_layer import layer_settings
+from heads.formats.speculators import speculators_config
+from heads.p_eagle import PEagleHead
+from heads.target import Target
+
+ARCHITECTURES = {"PeagleLlamaForCausalLM", "PEagleDraftModel"}
+TOKEN = ("pard_token", "ptd_token_id", "mask_token_id")  # names of one setting
+FLAGS = ("norm_before_residual", "norm_before_fc")
+EMBEDDINGS = "embed_tokens.weight"
+
+
+class PEagleFormat(Eagle3Format):
+    title = "P-EAGLE as vLLM reads it (PeagleLlamaForCausalLM)"
+    kind = PEagleHead
+
+    def __init__(self, layer: str = "layers.0"):
+        super().__init__(layer)
+
+    @classmethod
+    def match(cls, files: HeadFiles) -> Self | None:
+        named = ARCHITECTURES & set(files.config.get("architectures") or [])
+        if not (named or "mask_hidden" in files.weights) or "speculators_model_type" in files.config:
+            return None
+        return cls("midlayer" if any(name.startswith("midlayer.") for name in files.weights) else "layers.0")
+
+    def disk_name(self, name: str) -> str:
+        return super(Eagle3Format, self).disk_name(name).replace("layers.0", self.layer, 1)
+
+    def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
+        return self.settings(files, files.config, target)
+
+    def settings(self, files: HeadFiles, layer: dict[str, Any], target: Target) -> dict[str, Any]:
+        """What `from_config` reads. layer: settings of the decoder layers."""
+        config, count = files.config, layer["num_hidden_layers"]
+        check_settings(files, layer, {"attention_bias": False, "model_type": "llama"})
+        check_settings(
+            files, config, {"target_hidden_size": layer["hidden_size"], "fc_norm": False, "norm_output": False}
+        )
+        token = next((config[name] for name in TOKEN if config.get(name) is not None), None)
+        if type(token) is not int or not 0 <= token < target.vocab_size:
+            raise files.error(
+                f"config.json says {TOKEN[0]}={token}, which is no row of the target's {target.vocab_size} embeddings"
+            )
+        methods = config.get("speculators_config", {}).get("proposal_methods") or [{}]
+        own = {"depth": methods[0].get("speculative_tokens", 8)} | config.get("foredraft", {})
+        shared = self.shared_config(files, {name: config.get(name) for name in FLAGS}, target)
+        facts = {"num_hidden_layers": count, "pard_token": token, "foredraft": own}
+        return layer_settings(files, layer, target, count) | shared | facts
+
+    def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
+        own = dict(files.weights)
+        rows = own.pop(EMBEDDINGS, None)
+        if rows is None:
+            files.notes.append(f"no embedding is stored, so that of {target.name} is used")
+            rows = target.embeddings.detach().cpu()
+        weights = super().complete_weights(files._replace(weights=own), head, target)
+        return weights | {EMBEDDINGS: rows}
+
+    def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
+        return head.to_config()
+
+
+class SpeculatorsPEagle(PEagleFormat):
+    title, is_default = "P-EAGLE in the layout of the speculators package (vLLM)", False
+
+    @classmethod
+    def match(cls, files: HeadFiles) -> Self | None:
+        return cls() if files.config.get("speculators_model_type") == "peagle" else None
+
+    def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
+        return self.settings(files, files.config["transformer_layer_config"] or {}, target)
+
+    def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
+        assert isinstance(head, PEagleHead)
+        config = head.to_config()
+        layer = {name: value for name, value in config.items() if name in head.config.to_dict()}
+        return {
+            "architectures": ["PEagleDraftModel"],
+            "speculators_model_type": "peagle",
+            "speculators_config": speculators_config("peagle", head.depth, target),
+            "transformer_layer_config": layer | {"architectures": ["LlamaForCausalLM"]},
+            "draft_vocab_size": config["draft_vocab_size"],
+            "target_hidden_size": None,  # the head is as wide as the target
+            IDS: head.layers,
+            "mask_token_id": head.mask_token_id,
+            "embed_requires_grad": True,
+            "tie_word_embeddings": False,
+            **{name: config[name] for name in FLAGS},
+        }

@@ -1,0 +1,207 @@
+"""P-EAGLE: EAGLE-3 with several layers, which drafts all depths in one pass (arXiv:2602.01469).
+
+The first layer is EAGLE-3's: it reads the target's fused features of position p beside the embedding of token p + 1. What it
+makes of them, through the further layers, drafts token p + 2. A deeper draft has neither a token nor features of its own: it
+reads the embedding of a mask token and the learned `mask_hidden` in the place of features, and stands at the position of the
+features that it misses.
+
+    text 0 1 2 3 | draft that begins at 1 | at 3         x = visible
+    depth 1 at 1   x x . . |              |              the text's own entry: EAGLE-3's first step
+    depth 2 at 1   x x . . | x .          | . .
+    depth 3 at 1   x x . . | x x          | . .
+
+The embedding is the head's own and learns (section 5 of the paper: +5 % accepted length).
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from heads import llama_config
+from heads.base import BlockHead, PackedBatch
+from heads.block_attention import Blocks, attend_blocks, within
+from heads.dflash import mask_token
+from heads.eagle3 import MidLayer, paper_layers
+from heads.layers import Attention, DecoderLayer, RMSNorm, Rotary
+from heads.step_attention import attend_steps
+from heads.target import Target
+from heads.target.cache import KVCache
+
+
+class PEagleHead(BlockHead):
+    """Weights are named as vLLM and speculators name them: embed_tokens, mask_hidden, fc, layers.{i}.*, norm, lm_head, d2t,
+    t2d."""
+
+    kind = "p_eagle"
+    format = "P-EAGLE as vLLM reads it (PeagleLlamaForCausalLM)"
+    disk_prefixes: ClassVar[dict[str, str]] = {"blocks.": "layers."}
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layers: list[int],
+        depth: int,
+        mask_token_id: int,
+        draft_vocab_size: int | None = None,
+        norm_before_fc: bool = False,
+        norm_before_residual: bool = False,
+    ):
+        """config: its num_hidden_layers are the head's. norm_before_fc and norm_before_residual are of heads trained
+        elsewhere."""
+        super().__init__()
+        self.config, self.layers, self.mask_token_id = config, list(layers), mask_token_id
+        self.norm_before_residual = norm_before_residual
+        self.depth = self.limit = depth
+        self.block_entries = depth - 1
+        self.width, self.cache_layers = config.hidden_size, config.num_hidden_layers
+        inputs, eps = len(layers) * self.width, config.rms_norm_eps
+        self.embed_tokens = nn.Embedding(config.vocab_size, self.width)
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, inputs))
+        self.fc = nn.Linear(inputs, self.width, bias=False)
+        self.input_norm = RMSNorm(inputs, eps) if norm_before_fc else None
+        further = (DecoderLayer(config) for _ in range(self.cache_layers - 1))
+        self.blocks = nn.ModuleList([MidLayer(config), *further])
+        self.norm = RMSNorm(self.width, eps)
+        self.lm_head = nn.Linear(self.width, self.prune_vocabulary(draft_vocab_size, config.vocab_size), bias=False)
+        self.rotary = Rotary(config)
+
+    @classmethod
+    def for_target(
+        cls,
+        target: Target,
+        depth: int = 8,
+        num_layers: int = 4,
+        layers: list[int] | None = None,
+        mask_token_id: int | None = None,
+        draft_vocab_size: int | None = None,
+        counts: Tensor | None = None,
+    ) -> "PEagleHead":
+        """A new head, which starts from the target as EAGLE-3 does, its embedding from the target's.
+
+        depth: tokens drafted. num_layers: its own. layers, draft_vocab_size, counts: as in EAGLE-3. mask_token_id: None
+        takes a token that the text hardly holds."""
+        n = target.num_layers
+        layers = paper_layers(n) if layers is None else list(layers)
+        if sorted(set(layers)) != layers or not layers or not all(0 <= k <= n for k in layers):
+            raise ValueError(f"head.layers={layers} must ascend within 0..{n}, this target's hidden states")
+        if depth < 2 or num_layers < 1:
+            raise ValueError(f"head.depth={depth} must be at least 2, head.num_layers={num_layers} at least 1")
+        mask = mask_token(target) if mask_token_id is None else mask_token_id
+        if not 0 <= mask < target.vocab_size:
+            raise ValueError(f"head.mask_token_id={mask} is no row of the target's {target.vocab_size} embeddings")
+        config = llama_config.config_like(target, "P-EAGLE")
+        config.num_hidden_layers, config.attention_bias = num_layers, False
+        head = cls(config, layers, depth, mask, draft_vocab_size)
+        sizes = llama_config.init_sizes(head.fc, head.norm, layers, target)
+        with torch.no_grad():
+            head.mask_hidden.mul_(sizes)  # as large as the features in whose place it stands
+            head.embed_tokens.weight.copy_(target.embeddings)
+        for layer in head.own_layers:
+            llama_config.init_near_identity(layer.self_attn.o_proj, layer.mlp.down_proj)
+        head.init_projections(target, counts)
+        return head.to(target.device)
+
+    @property
+    def own_layers(self) -> list[MidLayer | DecoderLayer]:
+        return list(self.blocks)  # type: ignore[arg-type]
+
+    @property
+    def projections(self) -> list[nn.Linear]:
+        return [self.lm_head]
+
+    @classmethod
+    def from_config(cls, config: dict) -> "PEagleHead":
+        shape = llama_config.from_json(config)
+        shape.num_hidden_layers = config["num_hidden_layers"]
+        return cls(
+            shape,
+            layers=config["eagle_aux_hidden_state_layer_ids"],
+            depth=config["foredraft"]["depth"],
+            mask_token_id=config["pard_token"],
+            draft_vocab_size=config["draft_vocab_size"],
+            norm_before_fc=bool(config.get("norm_before_fc", False)),
+            norm_before_residual=bool(config.get("norm_before_residual", False)),
+        )
+
+    def to_config(self) -> dict:
+        return llama_config.to_json(self.config) | {
+            "architectures": ["PeagleLlamaForCausalLM"],
+            "num_hidden_layers": self.cache_layers,
+            "draft_vocab_size": self.lm_head.out_features,
+            "target_hidden_size": self.width,
+            "pard_token": self.mask_token_id,
+            "norm_before_residual": self.norm_before_residual,
+            "norm_before_fc": self.input_norm is not None,
+            "eagle_aux_hidden_state_layer_ids": self.layers,
+        }
+
+    def incompatibilities(self, target: Target) -> list[str]:
+        beyond = [k for k in self.layers if k > target.num_layers]
+        words = [f"the head reads hidden state {k}, the target has 0..{target.num_layers}" for k in beyond[-1:]]
+        return llama_config.incompatibilities(self.config, target) + words
+
+    def differences(self, target: Target) -> list[str]:
+        return llama_config.differences(self.config, target)
+
+    def embed(self, tokens: Tensor, target: Target) -> Tensor:
+        return self.embed_tokens(tokens)
+
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(self.norm(hidden))
+
+    def fuse(self, features: Tensor) -> Tensor:
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        return self.fc(features.to(self.fc.weight.dtype))
+
+    def mask_inputs(self, *shape: int) -> tuple[Tensor, Tensor]:
+        """(*shape, hidden) each: in the place of fused features, and the mask token's embedding."""
+        mask = torch.full((), self.mask_token_id, device=self.device)
+        return self.fuse(self.mask_hidden)[0, 0].expand(*shape, -1), self.embed_tokens(mask).expand(*shape, -1)
+
+    def inputs(self, number: int, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """What the attention of layer `number` reads, and what the layer adds to."""
+        layer = self.own_layers[number]
+        if not isinstance(layer, MidLayer):
+            return layer.input_layernorm(hidden), hidden
+        residual = layer.hidden_norm(hidden) if self.norm_before_residual else hidden
+        return layer.concat_inputs(embeddings, hidden), residual
+
+    def draft_blocks(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
+        length, slots = text.tokens.shape[1], self.depth - 1
+        blocks, mask = Blocks.of(text, slots), text.mask()
+        begins = blocks.last.clamp(min=0)
+        hidden, after = self.fuse(features), self.embed_tokens(text.tokens.roll(-1, dims=1))
+        drafts, unknown = self.mask_inputs(len(begins), begins.shape[1] * slots)
+        ahead = torch.arange(1, slots + 1, device=begins.device)
+        places = (text.positions.gather(1, begins)[..., None] + ahead).flatten(1)
+        of_text, of_drafts = (self.rotary(p, length + slots, hidden.dtype) for p in (text.positions, places))
+        for number, layer in enumerate(self.own_layers):
+            attention: Attention = layer.self_attn
+            (x, residual), (y, residual_y) = self.inputs(number, hidden, after), self.inputs(number, drafts, unknown)
+            q, k, v = attention.project(x, *of_text)
+            drafts_q, *own = attention.project(y, *of_drafts)
+            attended = attend_blocks(drafts_q, (k, v), (own[0], own[1]), blocks, causal=True)
+            hidden = layer.feed_forward(residual, attention.project_out(attend_steps(q, [(k, v)], mask)))
+            drafts = layer.feed_forward(residual_y, attention.project_out(attended))
+        first = hidden.gather(1, begins[..., None].expand(-1, -1, self.width))
+        return torch.cat([first[:, :, None], drafts.unflatten(1, (-1, slots))], dim=2)
+
+    def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
+        new = embeddings.shape[1]
+        return self.attend_text(self.fuse(features), embeddings, cache.causal_mask(new), cache)
+
+    def draft_block(self, last: Tensor, cache: KVCache) -> Tensor:
+        hidden, embeddings = self.mask_inputs(len(last), self.block_entries)
+        mask = cache.mask(within(self.block_entries, True, None, hidden.device)[None])
+        return torch.cat([last, self.attend_text(hidden, embeddings, mask, cache)], dim=1)
+
+    def attend_text(self, hidden: Tensor, embeddings: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
+        """Hidden states after all layers, which write into the cache."""
+        places = self.rotary(cache.columns(hidden.shape[1]), cache.capacity, hidden.dtype)
+        for number, layer in enumerate(self.own_layers):
+            x, residual = self.inputs(number, hidden, embeddings.to(hidden.dtype))
+            hidden = layer.feed_forward(residual, layer.self_attn.attend_cached(x, *places, mask, cache, number))
+        return hidden

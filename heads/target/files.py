@@ -1,0 +1,44 @@
+"""Files of the checkpoint that a target was loaded from: what transformers leaves unread there."""
+
+import json
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+from safetensors import safe_open
+from torch import Tensor
+
+from heads.target.model import Target
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def checkpoint_file(target: Target, name: str) -> Path | None:
+    """A file of the target's checkpoint, in its directory or the Hub's cache."""
+    if Path(target.name).is_dir():
+        return Path(target.name) / name if (Path(target.name) / name).is_file() else None
+    if target.name.count("/") != 1:
+        return None
+    cached = try_to_load_from_cache(target.name, name, revision=target.model.config._commit_hash)
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def weight_map(target: Target) -> dict[str, Path]:
+    """Every stored tensor's name and its file; empty where there is no checkpoint in safetensors to read."""
+    index, whole = (checkpoint_file(target, name) for name in (INDEX, WEIGHTS))
+    if index is not None:
+        parts: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return {name: index.parent / part for name, part in parts.items()}
+    if whole is None:
+        return {}
+    with safe_open(whole, framework="pt") as opened:
+        return dict.fromkeys(opened.keys(), whole)
+
+
+def stored_tensors(target: Target, prefix: str) -> dict[str, Tensor]:
+    """Those of the checkpoint whose names begin with `prefix`, without it."""
+    found: dict[str, Tensor] = {}
+    for name, path in weight_map(target).items():
+        if name.startswith(prefix) and path.is_file():
+            with safe_open(path, framework="pt") as opened:
+                found[name.removeprefix(prefix)] = opened.get_tensor(name)
+    return found

@@ -1,0 +1,157 @@
+"""MTP layers: those that a target ships, against transformers' own; learned further; and stitched back into its files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import Qwen3_5ForCausalLM
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding
+
+from heads import Target, load_head
+from heads.checkpoint import write_head
+from heads.formats import engines
+from heads.mtp import MTPHead
+from inference import generate
+from inference.drafters import drafter_for
+from tests.support.batches import PROMPT
+from tests.support.equations import attention, mlp, rms
+from tests.support.head_factory import make_head
+from tests.support.hybrids import CONFIGS
+from train import parity_gate
+
+CONFIG = CONFIGS["qwen3_5"]
+TEXT = [token % CONFIG.vocab_size for token in PROMPT[:18]]
+
+
+def shipped() -> dict[str, Tensor]:
+    """An MTP layer as Qwen3.5's files hold it: a full-attention layer, norms as differences to 1."""
+    width = CONFIG.hidden_size
+    layer = Qwen3_5DecoderLayer(CONFIG, layer_idx=1).state_dict()
+    layer = {name: tensor + 0.2 * torch.randn_like(tensor) for name, tensor in layer.items()}
+    own = {f"mtp.layers.0.{name}": tensor for name, tensor in layer.items()}
+    own |= {
+        f"mtp.{name}.weight": 0.2 * torch.randn(width)
+        for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    }
+    return own | {"mtp.fc.weight": 0.2 * torch.randn(width, 2 * width)}
+
+
+@pytest.fixture(scope="module", params=["one file", "shards"])
+def shipping(request, tmp_path_factory) -> Target:
+    """A target whose files hold an MTP layer."""
+    path = tmp_path_factory.mktemp("shipping")
+    torch.manual_seed(0)
+    model = Qwen3_5ForCausalLM(CONFIG)
+    model.save_pretrained(path, max_shard_size="5GB" if request.param == "one file" else "40KB")
+    files = sorted(path.glob("*.safetensors"))
+    assert (len(files) > 2) == (request.param == "shards")
+    layer = shipped()
+    save_file(load_file(files[-1]) | layer, files[-1], metadata={"format": "pt"})
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        facts = json.loads(index.read_text())
+        facts["weight_map"] |= dict.fromkeys(layer, files[-1].name)
+        index.write_text(json.dumps(facts))
+    return Target.from_pretrained(path, dtype="float32", device="cpu")
+
+
+def from_one(x: Tensor, weight: Tensor) -> Tensor:
+    return rms(x, 1 + weight)
+
+
+@torch.no_grad()
+def test_a_head_starts_from_the_layer_that_the_target_ships(shipping):
+    head = MTPHead.for_target(shipping).eval()
+    files = [load_file(file) for file in sorted(Path(shipping.name).glob("*.safetensors"))]
+    w = {name: tensor for file in files for name, tensor in file.items() if name.startswith("mtp.")}
+    tokens = torch.tensor([TEXT])
+    last = shipping.read(tokens[:, :-1], layers=[shipping.num_layers]).features
+    after = shipping.embed(tokens[:, 1:])
+    both = from_one(after, w["mtp.pre_fc_norm_embedding.weight"]), from_one(last, w["mtp.pre_fc_norm_hidden.weight"])
+    layer = Qwen3_5DecoderLayer(CONFIG, layer_idx=1).eval()
+    layer.load_state_dict({name[13:]: tensor for name, tensor in w.items() if name.startswith("mtp.layers.0.")})
+    places = torch.arange(len(TEXT) - 1)[None]
+    rotary = Qwen3_5TextRotaryEmbedding(CONFIG)(last, places)
+    hidden = torch.cat(both, -1) @ w["mtp.fc.weight"].T
+    mask = torch.full((len(TEXT) - 1,) * 2, -torch.inf).triu(1)[None, None]
+    out = layer(hidden, position_embeddings=rotary, attention_mask=mask, position_ids=places)
+    out = from_one(out[0] if isinstance(out, tuple) else out, w["mtp.norm.weight"])
+    for cut in (5, len(TEXT) - 1):
+        _, drafted = parity_gate.drafted_logits(head, shipping, TEXT[:cut], TEXT[cut])
+        torch.testing.assert_close(drafted[0], shipping.logits(out)[0, cut - 1], atol=1e-4, rtol=1e-4)
+    assert parity_gate.check(head, shipping, TEXT) < 1e-3
+
+
+@torch.no_grad()
+def test_further_drafts_are_those_of_the_equations(target):
+    """Without gate and norms, in loops: the text's entries, then the chain's, each on the output of the one before."""
+    head = make_head("mtp", target)
+    w, a = head.state_dict(), 9
+    chain, logits = parity_gate.drafted_logits(head, target, PROMPT[:a], PROMPT[a])
+    states = list(target.read(torch.tensor([PROMPT[:a]]), layers=[target.num_layers]).features[0])
+    fused: list[Tensor] = []
+    for depth, tokens in enumerate([PROMPT[1 : a + 1], *([token] for token in chain[:-1])]):
+        for number, token in enumerate(tokens):
+            embedding = rms(target.embeddings[token], w["pre_fc_norm_embedding.weight"])
+            state = rms(states[number if depth == 0 else -1], w["pre_fc_norm_hidden.weight"])
+            fused.append(w["fc.weight"] @ torch.cat([embedding, state]))
+        x = torch.stack(fused)
+        inner = rms(x, w["layer.input_layernorm.weight"])
+        q, k, v = ((inner @ w[f"layer.self_attn.{one}_proj.weight"].T).view(len(x), -1, 8) for one in "qkv")
+        places = list(range(len(x)))
+        x = x + attention(q, k, v, places, places, lambda j, p: p <= j) @ w["layer.self_attn.o_proj.weight"].T
+        states.append(rms((x + mlp(x, w, "layer."))[-1], w["norm.weight"]))
+        torch.testing.assert_close(logits[depth], target.logits(states[-1]), atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_text_of_a_target_with_its_own_layer_is_its_own(shipping, temperature):
+    rows, settings = torch.tensor([TEXT]), {"max_new_tokens": 20, "eos_token_id": -1, "seed": 3}
+    drafted = generate(
+        shipping, drafter_for(MTPHead.for_target(shipping), shipping), rows, temperature=temperature, **settings
+    )
+    assert drafted.new_tokens == generate(shipping, None, rows, temperature=temperature, **settings).new_tokens
+
+
+def test_a_layer_is_stitched_back_into_its_targets_files(shipping, tmp_path):
+    head = MTPHead.for_target(shipping).eval()
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    export = engines.mtp(head, shipping)
+    write_head(head, tmp_path, shipping, export.layout, export.layout.weight_files)
+    again = load_head(tmp_path, shipping, dtype=torch.float32)
+    assert type(again) is MTPHead and again.depth == head.depth
+    torch.testing.assert_close(again.state_dict(), head.state_dict())
+    before, after = (
+        {name: t for file in sorted(Path(path).glob("*.safetensors")) for name, t in load_file(file).items()}
+        for path in (shipping.name, tmp_path)
+    )
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(name.startswith("mtp.") for name in changed)
+    assert {f.name for f in Path(shipping.name).iterdir()} == {f.name for f in tmp_path.iterdir()}
+    whole = Target.from_pretrained(tmp_path, dtype="float32", device="cpu")
+    tokens = torch.tensor([TEXT])
+    assert torch.equal(whole.read(tokens).logits, shipping.read(tokens).logits)
+    torch.testing.assert_close(MTPHead.for_target(whole).state_dict(), head.state_dict())
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["foredraft"]["depth"] == 3 and config["dtype"] == json.loads(
+        (Path(shipping.name) / "config.json").read_text()
+    ).get("dtype", "float32")
+
+
+def test_a_layer_of_another_kind_is_named(shipping, tmp_path, monkeypatch):
+    experts = {name.removeprefix("mtp."): tensor for name, tensor in shipped().items()}
+    experts["layers.0.mlp.experts.gate_up_proj"] = experts.pop("layers.0.mlp.gate_proj.weight")
+    monkeypatch.setattr("heads.mtp.stored_tensors", lambda target, prefix: experts)
+    with pytest.raises(ValueError, match=r"the MTP layer of .*mtp\.layers\.0\.mlp\.experts.*head=eagle"):
+        MTPHead.for_target(shipping)
+
+
+def test_targets_without_files_take_no_layer_in(target, shipping):
+    with pytest.raises(ValueError, match="a target's own file reads no eagle3 heads"):
+        engines.mtp(make_head("eagle3", target), target)
