@@ -109,9 +109,7 @@ def generate(
             steps.append(as_step(outputs))
         for output in outputs:
             if output.finish_reason == "error":
-                raise ValueError(
-                    f"the target {target.name} gave logits that are not numbers; try another dtype (bfloat16 or float32)"
-                )
+                raise ValueError(f"{output.request.failure}: {target.name} may need another dtype (bfloat16 or float32)")
             texts[output.request] += output.tokens
             reasons[output.request] = output.finish_reason or "length"
             if streamer is not None and output.request is requests[0] and output.tokens:
