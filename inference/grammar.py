@@ -99,7 +99,9 @@ class GrammarState:
         root included. Nodes that the grammar forbids are left as they are."""
         from llguidance.torch import fill_next_token_bitmask
 
-        self.matcher.consume_tokens(list(text[self.read :]))
+        for token in text[self.read :]:
+            if not self.matcher.is_stopped():  # after the end only ends come, which it knows
+                self.matcher.consume_token(token)
         self.read = len(text)
         below: list[list[int]] = [[] for _ in tokens]
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
@@ -110,7 +112,7 @@ class GrammarState:
             fill_next_token_bitmask(self.matcher, bits, node)
             for child in below[node]:
                 if self.matcher.is_stopped():
-                    if tokens[child] in self.eos_token_ids:  # after the end only ends, and a matcher takes one
+                    if tokens[child] in self.eos_token_ids:
                         visit(child)
                 elif self.matcher.try_consume_tokens([tokens[child]]):
                     visit(child)
