@@ -3,6 +3,7 @@
 from inference.drafters import Drafter, drafter_for, load_drafter
 from inference.engine import Engine
 from inference.generation import Generation, generate
+from inference.grammar import Grammars
 from inference.request import Request
 from inference.sampling import SamplingParams
 
@@ -10,6 +11,7 @@ __all__ = [
     "Drafter",
     "Engine",
     "Generation",
+    "Grammars",
     "Request",
     "SamplingParams",
     "drafter_for",

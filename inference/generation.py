@@ -84,9 +84,9 @@ def generate(
     drafter: None is plain decoding through the same loop. attention_mask: (batch, length), 0 where a row is padded, on
     either side. generation_config and settings: as transformers has them, by keyword: max_new_tokens (128), max_length,
     do_sample, temperature, top_k, top_p, min_p, repetition_penalty, bad_words_ids, eos_token_id (the target's; -1
-    switches it off), pad_token_id, stop_strings; and presence_penalty, frequency_penalty, logit_bias ({token: bias}) as
-    OpenAI has them. Greedy unless do_sample is true or a temperature above 0 is given; what is not set is off (also top_k,
-    which transformers sets to 50). seed: row r uses seed + r, or give one per row; a row's text depends on its own prompt
+    switches it off), pad_token_id, stop_strings; presence_penalty, frequency_penalty, logit_bias ({token: bias}) as
+    OpenAI has them; and grammar (inference/grammar.py). Greedy unless do_sample is true or a temperature above 0 is given;
+    what is not set is off (also top_k, which transformers sets to 50). seed: row r uses seed + r, or give one per row; a row's text depends on its own prompt
     and seed alone. streamer: transformers' kind. rule, lossless, timings: as in `Engine`.
 
     Raises ValueError for an empty or too long prompt, for a setting that is not known or not done here, and for logits
@@ -110,7 +110,7 @@ def generate(
         for output in outputs:
             if output.finish_reason == "error":
                 raise ValueError(
-                    f"the target {target.name} gave logits that are not numbers; try another dtype (bfloat16 or float32)"
+                    f"{output.request.failure}: {target.name} may need another dtype (bfloat16 or float32)"
                 )
             texts[output.request] += output.tokens
             reasons[output.request] = output.finish_reason or "length"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from heads.target import Target
+from inference.grammar import GrammarState
 from inference.sampling import SamplingParams
 
 
@@ -20,6 +21,12 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     trace: int | None = None  # tell how its tokens came about, with so many alternatives to each (inference/trace.py)
+
+    @property
+    def failure(self) -> str:
+        """What happened where its text ends with "error"."""
+        grammar = "" if self.params.grammar is None else ", or a step of its grammar cost more than is allowed"
+        return f"the target gave logits that are not numbers{grammar}"
 
 
 def budget(request: Request, target: Target) -> int:
@@ -66,6 +73,7 @@ class Row:
     new_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop" (an end token or a stop string), "length", "cancelled", "error"
     generator: torch.Generator | None = None  # of a published rule's draws (inference/target_sampler.py)
+    grammar: GrammarState | None = None  # how far its text has come in the request's grammar; the sampler moves it on
 
     def extend(self, tokens: Sequence[int]) -> list[int]:
         """Add what the target chose, up to the text's end; what was added."""

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from inference.grammar import Grammar
+
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the finaliser of SplitMix64 (Steele et al., 2014)
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -29,6 +31,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # of tokens in the new text, taken off once
     frequency_penalty: float = 0.0  # and as often as they occur
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit); -inf bans it
+    grammar: Grammar | None = None  # what the new text must follow (inference/grammar.py)
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from heads.target.cuda_graphs import CudaGraphs
 from inference.acceptance_rules import RULES
+from inference.grammar import GrammarState, allowed_tokens, forbid
 from inference.request import Row
 from inference.sampling import Noise, Sampling
 from inference.tree import TokenTree
@@ -23,6 +24,7 @@ class TargetSampler:
 
     def __init__(self, rows: Sequence[Row], vocab: int, device: torch.device):
         params = [row.request.params for row in rows]
+        self.rows, self.vocab = rows, vocab
         self.sampling = Sampling.of(params, vocab, device)
         self.noise: Noise | None = None
         if self.sampling.temperature is not None:
@@ -57,15 +59,31 @@ class TargetSampler:
     ) -> tuple[Verification, Tensor]:
         """What is accepted of a tree at most `depth` deep, and in which rows a logit was not a number (batch,) bool."""
         choose = partial(choose_and_verify, self.sampling.key, depth)
-        state = gumbel, self.seen, self.counts
-        return graphs(("verify", self.sampling.key, depth), choose, logits, *state, *tree, *self.sampling.tensors)
+        allowed, failed = self.allowed(tree)
+        state = gumbel, self.seen, self.counts, allowed
+        key = "verify", self.sampling.key, depth
+        verification, broken = graphs(key, choose, logits, *state, *tree, *self.sampling.tensors)
+        return verification, broken if failed is None else broken | failed
+
+    def allowed(self, tree: TokenTree) -> tuple[Tensor | None, Tensor | None]:
+        """What the rows' grammars allow after each node, and which of them failed (see `allowed_tokens`); None and no wait
+        for the device where no row has a grammar."""
+        states: list[GrammarState | None] = []
+        for row in self.rows:
+            grammar = row.request.params.grammar
+            if grammar is not None and row.grammar is None:
+                row.grammar = GrammarState(grammar)
+            states.append(row.grammar if row.finish_reason is None else None)
+        if not any(states):
+            return None, None
+        return allowed_tokens(states, [row.new_tokens for row in self.rows], tree.tokens, tree.parents, self.vocab)
 
 
 def choose_and_verify(key: tuple[bool, int], depth: int, logits: Tensor, *state: Tensor | None) -> Any:
     """`TargetSampler.verify` as a function of tensors, which can be captured."""
-    gumbel, seen, counts, *parts = state
+    gumbel, seen, counts, allowed, *parts = state
     tree: Any = TokenTree(*parts[:4])  # type: ignore[arg-type]
-    logits = processed(Sampling.from_tensors(parts[4:], key), logits, tree, seen, counts)
+    logits = processed(Sampling.from_tensors(parts[4:], key), logits, tree, seen, counts, allowed)
     if gumbel is not None:
         rows = torch.arange(len(gumbel), device=logits.device)[:, None]
         logits = logits + gumbel[rows, tree.depths]
@@ -74,10 +92,15 @@ def choose_and_verify(key: tuple[bool, int], depth: int, logits: Tensor, *state:
 
 
 def processed(
-    sampling: Sampling, logits: Tensor, tree: TokenTree, seen: Tensor | None, counts: Tensor | None
+    sampling: Sampling,
+    logits: Tensor,
+    tree: TokenTree,
+    seen: Tensor | None,
+    counts: Tensor | None,
+    allowed: Tensor | None,
 ) -> Tensor:
-    """Logits (batch, nodes, vocab) after penalties, biases and warpers, each node with the text that leads to it. seen,
-    counts: (batch, vocab), of the text so far, the root included."""
+    """Logits (batch, nodes, vocab) after penalties, biases, grammars and warpers, each node with the text that leads to it.
+    seen, counts: (batch, vocab), of the text so far, the root included. allowed: see `allowed_tokens`."""
     if seen is not None and counts is not None:
         nodes = tree.tokens.shape[1]
         path = tree.ancestors.clone()
@@ -85,7 +108,8 @@ def processed(
         tokens = tree.tokens.clamp(min=0)[:, None, :].expand(-1, nodes, -1)
         counts = counts[:, None].expand(-1, nodes, -1).scatter_add(2, tokens, path.long())
         seen = seen[:, None] | (counts > 0)
-    return sampling.warp(sampling.process(logits, counts, seen))
+    logits = sampling.process(logits, counts, seen)
+    return sampling.warp(logits if allowed is None else forbid(logits, allowed))
 
 
 class RuleSampler(TargetSampler):
@@ -106,7 +130,8 @@ class RuleSampler(TargetSampler):
     def verify(
         self, logits: Tensor, tree: TokenTree, gumbel: Tensor | None, depth: int, graphs: CudaGraphs
     ) -> tuple[Verification, Tensor]:
-        logits = processed(self.sampling, logits, tree, self.seen, self.counts)
+        allowed, failed = self.allowed(tree)
+        logits = processed(self.sampling, logits, tree, self.seen, self.counts, allowed)
         probabilities = logits.double().softmax(-1)
         if self.sampling.temperature is None:
             probabilities = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
@@ -120,6 +145,7 @@ class RuleSampler(TargetSampler):
         # It draws after the last accepted node only; of the others, drafters learn what is likeliest.
         new = tree.tokens.new_tensor
         broken = logits.isnan().flatten(1).any(1)
+        broken = broken if failed is None else broken | failed
         return Verification(new(counts), new(paths), new(tokens), probabilities.argmax(-1)), broken
 
     def judge(

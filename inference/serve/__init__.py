@@ -2,6 +2,7 @@
 
 protocol.py     what a request may say, and what is refused by name
 prompts.py      messages and prompts to tokens
+tools.py        tool calls: read out of a text, and forced by a grammar
 detokenizer.py  tokens to text, as it grows
 worker.py       the thread that owns the engine
 completion.py   one answer: its text, log-probabilities and usage, in OpenAI's words

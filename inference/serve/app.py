@@ -19,6 +19,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 import inference
+from inference.grammar import Grammar, Grammars
+from inference.serve import tools
 from inference.serve.completion import Answer
 from inference.serve.limits import Gate, error_body, error_response
 from inference.serve.metrics import Metrics
@@ -68,6 +70,9 @@ class Service:
         self.metrics = Metrics(worker)
         self.target = worker.target
         self.encoder, self.encoding = PromptEncoder(self.target), ThreadPoolExecutor(1, "tokenizer")
+        # Of its own: a schema that takes a second to compile holds up nobody who has none.
+        self.grammars: Grammars | None = None
+        self.compiling = ThreadPoolExecutor(1, "grammar")
 
     def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [{"id": self.name, "object": "model", "created": 0, "owned_by": "foredraft"}]}
@@ -76,9 +81,11 @@ class Service:
         if asked.model not in (None, self.name):
             raise HTTPException(404, f"the model {asked.model!r} is not served here: {self.name!r} is")
         encode: Any = self.encoder.chat if isinstance(asked, ChatRequest) else self.encoder.completion
+        loop = asyncio.get_running_loop()
         try:
-            prompts = await asyncio.get_running_loop().run_in_executor(self.encoding, encode, asked)
-            jobs = self.worker.submit(self.requests(asked, prompts), asked.speculative)
+            prompts = await loop.run_in_executor(self.encoding, encode, asked)
+            grammar = await loop.run_in_executor(self.compiling, self.grammar, asked) if asked.has_grammar else None
+            jobs = self.worker.submit(self.requests(asked, prompts, grammar), asked.speculative)
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
         answer = Answer(self.worker, jobs, asked, self.name, sum(map(len, prompts)))
@@ -91,8 +98,14 @@ class Service:
         finally:
             ended()
 
-    def requests(self, asked: CommonRequest, prompts: list[list[int]]) -> list[inference.Request]:
-        params, seed = asked.sampling(self.target.vocab_size), asked.first_seed()
+    def grammar(self, asked: CommonRequest) -> Grammar | None:
+        self.grammars = self.grammars or Grammars(self.target)
+        return tools.grammar(asked, self.target.text_tokenizer.chat_template, self.grammars)
+
+    def requests(
+        self, asked: CommonRequest, prompts: list[list[int]], grammar: Grammar | None
+    ) -> list[inference.Request]:
+        params, seed = asked.sampling(self.target.vocab_size, grammar), asked.first_seed()
         trace = asked.top_tokens if asked.top_tokens is not None else 0 if asked.trace else None
         ends, most = frozenset(self.target.eos_token_ids), asked.budget or self.max_tokens
         return [

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from inference.engine import Output
 from inference.serve.detokenizer import Detokenizer, StopStrings
 from inference.serve.protocol import ChatRequest, CommonRequest
+from inference.serve.tools import ToolReader, reader
 from inference.serve.worker import Failed, Job, Worker
 from inference.trace import Trace
 
@@ -22,6 +23,7 @@ class Piece(NamedTuple):
     logprobs: list[dict[str, Any]]  # an entry per token, as chat completions have them
     trace: dict[str, Any] | None
     finish_reason: str | None
+    calls: list[dict[str, Any]]  # of tools, all at once at the end
 
 
 class Choice:
@@ -30,6 +32,8 @@ class Choice:
     def __init__(self, index: int, job: Job, asked: CommonRequest, tokenizer: PreTrainedTokenizerBase):
         self.index, self.job, self.asked, self.tokenizer = index, job, asked, tokenizer
         self.detokenizer, self.stops = Detokenizer(tokenizer), StopStrings(asked.stop_strings)
+        self.tools: ToolReader | None = reader(asked, tokenizer.chat_template)
+        self.calls: list[dict[str, Any]] = []
         self.text, self.logprobs = "", list[dict[str, Any]]()
         self.tokens = self.steps = self.gained = 0
         self.finish_reason: str | None = None
@@ -45,13 +49,19 @@ class Choice:
         self.tokens += len(output.tokens)
         if output.accepted is not None:
             self.steps, self.gained = self.steps + 1, self.gained + len(output.tokens)
+        if self.tools is not None:
+            text = self.tools.push(text)
+            if self.finish_reason is not None:
+                rest, self.calls = self.tools.end()
+                text += rest
+                self.finish_reason = "tool_calls" if self.calls else self.finish_reason
         self.text += text
         logprobs = (
             [] if self.asked.top_tokens is None or output.trace is None else self.logprob_entries(output, output.trace)
         )
         self.logprobs += logprobs
         trace = self.trace_entry(output, pieces) if self.asked.trace else None
-        return Piece(self.index, text, logprobs, trace, self.finish_reason)
+        return Piece(self.index, text, logprobs, trace, self.finish_reason, self.calls)
 
     def logprob_entries(self, output: Output, trace: Trace) -> list[dict[str, Any]]:
         """Log-probabilities of the new tokens; the end token is not part of the text."""
@@ -138,7 +148,7 @@ class Answer:
         choices = [
             {
                 "index": choice.index,
-                **self.content("message", choice.text, {"role": "assistant"}),
+                **self.content("message", choice.text, choice.calls, {"role": "assistant"}),
                 "logprobs": self.logprobs_field(choice.logprobs),
                 "finish_reason": choice.finish_reason,
             }
@@ -149,8 +159,10 @@ class Answer:
     def envelope(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def content(self, name: str, text: str, more: dict[str, Any]) -> dict[str, Any]:
-        return {name: {**more, "content": text}} if self.chat else {"text": text}
+    def content(self, name: str, text: str, calls: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
+        if not self.chat:
+            return {"text": text}
+        return {name: {**more, "content": text or None, "tool_calls": calls} if calls else {**more, "content": text}}
 
     def logprobs_field(self, logprobs: list[dict[str, Any]]) -> dict[str, Any] | None:
         if self.asked.top_tokens is None:
@@ -175,10 +187,15 @@ class Answer:
                 continue  # what it added is held back
             part = {
                 "index": piece.choice,
-                **self.content("delta", piece.text, {}),
+                **self.content("delta", piece.text, numbered(piece.calls), {}),
                 "logprobs": self.logprobs_field(piece.logprobs),
                 "finish_reason": piece.finish_reason,
             }
             yield {**envelope, "choices": [part], **({"trace": piece.trace} if piece.trace else {})}
         if self.asked.stream_options is not None and self.asked.stream_options.include_usage:
             yield {**envelope, "choices": [], "usage": self.usage()}
+
+
+def numbered(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls as they are streamed: parts of each are told apart by its number."""
+    return [{"index": number, **call} for number, call in enumerate(calls)]

@@ -2,6 +2,7 @@
 not theirs, or speak as the system, by writing the template's own marks."""
 
 import copy
+import json
 import re
 from typing import Any
 
@@ -28,10 +29,11 @@ class PromptEncoder:
         if self.tokenizer.chat_template is None:
             raise ValueError(f"{self.target.name} has no chat template: use /v1/completions")
         messages = [self.plain(message) for message in request.messages]
+        tools: Any = None if request.tool_choice == "none" else request.tools or None
+        if tools is not None:
+            tools = self.without_specials([tool.model_dump(exclude_unset=True) for tool in tools])
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=request.tools or None, add_generation_prompt=True, tokenize=False
-            )
+            text = self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
         except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"the target's chat template refuses these messages: {error}") from None
         pieces = PLACES.split(text)  # text, number of a special token, text ...
@@ -50,6 +52,8 @@ class PromptEncoder:
             if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in message.content):
                 raise ValueError("messages hold parts that are not text: only text is supported here")
             given["content"] = "".join(part["text"] for part in message.content)
+        if isinstance(given.get("tool_calls"), list):
+            given["tool_calls"] = [with_parsed_arguments(call) for call in given["tool_calls"]]
         return self.without_specials(given)
 
     def without_specials(self, value: Any) -> Any:
@@ -80,3 +84,12 @@ class PromptEncoder:
             return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         except (TypeError, UnicodeError):
             raise ValueError("the text is not valid Unicode: it holds half of a surrogate pair") from None
+
+
+def with_parsed_arguments(call: Any) -> Any:
+    """A call of an earlier answer as templates take it: with its arguments as an object, not as OpenAI's string of JSON."""
+    try:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except (TypeError, KeyError, ValueError, RecursionError):
+        return call

@@ -3,18 +3,17 @@ which only the end tokens are used. Unknown fields are ignored, known ones that 
 """
 
 import secrets
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from inference.grammar import Grammar
 from inference.sampling import SamplingParams
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Tokens = Annotated[int, Field(ge=1, le=2**31)]
 # Fields that would change an answer, and the values of them that would not.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
     "functions": ([],),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
@@ -32,6 +31,22 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 class StreamOptions(BaseModel):
     include_usage: bool = False
+
+
+class JsonSchema(BaseModel):
+    name: str = ""
+    definition: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def check_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to type json_schema, and to no other")
+        return self
 
 
 class CommonRequest(BaseModel):
@@ -54,6 +69,7 @@ class CommonRequest(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
     trace: bool = Field(False, description="say how each token came about, and the tree of its step")
     speculative: bool = Field(True, description="false decodes plainly: the same text, to compare the speed")
 
@@ -88,7 +104,11 @@ class CommonRequest(BaseModel):
     def first_seed(self) -> int:
         return secrets.randbits(62) if self.seed is None else self.seed
 
-    def sampling(self, vocab: int) -> SamplingParams:
+    @property
+    def has_grammar(self) -> bool:
+        return self.response_format is not None and self.response_format.type != "text"
+
+    def sampling(self, vocab: int, grammar: Grammar | None) -> SamplingParams:
         """Raises ValueError for a bias of a token that the target does not know."""
         bias = tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
         for token, value in bias:
@@ -103,6 +123,7 @@ class CommonRequest(BaseModel):
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=bias,
+            grammar=grammar,
         )
 
 
@@ -115,12 +136,62 @@ class Message(BaseModel):
     content: str | list[dict[str, Any]] | None = None
 
 
+class Function(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """Handed to the target's own chat template as it is."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(BaseModel):
+    name: str
+
+
+class NamedTool(BaseModel):
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(CommonRequest):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Tokens | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def check_tools(self) -> "ChatRequest":
+        names = [tool.function.name for tool in self.tools or []]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tools has two of one name: {', '.join(names)}")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(
+                f"tool_choice names {self.tool_choice.function.name!r}, tools has {', '.join(names) or 'none'}"
+            )
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice required needs tools")
+        if self.must_call and super().has_grammar:
+            raise ValueError("response_format says how an answer looks that tool_choice does not allow: leave one out")
+        return self
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice not in (None, "auto", "none")
+
+    @property
+    def has_grammar(self) -> bool:
+        return self.must_call or super().has_grammar
 
     @model_validator(mode="after")
     def check_logprobs(self) -> "ChatRequest":

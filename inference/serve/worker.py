@@ -162,7 +162,10 @@ class Worker(threading.Thread):
             job = self.jobs[output.request]
             job.delivered += len(output.tokens)
             if output.finish_reason == "error":
-                self.end(job, Failed("the target gave logits that are not numbers for this text"))
+                self.end(
+                    job,
+                    Failed(f"{job.request.failure} for this text", 500 if job.request.params.grammar is None else 400),
+                )
             elif output.finish_reason is not None:
                 self.end(job, output)
             else:

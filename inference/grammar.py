@@ -1,0 +1,149 @@
+"""Grammars that a text must follow: which tokens may stand after each node of a tree.
+
+    grammars = Grammars(target)                                  # pip install 'foredraft[grammar]'
+    generate(target, drafter, ids, grammar=grammars.json_schema({"type": "object", ...}))
+
+What may come next depends on the text before it alone. So a text is the same with drafts and without: a draft that the
+grammar forbids is never the target's choice, and is rejected as any other. Grammars are llguidance's.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heads.target import Target
+
+MAX_SIZE = 2**16  # characters of a schema; llguidance bounds what its rules may cost, to compile and in every step
+# A model may write its JSON over several lines. Without a bound it may also write white space for ever.
+JSON_OPTIONS: Any = {"whitespace_pattern": "[ \\n\\r\\t]{0,32}"}
+
+
+class Grammar:
+    """A compiled grammar, of one target. Any number of requests may share it."""
+
+    def __init__(self, matcher: Any, eos_token_ids: Sequence[int]):
+        self.matcher, self.eos_token_ids = matcher, eos_token_ids
+
+
+class Grammars:
+    """Compiles grammars for a target's tokenizer, which it reads once (about a second for 150k tokens)."""
+
+    def __init__(self, target: Target):
+        """Raises ValueError where llguidance is not installed, or the tokenizer is not one that it reads."""
+        try:
+            from llguidance.hf import from_tokenizer
+        except ModuleNotFoundError:
+            raise ValueError("a grammar needs llguidance: pip install 'foredraft[grammar]'") from None
+        self.eos_token_ids = sorted(target.eos_token_ids)
+        if not self.eos_token_ids:
+            raise ValueError(f"a grammar ends a text by an end token, and {target.name} has none")
+        self.tokenizer = from_tokenizer(target.text_tokenizer, target.vocab_size, self.eos_token_ids)
+
+    def json_schema(self, schema: dict[str, Any]) -> Grammar:
+        """JSON of this schema. Raises ValueError for what is no schema, what is not done here, and what is too large."""
+        from llguidance import LLMatcher
+
+        try:
+            text = json.dumps(schema, allow_nan=False)
+            text.encode()
+        except (TypeError, ValueError, RecursionError):
+            raise ValueError("the schema is not JSON") from None
+        if not isinstance(schema, dict):
+            raise ValueError(f"the schema is {text[:40]}, not an object")
+        self.check_size(text)
+        return self.compiled(LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))
+
+    def json_object(self) -> Grammar:
+        return self.json_schema({"type": "object"})
+
+    def lark(self, text: str) -> Grammar:
+        """Of llguidance's variant of Lark's rules. Raises ValueError as `json_schema` does."""
+        from llguidance import LLMatcher
+
+        self.check_size(text)
+        return self.compiled(LLMatcher.grammar_from_lark(text))
+
+    def check_size(self, text: str) -> None:
+        if len(text) > MAX_SIZE:
+            raise ValueError(f"the grammar has {len(text)} characters, more than the {MAX_SIZE} that are compiled here")
+
+    def compiled(self, grammar: str) -> Grammar:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self.tokenizer, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # finds grammars that no text follows
+        if matcher.is_error():
+            reason = matcher.get_error().split("<state>")[0].strip().replace("\n", " ")
+            raise ValueError(f"the grammar cannot be compiled: {reason[:300]}")
+        return Grammar(matcher, self.eos_token_ids)
+
+
+class GrammarState:
+    """How far one text has come in its grammar."""
+
+    def __init__(self, grammar: Grammar):
+        self.matcher, self.eos_token_ids = grammar.matcher.deep_copy(), grammar.eos_token_ids
+        self.read = 0  # tokens of the text
+
+    @property
+    def failed(self) -> bool:
+        """Has a step cost more than llguidance allows? Then nothing more is known of the text."""
+        return self.matcher.is_error()
+
+    def fill(self, bits: Tensor, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """Write into bits (nodes, words) what may stand after each node; 32 tokens a word. text: what has been written, the
+        root included. Nodes that the grammar forbids are left as they are."""
+        from llguidance.torch import fill_next_token_bitmask
+
+        for token in text[self.read :]:
+            if not self.matcher.is_stopped():  # after the end only ends come, which it knows
+                self.matcher.consume_token(token)
+        self.read = len(text)
+        below: list[list[int]] = [[] for _ in tokens]
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            if node and token >= 0:
+                below[parent].append(node)
+
+        def visit(node: int) -> None:
+            fill_next_token_bitmask(self.matcher, bits, node)
+            for child in below[node]:
+                if self.matcher.is_stopped():
+                    if tokens[child] in self.eos_token_ids:
+                        visit(child)
+                elif self.matcher.try_consume_tokens([tokens[child]]):
+                    visit(child)
+                    self.matcher.rollback(1)
+
+        visit(0)
+
+
+def allowed_tokens(
+    states: Sequence[GrammarState | None],
+    texts: Sequence[Sequence[int]],
+    tokens: Tensor,
+    parents: Tensor,
+    vocab: int,
+) -> tuple[Tensor, Tensor]:
+    """Bits (batch, nodes, words) int32 for `forbid`, all set in rows without a state, and in which rows a grammar failed
+    (batch,) bool; of trees (batch, nodes), whose tokens the host waits for."""
+    batch, nodes = tokens.shape
+    bits = torch.full((batch, nodes, (vocab + 31) // 32), -1, dtype=torch.int32)
+    host_tokens, host_parents = torch.stack([tokens, parents]).tolist()
+    for row, state in enumerate(states):
+        if state is not None and not state.failed:
+            state.fill(bits[row], texts[row], host_tokens[row], host_parents[row])
+            if state.failed:
+                bits[row] = -1
+    failed = torch.tensor([state is not None and state.failed for state in states])
+    return bits.to(tokens.device), failed.to(tokens.device)
+
+
+def forbid(logits: Tensor, bits: Tensor) -> Tensor:
+    """Logits (batch, nodes, vocab) with minus infinity where a bit of `allowed_tokens` is not set."""
+    places = torch.arange(32, dtype=torch.int32, device=bits.device)
+    allowed = ((bits[..., None] >> places) & 1).flatten(-2)[..., : logits.shape[-1]]
+    return logits.masked_fill(allowed == 0, float("-inf"))

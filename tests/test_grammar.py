@@ -1,0 +1,214 @@
+"""Texts that follow a grammar: the same with drafts and without, and what the mask of every prefix allows."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from heads import Target
+from inference import Engine, Grammars, Request, SamplingParams, generate, load_drafter
+from inference.drafters import DraftModel, DynamicTree, NgramDrafter
+from tests.support.batches import prompt
+from tests.support.head_factory import make_head
+
+PAIR = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["alpha", "alphabet", "beta"]}, "many": {"type": "array", "maxItems": 3}},
+    "required": ["kind", "many"],
+    "additionalProperties": False,
+}
+PAIR["properties"]["many"]["items"] = {"type": "integer", "minimum": -20, "maximum": 400}
+
+
+@pytest.fixture(scope="module")
+def grammars(target: Target) -> Grammars:
+    return Grammars(target)
+
+
+@pytest.fixture(scope="module")
+def drafters(target: Target) -> dict[str, Any]:
+    """One that guesses the target's own tokens before the grammar forbids them, and two that hardly ever guess right."""
+    return {
+        "the target itself": DraftModel(target, target, depth=4),
+        "a random head": DynamicTree(make_head("eagle3", target), target, depth=3, nodes=12),
+        "repetitions": NgramDrafter(),
+        "several": load_drafter("ngram+lookahead", target),
+    }
+
+
+def written(target: Target, drafter: Any, grammar: Any, seed: int, tokens: int = 30, **settings: Any) -> Any:
+    facts = {"grammar": grammar, "seed": seed, "max_new_tokens": tokens, **settings}
+    return generate(target, drafter, prompt(9, seed), **facts)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 1.0}, {"temperature": 0.9, "top_k": 9, "frequency_penalty": 0.4}]
+)
+@pytest.mark.parametrize("name", ["the target itself", "a random head", "repetitions", "several"])
+def test_text_is_the_same_with_drafts(target, grammars, drafters, name, settings):
+    # A random target's own words are no JSON, but often without vowels: there its drafts are accepted.
+    strict, loose, accepted = grammars.json_schema(PAIR), grammars.lark("start: /[^aeiou]*/"), 0
+    for seed, grammar in enumerate((strict, loose)):
+        plain = written(target, None, grammar, seed, **settings)
+        drafted = written(target, drafters[name], grammar, seed, **settings)
+        assert drafted.new_tokens == plain.new_tokens
+        accepted += sum(sum(step.accepted) for step in drafted.steps)
+    assert accepted or name != "the target itself"
+
+
+def test_a_text_that_ended_is_of_the_schema(target, grammars):
+    ended = 0
+    for seed in range(3):
+        answer = written(target, None, grammars.json_schema(PAIR), seed, 80, temperature=1.0)
+        if answer.finish_reasons == ["stop"]:
+            found = json.loads(target.text_tokenizer.decode(answer.new_tokens[0], skip_special_tokens=True))
+            assert found.keys() == {"kind", "many"} and found["kind"] in PAIR["properties"]["kind"]["enum"]
+            assert len(found["many"]) <= 3 and all(-20 <= number <= 400 for number in found["many"])
+            ended += 1
+    assert ended
+
+
+def test_greedy_text_is_the_likeliest_that_every_prefix_allows(target, grammars):
+    """Against a loop that knows nothing of trees, caches and states."""
+    grammar = grammars.json_schema(PAIR)
+    found = written(target, DraftModel(target, target, depth=4), grammar, 1, 25).new_tokens[0]
+    text, new = prompt(9, 1)[0].tolist(), list[int]()
+    for _ in found:
+        matcher = grammar.matcher.deep_copy()
+        assert matcher.consume_tokens(new)
+        mask = matcher.compute_bitmask()
+        allowed = [token for token in range(target.vocab_size) if mask[token // 8] >> (token % 8) & 1]
+        logits = target.read(torch.tensor([text + new])).logits[0, -1]
+        new.append(allowed[int(logits[allowed].argmax())])
+    assert found == new
+
+
+def test_rows_of_a_batch_have_grammars_of_their_own(target, grammars):
+    pair, thing, plain = grammars.json_schema(PAIR), grammars.json_object(), None
+    params = [SamplingParams(temperature=1.0, grammar=grammar) for grammar in (pair, plain, thing, plain, pair)]
+
+    def requests() -> list[Request]:
+        ends = frozenset(target.eos_token_ids)
+        return [Request(prompt(4 + i, i)[0].tolist(), one, 24, i, ends) for i, one in enumerate(params)]
+
+    def texts(engine: Engine, asked: list[Request]) -> list[list[int]]:
+        found: dict[Request, list[int]] = {request: [] for request in asked}
+        for request in asked:
+            engine.add(request)
+        while engine.has_work:
+            for output in engine.step():
+                found[output.request] += output.tokens
+            if len(engine.rows) == 3 and engine.waiting:
+                engine.preempt()  # what was written is read anew
+        return [*found.values()]
+
+    drafter = DraftModel(target, target, depth=3)
+    together = texts(Engine(target, drafter, max_rows=3), requests())
+    assert together == [texts(Engine(target), [request])[0] for request in requests()]
+
+
+def test_after_the_end_only_ends_come(target, grammars):
+    """Where nobody stops there, with drafts as without."""
+    one = grammars.json_schema({"enum": ["a"]})
+    texts = [
+        written(target, drafter, one, 0, 12, eos_token_id=-1).new_tokens[0]
+        for drafter in (None, DraftModel(target, target, depth=3), NgramDrafter())
+    ]
+    assert texts[0] == texts[1] == texts[2] and texts[0][-4:] == [*target.eos_token_ids] * 4
+
+
+def test_a_published_rule_follows_the_grammar_too(target, grammars):
+    drafter = DraftModel(target, target, depth=3)
+    new = generate(
+        target,
+        drafter,
+        prompt(9, 1),
+        rule="tree_deterministic",
+        temperature=1.0,
+        grammar=grammars.json_schema(PAIR),
+        max_new_tokens=20,
+    ).new_tokens[0]
+    matcher = grammars.json_schema(PAIR).matcher
+    assert matcher.validate_tokens(new) == len(new)
+
+
+def test_a_grammar_that_leaves_no_token_ends_its_text_alone(target, grammars):
+    """Here the user bans what it allows; a step that costs more than llguidance allows ends in the same way."""
+    bans = tuple((token, float("-inf")) for token in range(target.vocab_size))
+    params = SamplingParams(grammar=grammars.json_schema(PAIR), logit_bias=bans)
+    engine = Engine(target, DraftModel(target, target, depth=3))
+    asked = [Request(prompt(5, 1)[0].tolist(), one, 12) for one in (params, SamplingParams())]
+    for request in asked:
+        engine.add(request)
+    reasons, texts = {}, {request: [] for request in asked}
+    while engine.has_work:
+        for output in engine.step():
+            texts[output.request] += output.tokens
+            reasons[output.request] = output.finish_reason
+    assert [reasons[request] for request in asked] == ["error", "length"]
+    assert texts[asked[1]] == generate(target, None, prompt(5, 1), max_new_tokens=12).new_tokens[0]
+
+
+def deep(levels: int) -> dict:
+    schema: dict = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "schema, reason",
+    [
+        ([1], "not an object"),
+        (True, "not an object"),
+        ({"type": "nothing"}, "nothing"),
+        ({"type": {1}}, "not JSON"),
+        ({"enum": [float("nan")]}, "not JSON"),
+        ({"enum": ["a" * 70_000]}, "more than the 65536"),
+        (deep(900), "compiled"),
+        ({"$ref": "#"}, "compiled"),
+        ({"$ref": "https://example.com/schema.json"}, "compiled"),
+        ({"$ref": "file:///etc/passwd"}, "compiled"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "string", "minLength": 5, "maxLength": 3}, "compiled"),
+        ({"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {}}} for j in range(5)]} for i in range(12)]}, "too large"),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_refused_in_a_sentence(grammars, schema, reason):
+    with pytest.raises(ValueError, match=reason) as caught:
+        grammars.json_schema(schema)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400 and "root:" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "^((((a{1,100}){1,100}){1,100}){1,100})$"},
+        {"type": "string", "pattern": ".*a.{30}b.{30}.*"},
+        {"type": "array", "minItems": 10**6},
+        {"type": "string", "maxLength": 10**9},
+        {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1500)}},
+        {"x-guidance": {"whitespace_pattern": "(a|b)*"}, "type": "object"},
+    ],
+)
+def test_a_costly_schema_costs_no_more_than_others_can_bear(target, grammars, schema):
+    began = time.monotonic()
+    try:
+        written(target, None, grammars.json_schema(schema), 0, 20, temperature=1.0)
+    except ValueError as error:
+        assert "compiled" in str(error) or "cost more than is allowed" in str(error)
+    assert time.monotonic() - began < 30
+
+
+def test_a_target_without_an_end_token_has_no_grammar(target, monkeypatch):
+    monkeypatch.setattr(Target, "eos_token_ids", frozenset())
+    with pytest.raises(ValueError, match="end token"):
+        Grammars(target)
+
+
+def test_a_missing_library_is_named(target, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "llguidance.hf", None)
+    with pytest.raises(ValueError, match=r"foredraft\[grammar\]"):
+        Grammars(target)

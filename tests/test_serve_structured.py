@@ -1,0 +1,199 @@
+"""JSON, schemas and tool calls through the openai package: what a grammar forces, and what is read out of a text."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from inference.serve.tools import BARE, HERMES, LLAMA, ToolFormat, ToolReader, format_of
+from tests.support.serving import Served, served
+
+ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "def add(self, other):"}]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["alpha", "beta"]}, "many": {"type": "array", "maxItems": 2}},
+    "required": ["kind", "many"],
+    "additionalProperties": False,
+}
+SCHEMA["properties"]["many"]["items"] = {"type": "integer", "minimum": 0, "maximum": 99}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "pair", "strict": True, "schema": SCHEMA}}
+TOOLS = [
+    {"type": "function", "function": {"name": "pair", "description": "<|endoftext|>", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "stop_it"}},
+]
+TEMPLATE = """{%- if tools %}{{ 'Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>' }}
+{%- for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
+{%- for message in messages %}{{ message.role + ": " }}
+{%- for call in message.tool_calls or [] %}{{ call.function.name + "(" }}
+{%- for key in call.function.arguments %}{{ key }}{% endfor %}{{ ")" }}
+{%- endfor %}{{ message.content or "" }}{{ "\n" }}{% endfor %}{{ "assistant:" }}"""
+
+
+@pytest.fixture(scope="module")
+def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path = tmp_path_factory.mktemp("structured") / "tiny"
+    shutil.copytree(tiny_path, path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    facts = [f"target={path}", "target.dtype=float32", "target.device=cpu", "drafter=draft_model", "max_tokens=90"]
+    with served(path.parent, *facts, f"drafter.spec=draft:{path}") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> openai.OpenAI:
+    return server.client()
+
+
+def ended(client: openai.OpenAI, **settings) -> list:
+    """Choices that their grammar ended; others are cut by max_tokens."""
+    answer = client.chat.completions.create(**ASKED, n=4, seed=1, **settings)
+    found = [choice for choice in answer.choices if choice.finish_reason != "length"]
+    assert found, [choice.message for choice in answer.choices]
+    return found
+
+
+def test_an_answer_is_of_its_schema(client):
+    for choice in ended(client, response_format=FORMAT):
+        found = json.loads(choice.message.content)
+        assert found["kind"] in ("alpha", "beta") and len(found["many"]) <= 2 and found.keys() == {"kind", "many"}
+
+
+def test_a_text_of_a_schema_is_the_same_without_drafts_and_streamed(client):
+    facts = {**ASKED, "response_format": FORMAT, "seed": 3}
+    texts = [
+        client.chat.completions.create(**facts, extra_body={"speculative": speculative}).choices[0].message.content
+        for speculative in (True, False)
+    ]
+    chunks = client.chat.completions.create(**facts, stream=True)
+    texts.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_the_openai_package_parses_a_model_of_pydantic(client):
+    class Kind(BaseModel):
+        kind: bool
+
+    answer = client.chat.completions.parse(**ASKED, seed=1, response_format=Kind)
+    assert answer.choices[0].message.parsed.kind in (True, False)
+
+
+def test_any_json_is_an_object(client):
+    answer = client.completions.create(
+        model="tiny", prompt="def", seed=1, max_tokens=9, extra_body={"response_format": {"type": "json_object"}}
+    )
+    assert answer.choices[0].text.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    "choice, names",
+    [("required", {"pair", "stop_it"}), ({"type": "function", "function": {"name": "pair"}}, {"pair"})],
+)
+def test_a_forced_tool_is_called(client, choice, names):
+    for one in ended(client, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False):
+        (call,) = one.message.tool_calls
+        assert one.finish_reason == "tool_calls" and one.message.content is None and call.function.name in names
+        arguments = json.loads(call.function.arguments)
+        assert call.function.name != "pair" or arguments["kind"] in ("alpha", "beta")
+
+
+def test_a_call_is_streamed(client):
+    facts = {**ASKED, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "pair"}}}
+    seed = next(
+        seed for seed in range(9) if client.chat.completions.create(**facts, seed=seed).choices[0].message.tool_calls
+    )
+    whole = client.chat.completions.create(**facts, seed=seed).choices[0].message.tool_calls[0].function
+    chunks = [*client.chat.completions.create(**facts, seed=seed, stream=True)]
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert [(call.index, call.function.name, call.function.arguments) for call in calls] == [
+        (0, whole.name, whole.arguments)
+    ]
+    assert not any(chunk.choices[0].delta.content for chunk in chunks)
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_results_of_tools_go_into_the_prompt(client):
+    call = {"id": "1", "type": "function", "function": {"name": "pair", "arguments": '{"kind": "alpha"}'}}
+    messages = [
+        *ASKED["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "done"},
+    ]
+    facts = {"model": "tiny", "max_tokens": 1}
+    told = client.chat.completions.create(**facts, messages=messages).usage.prompt_tokens
+    shown = [*ASKED["messages"], {"role": "assistant", "content": "pair(kind)"}, {"role": "tool", "content": "done"}]
+    assert told == client.chat.completions.create(**facts, messages=shown).usage.prompt_tokens
+
+
+def test_tools_are_told_to_the_template_unless_they_may_not_be_called(client):
+    facts = {**ASKED, "max_tokens": 1}
+    plain, none, auto = (
+        client.chat.completions.create(**facts, **more).usage.prompt_tokens
+        for more in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS})
+    )
+    assert plain == none and auto > plain + 100
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"response_format": {"type": "json_schema"}}, "json_schema belongs to"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, "be compiled"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, "be compiled"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["a" * 70_000]}}}},
+            "more than the 65536",
+        ),
+        ({"tool_choice": "required"}, "needs tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}, "tools": TOOLS}, "'other'"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "two of one name"),
+        ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools.0.function.name"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": FORMAT}, "leave one out"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(client, settings, message):
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        client.chat.completions.create(**ASKED, **settings)
+    assert "\n" not in caught.value.body["message"]
+
+
+CALL = '{"name": "f", "arguments": {"a": "</tool_call> é"}}'
+F = ("f", {"a": "</tool_call> é"})
+TEXTS: list[tuple[ToolFormat, str, str, list]] = [
+    (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", [F]),
+    (HERMES, f"I look.\n<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}", "I look.\n", [F, F]),
+    (HERMES, "a < b <tool <b>", "a < b <tool <b>", []),
+    (HERMES, "x<tool_call>{broken</tool_call>", "x<tool_call>{broken</tool_call>", []),
+    (HERMES, CALL.replace('"f"', '"g"'), CALL.replace('"f"', '"g"'), []),
+    (HERMES, '<tool_call>{"name": "g", "arguments": {}}', '<tool_call>{"name": "g", "arguments": {}}', []),
+    (HERMES, '<tool_call>{"name": ["f"], "arguments": {}}', '<tool_call>{"name": ["f"], "arguments": {}}', []),
+    (HERMES, "<tool_call>" + "[" * 9000, "<tool_call>" + "[" * 9000, []),
+    (LLAMA, ' {"name": "f", "parameters": {"a": 1}}', "", [("f", {"a": 1})]),
+    (LLAMA, 'See {"name": "f", "parameters": {}}', 'See {"name": "f", "parameters": {}}', []),
+    (LLAMA, '{"no": "call"} of mine', '{"no": "call"} of mine', []),
+    (BARE, CALL, "", [F]),
+    (BARE, "", "", []),
+]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("style, text, content, calls", TEXTS)
+def test_calls_are_read_out_of_a_text(style, text, content, calls, size):
+    reader = ToolReader(style, ["f"])
+    shown = "".join(reader.push(text[at : at + size]) for at in range(0, len(text), size))
+    rest, found = reader.end()
+    assert shown + rest == content
+    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found] == calls
+    assert len({call["id"] for call in found}) == len(calls)
+
+
+def test_formats_are_known_by_their_templates():
+    qwen = 'within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <name>, \\"arguments\\": <args>}'
+    llama = 'in the format {"name": function name, "parameters": dictionary of argument name and its value}'
+    assert format_of(qwen) == HERMES and format_of(llama) == LLAMA
+    coder = "<tool_call>\\n<function=name>\\n<parameter=arguments>"
+    assert format_of(None) is None and format_of("plain") is None and format_of(coder) is None
