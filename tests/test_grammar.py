@@ -100,7 +100,7 @@ def test_rows_of_a_batch_have_grammars_of_their_own(target, grammars):
         while engine.has_work:
             for output in engine.step():
                 found[output.request] += output.tokens
-            if len(engine.rows) == 3 and engine.waiting:
+            if len(engine.batch.rows) == 3 and engine.waiting:
                 engine.preempt()  # what was written is read anew
         return [*found.values()]
 
