@@ -87,7 +87,8 @@ def generate(
     switches it off), pad_token_id, stop_strings; presence_penalty, frequency_penalty, logit_bias ({token: bias}) as
     OpenAI has them; and grammar (inference/grammar.py). Greedy unless do_sample is true or a temperature above 0 is given;
     what is not set is off (also top_k, which transformers sets to 50). seed: row r uses seed + r, or give one per row; a
-    row's text depends on its own prompt and seed alone. streamer: transformers' kind. rule, lossless, timings: as in `Engine`.
+    row's text depends on its own prompt and seed alone. streamer: transformers' kind. rule, lossless, timings: as in
+    `Engine`.
 
     Raises ValueError for an empty or too long prompt, for a setting that is not known or not done here, and for logits
     that are not numbers.
