@@ -78,8 +78,10 @@ class DFlashHead(BlockHead):
         causal: bool = False,
         window: int | None = None,
         layer_types: list[str] | None = None,
+        draft_vocab_size: int | None = None,
     ):
-        """config: its num_hidden_layers are the head's. window: of its sliding layers; layer_types: None for full ones."""
+        """config: its num_hidden_layers are the head's. window: of its sliding layers; layer_types: None for full ones.
+        draft_vocab_size: None drafts from all of the vocabulary, with the target's lm_head."""
         super().__init__()
         self.config, self.layers, self.block_size, self.mask_token_id = config, list(layers), block_size, mask_token_id
         self.causal, self.window = causal, window
@@ -90,6 +92,8 @@ class DFlashHead(BlockHead):
         self.fc = nn.Linear(len(layers) * self.width, self.width, bias=False)
         self.hidden_norm, self.norm = (RMSNorm(self.width, config.rms_norm_eps) for _ in range(2))
         self.blocks = nn.ModuleList(self.new_layer() for _ in range(self.cache_layers))
+        self.draft_vocab = self.prune_vocabulary(draft_vocab_size, config.vocab_size)
+        self.lm_head = nn.Linear(self.width, self.draft_vocab, bias=False) if self.pruned else None
         self.rotary = Rotary(config)
 
     disk_prefixes = {"blocks.": "layers."}  # noqa: RUF012 -- `layers` are the hidden states that any head reads
@@ -105,13 +109,16 @@ class DFlashHead(BlockHead):
         sample_from_anchor: bool = False,
         causal: bool = False,
         window: int | None = None,
+        draft_vocab_size: int | None = None,
+        counts: Tensor | None = None,
         **own: Any,
     ) -> "DFlashHead":
         """A new head.
 
         block_size: slots of a block. num_layers: its own. layers: the hidden states that it reads; None takes as many as it
         has layers, spread as in the paper. mask_token_id: None takes a token that the text hardly holds. window: of its
-        layers but the last; None for none. own: of the kinds that build on this one."""
+        layers but the last; None for none. draft_vocab_size, counts: as in EAGLE-3. own: of the kinds that build on this
+        one."""
         layers = spread_layers(target.num_layers, num_layers) if layers is None else list(layers)
         if sorted(set(layers)) != layers or not all(0 <= k < target.num_layers for k in layers) or not layers:
             raise ValueError(
@@ -128,8 +135,10 @@ class DFlashHead(BlockHead):
         config = llama_config.config_like(target, "DFlash")
         config.num_hidden_layers, config.attention_bias = num_layers, False
         types = None if window is None else [SLIDING] * (num_layers - 1) + [FULL]
-        head = cls(config, layers, block_size, mask, sample_from_anchor, causal, window, types, **own)
+        layout = sample_from_anchor, causal, window, types, draft_vocab_size
+        head = cls(config, layers, block_size, mask, *layout, **own)
         head.init_like(target)
+        head.init_projections(target, counts)
         head.attach(target)
         return head.to(target.device)
 
@@ -168,6 +177,7 @@ class DFlashHead(BlockHead):
             causal=own["causal"],
             window=config["sliding_window"],
             layer_types=config["layer_types"],
+            draft_vocab_size=config["draft_vocab_size"],
             **cls.own_settings(own),
         )
 
@@ -188,6 +198,7 @@ class DFlashHead(BlockHead):
             "sliding_window": self.window,
             "use_sliding_window": sliding,
             "num_target_layers": self.target.num_layers,
+            "draft_vocab_size": self.draft_vocab,
             "dflash_config": {
                 "projector_type": self.projector,
                 "target_layer_ids": [layer - 1 for layer in self.layers],
@@ -206,8 +217,12 @@ class DFlashHead(BlockHead):
     def differences(self, target: Target) -> list[str]:
         return llama_config.differences(self.config, target)
 
+    @property
+    def projections(self) -> list[nn.Linear]:
+        return [] if self.lm_head is None else [self.lm_head]
+
     def base_logits(self, hidden: Tensor) -> Tensor:
-        return self.target.logits(hidden)
+        return self.target.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
 
     def fuse(self, features: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))

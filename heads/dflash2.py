@@ -99,7 +99,7 @@ class DFlash2Head(DFlashHead):
                 f"head.conv_kernel_size={self.taps}, head.selector_rank={selector_rank} and head.selector_top_k="
                 f"{selector_top_k} must be at least 1, and head.conv_group_size={self.group} must divide {self.width}"
             )
-        self.correction, self.candidates = selector_rank, min(selector_top_k, self.config.vocab_size)
+        self.correction, self.candidates = selector_rank, min(selector_top_k, self.draft_vocab)
         self.candidate_selector = CandidateSelector(self.width, self.config.vocab_size, selector_rank)
 
     def new_layer(self) -> BlockLayer:
@@ -131,8 +131,8 @@ class DFlash2Head(DFlashHead):
     def select(self, base: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and draft ids (..., candidates) of the best of `base`."""
         best = base.topk(self.candidates)
-        pairs = (self.candidate_selector.successor_codebook[best.indices] * correction[..., None, :]).sum(-1)
-        scores = best.values + pairs
+        named = self.candidate_selector.successor_codebook[self.to_target_ids(best.indices)]
+        scores = best.values + (named * correction[..., None, :]).sum(-1)
         return scores, best.indices.expand_as(scores)
 
     def correct(self, base: Tensor, hidden: Tensor, correction: Tensor, depth: int) -> Tensor:

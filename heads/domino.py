@@ -29,7 +29,7 @@ class DominoHead(DFlashHead):
         self.correction = self.memory = gru_hidden_dim
         self.pure = pure_draft_prefix_len
         self.prefix_gru = nn.GRU(self.width, gru_hidden_dim, bias=False, batch_first=True)
-        up = nn.Linear(emb_dim, self.config.vocab_size, bias=False)
+        up = nn.Linear(emb_dim, self.draft_vocab, bias=False)
         self.embed_proj = nn.Sequential(nn.Linear(self.width + gru_hidden_dim, emb_dim, bias=False), nn.SiLU(), up)
         nn.init.zeros_(up.weight)  # no correction at first
 

@@ -19,9 +19,9 @@ VARIANTS = ("vanilla", "gated", "rnn")
 
 
 class MarkovHead(nn.Module):
-    def __init__(self, variant: str, width: int, rank: int, vocab: int):
+    def __init__(self, variant: str, width: int, rank: int, vocab: int, draft_vocab: int):
         super().__init__()
-        self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), nn.Linear(rank, vocab, bias=False)
+        self.markov_w1, self.markov_w2 = nn.Embedding(vocab, rank), nn.Linear(rank, draft_vocab, bias=False)
         nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
         nn.init.zeros_(self.markov_w2.weight)  # no correction at first
         self.variant = variant
@@ -73,7 +73,8 @@ class DSparkHead(DFlashHead):
         self.rank, self.confident = markov_rank, enable_confidence_head
         self.correction = markov_rank + enable_confidence_head
         self.memory = markov_rank if markov_head_type == "rnn" else 0
-        self.markov_head = MarkovHead(markov_head_type, self.width, markov_rank, self.config.vocab_size)
+        sizes = self.width, markov_rank, self.config.vocab_size, self.draft_vocab
+        self.markov_head = MarkovHead(markov_head_type, *sizes)
         self.confidence_head = ConfidenceHead(self.width + markov_rank) if enable_confidence_head else None
 
     @classmethod

@@ -132,7 +132,7 @@ SETTINGS = [
     ("specforge_dspark", "dflash_config.attention_mode", "mla", "attention_mode=mla"),
     ("specforge_domino", "dflash_config.gru_hidden_dim", 9, "prefix_gru.weight_hh_l0 is"),
     ("speculators_dflash", "aux_hidden_state_layer_ids", [2, 9], r"reads layers \[2, 9\]"),
-    ("speculators_dflash", "draft_vocab_size", 200, "draft_vocab_size=200"),
+    ("speculators_dflash", "draft_vocab_size", 200, "d2t is missing; lm_head.weight is missing; t2d is missing"),
     ("speculators_dflash", "sliding_window_non_causal", True, "sliding_window_non_causal=True"),
     ("zlab_dflash2", "dflash_config.output_multiplier", 2.0, "output_multiplier=2.0"),
     ("zlab_dflash2", "dflash_config.conv_group_size", 16, "kernel_projection.weight is"),
@@ -226,6 +226,8 @@ ROUND = [
     *(("dspark", name) for name in ("vllm", "sglang", "speculators")),
     *(("p_eagle", name) for name in ("vllm", "speculators")),
     ("dflash2", "vllm"),
+    ("dflash pruned", "vllm"),
+    *((kind, "speculators") for kind in ("dflash pruned", "dspark pruned")),
     *((kind, "sglang") for kind in ("dspark gated", "dspark rnn", "domino", "domino in place")),
 ]
 
@@ -253,6 +255,7 @@ def test_round_trips_are_equal_to_the_bit(deep, tmp_path, kind, name):
         ("dspark gated", "vllm", "markov_head_type=vanilla only"),
         ("dspark rnn", "speculators", "markov_head_type=vanilla only"),
         ("dflash", "eagle", "reads no dflash"),
+        ("dspark pruned", "sglang", "SGLang's block drafting knows no pruned vocabulary"),
         ("p_eagle", "sglang", "SGLang reads no p_eagle"),
     ],
 )

@@ -145,9 +145,9 @@ def corrections(
             memory = (1 - gate) * torch.tanh(iN + torch.sigmoid(ir + mr) * mn) + gate * memory
             low = F.silu(w["embed_proj.0.weight"] @ torch.cat([h, memory]))
             slot = number if head.sample_from_anchor else number + 1
-            added.append(w["embed_proj.2.weight"] @ low if slot >= 1 else torch.zeros(len(embed)))
+            added.append(w["embed_proj.2.weight"] @ low if slot >= 1 else torch.zeros(head.draft_vocab))
         else:
-            added.append(torch.zeros(len(embed)))
+            added.append(torch.zeros(head.draft_vocab))
     return added, ratings
 
 
@@ -158,7 +158,7 @@ def selected(head, w: dict[str, Tensor], base: Tensor, slots: Tensor, path: list
         context = w[selector + "predecessor_codebook"][previous] * (w[selector + "hidden_projection.weight"] @ h)
         new = torch.full_like(row, -1e4)
         for token in sorted(range(len(row)), key=lambda token: -row[token].item())[: head.candidates]:
-            new[token] = row[token] + context @ w[selector + "successor_codebook"][token]
+            new[token] = row[token] + context @ w[selector + "successor_codebook"][head.to_target_ids(token)]
         rows.append(new)
     return rows
 
@@ -174,7 +174,7 @@ def by_the_paper(head, target: Target, text: list[int], a: int) -> tuple[Tensor,
     slots = block_pass(head, w, rms(fused, w["hidden_norm.weight"]), text[a], embed)
     slots = slots if head.sample_from_anchor else slots[1:]
     added, ratings = corrections(head, w, slots, text[a : a + len(slots)], embed)
-    base = slots @ target.model.lm_head.weight.T
+    base = slots @ w.get("lm_head.weight", target.model.lm_head.weight).T
     if head.kind == "dflash2":
         return torch.stack(selected(head, w, base, slots, text[a:])), ratings
     return base + torch.stack(added), ratings
@@ -356,7 +356,7 @@ def test_a_share_of_the_loss_is_of_the_logits_before_correction(target):
 
 def test_a_choice_among_candidates_is_learned_where_the_right_one_is_there(target):
     head = make_head("dflash2", target)
-    base, correction, answer = torch.randn(2, 3, 320), torch.randn(2, 3, 6), torch.randn(2, 3, 320)
+    base, correction, answer = torch.randn(2, 3, 200), torch.randn(2, 3, 6), torch.randn(2, 3, 200)
     tokens = base.argmax(-1)  # always a candidate; the target's token is one where it is said below
     answer[0].scatter_(-1, base[0].argsort()[..., -3, None], 9.0)
     answer[1].scatter_(-1, base[1].argsort()[..., 0, None], 9.0)
@@ -364,8 +364,9 @@ def test_a_choice_among_candidates_is_learned_where_the_right_one_is_there(targe
         found = BlockDistillation(head, target, loss).selector_loss(base, correction, answer, tokens)
         assert (found[1] == 0).all()
         for d in range(3):
-            ids = base[0, d].topk(9).indices
-            scores = base[0, d, ids] + head.candidate_selector.successor_codebook[ids] @ correction[0, d]
+            ids = base[0, d].topk(120).indices
+            pairs = head.candidate_selector.successor_codebook[head.to_target_ids(ids)] @ correction[0, d]
+            scores = base[0, d, ids] + pairs
             right = answer[0, d, ids].softmax(0) if loss is soft else (ids == tokens[0, d]).float()
             assert found[0, d].item() == pytest.approx(-(right * scores.log_softmax(0)).sum().item(), rel=1e-4)
 

@@ -1,12 +1,14 @@
 """`python scripts/bench/compare.py` from training to the table, on a tiny target."""
 
 import csv
+import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from scripts.bench import compare_measure
 from scripts.bench.compare import main, named
 from tests.support.tiny import TEXT
 
@@ -72,8 +74,29 @@ def test_heads_are_trained_once_and_every_drafter_has_its_row(compare):
     text = Path("out/compare.md").read_text()
     assert text.count("lossless") == len(table) and "held-out prompts" in text
     assert Path("out/compare.png").read_bytes().startswith(b"\x89PNG")
-    code, out = compare()
+    Path("out").rename("copied")  # measured where nothing is trained
+    (Path("copied") / "measured.json").unlink()
+    code, out = compare("output_dir=copied", "train_missing=false", "timed_prompts=0", "heads=[medusa,eagle]")
     assert code == 0 and "medusa: trained before" in out and "train/run.py" not in out
+    assert (
+        "tokens/s" not in Path("copied/compare.csv").read_text()
+        and "eagle" not in Path("copied/compare.md").read_text()
+    )
+
+
+def test_a_head_that_fails_does_not_lose_the_others(compare, monkeypatch):
+    """One cannot be trained; of the other, trees and chains have rows, which a second run does not measure again."""
+    given = "heads=[dflash,eagle]", "+train.head.block_size=3", "timed_prompts=0"
+    code, out = compare(*given)
+    assert code == 2 and "not in the table: eagle (training ended with exit code" in out
+    with open("out/compare.csv") as file:
+        table = {row["drafter"]: row for row in csv.DictReader(file)}
+    assert {"dflash", "dflash, chain", "ngram"} <= set(table) and not any("eagle" in name for name in table)
+    assert len(table["dflash, chain"]["accepted per depth T=0"].split()) <= 2 < float(table["dflash"]["parameters"])
+    known = json.loads(Path("out/measured.json").read_text())
+    monkeypatch.setattr(compare_measure, "load_drafter", lambda *given, **options: pytest.fail("measured again"))
+    compare(*given)
+    assert json.loads(Path("out/measured.json").read_text()) == known
 
 
 def test_a_head_that_is_not_there_is_named(compare):

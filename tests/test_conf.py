@@ -128,6 +128,7 @@ def test_a_format(name: str, target):
         MedusaHead.for_target(target, depth=2),
         make_head("hydra", target, draft_vocab_size=None),
         make_head("eagle", target),
+        make_head("mtp", target),
         Eagle3Head.for_target(target, 2, None, 200, counts),
     ]
     written = []

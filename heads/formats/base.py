@@ -174,6 +174,14 @@ def drop_copy(
     return weights
 
 
+def draft_vocabulary(files: HeadFiles, target: Target) -> int:
+    """The size of the draft vocabulary: absent or null means all of it, unless the weights are of less."""
+    size = files.config.get("draft_vocab_size")
+    if size is None:
+        return len(files.weights["d2t"]) if "d2t" in files.weights else target.vocab_size
+    return size
+
+
 def complete_vocabulary(
     files: HeadFiles, weights: dict[str, Tensor], head: DraftHead, vocab_size: int
 ) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from heads.dflash import FULL, SLIDING, DFlashHead
 from heads.dflash2 import DFlash2Head
 from heads.domino import DominoHead
 from heads.dspark import DSparkHead
-from heads.formats.base import Format, HeadFiles, check_settings, drop_copy
+from heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_copy
 from heads.formats.llama_layer import layer_settings
 from heads.target import Target
 
@@ -82,6 +82,7 @@ class DFlashFormat(Format):
             raise files.error(f"config.json says layer_types={types} and no sliding_window that is used")
         return settings | {
             "num_hidden_layers": layer["num_hidden_layers"],
+            "draft_vocab_size": draft_vocabulary(files, target),
             "block_size": own["block_size"],
             "sliding_window": window if SLIDING in types else None,
             "layer_types": types,
@@ -99,6 +100,8 @@ class DFlashFormat(Format):
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
         weights = drop_copy(files.weights, "embed_tokens.weight", target.model.get_input_embeddings(), files, target)
+        if head.pruned:
+            return weights
         return drop_copy(weights, "lm_head.weight", target.model.get_output_embeddings(), files, target)
 
     def resolve_layout(self, files: HeadFiles, head: DraftHead, target: Target) -> None:

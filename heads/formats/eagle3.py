@@ -9,7 +9,7 @@ from torch import Tensor
 
 from heads.base import DraftHead
 from heads.eagle3 import Eagle3Head
-from heads.formats.base import Format, HeadFiles, check_settings, drop_embeddings
+from heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_embeddings
 from heads.formats.layer_ids import IDS, for_sglang, resolve_layer_ids
 from heads.formats.llama_layer import layer_settings
 from heads.target import Target
@@ -61,12 +61,11 @@ class Eagle3Format(Format):
 
     def shared_config(self, files: HeadFiles, flags: dict[str, Any], target: Target) -> dict[str, Any]:
         """What both layouts of EAGLE-3 say in their own places: the draft vocabulary, the fused layers, the flags."""
-        size = files.config.get("draft_vocab_size")
-        if size is None:  # absent or null means all of it, unless the weights are of less
-            size = len(files.weights["d2t"]) if "d2t" in files.weights else target.vocab_size
         given = {name: on for name, on in flags.items() if on is not None}
         shown = {name: True for name, weight in SHOWN_BY.items() if weight in files.weights}
-        return {"draft_vocab_size": size, IDS: resolve_layer_ids(files, target)} | shown | given
+        return (
+            {"draft_vocab_size": draft_vocabulary(files, target), IDS: resolve_layer_ids(files, target)} | shown | given
+        )
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
         weights = drop_embeddings(files, "embed_tokens.weight", target)

@@ -79,6 +79,8 @@ def sglang(head: DraftHead, target: Target) -> Export:
         return Export(
             EagleFormat(bias=True), SGLANG, "SGLang's fc has a bias; one of zeros is written where there is none."
         )
+    if isinstance(head, DFlashHead):
+        check_full_vocabulary("SGLang's block drafting", head)
     if isinstance(head, DSparkHead | DominoHead):
         if isinstance(head, DominoHead) and head.pure != 1:
             raise ValueError(f"SGLang's Domino has head.pure_draft_prefix_len=1, and this head {head.pure}")

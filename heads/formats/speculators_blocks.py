@@ -25,7 +25,7 @@ class SpeculatorsDFlash(DFlashFormat):
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         config, layer = files.config, files.config["transformer_layer_config"] or {}
-        check_settings(files, config, {"draft_vocab_size": target.vocab_size, "sliding_window_non_causal": False})
+        check_settings(files, config, {"sliding_window_non_causal": False})
         check_settings(files, config, {"target_hidden_size": layer["hidden_size"]})
         ids = layer_ids(files, config[IDS], target, counted_from=1)
         return self.shared_config(files, layer, config | {"target_layer_ids": ids}, target)
@@ -44,7 +44,7 @@ class SpeculatorsDFlash(DFlashFormat):
             "speculators_model_type": head.projector,
             "speculators_config": speculators_config(head.projector, head.depth, target),
             "transformer_layer_config": layer | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-            "draft_vocab_size": target.vocab_size,
+            "draft_vocab_size": head.draft_vocab,
             "target_hidden_size": None,  # the head is as wide as the target
             IDS: head.layers,
             "causal": head.causal,

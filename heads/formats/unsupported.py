@@ -18,7 +18,7 @@ def check_supported_drafter(config: dict[str, Any], where: str | Path) -> None:
     """Raise ValueError, saying what it is, for a drafter of a kind that is not implemented here."""
     layer = config.get("transformer_layer_config") or config
     names = [*(config.get("architectures") or []), config.get("model_type"), config.get("speculators_model_type")]
-    for name in (str(name).lower() for name in names if name and name != "Eagle3Speculator"):
+    for name in (str(name).lower() for name in names if name not in (None, "Eagle3Speculator", "PEagleSpeculator")):
         found = next((what for part, what in DRAFTERS.items() if part in name), None)
         if found:
             raise ValueError(f"the head in {where} is {found}, which cannot be drafted with here yet. {KNOWN}")

@@ -1,8 +1,9 @@
 """Every published way to draft, in one table:  python scripts/bench/compare.py
 
 Trains every head of conf/head with train/run.py, one after the other, then decodes the same held-out prompts with every
-drafter at T=0 and T=1, all in turn on each prompt. Finished trainings are reused, so a stopped comparison can be continued.
-It writes compare.csv, compare.md and compare.png.
+drafter at T=0 and T=1, all in turn on each prompt. Finished trainings and measurements are reused, so a stopped comparison
+can be continued, and speeds can be measured where nothing was trained: copy the folder, and give train_missing=false. A head
+that fails is named in the end, and the others have their rows. It writes compare.csv, compare.md and compare.png.
 """
 
 import csv
@@ -15,53 +16,76 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from transformers import AutoModelForCausalLM
 
-from heads import Target, adapter
-from inference import load_drafter
-from inference.drafters import Drafter
-from inference.evaluation.measure import REPETITIVE, acceptance, distinct, per_depth, run, texts
-from inference.evaluation.speed import Decoder, foredraft_decoder, time_decoders, transformers_decoder
+from heads import Target
+from heads.base import ParallelHead
+from scripts.bench.compare_measure import TEMPERATURES, Bench, Measured
 from train.cli import CONF, entry
 from train.data.corpus import prompts
 from train.runtime.environment import device_name
 
 ROOT = CONF.parent
-PLAIN = "plain"
-TEMPERATURES = {"T=0": 0.0, "T=1": 1.0}
 
 
 @entry("compare")
 def main(cfg: DictConfig) -> None:
     output = Path(cfg.output_dir)
+    trained, failed = train_all(cfg, output)
+    target: Target = instantiate(cfg.target)
+    held_out = instantiate(cfg.data, tokenizer=target.text_tokenizer).test
+    rows = prompts(target.text_tokenizer, held_out, cfg.prompts, cfg.prompt_tokens)
+    wanted = rows_of_table(cfg, trained)
+    bench = Bench(cfg, target, rows, Measured(output / "measured.json"))
+    found = bench.measure({name: fill(row, trained) for name, row in wanted.items()}, failed)
+    for name in found.keys() & wanted.keys():
+        used = [json.loads((trained[head] / "metrics.json").read_text()) for head in named(wanted[name]["drafter"])]
+        found[name]["parameters"] = sum(metrics["parameters"] for metrics in used)
+        found[name]["train_seconds"] = sum(metrics["train_seconds"] for metrics in used)
+    note = (
+        f"{len(bench.rows)} held-out prompts of {cfg.prompt_tokens} tokens, {cfg.new_tokens} new ones; {target.name}, "
+        f"{str(target.dtype).removeprefix('torch.')}; {device_name(target)}; {datetime.date.today().isoformat()}"
+    )
+    write(output, found, note)
+    if failed:
+        raise ValueError("not in the table: " + "; ".join(f"{name} ({why})" for name, why in failed.items()))
+
+
+def train_all(cfg: DictConfig, output: Path) -> tuple[dict[str, Path], dict[str, str]]:
+    """The directory of every head that is trained, and why the others are not."""
     known = {path.stem: [f"head={path.stem}"] for path in sorted((CONF / "head").glob("*.yaml"))}
     known |= {str(name): list(given) for name, given in cfg.variants.items()}
     if unknown := set(cfg.heads or []) - set(known):
         raise ValueError(f"heads={sorted(unknown)} are not among conf/head and variants, which have {', '.join(known)}")
     typed = [o for o in HydraConfig.get().overrides.task if re.match(r"\+*(target|data)[.=@]", o)]
     trained: dict[str, Path] = {}
+    failed: dict[str, str] = {}
     for name in cfg.heads or known:
-        trained[name] = train(output / name, [*known[name], *typed, *overrides(cfg.train)], list(trained.values()))
-    target: Target = instantiate(cfg.target)
-    held_out = instantiate(cfg.data, tokenizer=target.text_tokenizer).test
-    rows = prompts(target.text_tokenizer, held_out, cfg.prompts, cfg.prompt_tokens)
-    wanted: dict[str, Any] = {name: {"drafter": {"spec": f"{{{name}}}"}} for name in trained}
-    wanted |= {name: OmegaConf.to_container(row) for name, row in cfg.rows.items()}
-    wanted = {name: row for name, row in wanted.items() if set(named(row)) <= set(trained)}
-    found = measure(cfg, target, rows, {name: fill(row, trained) for name, row in wanted.items()})
-    for name, row in wanted.items():
-        used = [json.loads((trained[head] / "metrics.json").read_text()) for head in named(row["drafter"])]
-        found[name]["parameters"] = sum(metrics["parameters"] for metrics in used)
-        found[name]["train_seconds"] = sum(metrics["train_seconds"] for metrics in used)
-    note = (
-        f"{len(rows)} held-out prompts of {cfg.prompt_tokens} tokens, {cfg.new_tokens} new ones; {target.name}, "
-        f"{str(target.dtype).removeprefix('torch.')}; {device_name(target)}; {datetime.date.today().isoformat()}"
-    )
-    write(output, found, note)
+        given = [*known[name], *typed, *overrides(cfg.train)]
+        if finished(output / name, given):
+            print(f"{name}: trained before, {output / name}", flush=True)
+            trained[name] = output / name
+        elif cfg.train_missing:
+            code = train(output / name, given, list(trained.values()))
+            if code:
+                failed[name] = f"training ended with exit code {code}; the same command continues it"
+            else:
+                trained[name] = output / name
+    return trained, failed
+
+
+def rows_of_table(cfg: DictConfig, trained: dict[str, Path]) -> dict[str, Any]:
+    """Every row's settings: of each head its tree and its chain, and the rows of conf/compare.yaml."""
+    wanted: dict[str, Any] = {}
+    for name, directory in trained.items():
+        wanted[name] = {"drafter": {"spec": f"{{{name}}}"}}
+        maker = OmegaConf.load(directory / "head" / "config.yaml").head._target_
+        if not issubclass(get_class(maker.rpartition(".")[0]), ParallelHead):
+            wanted[f"{name}, chain"] = {"drafter": {"spec": f"{{{name}}}", **cfg.chain}}
+    wanted |= {str(name): OmegaConf.to_container(row) for name, row in cfg.rows.items()}
+    return {name: row for name, row in wanted.items() if set(named(row)) <= set(trained)}
 
 
 def overrides(settings: DictConfig, name: str = "") -> list[str]:
@@ -76,25 +100,25 @@ def overrides(settings: DictConfig, name: str = "") -> list[str]:
     return typed
 
 
-def train(directory: Path, given: list[str], before: list[Path]) -> Path:
-    """The directory of a training with these overrides, finished now or earlier."""
-    arguments = [str(ROOT / "train" / "run.py"), f"output_dir={directory}", *given]
+def finished(directory: Path, given: list[str]) -> bool:
+    """Is a training with these overrides finished there, wherever it was run?"""
     metrics = directory / "metrics.json"
-    if metrics.exists() and json.loads(metrics.read_text())["command"] == " ".join(["python", *arguments]):
-        print(f"{directory.name}: trained before, {directory}", flush=True)
-        return directory
+    if not metrics.exists():
+        return False
+    typed = json.loads(metrics.read_text())["command"].partition("output_dir=")[2]
+    return typed.partition(" ")[2] == " ".join(given)
+
+
+def train(directory: Path, given: list[str], before: list[Path]) -> int:
+    """Train with these overrides; the exit code."""
+    arguments = [str(ROOT / "train" / "run.py"), f"output_dir={directory}", *given]
     # The text that the target writes to train on is the same for every head: the first run's is copied to the others.
     texts = next((run / "self_generated.json" for run in before if (run / "self_generated.json").exists()), None)
     if texts is not None and not directory.exists():
         directory.mkdir(parents=True)
         shutil.copy(texts, directory)
     print("$ python " + " ".join(arguments), flush=True)
-    done = subprocess.run([sys.executable, *arguments])
-    if done.returncode:
-        raise ValueError(
-            f"training {directory.name} ended with exit code {done.returncode}; the same command continues it"
-        )
-    return directory
+    return subprocess.run([sys.executable, *arguments]).returncode
 
 
 def named(row: Any) -> list[str]:
@@ -107,79 +131,6 @@ def fill(row: Any, trained: dict[str, Path]) -> Any:
     if isinstance(row, dict):
         return {key: fill(value, trained) for key, value in row.items()}
     return re.sub(r"{(\w+)}", lambda name: str(trained[name[1]] / "head"), row) if isinstance(row, str) else row
-
-
-def load(cfg: DictConfig, target: Target, drafter: dict[str, Any]) -> tuple[Target, Drafter]:
-    """A drafter and the target that it drafts for: a copy of its own where the head comes with an adapter of the target."""
-    options = dict(drafter)
-    spec = options.pop("spec")
-    if any((Path(part) / adapter.CONFIG).is_file() for part in spec.split("+")):
-        target = instantiate(cfg.target, dtype=str(target.dtype).removeprefix("torch."))
-    return target, load_drafter(spec, target, **options)
-
-
-def measure(cfg: DictConfig, target: Target, rows: list[list[int]], wanted: dict[str, Any]) -> dict[str, dict]:
-    """Per row of the table its figures, plain decoding first. Prompts that greedy decoding loops on are left out."""
-    limits: dict[str, Any] = {"max_new_tokens": cfg.new_tokens, "eos_token_id": -1}
-    loops = [distinct(text) < REPETITIVE for text in texts(run(target, None, rows, **limits))]
-    rows = [row for row, loop in zip(rows, loops, strict=True) if not loop] or rows
-    print(f"{sum(loops)} of {len(loops)} prompts end in loops and are left out", flush=True)
-    loaded = {name: load(cfg, target, row["drafter"]) for name, row in wanted.items()}
-    found: dict[str, dict] = {name: {} for name in [PLAIN, *wanted]}
-    timed = rows[:: max(1, len(rows) // cfg.timed_prompts)][: cfg.timed_prompts]
-    for label, temperature in TEMPERATURES.items():
-        for name, (own, drafter) in loaded.items():
-            generations = run(own, drafter, rows, temperature=temperature, **limits)
-            found[name][f"acceptance {label}"] = acceptance(generations)
-            deepest = max(count for g in generations for step in g.steps for count in step.accepted)
-            found[name][f"accepted per depth {label}"] = per_depth(generations, deepest)
-            print(f"{label} {name}: acceptance length {acceptance(generations):.2f}", flush=True)
-        timings = time_decoders(decoders(cfg, target, loaded, wanted, temperature), timed, target.device)
-        rates = {name: timing.rate() for name, timing in timings.items()}
-        for name in found:
-            found[name][f"tokens/s {label}"] = rates[name]
-            found[name][f"speedup {label}"] = rates[name] / rates[PLAIN]
-            if f"{name}, transformers" in rates:
-                found[name][f"over transformers {label}"] = rates[name] / rates[f"{name}, transformers"]
-    check_identity(cfg, target, rows[: cfg.proven_prompts], wanted, found)
-    return found
-
-
-def decoders(
-    cfg: DictConfig,
-    target: Target,
-    loaded: dict[str, tuple[Target, Drafter]],
-    wanted: dict[str, Any],
-    temperature: float,
-) -> dict[str, Decoder]:
-    """Of every row, and of transformers where a row has a baseline there."""
-    found: dict[str, Decoder] = {PLAIN: foredraft_decoder(target, None, cfg.new_tokens, temperature)}
-    found |= {name: foredraft_decoder(*one, cfg.new_tokens, temperature) for name, one in loaded.items()}
-    baselines = {PLAIN: {}, **{name: dict(row["baseline"]) for name, row in wanted.items() if "baseline" in row}}
-    for name, settings in baselines.items():
-        if "assistant_model" in settings:
-            small = AutoModelForCausalLM.from_pretrained(settings["assistant_model"], dtype=target.dtype)
-            settings["assistant_model"] = small.to(target.device).eval()
-        found[f"{name}, transformers"] = transformers_decoder(target, settings, cfg.new_tokens, temperature)
-    return found
-
-
-def check_identity(cfg: DictConfig, target: Target, rows: list[list[int]], wanted: dict[str, Any], found: dict) -> None:
-    """Add to every row the share of its texts that equal, in float32, those of the target without a drafter or adapter."""
-    exact: Target = target if target.dtype == torch.float32 else instantiate(cfg.target, dtype="float32")
-    limits: dict[str, Any] = {"max_new_tokens": cfg.new_tokens, "eos_token_id": -1}
-    plain = {label: texts(run(exact, None, rows, temperature=t, **limits)) for label, t in TEMPERATURES.items()}
-    for name, row in wanted.items():
-        own, drafter = load(cfg, exact, row["drafter"])
-        same = [
-            text == expected
-            for label, t in TEMPERATURES.items()
-            for text, expected in zip(
-                texts(run(own, drafter, rows, temperature=t, **limits)), plain[label], strict=True
-            )
-        ]
-        found[name]["identical"] = sum(same) / len(same)
-        print(f"{name}: {found[name]['identical']:.1%} of its texts are the target's own in float32", flush=True)
 
 
 def write(output: Path, found: dict[str, dict], note: str) -> None:
@@ -213,16 +164,15 @@ def cell(value: Any) -> str:
 
 
 def draw(file: Path, found: dict[str, dict], note: str) -> None:
-    """Acceptance length and speedup of every row, side by side."""
+    """Acceptance length of every row, and speedup where it was measured, side by side."""
     from matplotlib.figure import Figure  # half a second: only this needs it
 
     figure = Figure(figsize=(11, 1.5 + 0.42 * len(found)), layout="constrained")
     places = range(len(found))
-    for axes, key, title in zip(
-        figure.subplots(1, 2, sharey=True),
-        ("acceptance", "speedup"),
-        ("acceptance length", "speedup over plain decoding"),
-        strict=True,
+    titles = {"acceptance": "acceptance length", "speedup": "speedup over plain decoding"}
+    titles = {key: title for key, title in titles.items() if any(f"{key} T=0" in facts for facts in found.values())}
+    for axes, (key, title) in zip(
+        figure.subplots(1, len(titles), sharey=True, squeeze=False)[0], titles.items(), strict=True
     ):
         for number, (label, color) in enumerate(zip(TEMPERATURES, ("#2563b0", "#bd640a"), strict=True)):
             values = [facts.get(f"{key} {label}", 1.0) for facts in found.values()]
@@ -234,7 +184,7 @@ def draw(file: Path, found: dict[str, dict], note: str) -> None:
         axes.set_yticks(list(places), list(found))
         axes.margins(x=0.12)
     figure.axes[0].invert_yaxis()
-    figure.axes[1].legend(frameon=False, loc="lower right")
+    figure.axes[-1].legend(frameon=False, loc="lower right")
     figure.supxlabel(note, fontsize=7)
     figure.savefig(file, dpi=150)
 

@@ -1,0 +1,73 @@
+"""Heads that draft in blocks through a whole run: features on disk, stopped and continued, spread over processes."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from heads.base import PackedBatch
+from tests.support import ROOT
+from tests.support.batches import batch_of
+from tests.support.feature_writer import rows
+from tests.support.head_factory import make_head, objective
+from tests.support.processes import ONE, SMALL_EAGLE3, TWO, end, torchrun
+from train.features import disk
+from train.trainer import HeadTrainer
+
+RUN = [*SMALL_EAGLE3[2:], "optimizer=adamw", "trainer.max_steps=6", "trainer.save_steps=2", "evaluate.eval_steps=0"]
+HEADS = {
+    "p_eagle": ["head=p_eagle", "head.depth=3", "head.num_layers=2", "head.draft_vocab_size=128"],
+    "dspark": ["head=dspark", "head.block_size=3", "head.num_layers=1", "head.draft_vocab_size=128"],
+}
+
+
+@pytest.fixture(params=HEADS)
+def given(request: pytest.FixtureRequest, tiny_path: Path, folder: Path) -> list[str]:
+    return [*RUN, *HEADS[request.param], f"target.path={tiny_path}", f"data.path={folder}"]
+
+
+def losses(directory: Path) -> list[float]:
+    return [entry["loss"] for entry in json.loads((directory / "history.json").read_text()) if "loss" in entry]
+
+
+@pytest.mark.parametrize("kind", ["p_eagle", "dspark pruned", "dflash2"])
+def test_from_disk_the_losses_are_those_of_training_online(kind, target, tmp_path):
+    made, packed, found = objective(kind, make_head(kind, target), target), rows(), []
+    written = disk.disk(packed, target, made.head.layers, 2, str(tmp_path), dtype="float32", shard_rows=2)
+    for source in (packed, written):
+        batch = batch_of(source)
+        text = PackedBatch(*(batch[name] for name in PackedBatch._fields[:4]))
+        found.append(made(**batch, starts=made.choose_starts(text, 0)))
+    online, stored = found
+    torch.testing.assert_close(stored.loss, online.loss, atol=1e-5, rtol=1e-5)
+    assert torch.equal(stored.hits, online.hits) and torch.equal(stored.counts, online.counts) and online.counts.all()
+
+
+def test_a_run_that_is_stopped_is_the_run_that_was_not(given, here, monkeypatch):
+    assert here(*given, ONE, "output_dir=whole").code == 0
+    original = HeadTrainer.get_batch_samples
+
+    def interrupt(self: HeadTrainer, *args):
+        if self.state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HeadTrainer, "get_batch_samples", interrupt)
+        assert here(*given, ONE, "output_dir=out").code == 130
+    assert here(*given, ONE, "output_dir=out").code == 0
+    assert losses(Path("out")) == losses(Path("whole")) and len(losses(Path("out"))) == 6
+    ours, theirs = (load_file(f"{path}/head/model.safetensors") for path in ("out", "whole"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_two_processes_learn_what_one_does(given, here, tmp_path):
+    assert here(*given, ONE, "output_dir=one").code == 0
+    ended = end(torchrun(str(ROOT / "train/run.py"), *given, TWO, "strategy=ddp", "output_dir=two", cwd=tmp_path))
+    assert ended.code == 0, ended.err[-3000:]
+    one, two = (torch.tensor(losses(Path(name))) for name in ("one", "two"))
+    torch.testing.assert_close(two, one, rtol=1e-3, atol=0)
