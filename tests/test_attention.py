@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from heads.target import attention
 from heads.target.attention import attend, equal_parts
+from inference import generate
+from tests.support.batches import prompt
+from tests.support.drafters import Random
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -47,3 +51,15 @@ def test_it_cuts_where_the_threads_would_get_unequal_work(threads):
     assert equal_parts(query(threads, 96)) == 1  # each thread has a head of its own
     assert equal_parts(query(1, 97)) == 1
     assert threads == 1 or equal_parts(query(1, 6)) == 1  # too small to share
+
+
+def test_a_mask_is_folded_once_for_all_layers(fresh, monkeypatch):
+    folded: list[int] = []
+    fold = attention.fold
+    monkeypatch.setattr(attention, "fold", lambda mask, groups: folded.append(groups) or fold(mask, groups))
+    reads: list[int] = []
+    read_tree = fresh.read_tree
+    monkeypatch.setattr(fresh, "read_tree", lambda *args: reads.append(1) or read_tree(*args))
+    before = len(attention.FOLDED)
+    generate(fresh, Random(), prompt(9), max_new_tokens=8, eos_token_id=-1)
+    assert len(folded) == len(reads) >= 4 and len(attention.FOLDED) == before

@@ -14,6 +14,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -21,13 +22,15 @@ from transformers.masking_utils import sdpa_mask
 NAME = "foredraft"
 # What a model may hand its attention beyond plain dot products; those calls go to transformers' own function.
 EXTRAS = ("softcap", "s_aux", "position_bias", "output_attentions")
+FOLDED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use, by size of the group
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float = 0.0, scale: float | None = None
 ) -> Tensor:
     """Attention of query (batch, heads, rows, dim) over key and value (batch, kv_heads, keys, dim); mask (batch, 1 or
-    heads, rows, keys), or None: causal, of as many keys as rows. Returns (batch, heads, rows, value dim)."""
+    heads, rows, keys), or as `fold` gives it, or None: causal, of as many keys as rows. Returns (batch, heads, rows,
+    value dim)."""
     batch, heads, rows, dim = query.shape
     kv_heads, keys = key.shape[1:3]
     groups = heads // kv_heads
@@ -38,8 +41,7 @@ def attend(
     folded = groups * rows
     if groups > 1:
         query = query.reshape(batch, kv_heads, folded, dim)
-        mask = mask.expand(-1, groups, -1, -1) if mask.shape[1] == 1 else mask
-        mask = mask.reshape(batch, -1, folded, keys)
+        mask = fold(mask, groups) if mask.shape[2] == rows else mask
     parts = equal_parts(query) if batch == 1 else 1
     if parts > 1:  # as rows of a batch over the same keys
         query = query.view(kv_heads, parts, -1, dim).transpose(0, 1)
@@ -48,6 +50,12 @@ def attend(
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
     out = out.transpose(0, 1) if parts > 1 else out
     return out.reshape(batch, heads, rows, -1)
+
+
+def fold(mask: Tensor, groups: int) -> Tensor:
+    """(batch, 1 or kv_heads, groups * rows, keys) of a mask (batch, 1 or heads, rows, keys)."""
+    mask = mask.expand(-1, groups, -1, -1) if mask.shape[1] == 1 else mask
+    return mask.unflatten(1, (-1, groups)).flatten(2, 3)
 
 
 def equal_parts(query: Tensor) -> int:
@@ -77,6 +85,10 @@ def grouped_sdpa(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
         )
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:  # all layers of a read have one mask
+        known = FOLDED.setdefault(attention_mask, {})
+        attention_mask = known[groups] = known[groups] if groups in known else fold(attention_mask, groups)
     return attend(query, key, value, attention_mask, dropout, scaling).transpose(1, 2).contiguous(), None
 
 
