@@ -8,9 +8,12 @@ import torch
 
 from heads import Target
 from heads.dflash import DFlashHead
+from heads.dflash2 import DFlash2Head
 from heads.dspark import DSparkHead
 from heads.eagle import EagleHead
 from heads.hydra import HydraHead
+from heads.mtp import MTPHead
+from heads.p_eagle import PEagleHead
 from heads.target import cuda_graphs
 from inference import generate
 from inference.drafters import BlockTree, DynamicTree, Lookahead, SuffixDrafter, Union
@@ -79,6 +82,11 @@ def test_the_text_is_the_same(target, name, monkeypatch, taped):
             HydraHead.for_target(recorded, prefix=True).eval(), recorded, 8, 3, 3, min_probability=0
         ),
         "dflash": BlockTree(DFlashHead.for_target(recorded, block_size=4, num_layers=1).eval(), recorded, nodes=8),
+        "p_eagle": BlockTree(PEagleHead.for_target(recorded, depth=3, num_layers=2).eval(), recorded, nodes=8),
+        "dflash2": BlockTree(
+            DFlash2Head.for_target(recorded, block_size=4, num_layers=1).eval(), recorded, 8, min_probability=0
+        ),
+        "mtp": DynamicTree(MTPHead.for_target(recorded).eval(), recorded, 8, 3, 3, min_probability=0),
         "dspark": BlockTree(
             DSparkHead.for_target(recorded, block_size=4, num_layers=1).eval(), recorded, 8, min_probability=0
         ),

@@ -130,7 +130,7 @@ class BlockDistillation(DistillationModel):
 
     def selector_loss(self, base: Tensor, correction: Tensor, answer: Tensor, tokens: Tensor) -> Tensor:
         """Per draft the loss among its candidates; 0 where the target's own token is none of them (DFlash-2)."""
-        scores, ids = self.head.select(base, correction[..., : self.head.correction])
+        scores, ids = self.head.select(base, correction)
         named = ids == tokens[..., None]
         places = torch.where(named.any(-1), named.int().argmax(-1), -1)
         among = (ids == answer.argmax(-1, keepdim=True)).any(-1)
