@@ -50,7 +50,7 @@ class Grammars:
             text = json.dumps(schema, allow_nan=False)
             text.encode()
         except (TypeError, ValueError, RecursionError):
-            raise ValueError("the schema is not JSON") from None
+            raise ValueError("the schema is not JSON, or nested too deeply") from None
         if not isinstance(schema, dict):
             raise ValueError(f"the schema is {text[:40]}, not an object")
         self.check_size(text)
