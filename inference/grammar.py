@@ -77,7 +77,9 @@ class Grammars:
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds grammars that no text follows
         if matcher.is_error():
-            reason = matcher.get_error().split("<state>")[0].strip().replace("\n", " ")
+            endless = matcher.stop_reason() == "NoExtensionBias"
+            reason = "no text follows it" if endless else matcher.get_error().split("<state>")[0]
+            reason = " ".join(reason.split())
             raise ValueError(f"the grammar cannot be compiled: {reason[:300]}")
         return Grammar(matcher, self.eos_token_ids)
 

@@ -166,7 +166,7 @@ def deep(levels: int) -> dict:
         ({"enum": ["a" * 70_000]}, "more than the 65536"),
         (deep(300), "recursion limit"),
         (deep(5000), "nested too deeply"),
-        ({"$ref": "#"}, "compiled"),
+        ({"$ref": "#"}, "no text follows it"),
         ({"$ref": "https://example.com/schema.json"}, "compiled"),
         ({"$ref": "file:///etc/passwd"}, "compiled"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
