@@ -65,6 +65,6 @@ def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path, arguments, sentence
 def test_vllm_does_not_draft_with_everything(target):
     from inference.serve.vllm import serve_command
 
-    with pytest.raises(ValueError, match="ngram.*drafter=head"):
+    with pytest.raises(ValueError, match=r"ngram.*drafter=head"):
         serve_command(target, "ngram", "tiny", "127.0.0.1", 8000, 4)
     assert "--speculative-config" not in serve_command(target, "none", "tiny", "127.0.0.1", 8000, 4)
