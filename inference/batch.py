@@ -26,6 +26,7 @@ class Output(NamedTuple):
     nodes: int  # of the tree, the root counted
     finish_reason: str | None  # as a Row has it
     trace: Trace | None = None  # where the request asks for one
+    depth: int = 0  # most levels that the step's tree may have
 
 
 class Batch:

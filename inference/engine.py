@@ -167,7 +167,8 @@ class Engine:
         self.clock.lap("commit")
         for row, count, new in zip(self.batch.rows, counts, tokens, strict=True):
             if count:
-                outputs.append(Output(row.request, row.extend(new[:count]), count - 1, nodes, row.finish_reason))
+                facts = row.request, row.extend(new[:count]), count - 1, nodes, row.finish_reason
+                outputs.append(Output(*facts, depth=self.depth))
         texts = [row.text for row in self.batch.rows]
         self.batch.accepted = Accepted(verification.tokens[:, :width], features, counts, texts, device_counts)
         self.clock.lap("host")

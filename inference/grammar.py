@@ -50,7 +50,7 @@ class Grammars:
             text = json.dumps(schema, allow_nan=False)
             text.encode()
         except (TypeError, ValueError, RecursionError):
-            raise ValueError("the schema is not JSON") from None
+            raise ValueError("the schema is not JSON, or nested too deeply") from None
         if not isinstance(schema, dict):
             raise ValueError(f"the schema is {text[:40]}, not an object")
         self.check_size(text)
@@ -77,7 +77,9 @@ class Grammars:
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds grammars that no text follows
         if matcher.is_error():
-            reason = matcher.get_error().split("<state>")[0].strip().replace("\n", " ")
+            endless = matcher.stop_reason() == "NoExtensionBias"
+            reason = "no text follows it" if endless else matcher.get_error().split("<state>")[0]
+            reason = " ".join(reason.split())
             raise ValueError(f"the grammar cannot be compiled: {reason[:300]}")
         return Grammar(matcher, self.eos_token_ids)
 
@@ -95,8 +97,8 @@ class GrammarState:
         return self.matcher.is_error()
 
     def fill(self, bits: Tensor, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> None:
-        """Write into bits (nodes, words) what may stand after each node; 32 tokens a word. text: what has been written, the
-        root included. Nodes that the grammar forbids are left as they are."""
+        """Write into bits (nodes, words) int32 what may stand after each node, 32 tokens a word. text: what has been written,
+        the root included. Nodes that the grammar forbids are left as they are."""
         from llguidance.torch import fill_next_token_bitmask
 
         for token in text[self.read :]:
@@ -128,7 +130,7 @@ def allowed_tokens(
     parents: Tensor,
     vocab: int,
 ) -> tuple[Tensor, Tensor]:
-    """Bits (batch, nodes, words) int32 for `forbid`, all set in rows without a state, and in which rows a grammar failed
+    """Bits (batch, nodes, bytes) uint8 for `forbid`, all set in rows without a state, and in which rows a grammar failed
     (batch,) bool; of trees (batch, nodes), whose tokens the host waits for."""
     batch, nodes = tokens.shape
     bits = torch.full((batch, nodes, (vocab + 31) // 32), -1, dtype=torch.int32)
@@ -139,11 +141,11 @@ def allowed_tokens(
             if state.failed:
                 bits[row] = -1
     failed = torch.tensor([state is not None and state.failed for state in states])
-    return bits.to(tokens.device), failed.to(tokens.device)
+    return bits.view(torch.uint8).to(tokens.device), failed.to(tokens.device)
 
 
 def forbid(logits: Tensor, bits: Tensor) -> Tensor:
     """Logits (batch, nodes, vocab) with minus infinity where a bit of `allowed_tokens` is not set."""
-    places = torch.arange(32, dtype=torch.int32, device=bits.device)
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     allowed = ((bits[..., None] >> places) & 1).flatten(-2)[..., : logits.shape[-1]]
     return logits.masked_fill(allowed == 0, float("-inf"))

@@ -1,6 +1,7 @@
 """An OpenAI-compatible server for one machine, and a page at /:  python scripts/serve.py target=ORG/NAME drafter=DIRECTORY
 
 With FOREDRAFT_API_KEY in the environment, clients must give it. Defaults of sampling are OpenAI's (temperature 1).
+engine=vllm starts vLLM with the exported head instead.
 """
 
 import os
@@ -9,22 +10,48 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from heads import Target
 from train.cli import entry
 
 
 @entry("serve")
 def main(cfg: DictConfig) -> None:
+    if cfg.engine not in ("foredraft", "vllm"):
+        raise ValueError(f"engine={cfg.engine} is not one of foredraft, vllm")
+    if cfg.log_text and cfg.log_accepted is None:
+        raise ValueError("log_text=true adds texts to a log that there is not: give log_accepted=FILE")
+    api_key = os.environ.get("FOREDRAFT_API_KEY") or None  # not a setting: those show in ps, and in --help
+    if cfg.engine == "vllm":
+        return hand_over(cfg, api_key)
     try:
+        from inference.serve.accepted_log import AcceptedLog
         from inference.serve.app import create_app, run
         from inference.serve.worker import Worker
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'foredraft[serve]'") from None
+    log = None if cfg.log_accepted is None else AcceptedLog(cfg.log_accepted, cfg.log_text)
     target = instantiate(cfg.target)
     drafter = instantiate(cfg.drafter, target=target)
     worker = Worker(target, drafter, cfg.max_rows, cfg.max_waiting, cfg.timeout, cfg.cache_gib)
-    name = cfg.model or (Path(target.name).name if Path(target.name).exists() else target.name)
-    api_key = os.environ.get("FOREDRAFT_API_KEY") or None  # not a setting: those show in ps, and in --help
-    run(create_app(worker, name, cfg.max_tokens, cfg.max_body, api_key), cfg.host, cfg.port, cfg.drain)
+    app = create_app(worker, model_name(cfg, target), cfg.max_tokens, cfg.max_body, api_key, log)
+    run(app, cfg.host, cfg.port, cfg.drain)
+
+
+def model_name(cfg: DictConfig, target: Target) -> str:
+    return cfg.model or (Path(target.name).name if Path(target.name).exists() else target.name)
+
+
+def hand_over(cfg: DictConfig, api_key: str | None) -> None:
+    from inference.serve.vllm import become, find_vllm, serve_command
+
+    program = find_vllm()
+    if cfg.log_accepted is not None:
+        raise ValueError(
+            f"log_accepted={cfg.log_accepted}: vLLM tells nobody which drafts it rejected; engine=foredraft does"
+        )
+    target = instantiate(cfg.target)
+    name = model_name(cfg, target)
+    become(program, serve_command(target, cfg.drafter.spec, name, cfg.host, cfg.port, cfg.max_rows), api_key)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from heads import Target
-from inference import Engine, Grammars, Request, SamplingParams, generate, load_drafter
+from inference import Engine, Grammars, Request, SamplingParams, generate
 from inference.drafters import DraftModel, DynamicTree, NgramDrafter
 from tests.support.batches import prompt
 from tests.support.head_factory import make_head
@@ -34,19 +34,16 @@ def drafters(target: Target) -> dict[str, Any]:
         "the target itself": DraftModel(target, target, depth=4),
         "a random head": DynamicTree(make_head("eagle3", target), target, depth=3, nodes=12),
         "repetitions": NgramDrafter(),
-        "several": load_drafter("ngram+lookahead", target),
     }
 
 
-def written(target: Target, drafter: Any, grammar: Any, seed: int, tokens: int = 30, **settings: Any) -> Any:
+def written(target: Target, drafter: Any, grammar: Any, seed: int, tokens: int = 24, **settings: Any) -> Any:
     facts = {"grammar": grammar, "seed": seed, "max_new_tokens": tokens, **settings}
     return generate(target, drafter, prompt(9, seed), **facts)
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"temperature": 1.0}, {"temperature": 0.9, "top_k": 9, "frequency_penalty": 0.4}]
-)
-@pytest.mark.parametrize("name", ["the target itself", "a random head", "repetitions", "several"])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "top_k": 9, "frequency_penalty": 0.4}])
+@pytest.mark.parametrize("name", ["the target itself", "a random head", "repetitions"])
 def test_text_is_the_same_with_drafts(target, grammars, drafters, name, settings):
     # A random target's own words are no JSON, but often without vowels: there its drafts are accepted.
     strict, loose, accepted = grammars.json_schema(PAIR), grammars.lark("start: /[^aeiou]*/"), 0
@@ -167,8 +164,9 @@ def deep(levels: int) -> dict:
         ({"type": {1}}, "not JSON"),
         ({"enum": [float("nan")]}, "not JSON"),
         ({"enum": ["a" * 70_000]}, "more than the 65536"),
-        (deep(900), "compiled"),
-        ({"$ref": "#"}, "compiled"),
+        (deep(300), "recursion limit"),
+        (deep(5000), "nested too deeply"),
+        ({"$ref": "#"}, "no text follows it"),
         ({"$ref": "https://example.com/schema.json"}, "compiled"),
         ({"$ref": "file:///etc/passwd"}, "compiled"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),

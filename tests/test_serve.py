@@ -1,5 +1,6 @@
 """The openai package against `foredraft serve`: what it answers is the target's own text, in OpenAI's words."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,8 @@ def chatty(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(chatty: Path) -> Iterator[Served]:
     """It drafts with the target itself, so that drafts are accepted."""
     facts = [f"target={chatty}", "target.dtype=float32", "target.device=cpu", "drafter=draft_model"]
-    with served(chatty.parent, *facts, f"drafter.spec=draft:{chatty}", "max_rows=4", "max_tokens=24") as running:
+    log = ["log_accepted=accepted.jsonl", "log_text=true"]
+    with served(chatty.parent, *facts, f"drafter.spec=draft:{chatty}", "max_rows=4", "max_tokens=24", *log) as running:
         yield running
 
 
@@ -102,6 +104,23 @@ def test_a_text_is_the_same_with_drafts_and_without_alone_and_among_others(clien
     with ThreadPoolExecutor(16) as pool:
         together = list(pool.map(ask, [*range(8), *range(8)], [True] * 8 + [False] * 8))
     assert together == [*alone, *alone] and len({*alone}) == 8
+
+
+def test_what_was_accepted_is_logged(client, target, chatty):
+    """A line per text, in the order in which answers end; nothing of what is decoded plainly."""
+    log = chatty.parent / "accepted.jsonl"
+    assert log.stat().st_mode & 0o077 == 0
+    before = len(log.read_text().splitlines())
+    answer = client.completions.create(model="tiny", prompt=PROMPT, n=2, seed=5)
+    client.completions.create(model="tiny", prompt=PROMPT, extra_body={"speculative": False})
+    lines = [json.loads(line) for line in log.read_text().splitlines()[before:]]
+    assert [line["id"] for line in lines] == [f"{answer.id}-0", f"{answer.id}-1"]
+    for line, choice in zip(lines, answer.choices, strict=True):
+        assert line["prompt_ids"] == target.text_tokenizer(PROMPT).input_ids and line["created"] == answer.created
+        assert target.text_tokenizer.decode(line["ids"], skip_special_tokens=True).rstrip("�") == choice.text
+        gained = 1 + sum(count + 1 for count in line["accepted"])
+        assert len(line["ids"]) <= gained < len(line["ids"]) + 6 and sum(line["accepted"]) > 4
+        assert all(0 <= one <= most for one, most in zip(line["accepted"], line["drafted"], strict=True))
 
 
 def test_an_answer_ends_before_a_stop_string(client):

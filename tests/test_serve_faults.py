@@ -3,6 +3,8 @@
 import json
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ SHORT = {"model": "tiny", "prompt": "class Pair:", "max_tokens": 12, "seed": 2}
 @pytest.fixture(scope="module")
 def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     facts = [f"target={tiny_path}", "target.dtype=float32", "target.device=cpu", "model=tiny"]
-    limits = ["max_rows=2", "max_waiting=2", "max_body=100000", "cache_gib=0.00018"]
+    limits = ["max_rows=2", "max_waiting=2", "max_body=100000", "cache_gib=0.00018", "log_accepted=accepted.jsonl"]
     with served(tmp_path_factory.mktemp("faults"), *facts, *limits, FOREDRAFT_API_KEY=KEY) as running:
         yield running
 
@@ -148,6 +150,23 @@ def read_all_until_done(connection: socket.socket) -> bytes:
             assert part
             got += part
     return got
+
+
+def test_nothing_that_the_schema_allows_or_forbids_breaks_the_server(server, client, short, tmp_path):
+    """A bounded number of schemathesis's requests; `-n 500` beside a server of one's own is the long run."""
+    checks = ["--checks", "not_a_server_error", "--phases", "examples,coverage,fuzzing", "-n", "10", "--max-time", "15"]
+    checks += ["--no-shrink", "--seed", "1", "--generation-database", "none"]
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", *checks]
+    key = ["-H", f"Authorization: Bearer {KEY}"]
+    done = subprocess.run([*command, *key], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    assert client.completions.create(**SHORT).choices[0].text == short
+
+
+def test_texts_are_in_no_log_unless_asked_for(server):
+    lines = (server.log.parent / "accepted.jsonl").read_text().splitlines()
+    assert lines and all(json.loads(line)["ids"] is json.loads(line)["prompt_ids"] is None for line in lines)
+    assert "class Pair" not in server.log.read_text()
 
 
 def test_sigterm_lets_running_requests_end(server, client):

@@ -6,5 +6,7 @@ tools.py        tool calls: read out of a text, and forced by a grammar
 detokenizer.py  tokens to text, as it grows
 worker.py       the thread that owns the engine
 completion.py   one answer: its text, log-probabilities and usage, in OpenAI's words
+accepted_log.py what became of drafts, for training, where it is asked for
+vllm.py         the same by vLLM, with the exported head
 app.py          the routes; limits.py, metrics.py: what surrounds them; page.html: the page at /
 """

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 import inference
 from inference.grammar import Grammar, Grammars
 from inference.serve import tools
+from inference.serve.accepted_log import AcceptedLog
 from inference.serve.completion import Answer
 from inference.serve.limits import Gate, error_body, error_response
 from inference.serve.metrics import Metrics
@@ -64,8 +65,9 @@ class EventStream(StreamingResponse):
 class Service:
     """What the routes share."""
 
-    def __init__(self, worker: Worker, name: str, max_tokens: int):
+    def __init__(self, worker: Worker, name: str, max_tokens: int, accepted_log: AcceptedLog | None):
         """name: of the model, for clients. max_tokens: of an answer whose request names none."""
+        self.accepted_log = accepted_log
         self.worker, self.name, self.max_tokens = worker, name, max_tokens
         self.metrics = Metrics(worker)
         self.target = worker.target
@@ -117,6 +119,8 @@ class Service:
         answer.close()
         seconds = time.monotonic() - answer.began
         self.metrics.ended(answer, seconds)
+        if self.accepted_log is not None:
+            self.accepted_log.write(answer)
         reasons = [choice.finish_reason or "cancelled" for choice in answer.choices.values()]
         facts = {"id": answer.id, "path": path, "seconds": round(seconds, 3), "finish_reasons": reasons}
         log.info("request", extra={"facts": {**facts, **answer.usage()}})
@@ -145,10 +149,15 @@ async def read_whole(answer: Answer, request: Request) -> bool:
 
 
 def create_app(
-    worker: Worker, name: str, max_tokens: int = 512, max_body: int = 2**22, api_key: str | None = None
+    worker: Worker,
+    name: str,
+    max_tokens: int = 512,
+    max_body: int = 2**22,
+    api_key: str | None = None,
+    accepted_log: AcceptedLog | None = None,
 ) -> FastAPI:
     """The application; it starts the worker and stops it. max_body: bytes of a request's body. See `Service`, `Gate`."""
-    service = Service(worker, name, max_tokens)
+    service = Service(worker, name, max_tokens, accepted_log)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -35,7 +35,8 @@ class Choice:
         self.tools: ToolReader | None = reader(asked, tokenizer.chat_template)
         self.calls: list[dict[str, Any]] = []
         self.text, self.logprobs = "", list[dict[str, Any]]()
-        self.tokens = self.steps = self.gained = 0
+        self.ids, self.accepted, self.drafted = list[int](), list[int](), list[int]()  # see accepted_log.py
+        self.gained = 0
         self.finish_reason: str | None = None
 
     def push(self, output: Output) -> Piece:
@@ -46,9 +47,11 @@ class Choice:
         if output.finish_reason is not None:
             text += self.stops.flush()
         self.finish_reason = "stop" if self.stops.stopped else output.finish_reason
-        self.tokens += len(output.tokens)
+        self.ids += output.tokens
         if output.accepted is not None:
-            self.steps, self.gained = self.steps + 1, self.gained + len(output.tokens)
+            self.accepted.append(output.accepted)
+            self.drafted.append(output.depth)
+            self.gained += len(output.tokens)
         if self.tools is not None:
             text = self.tools.push(text)
             if self.finish_reason is not None:
@@ -130,11 +133,11 @@ class Answer:
 
     @property
     def completion_tokens(self) -> int:
-        return sum(choice.tokens for choice in self.choices.values())
+        return sum(len(choice.ids) for choice in self.choices.values())
 
     def usage(self) -> dict[str, Any]:
         """acceptance_length: tokens gained per target forward, the prompt's left out; null where there was none."""
-        steps = sum(choice.steps for choice in self.choices.values())
+        steps = sum(len(choice.accepted) for choice in self.choices.values())
         gained = sum(choice.gained for choice in self.choices.values())
         return {
             "prompt_tokens": self.prompt_tokens,

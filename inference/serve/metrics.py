@@ -35,7 +35,7 @@ class Metrics:
     def ended(self, answer: Answer, seconds: float) -> None:
         self.prompt_tokens.inc(answer.prompt_tokens)
         self.completion_tokens.inc(answer.completion_tokens)
-        self.forwards.inc(sum(choice.steps for choice in answer.choices.values()))
+        self.forwards.inc(sum(len(choice.accepted) for choice in answer.choices.values()))
         self.gained.inc(sum(choice.gained for choice in answer.choices.values()))
         self.seconds.observe(seconds)
         if answer.first_token is not None:

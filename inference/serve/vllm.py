@@ -1,0 +1,48 @@
+"""The same API by vLLM (docs.vllm.ai, `vllm serve`), which drafts with the exported head."""
+
+import os
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+
+from heads.checkpoint import read_head, write_head
+from heads.formats.engines import vllm
+from heads.target import Target
+
+
+def find_vllm() -> str:
+    """Raises ValueError where it is not installed."""
+    found = shutil.which("vllm")
+    if found is None:
+        raise ValueError(
+            "engine=vllm needs vLLM, and there is no command `vllm`: pip install vllm, or engine=foredraft"
+        )
+    return found
+
+
+def serve_command(target: Target, drafter: str, name: str, host: str, port: int, max_rows: int) -> list[str]:
+    """The arguments of vLLM, after the head named `drafter` has been written to a new temporary folder in the layout that it
+    reads; "none" decodes plainly. Raises ValueError for a drafter that vLLM does not have."""
+    command = ["vllm", "serve", target.name]
+    if drafter != "none":
+        if "/" not in drafter and not Path(drafter).is_dir():
+            raise ValueError(
+                f"drafter.spec={drafter}: engine=vllm drafts with a head (drafter=head) or not (drafter=none)"
+            )
+        head = read_head(drafter, target)
+        export = vllm(head, target)
+        folder = tempfile.mkdtemp(prefix="foredraft-vllm-")
+        write_head(head, folder, target, export.layout, export.layout.weight_files)
+        places = {"target": shlex.quote(target.name), "head": folder, "depth": head.depth, "method": head.kind}
+        command = shlex.split(export.use.format(**places))
+    dtype = str(target.dtype).removeprefix("torch.")
+    rest = {"dtype": dtype, "served-model-name": name, "host": host, "port": port, "max-num-seqs": max_rows}
+    return command + [word for key, value in rest.items() for word in (f"--{key}", str(value))]
+
+
+def become(program: str, command: list[str], api_key: str | None) -> None:
+    """vLLM in the place of this process, whose memory is free again; what stops this process stops vLLM. The key goes by the
+    environment: arguments show in ps."""
+    environment = dict(os.environ) if api_key is None else {**os.environ, "VLLM_API_KEY": api_key}
+    os.execve(program, command, environment)

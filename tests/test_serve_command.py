@@ -1,0 +1,70 @@
+"""`foredraft serve` as a command: what it hands over to vLLM, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from heads import save_head
+from tests.support import ROOT
+from tests.support.head_factory import make_head
+
+FAKE = """#!/bin/sh
+for word in "$@"; do printf '%s\\n' "$word"; done > "$RECORD"
+printf '%s' "$VLLM_API_KEY" >> "$RECORD.key"
+"""
+
+
+def serve(cwd: Path, *arguments: str, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
+    """With the commands in `path` alone."""
+    facts = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": str(path or cwd)} | environment
+    command = [sys.executable, str(ROOT / "scripts" / "serve.py"), *arguments]
+    return subprocess.run(command, cwd=cwd, env=facts, capture_output=True, text=True, timeout=240)
+
+
+def test_vllm_gets_the_target_and_the_exported_head(tiny_path, target, tmp_path):
+    save_head(make_head("eagle3", target), tmp_path / "head", target)
+    fake = tmp_path / "bin" / "vllm"
+    fake.parent.mkdir()
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
+    facts = [f"target={tiny_path}", "target.device=cpu", "drafter=head", f"drafter.spec={tmp_path / 'head'}", "port=7"]
+    told = {"RECORD": str(tmp_path / "told"), "FOREDRAFT_API_KEY": "a-key", "TMPDIR": str(tmp_path)}
+    done = serve(tmp_path, "engine=vllm", *facts, "model=tiny", "max_rows=3", path=fake.parent, **told)
+    assert done.returncode == 0, done.stderr
+    words = (tmp_path / "told").read_text().splitlines()
+    assert words[:3] == ["serve", str(tiny_path), "--speculative-config"]
+    config = json.loads(words[3])
+    assert config["method"] == "eagle3" and config["num_speculative_tokens"] >= 1
+    rest = dict(zip(words[4::2], words[5::2], strict=True))
+    assert rest["--port"] == "7" and rest["--served-model-name"] == "tiny" and rest["--max-num-seqs"] == "3"
+    assert rest["--dtype"] == "float32" and "a-key" not in words and (tmp_path / "told.key").read_text() == "a-key"
+    assert json.loads((Path(config["model"]) / "config.json").read_text())["architectures"]
+    with safe_open(Path(config["model"]) / "model.safetensors", "pt") as weights:
+        assert any("midlayer" in name for name in weights.keys())  # noqa: SIM118  (it is no dict)
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["engine=vllm"], "there is no command `vllm`"),
+        (["engine=sglang"], "engine=sglang is not one of foredraft, vllm"),
+        (["log_text=true"], "give log_accepted=FILE"),
+        (["log_accepted=no/such/folder/log"], "log_accepted=no/such/folder/log cannot be written"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path, arguments, sentence):
+    done = serve(tmp_path, *arguments)
+    assert done.returncode == 2 and sentence in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_vllm_does_not_draft_with_everything(target):
+    from inference.serve.vllm import serve_command
+
+    with pytest.raises(ValueError, match=r"ngram.*drafter=head"):
+        serve_command(target, "ngram", "tiny", "127.0.0.1", 8000, 4)
+    assert "--speculative-config" not in serve_command(target, "none", "tiny", "127.0.0.1", 8000, 4)
