@@ -32,7 +32,8 @@ def main(cfg: DictConfig) -> None:
     log = None if cfg.log_accepted is None else AcceptedLog(cfg.log_accepted, cfg.log_text)
     target = instantiate(cfg.target)
     drafter = instantiate(cfg.drafter, target=target)
-    worker = Worker(target, drafter, cfg.max_rows, cfg.max_waiting, cfg.timeout, cfg.cache_gib)
+    limits = cfg.max_rows, cfg.max_waiting, cfg.timeout, cfg.cache_gib
+    worker = Worker(target, drafter, *limits, cfg.prefill_chunk, cfg.prefix_cache_gib)
     app = create_app(worker, model_name(cfg, target), cfg.max_tokens, cfg.max_body, api_key, log)
     run(app, cfg.host, cfg.port, cfg.drain)
 
