@@ -3,8 +3,8 @@
     python scripts/bench/bench_data.py data=conversations data.path=FILE
     python scripts/bench/bench_data.py tokens=10000000
 
-Both ways of training see the same documents, the same head and optimiser steps, in turn, step by step, so that a change of the machine's speed
-meets both alike. Only tokens of documents are counted, no padding.
+Both ways of training see the same documents, the same head and optimiser steps, in turn, step by step, so that a change of
+the machine's speed meets both alike. Only tokens of documents are counted, no padding.
 """
 
 import json
