@@ -10,9 +10,11 @@ from transformers import AutoTokenizer
 
 from tests.support import ROOT
 from tests.support.chats import CHATML, tokenizer
-from train.data import data_card
+from train.data import data_card, encoding
 from train.data.conversations import corpus
-from train.data.corpus import Document, count_tokens, prompts, tokenize
+from train.data.corpus import count_tokens, prompts, tokenize
+from train.data.documents import Document
+from train.data.encoding import Encoder
 from train.data.sources import Row, SkippedRow, Source
 
 EMBEDDED = ROOT / "scripts" / "embedded_target"
@@ -130,7 +132,7 @@ def test_the_same_set_as_json_lines_array_folder_and_parquet(file: Path, tmp_pat
 def test_a_second_run_reads_the_cache_and_a_changed_file_is_read_anew(file: Path, tmp_path: Path, monkeypatch):
     first = corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path))
     with monkeypatch.context() as patched:
-        patched.setattr(Source, "conversation", None)  # called, it would fail
+        patched.setattr(encoding.Encoder, "rows", Encoder.check)  # called, it would fail
         again = corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path))
     assert list(again.train) == list(first.train) and again.card == first.card
     write(file, [{"text": f"line {i}"} for i in range(9)])
@@ -214,4 +216,4 @@ def test_the_embedded_target_learns_from_answers_alone_at_once(tmp_path: Path):
         assert form.decode(learned).startswith(" return ") and learned[-1] == form.eos_token_id
         assert "User: add" in form.decode(asked) and "return" not in form.decode(asked)
     ids = form("def add(self):", add_special_tokens=False)["input_ids"]
-    assert tokenize(form, ["def add(self):"]) == [Document([*ids, form.eos_token_id], [True] * (len(ids) + 1))]
+    assert list(tokenize(form, ["def add(self):"])) == [Document([*ids, form.eos_token_id], [True] * (len(ids) + 1))]

@@ -13,7 +13,8 @@ from inference.evaluation.measure import distinct
 from tests.support.tiny import TEXT
 from train import losses
 from train.data import corpus, self_generated, stdlib
-from train.data.corpus import Document, Packed
+from train.data.documents import Document, Documents
+from train.data.packing import Packed
 from train.module import DistillationModel
 
 
@@ -88,8 +89,8 @@ def test_prompts_start_at_lines_and_have_their_length(target):
 
 def test_the_target_writes_its_own_training_text(target, tmp_path):
     text = Document(torch.randint(1, 300, (400,)).tolist(), [True] * 400)
-    data = corpus.Corpus([text], [], [], {"source": "a test"})
-    file = tmp_path / "self_generated.json"
+    data = corpus.Corpus(Documents.of([text]), [], [], {"source": "a test"})
+    file = tmp_path / "self_generated.safetensors"
     written = self_generated.self_generate(target, data, 100, 1, file, begin=16, new=20)
     assert len(written.train) == 5 and written.card["self_generated_tokens"] >= 5
     greedy = 0
@@ -101,13 +102,15 @@ def test_the_target_writes_its_own_training_text(target, tmp_path):
         assert all(document.loss_mask[16:])
     assert greedy == 3  # every other row, the first one among them
     again = self_generated.self_generate(target, data, 100, 2, file, begin=16, new=20)
-    assert again.train == written.train and again.card == written.card
+    assert list(again.train) == list(written.train) and again.card == written.card
 
 
 def test_no_beginning_is_continued_greedily_twice(target, tmp_path):
     text = Document(torch.randint(1, 300, (48,)).tolist(), [True] * 48)  # three beginnings
-    data = corpus.Corpus([text], [], [], {"source": "a test"})
-    written = self_generated.self_generate(target, data, 12 * 20, 1, tmp_path / "own.json", begin=16, new=20).train
+    data = corpus.Corpus(Documents.of([text]), [], [], {"source": "a test"})
+    written = self_generated.self_generate(
+        target, data, 12 * 20, 1, tmp_path / "own.safetensors", begin=16, new=20
+    ).train
     assert len(written) == 12 and len({tuple(document.tokens) for document in written}) == 12
     plain = [
         generate(target, None, torch.tensor([text.tokens[at : at + 16]]), max_new_tokens=20).new_tokens[0]

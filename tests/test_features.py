@@ -38,6 +38,16 @@ def stored(target: Target, path: Path, dtype: str = "float32", top_k: int | None
     return disk.disk(packed or rows(), target, LAYERS, 2, str(path), dtype=dtype, top_k=top_k, shard_rows=2)
 
 
+def read(target: Target, path: Path, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the head gets it, of rows that hold nothing but what is stored."""
+    batch = batch_of(stored(target, path, dtype))
+    here = {name: value for name, value in batch.items() if name not in PackedBatch._fields}
+    each = disk.bytes_per_position(target, LAYERS, dtype, None)
+    assert sum(value.nbytes for value in here.values()) == each * len(rows()) * 32
+    assert here["features"].dtype == storage.DTYPES[dtype]
+    return storage.unpack(here)
+
+
 def head(target: Target) -> Eagle3Head:
     torch.manual_seed(0)
     return Eagle3Head.for_target(target, depth=2, layers=LAYERS)
@@ -67,22 +77,20 @@ def test_trained_from_disk_the_losses_are_those_of_training_online(target, whole
 
 
 def test_bf16_is_rounding_and_nothing_else(target, tmp_path: Path):
-    batch = batch_of(stored(target, tmp_path / "bf16", "bf16"))
-    for given, exact in zip((batch["features"], batch["last"]), hidden(target), strict=True):
+    for given, exact in zip(read(target, tmp_path / "bf16", "bf16"), hidden(target), strict=True):
         assert given.dtype == torch.bfloat16
         # Half a unit in the last of eight binary places; sums of another order of rows may tip one over.
         assert ((given.float() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
 
 
 def test_fp8_keeps_three_binary_places_of_every_layer(target, tmp_path: Path):
-    batch = batch_of(stored(target, tmp_path / "fp8", "fp8"))
-    for given, exact in zip((batch["features"], batch["last"]), hidden(target), strict=True):
+    for given, exact in zip(read(target, tmp_path / "fp8", "fp8"), hidden(target), strict=True):
         given, exact = (x.unflatten(-1, (-1, target.hidden_size)) for x in (given, exact))
         largest = exact.abs().amax(-1, keepdim=True)
         assert ((given - exact).abs() <= 2**-4 * exact.abs() + 2**-9 / 448 * largest + 1e-5).all()
     bytes_of = {kind: sum(f.stat().st_size for f in (tmp_path / kind).glob("shard*")) for kind in ("fp8",)}
     each = disk.bytes_per_position(target, LAYERS, "fp8", None)
-    assert each * rows().tokens.numel() <= bytes_of["fp8"] <= each * rows().tokens.numel() + 4096 * 8
+    assert each * len(rows()) * 32 <= bytes_of["fp8"] <= each * len(rows()) * 32 + 4096 * 8
 
 
 def test_the_best_logits_stand_for_all(target, tmp_path: Path):
@@ -131,10 +139,10 @@ def test_a_flipped_byte_is_named(target, whole: Path, tmp_path: Path):
     content[-7] ^= 1
     file.write_bytes(content)
     with pytest.raises(ValueError, match=r"shard-00001\.safetensors is damaged, its checksum"):
-        stored(target, path)
+        batch_of(stored(target, path))
     file.write_bytes(content[:100])
     with pytest.raises(ValueError, match=r"shard-00001\.safetensors is damaged"):
-        stored(target, path)
+        batch_of(stored(target, path))
 
 
 def test_a_missing_shard_is_named(target, whole: Path, tmp_path: Path):
@@ -153,7 +161,7 @@ def test_another_targets_shard_is_named(target, whole: Path, tmp_path: Path):
     shutil.copytree(whole, path := tmp_path / "features")
     shutil.copy(tmp_path / "other" / "shard-00001.safetensors", path)
     with pytest.raises(ValueError, match=r"shard-00001\.safetensors was written for other/model \(target_hash"):
-        stored(target, path)
+        batch_of(stored(target, path))
     (path / disk.MANIFEST).unlink()  # nor is it kept when a writer goes on
     with pytest.raises(ValueError, match=r"shard-00001\.safetensors was written for other/model"):
         stored(target, path)
@@ -180,3 +188,34 @@ def test_a_fine_tune_has_another_hash(target, tiny_path: Path):
     with torch.no_grad():
         other.model.model.layers[3].mlp.up_proj.weight.mul_(1.01)
     assert disk.target_hash(other) != disk.target_hash(target)
+
+
+def test_a_checksum_is_computed_once_when_its_shard_is_first_read(target, whole: Path, tmp_path: Path, monkeypatch):
+    computed: list[str] = []
+    original = disk.checksum
+    monkeypatch.setattr(disk, "checksum", lambda file: computed.append(file.name) or original(file))
+    read = stored(target, whole)
+    batch_of(read)
+    assert not computed  # its writer did
+    shutil.copytree(whole, path := tmp_path / "features", copy_function=shutil.copyfile)  # other times of change
+    there = stored(target, path)
+    assert not computed  # nor does a start
+    there[0], there[1], there[2]
+    assert computed == ["shard-00000.safetensors", "shard-00001.safetensors"]
+    batch_of(stored(target, path))  # another run
+    assert sorted(computed) == sorted(file.name for file in path.glob("shard-*.safetensors"))
+
+
+def test_two_hundred_shards_are_not_opened_at_the_start(target, whole: Path, tmp_path: Path, monkeypatch):
+    manifest = json.loads((whole / disk.MANIFEST).read_text())
+    packed = Packed(documents(*[32] * 40), length=8, seed=0)
+    names = [f"shard-{number:05d}.safetensors" for number in range(200)]
+    for name in names:
+        (tmp_path / name).touch()
+    manifest["shards"] = [{"file": name, "sha256": ""} for name in names]
+    (tmp_path / disk.MANIFEST).write_text(json.dumps(manifest))
+    opened: list[str] = []
+    monkeypatch.setattr(disk, "safe_open", lambda file, *given: opened.append(str(file)))
+    monkeypatch.setattr(disk, "checksum", lambda file: opened.append(str(file)))
+    disk.StoredRows(packed, tmp_path, verify=True)
+    assert not opened

@@ -28,6 +28,7 @@ from heads import Target, load_head
 from inference import generate, load_drafter
 from tests.support.processes import SMALL, Ended, complaint, end, printed, program
 from tests.support.tiny import TEXT, VOCAB, tiny_config
+from train.data import self_generated
 from train.runtime import callbacks, checkpoints
 
 KINDS = ["medusa", "eagle3"]
@@ -307,7 +308,7 @@ def test_no_more_text_is_written_than_the_run_reads(here, tiny_path: Path, folde
     fast = ["trainer.max_steps=3", "evaluate.eval_steps=0", "evaluate.proof=false", "evaluate.timed_prompts=1"]
     ended = here(*given, *fast, "self_generated_tokens=1000000")
     assert ended.code == 0, ended.err
-    rows = json.loads((tmp_path / "out/self_generated.json").read_text())
+    rows = self_generated.load(tmp_path / "out/self_generated.safetensors")
     assert len(rows) == -(-768 // 224)  # rows of 224 new tokens at most
     assert re.search(r"^self-generated text: 4 of 4 rows, \d[\d,]* tokens/s$", ended.out, re.M)
     assert [step for step, _, _ in printed(ended.out)] == ["1", "2", "3"]

@@ -6,7 +6,7 @@ from transformers import LlamaForCausalLM
 from heads import Target
 from tests.support.tiny import tiny_config
 from train.data import corpus, self_generated
-from train.data.packing import Document
+from train.data.documents import Document, Documents
 
 
 def test_text_beside_the_weights_is_found_for_its_weights_and_data_only(tmp_path):
@@ -19,15 +19,16 @@ def test_text_beside_the_weights_is_found_for_its_weights_and_data_only(tmp_path
         Document([7, *range(9)], [False] + [True] * 9),
     ]
     assert self_generated.load_stored(target, "books", 1) is None
-    self_generated.store(documents, "books", target, tmp_path / "one")
-    self_generated.store(documents, "books", target, tmp_path / "other")  # not by the weights that lie there
-    assert self_generated.load_stored(target, "books", 20) == documents[:1]
-    assert (
-        self_generated.load_stored(target, "books", 21) == self_generated.load_stored(target, "books", 29) == documents
-    )
+    self_generated.store(Documents.of(documents), "books", target, tmp_path / "one")
+    self_generated.store(
+        Documents.of(documents), "books", target, tmp_path / "other"
+    )  # not by the weights that lie there
+    for tokens, found in ((20, documents[:1]), (21, documents), (29, documents)):
+        assert list(self_generated.load_stored(target, "books", tokens)) == found
     assert self_generated.load_stored(target, "books", 30) is None
     assert self_generated.load_stored(target, "letters", 1) is None
     assert self_generated.load_stored(other, "books", 1) is None
 
-    data = corpus.Corpus([], [], [], {"source": "books"})
-    assert self_generated.self_generate(target, data, 29, 0, tmp_path / "self_generated.json").train == documents
+    data = corpus.Corpus(Documents.of([]), [], [], {"source": "books"})
+    own = self_generated.self_generate(target, data, 29, 0, tmp_path / "self_generated.safetensors")
+    assert list(own.train) == documents

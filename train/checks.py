@@ -14,7 +14,7 @@ from heads.checkpoint import save_head
 from heads.target import Target
 from train import parity_gate
 from train.data.corpus import Corpus, prompts
-from train.data.packing import Document
+from train.data.documents import Document
 
 GATE_TOKENS = 48  # of the text that the parity gate drafts from
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
+from torch import Tensor
 
 from heads import adapter
 from heads.base import DraftHead, ParallelHead
@@ -19,7 +20,7 @@ from inference.drafters import load_drafter
 from inference.evaluation.measure import NOT_PROVEN, evaluate, prove
 from inference.evaluation.report import RunRecord, Sample, table, write_report
 from inference.generation import generate
-from train import publish
+from train import held_out, publish
 from train.checks import save_checked
 from train.data import data_card
 from train.data.corpus import Corpus, Held, Packed, prompts, tokenize
@@ -30,8 +31,11 @@ from train.runtime.run_state import CHECKPOINTS, METRICS, seconds_of, write_atom
 from train.trainer import HeadTrainer
 
 
-def finalize(cfg: DictConfig, trainer: HeadTrainer, data: Corpus, directory: Path) -> None:
-    """Choose the best weights, save them, measure the files, and report. Processes that only help to read leave no files."""
+def finalize(
+    cfg: DictConfig, trainer: HeadTrainer, data: Corpus, rows: list[dict[str, Tensor]], directory: Path
+) -> None:
+    """Choose the best weights, save them, measure the files, and report. Processes that only help to read leave no files.
+    rows: of held-out text (train/held_out.py)."""
     distillation, history = trainer.distillation, trainer.state.log_history
     head, target = distillation.head, distillation.target
     strategy.forget_sharding(cfg.strategy.name)
@@ -42,12 +46,15 @@ def finalize(cfg: DictConfig, trainer: HeadTrainer, data: Corpus, directory: Pat
     if best is not None and best != step:
         print(f"the weights of step {best}, which drafted best on validation prompts, are kept", flush=True)
         head.load_state_dict(load_file(checkpoints.best_file(directory / CHECKPOINTS, best)))
+    apart = held_out.agreement(distillation.with_head(head.eval()), rows)
     with tempfile.TemporaryDirectory() as scratch:
         saved = (directory if distributed.rank() == 0 else Path(scratch)) / "head"
         save_final(distillation, saved, data, cfg.length)
         metrics, shown = measure(target, saved, data, cfg.evaluate)
     if distributed.rank() > 0:
         return
+    metrics |= {"held_out_agreement": [round(share, 4) for share in apart.shares]}
+    metrics |= {"held_out_loss": round(apart.loss, 4), "predicted_acceptance_length": round(apart.acceptance_length, 4)}
     rates = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry]
     metrics["train_tokens_per_second"] = round(sum(rates) / max(1, len(rates)), 1)
     metrics["train_seconds"] = round(seconds_of(trainer.state), 3)

@@ -3,6 +3,7 @@
 forward -> read (features of the batch) -> head -> chunk_loss (logits, loss and hits of some rows)
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -129,8 +130,16 @@ class DistillationModel(nn.Module):
         """Per depth: its best guesses (n, ranks) and the target's tokens (n,), as target ids."""
         text = PackedBatch(tokens, loss_mask, documents, positions)
         features, last = self.read(text)
-        best = self.target.logits(last).argmax(-1).roll(-1, dims=1)
+        best = torch.cat([self.target.logits(part).argmax(-1) for part in last.flatten(0, 1).split(self.chunk)])
+        best = best.view_as(tokens).roll(-1, dims=1)
         for depth, out in enumerate(self.head(features, self.target.embed(tokens), text), start=1):
             slots = draft_loss_mask(text, depth)
-            logits = self.head.logits(out[slots], depth)
-            yield depth, self.head.to_target_ids(logits.topk(ranks).indices), best[slots]
+            found = [self.head.logits(part, depth).topk(ranks).indices for part in out[slots].split(self.chunk)]
+            yield depth, self.head.to_target_ids(torch.cat(found)), best[slots]
+
+    def with_head(self, head: DraftHead) -> "DistillationModel":
+        """The same objective for other weights, which is no part of what trains."""
+        other = copy.copy(self)
+        other._modules = self._modules | {"head": head}
+        other.num_items, other.top_k = None, False
+        return other

@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig
+from torch import Tensor
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
 from heads import hub
@@ -24,17 +25,20 @@ from heads.target import Target
 from inference.drafters import drafter_for
 from inference.evaluation.measure import acceptance
 from inference.evaluation.measure import run as decode
+from train import held_out
 from train.checks import check_saving, check_settings
 from train.cli import entry
 from train.data import data_card
 from train.data.corpus import Corpus, Packed, count_tokens, prompts
+from train.data.documents import Documents
 from train.data.row_order import EpochStream
 from train.data.self_generated import self_generate
 from train.finalize import finalize
 from train.runtime import distributed, loggers, strategy
 from train.runtime.callbacks import Measure, Progress, StopOnSignal
-from train.runtime.memory import keep_freed
+from train.runtime.memory import keep_freed, out_of_memory_named
 from train.runtime.run_state import done_before, open_directory, rows_per_step
+from train.start import init_from
 from train.trainer import HeadTrainer, arguments
 
 
@@ -45,6 +49,7 @@ class Prepared(NamedTuple):
     head: DraftHead
     data: Corpus
     packed: Packed
+    held_out: list[dict[str, Tensor]]  # rows as those of `packed`
     args: TrainingArguments
     directory: Path
     checkpoint: str | None  # to resume from
@@ -62,7 +67,7 @@ def main(cfg: DictConfig) -> None:
     if not target.reads_collectively:
         distributed.shutdown()
     if trainer.measures:  # what follows is one process's work, unless the target needs all to read
-        finalize(cfg, trainer, run.data, run.directory)
+        finalize(cfg, trainer, run.data, run.held_out, run.directory)
     distributed.shutdown()
 
 
@@ -95,6 +100,8 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     counts = count_tokens(data.train, target.vocab_size)
     more: dict[str, Any] = {"counts": counts} if "draft_vocab_size" in cfg.head else {}
     head = instantiate(cfg.head, target=target, **more)
+    if cfg.init_from is not None:
+        head = init_from(cfg.init_from, head, target)
     args = arguments(cfg.trainer, target, **instantiate(cfg.strategy.arguments, _convert_="all"))
     if distributed.rank() == 0 or target.reads_collectively:
         check_saving(head, target, data.train)
@@ -104,9 +111,9 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     directory, checkpoint = distributed.broadcast(
         open_directory(cfg, need_bytes) if distributed.rank() == 0 else (Path(), None)
     )
-    data = with_self_generated_text(cfg, target, data, directory)
+    data, measured_on = with_self_generated_text(cfg, target, data, directory)
     counts = count_tokens(data.train, target.vocab_size)
-    if head.pruned:  # to what the target writes, which is what the head will draft
+    if head.pruned and cfg.init_from is None:  # to what the target writes, which is what the head will draft
         head.init_projections(target, counts)
     packed = Packed(data.train, cfg.length, cfg.seed, cfg.long)
     card = data_card.describe(data.train) | data_card.coverage(counts, head.draft_ids)
@@ -119,24 +126,36 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
             f"the data gives {len(packed)} rows of length={cfg.length} for {distributed.world_size()} processes: take fewer"
         )
     loggers.prepare(args.report_to, directory)
-    return Prepared(target, head, data, packed, args, directory, checkpoint)
+    return Prepared(
+        target, head, data, packed, held_out.rows(measured_on, cfg.length, cfg.seed), args, directory, checkpoint
+    )
 
 
-def with_self_generated_text(cfg: DictConfig, target: Target, data: Corpus, directory: Path) -> Corpus:
-    """The corpus with text that the target wrote, as much as this run reads, which one process keeps for all."""
+def with_self_generated_text(
+    cfg: DictConfig, target: Target, data: Corpus, directory: Path
+) -> tuple[Corpus, Documents]:
+    """The corpus with text that the target wrote, as much as this run reads, and held-out documents of the same kind. One
+    process keeps for all what is written."""
+    held = held_out.documents(target.text_tokenizer, data)
     tokens = cfg.self_generated_tokens
     if cfg.trainer.max_steps > 0:
         tokens = min(tokens, cfg.trainer.max_steps * rows_per_step(cfg) * cfg.length)
     if not tokens:
-        return data
-    file = directory / "self_generated.json"
-    if target.reads_collectively and not distributed.broadcast(file.exists()):
-        # All must read together for the target to write: each has all of the text then, and one keeps it for a resumed run.
-        with tempfile.TemporaryDirectory() as scratch:
-            kept = file if distributed.rank() == 0 else Path(scratch) / file.name
-            return self_generate(target, data, tokens, cfg.seed, kept)
-    with distributed.main_process_first():
-        return self_generate(target, data, tokens, cfg.seed, file)
+        return data, held
+
+    def write(corpus: Corpus, count: int, seed: int, name: str) -> Corpus:
+        file = directory / name
+        if target.reads_collectively and not distributed.broadcast(file.exists()):
+            # All must read together for the target to write: each has all of the text, and one keeps it for a resumed run.
+            with tempfile.TemporaryDirectory() as scratch:
+                kept = file if distributed.rank() == 0 else Path(scratch) / file.name
+                return self_generate(target, corpus, count, seed, kept)
+        with distributed.main_process_first():
+            return self_generate(target, corpus, count, seed, file)
+
+    source = data._replace(train=held, card={"source": f"{data.card['source']}, held out"})
+    written = write(source, held_out.tokens(tokens), cfg.seed + 1, "held_out.safetensors")
+    return write(data, tokens, cfg.seed, "self_generated.safetensors"), written.train
 
 
 def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
@@ -147,12 +166,22 @@ def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
     rows = rows_per_step(cfg)
     if args.max_steps <= 0:
         args.max_steps = math.ceil(args.num_train_epochs * len(dataset) / rows)
+    if (times := args.max_steps * rows / len(dataset)) > 1:
+        print(
+            f"the {len(dataset):,} rows are read {times:.1f} times: loss and accuracy on them flatter, held out they do not",
+            flush=True,
+        )
 
-    def validate(head: DraftHead) -> float:
+    def validate(head: DraftHead) -> dict[str, float]:
         some = prompts(
             target.text_tokenizer, run.data.validation, cfg.evaluate.eval_prompts, cfg.evaluate.prompt_tokens
         )
-        return acceptance(decode(target, drafter_for(head, target), some, max_new_tokens=64, eos_token_id=-1))
+        decoded = decode(target, drafter_for(head, target), some, max_new_tokens=64, eos_token_id=-1)
+        found = {
+            "acceptance_length": round(acceptance(decoded), 4),
+            "acceptance_error": held_out.standard_error(decoded),
+        }
+        return found | held_out.agreement(distillation.with_head(head), run.held_out).figures
 
     stop = StopOnSignal()
     trainer = HeadTrainer(
@@ -165,8 +194,12 @@ def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
     )
     trainer.remove_callback(PrinterCallback)
     strategy.check_distributed_type(cfg.strategy.name, trainer.accelerator.distributed_type)
+    named = out_of_memory_named(
+        cfg.trainer.per_device_train_batch_size, cfg.length, f"target={target.name} head={run.head.kind}"
+    )
     try:
-        trainer.train(resume_from_checkpoint=run.checkpoint)
+        with named:
+            trainer.train(resume_from_checkpoint=run.checkpoint)
     finally:
         stop.restore()
     distillation.head = trainer.full_head()

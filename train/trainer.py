@@ -81,11 +81,11 @@ class HeadTrainer(Trainer):
         distillation: DistillationModel,
         args: TrainingArguments,
         build_optimizer: Callable[..., torch.optim.Optimizer],
-        measure: Callable[[DraftHead], float],
+        measure: Callable[[DraftHead], dict[str, float]],
         **kwargs: Any,
     ):
-        """build_optimizer: one of train/optimizer.py; the schedule is the trainer's. measure: the acceptance length of a
-        head."""
+        """build_optimizer: one of train/optimizer.py; the schedule is the trainer's. measure: what is logged of a
+        head, its `acceptance_length` at least."""
         self.distillation, self.build_optimizer, self.measure = distillation, build_optimizer, measure
         self.eval_head = without_weights(
             copy.deepcopy(distillation.head, {id(distillation.target): distillation.target})
@@ -187,13 +187,11 @@ class HeadTrainer(Trainer):
         """Measure the very weights in training, and keep the best so far."""
         with self.not_timed(), torch.no_grad():
             head = self.full_head()
-            length = distributed.broadcast(round(self.measure(head), 4) if self.measures else 0.0)
-            self.log({"acceptance_length": length})
-            if distributed.rank() == 0:
-                step = self.state.global_step
-                print(f"step {step}/{self.state.max_steps}  acceptance length {length:.2f} (validation)", flush=True)
-                if checkpoints.best_step(self.state.log_history) == step:
-                    checkpoints.keep_best(self.folder, step, head.state_dict())
-        metrics = {"eval_acceptance_length": length}
+            found = distributed.broadcast(self.measure(head) if self.measures else {})
+            self.log(dict(found))
+            step = self.state.global_step
+            if distributed.rank() == 0 and checkpoints.best_step(self.state.log_history) == step:
+                checkpoints.keep_best(self.folder, step, head.state_dict())
+        metrics = {"eval_acceptance_length": found["acceptance_length"]}
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

@@ -58,6 +58,11 @@ def noted(*notes: tuple[str, float | None]) -> list[str]:
 def headline(metrics: dict) -> Iterator[Tile]:
     """The few numbers that matter."""
     known = {key: found for key in metrics if (found := finite(metrics[key])) is not None}
+    shares = [percent(share) for share in map(finite, metrics.get("held_out_agreement") or ()) if share is not None]
+    if shares:
+        notes = [f"at depth 1; by depth {', '.join(shares)}"]
+        predicted = ("predicts an acceptance length of {:.2f} in chains", known.get("predicted_acceptance_length"))
+        yield Tile("Held-out agreement", shares[0], notes + noted(predicted))
     if (tau := known.get("acceptance_length")) is not None:
         sampled = noted(("{:.2f} when sampling", known.get("acceptance_length_sampled")))
         yield Tile("Acceptance length", f"{tau:.2f}", ["tokens per target forward", *sampled])
@@ -104,12 +109,17 @@ def decoding_figures(metrics: dict) -> Iterator[Figure]:
 
 
 def training_figures(history: list[dict]) -> Iterator[Figure]:
-    loss = [Series("", logged(history, "loss"), depth_color(1))]
-    yield "Loss", "Of the head, on training text", plots.line_chart("Loss over steps", loss)
-    accuracy = (found for entry in history for key in entry if (found := re.fullmatch(r"acc_(\d+)", key)))
+    accuracy = (found for entry in history for key in entry if (found := re.fullmatch(r"(?:held_out_)?acc_(\d+)", key)))
     depths = sorted({int(found[1]) for found in accuracy})
+    held = [Series(f"depth {d}", logged(history, f"held_out_acc_{d}", 100), depth_color(d)) for d in depths]
+    note = "How often the head's first choice is the target's, on text that it does not learn from"
+    title = "Held-out accuracy per depth"
+    yield title, note, plots.line_chart(f"{title} over steps", held, " %", floor=0)
+    loss = [Series("training", logged(history, "loss"), depth_color(1))]
+    loss.append(Series("held out", logged(history, "held_out_loss"), depth_color(2)))
+    yield "Loss", "Of the head", plots.line_chart("Loss over steps", loss)
     lines = [Series(f"depth {d}", logged(history, f"acc_{d}", 100), depth_color(d)) for d in depths]
-    note = "How often the head's first choice is the target's"
+    note = "How often the head's first choice is the target's, on training text"
     yield "Accuracy per depth", note, plots.line_chart("Accuracy per depth over steps", lines, " %", floor=0)
     tau = [Series("", logged(history, "acceptance_length"), depth_color(1))]
     note = "On held-out prompts, while training; plain decoding is 1"

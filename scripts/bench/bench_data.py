@@ -1,13 +1,23 @@
-"""Training tokens/s of packed rows against one document per row:
+"""Training tokens/s of packed rows against one document per row, or what it takes to prepare conversations:
 
     python scripts/bench/bench_data.py data=conversations data.path=FILE
+    python scripts/bench/bench_data.py tokens=10000000
 
-Both see the same documents, the same head and optimiser steps, in turn, step by step, so that a change of the machine's speed
-meets both alike. Only tokens of documents are counted, no padding.
+Both ways of training see the same documents, the same head and optimiser steps, in turn, step by step, so that a change of
+the machine's speed meets both alike. Only tokens of documents are counted, no padding.
 """
 
+import json
+import math
+import random
+import resource
+import subprocess
+import sys
+import tempfile
 import time
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
 from hydra.utils import instantiate
@@ -15,11 +25,83 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from train.cli import entry
-from train.data.corpus import Document, Packed, count_tokens
+from train.data import data_card
+from train.data.conversations import corpus
+from train.data.corpus import Packed, count_tokens
+from train.data.documents import Document
 
 
 @entry("bench_data")
 def main(cfg: DictConfig) -> None:
+    if cfg.tokens:
+        prepare(cfg.target.path, cfg.tokens, cfg.length)
+    else:
+        train_both_ways(cfg)
+
+
+def prepare(tokenizer: str, tokens: int, length: int) -> None:
+    """Three processes, one after the other: the first prepares, the others start from what it has left."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "conversations.jsonl"
+        rows = synthetic(file, tokens)
+        print(f"{rows:,} synthetic conversations, {file.stat().st_size / 1e6:,.0f} MB")
+        for name in ("first start", "second start", "third start"):
+            command = [sys.executable, __file__, "start", tokenizer, str(file), folder, str(length)]
+            found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+            sizes = {key: f"{found[key] / 2**20:,.0f} MiB" for key in ("own", "mapped", "worker")}
+            print(
+                f"{name:12} {found['seconds']:7.2f} s  {found['tokens'] / found['seconds']:12,.0f} tokens/s   own memory "
+                f"grows by {sizes['own']}, mapped files by {sizes['mapped']}; a worker takes {sizes['worker']} at most   "
+                f"({found['tokens']:,} tokens, {found['rows']:,} rows)",
+                flush=True,
+            )
+
+
+def synthetic(file: Path, tokens: int) -> int:
+    """Write conversations of some `tokens` tokens; how many. Turns have log-normal lengths, as those of ShareGPT: half of the
+    questions are above 20 words, half of the answers above 150; one to five pairs of turns."""
+    generator = random.Random(0)
+    words = ["".join(generator.choices("etaoinshrdlu", k=generator.randint(1, 9))) for _ in range(5000)]
+    written = rows = 0
+    with file.open("w") as out:
+        while written < tokens:
+            turns = []
+            for _ in range(generator.randint(1, 5)):
+                for role, typical in (("user", 20), ("assistant", 150)):
+                    count = max(1, min(2000, round(generator.lognormvariate(math.log(typical), 1.0))))
+                    turns.append({"role": role, "content": " ".join(generator.choices(words, k=count))})
+                    written += round(2.6 * count)  # tokens of such words
+            out.write(json.dumps({"messages": turns}) + "\n")
+            rows += 1
+    return rows
+
+
+def start(tokenizer: str, file: str, cache: str, length: str) -> None:
+    """What a rank does of its data before the first step; prints figures."""
+    from transformers import AutoTokenizer
+
+    form = AutoTokenizer.from_pretrained(tokenizer)
+    before, begun = memory(), time.perf_counter()
+    data = corpus(form, path=file, cache_dir=cache)
+    count_tokens(data.train, len(form))
+    card = data_card.describe(data.train)
+    packed = Packed(data.train, int(length), seed=0)
+    for row in range(0, len(packed), max(1, len(packed) // 256)):
+        packed[row]
+    seconds, after = time.perf_counter() - begun, memory()
+    found: dict[str, Any] = {"seconds": seconds, "tokens": card["tokens"], "rows": len(packed)}
+    found |= {name: after[name] - before[name] for name in after}
+    found["worker"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+    print(json.dumps(found))
+
+
+def memory() -> dict[str, int]:
+    """Bytes in memory now: of this process alone, and of files that are mapped, which processes share."""
+    facts = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: int(facts[key].split()[0]) * 1024 for name, key in (("own", "RssAnon"), ("mapped", "RssFile"))}
+
+
+def train_both_ways(cfg: DictConfig) -> None:
     target = instantiate(cfg.target)
     data = instantiate(cfg.data, tokenizer=target.text_tokenizer)
     counts = count_tokens(data.train, target.vocab_size)
@@ -96,4 +178,7 @@ def padded_batches(documents: list[Document], length: int, rows: int) -> list[di
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["start"]:
+        start(*sys.argv[2:])
+    else:
+        main()

@@ -68,7 +68,7 @@ def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
         args,
         train_dataset=EpochStream(dataset, len(packed), cfg.seed),
         build_optimizer=instantiate(cfg.optimizer),
-        measure=lambda head: 0.0,
+        measure=lambda head: {},
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()

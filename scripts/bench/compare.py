@@ -113,7 +113,7 @@ def train(directory: Path, given: list[str], before: list[Path]) -> int:
     """Train with these overrides; the exit code."""
     arguments = [str(ROOT / "train" / "run.py"), f"output_dir={directory}", *given]
     # The text that the target writes to train on is the same for every head: the first run's is copied to the others.
-    texts = next((run / "self_generated.json" for run in before if (run / "self_generated.json").exists()), None)
+    texts = next((text for run in before if (text := run / "self_generated.safetensors").exists()), None)
     if texts is not None and not directory.exists():
         directory.mkdir(parents=True)
         shutil.copy(texts, directory)

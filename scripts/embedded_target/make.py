@@ -270,8 +270,8 @@ def self_generated_text(directory: Path) -> None:
     assert target.tokenizer is not None
     library = standard_library(target.tokenizer)
     with tempfile.TemporaryDirectory() as scratch:
-        own = self_generated.self_generate(target, library, OWN_TEXT, 0, Path(scratch) / "self_generated.json")
-    self_generated.store(list(own.train), library.card["source"], target, directory)
+        own = self_generated.self_generate(target, library, OWN_TEXT, 0, Path(scratch) / "self_generated.safetensors")
+    self_generated.store(own.train, library.card["source"], target, directory)
 
 
 def save(model: LlamaForCausalLM, output: Path) -> None:

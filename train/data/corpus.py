@@ -1,23 +1,26 @@
 """A corpus of documents, and how raw text becomes one. Split by file: what measures was never trained on."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from train.data import stdlib
-from train.data.packing import Document
+from train.data.documents import Document, Documents
 from train.data.packing import Packed as Packed
 
 Held = Sequence[str | Document]  # held-out raw texts, and conversations
+TEXTS = 64  # that are tokenised together
 
 
 class Corpus(NamedTuple):
-    train: Sequence[Document]
+    train: Documents
     validation: Held  # whole texts, for the measurements during training
     test: Held  # whole texts, for the measurement at the end
     card: dict[str, Any]  # what was read: rows, tokens, dropped with reasons
@@ -74,7 +77,7 @@ def from_texts(
 ) -> Corpus:
     """A corpus of raw texts; ValueError where `train` holds none."""
     documents = tokenize(tokenizer, train)
-    if not documents:
+    if not len(documents):
         raise ValueError(f"the data ({card['source']}) gives no tokens to train on")
     return Corpus(documents, validation, test, card)
 
@@ -86,24 +89,27 @@ def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return first if first == [tokenizer.bos_token_id] else []
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Held) -> list[Document]:
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str | Document]) -> Documents:
     """Raw texts as documents, with the tokens that a text begins and ends with, all in the loss (a first token is never
     drafted). Empty texts are left out; documents stay as they are."""
     begin = start_tokens(tokenizer)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    raw = [text for text in texts if isinstance(text, str)]
-    found = tokenizer(raw, add_special_tokens=False, verbose=False)["input_ids"] if raw else []
-    rows = [[*begin, *ids, *end] for ids in found if ids]
-    return [Document(row, [True] * len(row)) for row in rows] + [d for d in texts if isinstance(d, Document)]
+    parts, left = [], iter(texts)
+    while some := list(islice(left, TEXTS)):
+        raw = [text for text in some if isinstance(text, str)]
+        found = tokenizer(raw, add_special_tokens=False, verbose=False)["input_ids"] if raw else []
+        rows = [[*begin, *ids, *end] for ids in found if ids]
+        whole = [Document(row, [True] * len(row)) for row in rows]
+        parts.append(Documents.of(whole + [d for d in some if isinstance(d, Document)]))
+    return Documents.joined(parts)
 
 
 def count_tokens(documents: Sequence[Document], vocab: int) -> Tensor:
     """(vocab,) int64: how often each token is in the loss."""
-    counts = torch.zeros(vocab, dtype=torch.int64)
-    for document in documents:
-        ids = torch.tensor(document.tokens)[torch.tensor(document.loss_mask)]
-        counts += torch.bincount(ids, minlength=vocab)
-    return counts
+    counts = np.zeros(vocab, np.int64)
+    for _, tokens, flags in Documents.of(documents).blocks():
+        counts += np.bincount(tokens[flags > 0], minlength=vocab)
+    return torch.from_numpy(counts)
 
 
 def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: int) -> list[list[int]]:

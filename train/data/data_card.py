@@ -1,6 +1,5 @@
 """What a run was trained on, in figures: rows, what was dropped and why, tokens, how many of them count in the loss."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,28 +13,25 @@ from heads.hub.card import aligned, percent
 from inference.evaluation import plots
 from inference.evaluation.pages import write_page
 from inference.evaluation.plots import Bar
-from train.data.corpus import Document
+from train.data.documents import Document, Documents
 
 BINS = 12  # of the histogram
 
 
 def describe(documents: Sequence[Document]) -> dict[str, Any]:
     """Counts of the documents as they are trained on, their hash (tokens and masks), and the histogram of their lengths."""
-    total, lengths, supervised = hashlib.sha256(), [], 0
-    for document in documents:
-        total.update(np.asarray(document.tokens, np.int32).tobytes() + np.asarray(document.loss_mask, bool).tobytes())
-        lengths.append(len(document.tokens))
-        supervised += sum(document.loss_mask)
-    edges = sorted({int(edge) for edge in np.linspace(min(lengths), max(lengths) + 1, BINS + 1)})
+    found = Documents.of(documents)
+    lengths = found.sizes
+    edges = sorted({int(edge) for edge in np.linspace(lengths.min(), lengths.max() + 1, BINS + 1)})
     counts = np.histogram(lengths, edges)[0].tolist() if len(edges) > 1 else [len(lengths)]
     return {
-        "documents": len(documents),
-        "tokens": sum(lengths),
-        "supervised_share": round(supervised / sum(lengths), 4),
+        "documents": len(found),
+        "tokens": int(lengths.sum()),
+        "supervised_share": round(found.supervised / int(lengths.sum()), 4),
         "median_length": int(np.median(lengths)),
-        "longest": max(lengths),
+        "longest": int(lengths.max()),
         "histogram": {"from": edges[: len(counts)], "documents": counts},
-        "hash": total.hexdigest()[:16],
+        "hash": found.digest,
     }
 
 

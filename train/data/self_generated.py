@@ -1,24 +1,23 @@
 """Self-generated text: what the target itself writes, which is what a head drafts.
 
 On text that people wrote a head learns to draft neither them nor its target. A run keeps its text as
-`self_generated.json`; text for a published target can also lie beside its weights, so that no run has to wait for it.
+`self_generated.safetensors`; text for a published target can also lie beside its weights, so that no run has to wait for it.
 """
 
-import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from heads.checkpoint import fingerprint
 from heads.target import Target
 from inference.generation import Generation, generate
 from train.data.corpus import Corpus, start_tokens
-from train.data.packing import Document
+from train.data.documents import Document, Documents
 
 # In a folder: serving engines take every safetensors file beside the weights for weights.
 NAME = "self_generated/self_generated.safetensors"
@@ -37,37 +36,33 @@ def self_generate(
     file: where the rows are kept for a resumed run. Text beside the target's weights is taken before any is written.
     Raises ValueError where no document has a beginning.
     """
-    if file.exists():
-        documents = [masked(row, given) for given, row in json.loads(file.read_text())]
-    else:
-        documents = load_stored(target, data.card["source"], tokens) or []
-    if not documents:
+    documents = load(file) if file.exists() else load_stored(target, data.card["source"], tokens)
+    if documents is None:
         documents = write(target, data.train, tokens, seed, begin, new)
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps([[sum(not flag for flag in d.loss_mask), d.tokens] for d in documents]))
-        part.rename(file)  # complete or absent
-    return data._replace(train=documents, card=data.card | {"self_generated_tokens": count(documents)})
+        save(documents, file, torch.int32)
+    return data._replace(train=documents, card=data.card | {"self_generated_tokens": documents.supervised})
 
 
-def write(target: Target, texts: Sequence[Document], tokens: int, seed: int, begin: int, new: int) -> list[Document]:
+def write(target: Target, texts: Documents, tokens: int, seed: int, begin: int, new: int) -> Documents:
+    """Some `tokens` tokens in rows of at most `new`, each after a beginning from the texts."""
     start = start_tokens(target.text_tokenizer)
     most = (target.context or 1 << 30) - new - len(start)
-    found = (place for number, document in enumerate(texts) for place in beginnings(number, document, begin))
-    places = [(number, first, last) for number, first, last in found if last - first <= most]
-    if not places:
+    places = np.concatenate([beginnings(number, texts, begin) for number in range(len(texts))])
+    places = places[places[:, 2] - places[:, 1] <= most]
+    if not len(places):
         raise ValueError(
             f"no training document has {begin} tokens, or a prompt that leaves room for {new}, for the target to continue: "
             "self_generated_tokens=0 trains on the documents as they are"
         )
-    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).numpy()
     wanted = max(1, -(-tokens // new))
-    documents: list[Document] = []
-    since = time.perf_counter()
+    parts: list[Documents] = []
+    since, count = time.perf_counter(), 0
     for base in range(0, wanted, BATCH):
         rows: dict[float, list[list[int]]] = {0.0: [], 1.0: []}
         for i in range(base, min(base + BATCH, wanted)):
-            number, first, last = places[order[i % len(order)]]
-            row = texts[number].tokens[first:last]
+            number, first, last = places[order[i % len(order)]].tolist()
+            row = texts.stretch(number, first, last)[0].tolist()
             greedy = i % 2 == 0 and i < len(order)
             rows[0.0 if greedy else 1.0].append(row if first == 0 else [*start, *row])
         for temperature, part in rows.items():
@@ -75,19 +70,23 @@ def write(target: Target, texts: Sequence[Document], tokens: int, seed: int, beg
                 text = continue_rows(
                     target, part, max_new_tokens=new, temperature=temperature, seed=seed + base
                 ).new_tokens
-                documents += [masked(row + more, len(row)) for row, more in zip(part, text, strict=True)]
-        rate = count(documents) / (time.perf_counter() - since)
-        print(f"self-generated text: {len(documents)} of {wanted} rows, {rate:,.0f} tokens/s", flush=True)
-    return documents
+                parts.append(Documents.of([masked(row + more, len(row)) for row, more in zip(part, text, strict=True)]))
+                count += parts[-1].supervised
+        rate = count / (time.perf_counter() - since)
+        print(f"self-generated text: {min(base + BATCH, wanted)} of {wanted} rows, {rate:,.0f} tokens/s", flush=True)
+    return Documents.joined(parts)
 
 
-def beginnings(number: int, document: Document, begin: int) -> list[tuple[int, int, int]]:
-    """(document, start, end) of what the target can continue: all before an answer of a conversation, or any stretch of
+def beginnings(number: int, texts: Documents, begin: int) -> np.ndarray:
+    """(n, 3): document, start, end of what the target can continue: all before an answer of a conversation, or any stretch of
     `begin` tokens of raw text."""
-    flags = document.loss_mask
-    if all(flags):
-        return [(number, at, at + begin) for at in range(0, len(flags) - begin + 1, begin)]
-    return [(number, 0, at) for at in range(1, len(flags)) if flags[at] and not flags[at - 1]]
+    size = int(texts.sizes[number])
+    flags = texts.stretch(number, 0, size)[1] != 0
+    if flags.all():
+        starts = np.arange(0, size - begin + 1, begin)
+        return np.stack([np.full_like(starts, number), starts, starts + begin], axis=1)
+    ends = np.flatnonzero(flags[1:] & ~flags[:-1]) + 1
+    return np.stack([np.full_like(ends, number), np.zeros_like(ends), ends], axis=1)
 
 
 def continue_rows(target: Target, rows: list[list[int]], **settings: Any) -> Generation:
@@ -103,25 +102,40 @@ def masked(tokens: list[int], given: int) -> Document:
     return Document(tokens, [False] * given + [True] * (len(tokens) - given))
 
 
-def count(documents: Sequence[Document]) -> int:
-    return sum(sum(document.loss_mask) for document in documents)
+def save(documents: Documents, file: Path, dtype: torch.dtype, **facts: str) -> None:
+    """Write them completely or not at all. dtype: of the tokens."""
+    tokens, flags = (np.concatenate([block[n] for block in documents.blocks()]) for n in (1, 2))
+    given = documents.sizes - np.add.reduceat(flags.astype(np.int64), documents.sizes.cumsum() - documents.sizes)
+    tensors = {
+        "tokens": torch.from_numpy(tokens).to(dtype),
+        "lengths": torch.from_numpy(documents.sizes).to(dtype),
+        "given": torch.from_numpy(given).to(dtype),
+    }
+    file.parent.mkdir(exist_ok=True)
+    part = file.with_suffix(".part")
+    save_file(tensors, part, metadata=facts)
+    part.rename(file)
 
 
-def store(documents: list[Document], source: str, target: Target, directory: Path) -> None:
+def load(file: Path) -> Documents:
+    tensors = load_file(file)
+    tokens, lengths, given = (tensors[name].numpy() for name in ("tokens", "lengths", "given"))
+    flags = np.ones(len(tokens), np.uint8)
+    starts = lengths.cumsum(dtype=np.int64) - lengths
+    for start, count in zip(starts.tolist(), given.tolist(), strict=True):
+        flags[start : start + count] = 0
+    return Documents.flat(tokens.astype(np.int32), flags, lengths)
+
+
+def store(documents: Documents, source: str, target: Target, directory: Path) -> None:
     """Keep text beside a target's weights. source: of the beginnings, as the data's card names it. int16 holds
     vocabularies up to 32,768."""
     assert target.vocab_size <= 1 << 15
-    tensors = {
-        "tokens": torch.tensor([token for d in documents for token in d.tokens], dtype=torch.int16),
-        "lengths": torch.tensor([len(d.tokens) for d in documents], dtype=torch.int16),
-        "given": torch.tensor([len(d.tokens) - sum(d.loss_mask) for d in documents], dtype=torch.int16),
-    }
     facts = {"source": source, "embedding_digest": fingerprint(target)["embedding_digest"]}
-    (directory / NAME).parent.mkdir(exist_ok=True)
-    save_file(tensors, directory / NAME, metadata=facts)
+    save(documents, directory / NAME, torch.int16, **facts)
 
 
-def load_stored(target: Target, source: str, tokens: int) -> list[Document] | None:
+def load_stored(target: Target, source: str, tokens: int) -> Documents | None:
     """At least `tokens` tokens that these very weights wrote from this source, or None where there are not so many."""
     file = Path(target.name) / NAME
     if not file.is_file():
@@ -130,9 +144,6 @@ def load_stored(target: Target, source: str, tokens: int) -> list[Document] | No
         facts = {"source": source, "embedding_digest": fingerprint(target)["embedding_digest"]}
         if opened.metadata() != facts:
             return None
-        flat, lengths, given = (opened.get_tensor(name) for name in ("tokens", "lengths", "given"))
-    rows = int(((lengths - given).cumsum(0) < tokens).sum()) + 1
-    if rows > len(lengths):
-        return None
-    parts = flat.split(lengths.tolist())[:rows]
-    return [masked(part.tolist(), begun) for part, begun in zip(parts, given[:rows].tolist(), strict=True)]
+        written = (opened.get_tensor("lengths") - opened.get_tensor("given")).cumsum(0)
+    rows = int((written < tokens).sum()) + 1
+    return None if rows > len(written) else load(file).select(np.arange(rows))

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,20 @@ ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": 
 
 class SkippedRow(ValueError):
     """Why a row is not used: a reason to count by."""
+
+
+SHARD = 1 << 24  # bytes of a file of JSON Lines that one process reads at a time
+SHARD_ROWS = 10_000  # and rows of a dataset from the Hub
+
+
+class Shard(NamedTuple):
+    """A part of a source's rows, which one process reads."""
+
+    reader: str  # of READERS
+    path: str
+    start: int  # byte of a file of lines, row group of a Parquet file, row of an Arrow file
+    stop: int
+    first: int  # number of its first line or row
 
 
 class Row(NamedTuple):
@@ -49,12 +64,30 @@ class Source:
 
     def rows(self) -> Iterator[Row]:
         """Every row, in order. Raises ValueError that names a path with nothing to read."""
-        found = files(self.path)
-        rows = (row for file in found for row in read(file)) if found else hub(self)
-        for number, row in enumerate(rows):
-            if number == self.max_rows:
-                return
-            yield row
+        return islice(chain.from_iterable(map(self.read, self.shards())), self.max_rows)
+
+    def shards(self) -> list[Shard]:
+        """All rows, in parts that several processes may read. With max_rows a dataset on the Hub is one part."""
+        here = files(self.path)
+        if here:
+            return [shard for file in here for shard in shards(file)]
+        if self.max_rows is not None:
+            return [Shard("hub", self.path, 0, self.max_rows, 0)]
+        table = hub(self, streamed=False)
+        found: list[Shard] = []
+        first = 0
+        for file in table.cache_files:
+            rows = len(table.from_file(file["filename"]))
+            found += [
+                Shard("arrow", file["filename"], row, min(row + SHARD_ROWS, rows), first + row)
+                for row in range(0, rows, SHARD_ROWS)
+            ]
+            first += rows
+        # A split such as train[:10%] is a part of its files.
+        return found if first == len(table) else [Shard("hub", self.path, 0, len(table), 0)]
+
+    def read(self, shard: Shard) -> Iterator[Row]:
+        return hub_rows(self) if shard.reader == "hub" else READERS[shard.reader](shard)
 
     def conversation(self, row: Row) -> list[Message] | str:
         """The row's conversation, or its raw text. Raises SkippedRow."""
@@ -97,25 +130,35 @@ def files(path: str) -> list[Path]:
     return []
 
 
-def read(file: Path) -> Iterator[Row]:
+def shards(file: Path) -> list[Shard]:
     with file.open("rb") as opened:
         begins = opened.read(64)
-    if begins.startswith(b"PAR1"):
-        return parquet(file)
-    if file.suffix == ".parquet":
-        raise ValueError(f"{file} is no Parquet file: its first bytes are {begins[:4]!r}, not b'PAR1'")
-    array = begins.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    return json_array(file) if array else json_lines(file)
+        if begins.startswith(b"PAR1"):
+            return parquet_shards(file)
+        if file.suffix == ".parquet":
+            raise ValueError(f"{file} is no Parquet file: its first bytes are {begins[:4]!r}, not b'PAR1'")
+        if begins.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            return [Shard("array", str(file), 0, 0, 0)]
+        opened.seek(0)
+        found, start, line = [], 0, 0
+        while part := opened.read(SHARD):
+            part += opened.readline()
+            found.append(Shard("lines", str(file), start, start + len(part), line))
+            start, line = start + len(part), line + part.count(b"\n")
+    return found
 
 
-def json_lines(file: Path) -> Iterator[Row]:
+def json_lines(shard: Shard) -> Iterator[Row]:
     """Line by line, not by `datasets`, whose reader rejects a whole file for one bad line or one odd type."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+    with open(shard.path, "rb") as lines:
+        lines.seek(shard.start)
+        for number, line in enumerate(lines, start=shard.first + 1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if line.strip():
-                yield Row(f"{file.name}:{number}", parsed(line))
+                yield Row(f"{Path(shard.path).name}:{number}", parsed(line))
+            if lines.tell() >= shard.stop:
+                return
 
 
 def parsed(line: bytes) -> Any:
@@ -129,8 +172,9 @@ def parsed(line: bytes) -> Any:
         return SkippedRow("not JSON")
 
 
-def json_array(file: Path) -> Iterator[Row]:
+def json_array(shard: Shard) -> Iterator[Row]:
     """A file that is one list of rows, as ShareGPT is published."""
+    file = Path(shard.path)
     rows = parsed(file.read_bytes().removeprefix(b"\xef\xbb\xbf"))
     if isinstance(rows, SkippedRow):
         raise ValueError(f"{file} begins like a list of rows but is {rows}: write one JSON object per line")
@@ -138,38 +182,68 @@ def json_array(file: Path) -> Iterator[Row]:
         yield Row(f"{file.name}[{number}]", value)
 
 
-def parquet(file: Path) -> Iterator[Row]:
-    return load(f"{file} is no Parquet file that can be read", "parquet", data_files=str(file), split="train")
+def parquet_shards(file: Path) -> list[Shard]:
+    import pyarrow.parquet  # with its libraries, which most runs need not load
+
+    try:
+        facts = pyarrow.parquet.read_metadata(file)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{file} is no Parquet file that can be read: {' '.join(str(error).split())[:300]}") from error
+    rows = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
+    return [Shard("parquet", str(file), group, group + 1, sum(rows[:group])) for group in range(len(rows))]
 
 
-def hub(source: Source) -> Iterator[Row]:
+def parquet(shard: Shard) -> Iterator[Row]:
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(shard.path) as file:
+            parts = file.iter_batches(row_groups=range(shard.start, shard.stop), batch_size=256)
+            for number, value in enumerate((row for part in parts for row in part.to_pylist()), start=shard.first):
+                yield Row(f"row {number}", value)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{shard.path} cannot be read: {' '.join(str(error).split())[:300]}") from error
+
+
+def arrow(shard: Shard) -> Iterator[Row]:
+    """Rows of what `datasets` has downloaded."""
+    import datasets  # seconds to import, and most runs read files
+
+    table = datasets.Dataset.from_file(shard.path)
+    for number in range(shard.start, shard.stop):
+        yield Row(f"row {shard.first + number - shard.start}", table[number])
+
+
+READERS = {"lines": json_lines, "array": json_array, "parquet": parquet, "arrow": arrow}
+
+
+def read(file: Path) -> Iterator[Row]:
+    """All rows of a file."""
+    return (row for shard in shards(file) for row in READERS[shard.reader](shard))
+
+
+def hub(source: Source, streamed: bool) -> Any:
+    """A dataset of the Hub, downloaded whole into the cache of `datasets`, or streamed. Raises ValueError where there is
+    none."""
+    import datasets
+
     trouble = f"data.path={source.path} is neither here nor a dataset that the Hub gives"
     try:
         HfApi().dataset_info(source.path, timeout=10)  # load_dataset would repeat its own requests for a long time
     except Exception as error:  # of the network or of the Hub, by one of two HTTP libraries
-        import datasets
-
         datasets.config.HF_HUB_OFFLINE = True  # what was downloaded before can still be read
         trouble += f" ({' '.join(str(error).split())[:300]})"
-    return load(
-        trouble,
-        source.path,
-        name=source.name,
-        data_files=source.data_files,
-        split=source.split,
-        streamed=source.max_rows is not None,
-    )
-
-
-def load(trouble: str, path: str, streamed: bool = True, **settings: Any) -> Iterator[Row]:
-    """Rows by `datasets`: streamed, or downloaded whole into its cache."""
-    import datasets  # seconds to import, and most runs read files
-
     try:
-        for number, value in enumerate(datasets.load_dataset(path, streaming=streamed, **settings)):
-            yield Row(f"row {number}", value)
+        return datasets.load_dataset(
+            source.path, name=source.name, data_files=source.data_files, split=source.split, streaming=streamed
+        )
     except Exception as error:  # pyarrow's, the Hub's, and those of many file formats have no common ground
         raise ValueError(f"{trouble}: {' '.join(str(error).split())[:300]}") from error
+
+
+def hub_rows(source: Source) -> Iterator[Row]:
+    for number, value in enumerate(hub(source, streamed=source.max_rows is not None)):
+        yield Row(f"row {number}", value)
 
 
 def pick(row: dict, named: str | None, usual: tuple[str, ...]) -> str | None:

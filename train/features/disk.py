@@ -9,9 +9,11 @@ A shard is a safetensors file of some packed rows:
     *_scale    (rows, length, layers) float32    with fp8 alone: what a stored position is multiplied by
 
 manifest.json is written last and names target, layers, data and every shard's checksum. A shard has its final name only
-when it is complete, so a killed writer continues where it was, and several processes write side by side.
+when it is complete, so a killed writer continues where it was, and several processes write side by side. `<shard>.checked`
+says of which file, by size and time of its last change, the checksum was right: it is computed once.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -31,7 +33,7 @@ from heads.hub.card import size
 from heads.target import Target
 from train.data.packing import Packed
 from train.features.online import read
-from train.features.storage import DTYPES, restore, store
+from train.features.storage import DTYPES, store
 
 MANIFEST = "manifest.json"
 OWNER = ("target_hash", "layers", "dtype", "top_k", "data_hash", "shard_rows", "target")
@@ -51,7 +53,8 @@ def disk(
     """The rows with what the target makes of them, read from `path`, where they are written first if need be.
 
     dtype: float32, bf16 or fp8 (e4m3, a scale per position). top_k: keep so many logits in place of the last hidden state,
-    which is smaller where the hidden size is above 3 * top_k. verify: compare every shard with its checksum.
+    which is smaller where the hidden size is above 3 * top_k. verify: compare a shard with its checksum when it is
+    first read.
 
     Raises ValueError that names what does not fit: the target, the layers, the data, a shard.
     """
@@ -78,7 +81,7 @@ def disk(
         if rank == 0:
             write_manifest(facts, directory)
         wait_for([directory / MANIFEST])
-    return StoredRows(packed, directory, verify, target)
+    return StoredRows(packed, directory, verify)
 
 
 def describe(
@@ -92,9 +95,9 @@ def describe(
         "dtype": dtype,
         "top_k": top_k,
         "rows": len(packed),
-        "length": packed.tokens.shape[1],
-        "tokens": int((packed.documents >= 0).sum()),
-        "data_hash": digest(packed),
+        "length": packed.length,
+        "tokens": packed.tokens,
+        "data_hash": packed.digest,
         "shard_rows": shard_rows,
     }
 
@@ -106,11 +109,6 @@ def target_hash(target: Target) -> str:
         some = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)]
         total.update(f"{name}{tuple(parameter.shape)}".encode() + some.float().cpu().contiguous().numpy().tobytes())
     return total.hexdigest()[:16]
-
-
-def digest(packed: Packed) -> str:
-    parts = (packed.tokens, packed.loss_mask, packed.documents)
-    return hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()[:16]
 
 
 def compare(manifest: dict, facts: dict, directory: Path) -> None:
@@ -159,6 +157,7 @@ def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: i
         save_file(tensors, half, metadata={"foredraft": json.dumps({name: facts[name] for name in OWNER})})
         with half.open("rb") as opened:
             os.fsync(opened.fileno())
+        remember(half, directory / name, checksum(half))
         half.rename(directory / name)  # complete or absent
 
 
@@ -203,7 +202,8 @@ def shard(packed: Packed, target: Target, facts: dict, rows: range, batch: int) 
 
 def write_manifest(facts: dict, directory: Path) -> None:
     """The same shards give the same bytes."""
-    shards = [{"file": name, "sha256": checksum(directory / name)} for name in names(facts)]
+    files = [directory / name for name in names(facts)]
+    shards = [{"file": file.name, "sha256": remembered(file) or checksum(file)} for file in files]
     half = directory / f"{MANIFEST}.part"
     half.write_text(json.dumps(facts | {"shards": shards}, indent=2) + "\n")
     half.rename(directory / MANIFEST)
@@ -220,36 +220,59 @@ def checksum(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-class StoredRows(Dataset):
-    """Packed rows with their features, from memory-mapped shards: only what is indexed is read."""
+def remembered(file: Path) -> str | None:
+    """The checksum of the file as it is now, where it was computed before."""
+    try:
+        facts = json.loads(Path(f"{file}.checked").read_text())
+    except (OSError, ValueError):
+        return None
+    found = file.stat()
+    return facts["sha256"] if (facts["size"], facts["changed"]) == (found.st_size, found.st_mtime_ns) else None
 
-    def __init__(self, packed: Packed, directory: Path, verify: bool, target: Target):
+
+def remember(file: Path, name: Path, sha256: str) -> None:
+    """file: the shard that has, or will have, this name."""
+    found = file.stat()
+    part = Path(f"{name}.checked.{os.getpid()}")
+    with contextlib.suppress(OSError):  # others' features may be read where nothing can be written
+        part.write_text(json.dumps({"sha256": sha256, "size": found.st_size, "changed": found.st_mtime_ns}))
+        part.rename(f"{name}.checked")
+
+
+class StoredRows(Dataset):
+    """Packed rows with their features as they are stored, from memory-mapped shards: only what is indexed is read."""
+
+    def __init__(self, packed: Packed, directory: Path, verify: bool):
         manifest = json.loads((directory / MANIFEST).read_text())
-        self.packed, self.directory, self.shard_rows = packed, directory, manifest["shard_rows"]
+        self.packed, self.manifest, self.verify = packed, manifest, verify
         self.files = [directory / entry["file"] for entry in manifest["shards"]]
-        for file, entry in zip(self.files, manifest["shards"], strict=True):
+        for file in self.files:
             if not file.exists():
                 raise ValueError(f"{file} is missing: delete {directory / MANIFEST} and it is written again")
-            check_owner(file, manifest)
-            if verify and checksum(file) != entry["sha256"]:
-                raise ValueError(
-                    f"{file} is damaged, its checksum is not the manifest's: delete both and it is written again"
-                )
         self.opened: dict[int, Any] = {}
 
     def __len__(self) -> int:
         return len(self.packed)
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
-        number, place = divmod(row, self.shard_rows)
+        number, place = divmod(row, self.manifest["shard_rows"])
         if number not in self.opened:
+            self.check(number)
             self.opened[number] = safe_open(self.files[number], "pt")
         shard = self.opened[number]
         stored = {name: shard.get_slice(name)[place] for name in shard.keys()}  # noqa: SIM118  (no dict)
-        item = dict(self.packed[row]) | {"features": restore(stored, "features")}
-        if "last" in stored:
-            return item | {"last": restore(stored, "last")}
-        return item | {"top_values": stored["top_values"], "top_ids": stored["top_ids"]}
+        return dict(self.packed[row]) | stored
+
+    def check(self, number: int) -> None:
+        """Raise ValueError where a shard is damaged, or belongs to others."""
+        file, sha256 = self.files[number], self.manifest["shards"][number]["sha256"]
+        check_owner(file, self.manifest)
+        if self.verify and remembered(file) != sha256:
+            if checksum(file) != sha256:
+                raise ValueError(
+                    f"{file} is damaged, its checksum is not the manifest's: delete both and it is written again"
+                )
+            remember(file, file, sha256)
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"opened": {}}  # a loader's worker opens the files itself

@@ -27,11 +27,11 @@ def restore(stored: dict[str, Tensor], name: str) -> Tensor:
 
 
 def unpack(stored: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """A stored batch as train.features.online.read gives it. With top_k the second is (batch, length, 2 k): values, then
-    token ids, which are exact in float32 up to 16 million."""
+    """A stored batch, on the device of the head, as train.features.online.read gives it. With top_k the second is
+    (batch, length, 2 k): values, then token ids, which are exact in float32 up to 16 million."""
     if "last" in stored:
-        return stored["features"], stored["last"]
-    return stored["features"], torch.cat([stored["top_values"].float(), stored["top_ids"].float()], dim=-1)
+        return restore(stored, "features"), restore(stored, "last")
+    return restore(stored, "features"), torch.cat([stored["top_values"].float(), stored["top_ids"].float()], dim=-1)
 
 
 def sparse(top: Tensor, vocab: int) -> Tensor:

@@ -3,12 +3,15 @@
 import contextlib
 import os
 import signal
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from train.runtime import checkpoints, distributed
@@ -47,24 +50,44 @@ class StopOnSignal(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """One line per log entry: step, loss, accuracy per depth, tokens/s, time left. It adds the time to the entry."""
+    """One line per log entry: step, loss, accuracy per depth, tokens/s, time left; on a terminal a bar, and lines for what is
+    measured. It adds the time to the entry."""
 
     def __init__(self) -> None:
         self.start, self.first, self.earlier = time.perf_counter(), 0, 0.0
+        self.bar: tqdm | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.start, self.first, self.earlier = time.perf_counter(), state.global_step, seconds_of(state)
+        if sys.stdout.isatty():
+            settings: dict[str, Any] = {"total": state.max_steps, "initial": state.global_step, "unit": "step"}
+            self.bar = tqdm(file=sys.stdout, dynamic_ncols=True, **settings)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def line(self, text: str) -> None:
+        if self.bar is None:
+            print(text, flush=True)
+        else:
+            self.bar.write(text, file=sys.stdout)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if self.bar is not None:
+            self.bar.close()
         state.log_history[-1]["train_seconds"] = round(self.earlier + time.perf_counter() - self.start, 3)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
+        if "acceptance_length" in (logs or {}):
+            for text in measured(logs):
+                self.line(f"step {state.global_step}/{state.max_steps}  {text}")
         if "loss" not in (logs or {}):
             return
         seconds = time.perf_counter() - self.start
@@ -72,10 +95,22 @@ class Progress(TrainerCallback):
         done = state.global_step - self.first
         left = seconds / max(1, done) * (state.max_steps - state.global_step)
         accuracy = " ".join(f"{logs[key]:.3f}" for key in logs if key.startswith("acc_"))
-        print(
-            f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.3f}  accuracy by depth {accuracy}  "
-            f"{logs['tokens_per_second']:,.0f} tokens/s  {left:.0f} s left",
-            flush=True,
+        figures = f"loss {logs['loss']:.3f}  accuracy by depth {accuracy}  {logs['tokens_per_second']:,.0f} tokens/s"
+        if self.bar is not None:
+            self.bar.set_postfix_str(figures)
+        else:
+            self.line(f"step {state.global_step}/{state.max_steps}  {figures}  {left:.0f} s left")
+
+
+def measured(logs: dict[str, float]) -> Iterator[str]:
+    """What HeadTrainer.evaluate measured, for people."""
+    error = f" \u00b1 {logs['acceptance_error']:.2f}" if "acceptance_error" in logs else ""
+    yield f"acceptance length {logs['acceptance_length']:.2f}{error} (validation)"
+    if "held_out_loss" in logs:
+        accuracy = [logs[key] for key in logs if key.startswith("held_out_acc_")]
+        yield (
+            f"held out: loss {logs['held_out_loss']:.3f}  accuracy by depth {' '.join(f'{a:.3f}' for a in accuracy)}  which "
+            f"predicts an acceptance length of {logs['predicted_acceptance_length']:.2f} in chains of {len(accuracy)}"
         )
 
 

@@ -1,6 +1,7 @@
 """wandb and tensorboard: what transformers' own callbacks (trainer.report_to) leave out. Only one process logs."""
 
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,11 @@ def prepare(report_to: list[str], directory: Path) -> None:
 
         os.environ.setdefault("WANDB_PROJECT", "foredraft")
         os.environ.setdefault("WANDB_DIR", str(directory))
+        kept = directory / "wandb_id"  # a resumed run goes on in the same curves
+        if not kept.exists():
+            kept.write_text(uuid.uuid4().hex[:8])
+        os.environ.setdefault("WANDB_RUN_ID", kept.read_text())
+        os.environ.setdefault("WANDB_RESUME", "allow")
         if wandb.api.api_key is None:
             os.environ.setdefault("WANDB_MODE", "offline")
     if "tensorboard" in report_to:

@@ -5,9 +5,11 @@ zeroed, for the next one: a third of a training step's time went there (measured
 6M parameters, two cores). A GPU's memory is kept by torch's own allocator.
 """
 
+import contextlib
 import ctypes
 import resource
 import sys
+from collections.abc import Iterator
 
 import torch
 
@@ -28,3 +30,23 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     kilo = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilo
+
+
+@contextlib.contextmanager
+def out_of_memory_named(rows: int, length: int, plan: str) -> Iterator[None]:
+    """Raise ValueError, with the setting to change, where a batch of `rows` rows does not fit. plan: arguments of
+    scripts/plan.py."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's has no class of its own
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator: " not in str(error):
+            raise
+        remedy = "take strategy=fsdp over more devices, or features=disk"
+        if length > 1024:
+            remedy = f"lower length={length}, or {remedy}"
+        if rows > 1:
+            remedy = "halve the first and double trainer.gradient_accumulation_steps, which trains the same"
+        raise ValueError(
+            f"out of memory with trainer.per_device_train_batch_size={rows} and length={length}: {remedy}; `foredraft plan "
+            f"{plan} rows={rows} length={length}` says what fits"
+        ) from error

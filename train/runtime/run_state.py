@@ -14,6 +14,13 @@ REPLICATED = {"single", "ddp"}  # strategies whose checkpoints are the same
 # What does not change a run: how rows are spread over processes (`rows_per_step` is compared), and where it is written.
 SPREAD = {"strategy", "processes", "trainer.per_device_train_batch_size", "trainer.gradient_accumulation_steps"}
 PLACES = {"output_dir"}
+# What a stopped run may go on with otherwise than it began: what is logged, measured and kept, and for how long it trains.
+FREE = {"evaluate", "push_to_hub", "push_private", "keep_checkpoints", "data.num_proc", "features.verify"}
+FREE |= {
+    f"trainer.{name}"
+    for name in ("report_to", "logging_steps", "save_steps", "save_total_limit", "max_steps", "num_train_epochs")
+}
+FREE |= {"trainer.dataloader_num_workers", "trainer.dataloader_prefetch_factor"}
 
 
 def done_before(cfg: DictConfig) -> bool:
@@ -70,9 +77,12 @@ def saved_config(directory: Path) -> dict[str, Any]:
 
 
 def check_same_run(directory: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise ValueError unless a run of config `now` may resume from a checkpoint of `before`: all must be the same but how
-    the steps' rows are spread over processes, where the strategy's checkpoints allow that."""
-    different = differences(before, now)
+    """Raise ValueError unless a run of config `now` may resume from a checkpoint of `before`: all must be the same but what
+    is FREE, which is said, and how the steps' rows are spread over processes, where the strategy's checkpoints allow that."""
+    found = differences(before, now)
+    different = [line for line in found if not free(line.split()[0])]
+    if found and not different:
+        print(f"resuming with other settings: {'; '.join(found)}", flush=True)
     if different:
         raise ValueError(
             f"output_dir={directory} holds an unfinished run with another config ({'; '.join(different[:3])}): "
@@ -90,6 +100,10 @@ def check_same_run(directory: Path, before: dict[str, Any], now: dict[str, Any])
             f"strategy={new} has cut its checkpoints in {directory} for {counts[0]} processes and here are "
             f"{counts[1]}: resume with {counts[0]} (strategy=fsdp and strategy=ddp resume with any number)"
         )
+
+
+def free(name: str) -> bool:
+    return name in FREE or name.partition(".")[0] in FREE
 
 
 def write_atomically(file: Path, text: str) -> None:

@@ -1,0 +1,129 @@
+"""Documents as flat arrays, rows put together when they are read, and sets prepared once for all processes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from heads.base import PackedBatch, draft_loss_mask
+from tests.support import ROOT
+from tests.support.batches import batch_of, documents
+from tests.support.chats import CHATML, tokenizer
+from train.data import conversations, sources
+from train.data.conversations import corpus
+from train.data.documents import Document, Documents
+from train.data.packing import Packed
+from train.data.row_order import EpochStream
+
+
+def in_memory(texts: list[Document], length: int, seed: int) -> dict[str, torch.Tensor]:
+    """Packing by its definition: all documents end to end, cut into rows, those without a draft left out."""
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
+    rows = [(token, flag, n, place) for n, number in enumerate(order)
+            for place, (token, flag) in enumerate(zip(*texts[number], strict=True))]  # fmt: skip
+    rows += [(0, False, -1, 0)] * (-len(rows) % length)
+    tokens, mask, numbers = (torch.tensor([row[n] for row in rows]).view(-1, length) for n in range(3))
+    useful = draft_loss_mask(PackedBatch(tokens, mask, numbers, tokens), depth=1).any(1)
+    return {"tokens": tokens[useful], "loss_mask": mask[useful], "documents": numbers[useful]}
+
+
+@pytest.mark.parametrize("block", [1, 50, 1 << 22])
+def test_rows_are_those_of_all_documents_end_to_end(block: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("train.data.documents.BLOCK", block)
+    texts = [*documents(30, 5, 1, 46, 7, 2, 16, 90), *documents(40, 33, prompt=39), Document([3] * 70, [False] * 70)]
+    wanted, found = in_memory(texts, 16, 3), batch_of(Packed(texts, 16, 3))
+    assert len(wanted["tokens"]) < -(-sum(len(text.tokens) for text in texts) // 16)  # some rows are left out
+    for name, values in wanted.items():
+        assert torch.equal(found[name], values), name
+
+
+def test_joined_and_selected_documents_are_the_same_documents():
+    texts = documents(4, 9, 1, 30)
+    parts = [Documents.of(texts[:1]), Documents.of(texts[1:3]), Documents.of([]), Documents.of(texts[3:])]
+    whole = Documents.joined(parts)
+    assert list(whole) == texts and list(whole.select(np.array([2, 0]))) == [texts[2], texts[0]]
+    assert whole.digest == Documents.of(texts).digest != whole.select(np.array([1, 0, 2, 3])).digest
+    assert whole.supervised == sum(sum(text.loss_mask) for text in texts)
+
+
+def write(path: Path, count: int, word: str = "it is") -> Path:
+    rows = [{"prompt": f"what is {i}?", "response": f"{word} {i}"} for i in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_several_processes_give_the_documents_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = write(tmp_path / "rows.jsonl", 300)
+    alone = corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path / "one"), num_proc=1)
+    monkeypatch.setattr(sources, "SHARD", 4000)
+    shards = sources.shards(file)
+    assert len(shards) > 3 and [row.where for shard in shards for row in sources.json_lines(shard)] == [
+        f"rows.jsonl:{number}" for number in range(1, 301)
+    ]
+    several = corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path / "two"), num_proc=2)
+    assert list(several.train) == list(alone.train) and several.card == alone.card
+    assert isinstance(several.train.tokens[0].base, memoryview) or not several.train.tokens[0].flags.owndata
+
+
+PREPARE = """
+import sys
+from tests.support.chats import CHATML, tokenizer
+from train.data import encoding
+from train.data.conversations import corpus
+rows = encoding.Encoder.rows
+encoding.Encoder.rows = lambda self, shards: print("prepares", flush=True) or rows(self, shards)
+print(corpus(tokenizer(CHATML), path=sys.argv[1], cache_dir=sys.argv[2]).train.digest)
+"""
+
+
+def test_one_of_several_processes_prepares_and_the_others_wait(tmp_path: Path):
+    file = write(tmp_path / "rows.jsonl", 2000)
+    command = [sys.executable, "-c", PREPARE, str(file), str(tmp_path / "cache")]
+    ranks = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    printed = [rank.communicate(timeout=120)[0].split() for rank in ranks]
+    assert sorted(map(len, printed)) == [1, 1, 2] and len({words[-1] for words in printed}) == 1
+
+
+def test_weights_say_how_often_a_set_is_read(tmp_path: Path):
+    one, two = write(tmp_path / "one.jsonl", 200), write(tmp_path / "two.jsonl", 200, "maybe")
+
+    def count(weights: list[float] | None) -> list[int]:
+        data = corpus(
+            tokenizer(CHATML), path=[str(one), str(two)], weights=weights, cache_dir=str(tmp_path), test_share=0.1
+        )
+        texts = [bytes(document.tokens) if max(document.tokens) < 256 else document.tokens for document in data.train]
+        words = [tokenizer(CHATML).decode(text) for text in texts]
+        return [sum(word in text for text in words) for word in ("it is", "maybe")]
+
+    plain, mixed = count(None), count([2, 0.5])
+    assert mixed[0] == 2 * plain[0] and 0.3 * plain[1] < mixed[1] < 0.7 * plain[1]
+    with pytest.raises(ValueError, match=r"data.weights=\[1\] must be one number"):
+        count([1])
+
+
+def test_a_conversation_in_two_sets_is_in_one_part(tmp_path: Path):
+    one, two = write(tmp_path / "one.jsonl", 60), write(tmp_path / "two.jsonl", 40)
+    data = corpus(tokenizer(CHATML), path=[str(one), str(two)], cache_dir=str(tmp_path), test_share=0.1)
+    train, validation, test = ({tuple(d.tokens) for d in part} for part in (data.train, data.validation, data.test))
+    assert len(train) + len(validation) + len(test) == 60 and test and validation
+    assert not train & validation and not train & test and not validation & test
+
+
+def test_half_of_a_set_is_chosen_by_conversations():
+    keys = np.repeat(np.arange(1000) * 7919 % 2**31, 2)  # two documents of each
+    chosen = conversations.weighted(np.arange(2000), keys, np.full(2000, 0.5))
+    assert (np.bincount(keys[chosen] // 7919 % 1000)[keys[chosen] // 7919 % 1000] == 2).all()
+    assert 800 < len(chosen) < 1200
+
+
+def test_an_epoch_is_resumed_in_its_middle():
+    packed = Packed(documents(*[40] * 20), 16, seed=0)
+    whole = EpochStream(packed, 3 * len(packed), seed=5)
+    rows = [whole[index]["tokens"] for index in range(len(whole))]
+    again = EpochStream(packed, 3 * len(packed), seed=5)
+    middle = len(packed) + 7
+    assert all(torch.equal(again[index]["tokens"], rows[index]) for index in range(middle, len(whole)))

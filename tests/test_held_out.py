@@ -1,0 +1,133 @@
+"""What a run says of its head on held-out text is what counting it by hand, and decoding, give."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads import Target
+from heads.eagle3 import Eagle3Head
+from inference import generate
+from inference.drafters import drafter_for
+from inference.evaluation.measure import acceptance
+from tests.support.processes import SMALL, printed
+from train import held_out, losses, parity_gate
+from train.data.documents import Document, Documents
+from train.data.packing import Packed
+from train.data.self_generated import masked
+from train.module import DistillationModel
+
+NEW, DEPTH = 40, 3
+Rows = list[dict[str, torch.Tensor]]
+
+
+def written(target: Target, count: int, seed: int) -> list[Document]:
+    """What the target says greedily to `count` prompts."""
+    torch.manual_seed(seed)
+    prompts = torch.randint(1, 300, (count, 8))
+    text = generate(target, None, prompts, max_new_tokens=NEW, eos_token_id=-1).new_tokens
+    return [masked(row + more, len(row)) for row, more in zip(prompts.tolist(), text, strict=True)]
+
+
+def row_each(documents: list[Document]) -> Rows:
+    return [Packed([document], len(document.tokens), seed=0)[0] for document in documents]
+
+
+@pytest.fixture(scope="module")
+def learned(target: Target) -> DistillationModel:
+    """A head that has learned a little."""
+    torch.manual_seed(0)
+    model = DistillationModel(Eagle3Head.for_target(target, depth=DEPTH, draft_vocab_size=None), target, losses.soft)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rows = row_each(written(target, 32, seed=1))
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    for _ in range(40):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+@torch.no_grad()
+def counted_by_hand(model: DistillationModel, documents: list[Document]) -> float:
+    """How often the drafter's first draft is what the target says, position by position, each read on its own."""
+    right = []
+    for document in documents:
+        text = document.tokens
+        best = model.target.read(torch.tensor([text])).logits[0].argmax(-1).tolist()
+        for place in range(document.loss_mask.index(True), len(text)):
+            chain, _ = parity_gate.drafted_logits(model.head, model.target, text[: place - 1], text[place - 1])
+            right.append(chain[0] == best[place - 1])
+    return sum(right) / len(right)
+
+
+def test_agreement_and_acceptance_are_those_of_an_independent_count(target: Target, learned: DistillationModel):
+    documents = written(target, 6, seed=2)
+    found = held_out.agreement(learned.with_head(learned.head), row_each(documents))
+    assert 0.1 < found.shares[0] < 0.9  # else it would show nothing
+    assert abs(found.shares[0] - counted_by_hand(learned, documents)) < 0.02
+    chain = drafter_for(learned.head, target, width=1, depth=DEPTH, nodes=DEPTH + 1, min_probability=0.0)
+    prompts = torch.tensor([document.tokens[:8] for document in documents])
+    decoded = [generate(target, chain, prompts, max_new_tokens=NEW, eos_token_id=-1)]
+    assert found.acceptance_length == pytest.approx(acceptance(decoded), rel=0.05)
+    per_token = 1 + sum(torch.tensor(found.shares).cumprod(0).tolist())
+    assert found.acceptance_length < per_token  # steps begin at hard places
+
+
+def test_it_does_not_depend_on_how_the_text_lies_in_rows(target: Target, learned: DistillationModel):
+    documents = written(target, 6, seed=3)
+    alone = held_out.agreement(learned.with_head(learned.head), row_each(documents))
+    packed = Packed(documents, 2 * (8 + NEW), seed=0, long="truncate")
+    together = held_out.agreement(learned.with_head(learned.head), [packed[row] for row in range(len(packed))])
+    assert together.shares == alone.shares and together.acceptance_length == alone.acceptance_length
+    assert together.loss == pytest.approx(alone.loss, rel=1e-5)
+
+
+def test_a_step_begins_where_the_one_before_it_ended():
+    hits = torch.tensor([[1, 1, 0, 1, 0, 1, 1, 0], [0, 1, 0, 1, 1, 0, 1, 0]]).bool()
+    counted = torch.ones_like(hits)
+    # From 0: depth 1 right (slot 0), depth 2 right (slot 1): 3 tokens. From 3: right, right: 3. From 6: right, wrong: 2.
+    assert held_out.steps(hits, counted) == [3, 3, 2]
+    counted[:, :3] = False  # a prompt
+    assert held_out.steps(hits, counted) == [3, 2]
+
+
+def test_a_run_logs_it_and_says_that_it_repeats_its_text(here, tiny_path: Path, folder: Path, tmp_path: Path):
+    given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "head=medusa"]
+    fast = ["trainer.max_steps=40", "evaluate.eval_steps=20", "evaluate.proof=false", "evaluate.timed_prompts=1"]
+    ended = here(*given, *fast)
+    assert ended.code == 0, ended.err
+    assert re.search(r"^the \d+ rows are read \d+\.\d times: loss and accuracy on them flatter", ended.out, re.M)
+    assert len(printed(ended.out)) == 40
+    lines = re.findall(
+        r"^step (?:20|40)/40  acceptance length \d\.\d\d \u00b1 \d\.\d\d \(validation\)$", ended.out, re.M
+    )
+    apart = re.findall(
+        r"^step (\d+)/40  held out: loss \S+  accuracy by depth ([\d. ]+)  which predicts", ended.out, re.M
+    )
+    assert len(lines) == 2 and [step for step, _ in apart] == ["20", "40"]
+    metrics = json.loads((tmp_path / "out/metrics.json").read_text())
+    history = json.loads((tmp_path / "out/history.json").read_text())
+    best = next(entry for entry in history if entry["step"] == metrics["step"] and "held_out_loss" in entry)
+    assert metrics["held_out_loss"] == best["held_out_loss"]
+    assert metrics["held_out_agreement"] == [
+        best[f"held_out_acc_{depth}"] for depth in range(1, 4 + 1) if f"held_out_acc_{depth}" in best
+    ]
+    report = (tmp_path / "out/report.html").read_text()
+    assert report.index("Held-out agreement") < report.index("Acceptance length")
+    assert "Held-out accuracy per depth" in report
+
+
+def test_self_generated_text_is_measured_on_text_of_the_same_kind(here, tiny_path: Path, folder: Path, tmp_path: Path):
+    given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "head=medusa"]
+    fast = ["trainer.max_steps=8", "evaluate.eval_steps=0", "evaluate.proof=false", "evaluate.timed_prompts=1"]
+    ended = here(*given, *fast, "self_generated_tokens=4000", "keep_checkpoints=true")
+    assert ended.code == 0, ended.err
+    from train.data.self_generated import load
+
+    own, apart = (load(tmp_path / "out" / f"{name}.safetensors") for name in ("self_generated", "held_out"))
+    assert len(apart) and not {tuple(d.tokens) for d in own} & {tuple(d.tokens) for d in apart}
+    assert all(not document.loss_mask[0] and document.loss_mask[-1] for document in apart)
+    assert isinstance(apart, Documents)

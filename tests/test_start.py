@@ -1,0 +1,99 @@
+"""Where a run begins and with what it may go on: a head that was trained before, other settings, too little memory."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from heads import Target, save_head
+from heads.eagle3 import Eagle3Head
+from tests.support import ROOT
+from tests.support.processes import ONE, SMALL_EAGLE3, complaint, end, program
+from train.runtime import run_state
+from train.trainer import HeadTrainer
+
+SHORT = [*SMALL_EAGLE3, ONE, "trainer.max_steps=2", "evaluate.eval_steps=0"]
+
+
+@pytest.fixture(scope="module")
+def published(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(7)
+    head = Eagle3Head.for_target(target, depth=3, draft_vocab_size=96, counts=torch.arange(target.vocab_size))
+    save_head(head, path := tmp_path_factory.mktemp("published"), target)
+    return path
+
+
+def test_a_run_begins_with_the_weights_and_the_vocabulary_of_another_head(
+    here, tiny_path: Path, folder: Path, published: Path, tmp_path: Path
+):
+    given = [*SHORT, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", f"init_from={published}"]
+    ended = here(*given, "trainer.learning_rate=0.0", "optimizer=adamw", "head.depth=2")
+    assert ended.code == 0, ended.err
+    before, after = (load_file(path / "model.safetensors") for path in (published, tmp_path / "out/head"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    ended = here(*given, "output_dir=other", "head=medusa")
+    assert complaint(ended) == f"init_from={published} is a head of the kind eagle3, and head=medusa: take head=eagle3"
+
+
+def test_a_head_that_is_not_there_is_named(tiny_path: Path, folder: Path, tmp_path: Path):
+    given = [*SHORT, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "init_from=nowhere"]
+    assert "nowhere" in complaint(end(program(*given, cwd=tmp_path)))
+
+
+def test_a_run_goes_on_with_other_loggers_and_measurements_and_for_longer(capsys: pytest.CaptureFixture[str]):
+    before = {"processes": 1, "strategy": {"name": "single"}, "evaluate": {"prompts": 4, "proof": True}, "seed": 0}
+    before |= {"trainer": {"max_steps": 10, "report_to": ["none"], "learning_rate": 0.1}}
+    now = before | {"evaluate": {"prompts": 8, "proof": True}}
+    now |= {"trainer": {"max_steps": 20, "report_to": ["wandb"], "learning_rate": 0.1}}
+    run_state.check_same_run(Path("out"), before, now)
+    said = capsys.readouterr().out
+    assert said.startswith("resuming with other settings: evaluate.prompts is 4 there, 8 here; trainer.max_steps is 10")
+    assert run_state.differences(before, now)  # for a sweep, which trains again, it is another run
+    now["trainer"]["learning_rate"] = 0.2
+    with pytest.raises(ValueError, match=r"another config \(trainer.learning_rate is 0.1 there, 0.2 here\)"):
+        run_state.check_same_run(Path("out"), before, now)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA"), RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory")]
+)
+def test_out_of_memory_says_which_setting_to_change(error, here, tiny_path: Path, folder: Path, monkeypatch):
+    def train(self: HeadTrainer, **settings: object) -> None:
+        raise error
+
+    monkeypatch.setattr(HeadTrainer, "train", train)
+    given = [*SHORT, f"target.path={tiny_path}", f"data.path={folder}"]
+    said = complaint(here(*given, "output_dir=out"))
+    assert said.startswith("out of memory with trainer.per_device_train_batch_size=4 and length=64: halve the first")
+    assert f"foredraft plan target={tiny_path} head=eagle3 rows=4 length=64" in said
+    said = complaint(here(*given, "output_dir=one", "trainer.per_device_train_batch_size=1"))
+    assert "features=disk" in said and "halve" not in said
+
+
+def test_a_terminal_gets_a_bar_and_a_file_gets_lines(tiny_path: Path, folder: Path, tmp_path: Path):
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+    given = [*SHORT, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "evaluate.eval_steps=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "train/run.py"), *given]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=writer, stderr=subprocess.DEVNULL)
+    os.close(writer)
+    seen = b""
+    try:
+        while part := os.read(reader, 1 << 16):
+            seen += part
+    except OSError:  # the other end is closed
+        pass
+    assert process.wait(timeout=300) == 0
+    said = seen.decode()
+    assert re.search(r"2/2 \[.*loss \d+\.\d+  accuracy by depth", said) and "\nstep 1/2  loss" not in said
+    assert re.search(r"step 2/2  acceptance length", said)

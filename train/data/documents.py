@@ -1,0 +1,114 @@
+"""Documents of tokens as flat arrays: a corpus costs no Python object per token, and what lies in a file stays there.
+
+The arrays may be memory-mapped (an Arrow file of `datasets`): then all processes of a machine share one copy of them.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+BLOCK = 1 << 22  # tokens that are looked at together
+
+
+class Document(NamedTuple):
+    tokens: list[int]
+    loss_mask: list[bool]  # is this token the target's to write? All of raw text is
+
+
+class Documents(Sequence[Document]):
+    """Document n is tokens[chunk[n]][begin[n] : begin[n] + sizes[n]], and the same stretch of `flags`.
+
+    tokens: int32 arrays. flags: uint8 arrays, 0 where a token is not in the loss. chunk, begin, sizes: (documents,) int64.
+    """
+
+    def __init__(
+        self,
+        tokens: list[np.ndarray],
+        flags: list[np.ndarray],
+        chunk: np.ndarray,
+        begin: np.ndarray,
+        sizes: np.ndarray,
+    ):
+        self.tokens, self.flags = tokens, flags
+        self.chunk, self.begin, self.sizes = chunk, begin, sizes
+
+    @classmethod
+    def flat(cls, tokens: np.ndarray, flags: np.ndarray, sizes: np.ndarray) -> "Documents":
+        """Documents that lie one after the other in two arrays."""
+        sizes = sizes.astype(np.int64)
+        return cls([tokens], [flags], np.zeros_like(sizes), sizes.cumsum() - sizes, sizes)
+
+    @classmethod
+    def of(cls, documents: Sequence[Document]) -> "Documents":
+        """Documents as they are, or copied from a list of them."""
+        if isinstance(documents, Documents):
+            return documents
+        empty = [np.empty(0)]
+        tokens = np.concatenate([*(np.asarray(d.tokens) for d in documents), *empty]).astype(np.int32)
+        flags = np.concatenate([*(np.asarray(d.loss_mask) for d in documents), *empty]).astype(np.uint8)
+        return cls.flat(tokens, flags, np.array([len(d.tokens) for d in documents], np.int64))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Documents"]) -> "Documents":
+        """The documents of all parts, in order, where they lie."""
+        arrays = np.cumsum([0, *(len(part.tokens) for part in parts)])
+        columns = [np.empty((3, 0), np.int64)]
+        columns += [np.stack([p.chunk + first, p.begin, p.sizes]) for p, first in zip(parts, arrays, strict=False)]
+        chunk, begin, sizes = np.concatenate(columns, axis=1)
+        return cls([t for p in parts for t in p.tokens], [f for p in parts for f in p.flags], chunk, begin, sizes)
+
+    @classmethod
+    def mapped(cls, encoded: Any) -> "Documents":
+        """The columns `tokens` (lists of int32) and `flags` (lists of uint8) of a datasets.Dataset, where they lie."""
+        parts = [encoded.data.column(name).chunks for name in ("tokens", "flags")]
+        tokens, flags = ([part.values.to_numpy(zero_copy_only=True) for part in column] for column in parts)
+        offsets = [part.offsets.to_numpy().astype(np.int64) for part in parts[0]]
+        chunk = np.repeat(np.arange(len(offsets)), [len(part) - 1 for part in offsets])
+        begin, sizes = np.concatenate([np.stack([part[:-1], np.diff(part)]) for part in offsets], axis=1)
+        return cls(tokens, flags, chunk, begin, sizes)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, number: int) -> Document:  # type: ignore[override]  # no slices: `select`
+        number = range(len(self))[number]  # raises IndexError, which ends an iteration
+        tokens, flags = self.stretch(number, 0, int(self.sizes[number]))
+        return Document(tokens.tolist(), flags.astype(bool).tolist())
+
+    def stretch(self, number: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and flags of a part of document `number`, without a copy."""
+        chunk, begin = self.chunk[number], self.begin[number]
+        part = slice(begin + start, begin + stop)
+        return self.tokens[chunk][part], self.flags[chunk][part]
+
+    def select(self, numbers: np.ndarray) -> "Documents":
+        """These documents, in this order, of the same arrays."""
+        return Documents(self.tokens, self.flags, self.chunk[numbers], self.begin[numbers], self.sizes[numbers])
+
+    def blocks(self) -> Iterator[tuple[range, np.ndarray, np.ndarray]]:
+        """Numbers, tokens and flags (copies, end to end) of some BLOCK tokens at a time."""
+        ends = self.sizes.cumsum()
+        total = int(ends[-1]) if len(ends) else 0
+        cuts = np.unique([0, *np.searchsorted(ends, np.arange(BLOCK, total, BLOCK)).tolist(), len(self)])
+        for first, last in pairwise(cuts.tolist()):
+            pieces = [self.stretch(number, 0, self.sizes[number]) for number in range(first, last)]
+            tokens, flags = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
+            yield range(first, last), tokens, flags
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all tokens and masks."""
+        total = hashlib.sha256()
+        for number in range(len(self)):
+            tokens, flags = self.stretch(number, 0, self.sizes[number])
+            total.update(tokens.tobytes() + (flags != 0).tobytes())
+        return total.hexdigest()[:16]
+
+    @cached_property
+    def supervised(self) -> int:
+        """How many tokens are in the loss."""
+        return sum(int(np.count_nonzero(flags)) for _, _, flags in self.blocks())

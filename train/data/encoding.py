@@ -1,0 +1,138 @@
+"""Rows -> chat template -> tokens and masks, once: written as Arrow by `datasets`, in several processes, and memory-mapped.
+
+The key of the cache is a hash of the files, the tokenizer, the template and this very code, so nothing stale is ever read.
+The first process that needs a set prepares it, under the lock of `datasets`; others of this machine, of this run or another,
+wait for it without a time-out, and all share one copy of its pages.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from train.data.chat_template import ChatFormat, template_file
+from train.data.corpus import tokenize
+from train.data.documents import Document
+from train.data.sources import Message, Row, Shard, SkippedRow, Source
+
+CODE = ("sources", "chat_template", "corpus", "encoding")  # what makes documents of rows
+TRIED = 256  # rows that are encoded before all others, to see whether the template fits
+
+
+class Encoder:
+    """Rows of a source as documents. `Accepted` (train/data/accepted.py) has rows of another kind."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: Source, template: str | None, thinking: bool | None):
+        self.tokenizer, self.source, self.template, self.thinking = tokenizer, source, template, thinking
+        self.form: ChatFormat | None = None
+
+    def digest(self) -> str:
+        """Of all that decides the documents."""
+        code = b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in CODE)
+        words = self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else self.tokenizer.name_or_path
+        file = template_file(self.template) if self.template else None
+        written = file.read_text() if file is not None and file.is_file() else self.tokenizer.chat_template
+        settings = repr((self.source.digest(), written, self.thinking, self.tokenizer.special_tokens_map, words))
+        return hashlib.sha256(code + settings.encode()).hexdigest()[:16]
+
+    def documents(self, row: Row) -> tuple[list[Document], list[Message] | str]:
+        """A row's documents (a thinking model's conversation can give several), and the conversation or text that they were
+        made of. Raises SkippedRow, and ValueError where the template fits no row."""
+        messages = self.source.conversation(row)
+        if isinstance(messages, str):
+            return list(tokenize(self.tokenizer, [messages])), messages
+        self.form = self.form or ChatFormat(self.tokenizer, self.template, self.thinking)
+        return self.form.documents(messages), messages
+
+    def check(self) -> None:
+        """Raise ValueError where there is no row, and for a template by which nothing in the first ones is in the loss, or
+        all. Packed rows are no evidence: one may lie inside a single answer."""
+        rows, shares = list(islice(self.source.rows(), TRIED)), []
+        for row in rows:
+            try:
+                found, messages = self.documents(row)
+            except SkippedRow:
+                continue
+            if not isinstance(messages, str):
+                shares += [sum(document.loss_mask) / max(1, len(document.tokens)) for document in found]
+        if not rows:
+            raise ValueError(f"data.path={self.source.path} gives nothing to train on: it has no rows")
+        if self.form is None or not shares or not (all(share == 1 for share in shares) or not any(shares)):
+            return
+        share, rest = (
+            ("100 %", ", the prompts too: mark the answers alone") if shares[0] else ("0 %", ": mark the answers")
+        )
+        raise ValueError(
+            f"{self.form.name} gives {len(shares)} conversations of which {share} of the tokens are in the loss{rest} with "
+            "{% generation %} in a template of your own (data.template=FILE)"
+        )
+
+    def rows(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
+        """Per row its documents, or one entry that says why it has none."""
+        for row in islice(chain.from_iterable(map(self.source.read, shards)), self.source.max_rows):
+            blank: dict[str, Any] = {"first": True, "tokens": [], "flags": [], "raw": "", "reason": ""}
+            blank |= {"where": row.where, "key": 0}
+            try:
+                found, messages = self.documents(row)
+                found = [document for document in found if any(document.loss_mask)]
+                if not found:
+                    raise SkippedRow("nothing in it is in the loss")
+            except ValueError as reason:  # what is wrong with all rows is said by `check`
+                yield blank | {"reason": str(reason)}
+                continue
+            raw = messages if isinstance(messages, str) else ""
+            for number, document in enumerate(found):
+                yield blank | {
+                    "first": number == 0,
+                    "tokens": np.asarray(document.tokens, np.int32),
+                    "flags": np.asarray(document.loss_mask, np.uint8),
+                    "key": key(messages),
+                    "raw": raw,
+                }
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"form": None}  # each process makes its own
+
+
+def encode(encoder: Encoder, cache_dir: str | None, num_proc: int | None) -> Any:
+    """A datasets.Dataset of documents and of dropped rows, from the cache where it is there.
+
+    num_proc: processes; None takes one per core, as far as there are parts for them."""
+    import datasets  # seconds to import, which most runs need not wait for
+
+    encoder.check()
+    datasets.disable_progress_bars()
+    features = {
+        "first": datasets.Value("bool"),  # of its row
+        "key": datasets.Value("int64"),
+        "tokens": datasets.List(datasets.Value("int32")),
+        "flags": datasets.List(datasets.Value("uint8")),
+        "raw": datasets.Value("string"),
+        "reason": datasets.Value("string"),
+        "where": datasets.Value("string"),
+    }
+    shards = encoder.source.shards()
+    processes = min(num_proc or len(os.sched_getaffinity(0)), len(shards)) if encoder.source.max_rows is None else 1
+    try:
+        return datasets.Dataset.from_generator(
+            encoder.rows,
+            features=datasets.Features(features),
+            cache_dir=cache_dir,
+            # A list is shared out, a tuple is not: the first so many rows are counted by one process.
+            gen_kwargs={"shards": shards if encoder.source.max_rows is None else tuple(shards)},
+            num_proc=processes if processes > 1 else None,
+            fingerprint=encoder.digest(),
+        )
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise error.__cause__ or error from None
+
+
+def key(messages: Any) -> int:
+    """31 bits of a hash of a conversation, whatever file it stands in."""
+    return int.from_bytes(hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).digest()[:4], "big") >> 1

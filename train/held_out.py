@@ -1,0 +1,105 @@
+"""What a head is worth on text that it does not learn from: loss, agreement per depth, and the acceptance length that they
+predict.
+
+Training text flatters a head, the more so the oftener it is read. What is measured here is text of the held-out documents,
+written by the target where the run's own text is.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from heads.base import PackedBatch, draft_loss_mask
+from inference.generation import Generation
+from train.data.corpus import Corpus, tokenize
+from train.data.documents import Documents
+from train.data.packing import Packed
+from train.module import DistillationModel
+
+TOKENS, WRITTEN = 1 << 14, 1 << 13  # that are read; that the target writes, fewer in a short run
+DOCUMENTS = 64  # that they come from, at most
+
+
+class Agreement(NamedTuple):
+    loss: float
+    shares: list[float]  # per depth: how often the head's first guess is the target's
+    acceptance_length: float  # of chains as deep as the head was trained, along this text
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """As they are logged, beside `loss` and `acc_<depth>` of the training text."""
+        shares = {f"held_out_acc_{depth}": round(share, 4) for depth, share in enumerate(self.shares, start=1)}
+        return {
+            "held_out_loss": round(self.loss, 4),
+            **shares,
+            "predicted_acceptance_length": round(self.acceptance_length, 4),
+        }
+
+
+def documents(tokenizer: PreTrainedTokenizerBase, data: Corpus) -> Documents:
+    """Some documents that are held out for the measurements during training, spread evenly."""
+    count = min(DOCUMENTS, len(data.validation))
+    return tokenize(tokenizer, (data.validation[len(data.validation) * i // count] for i in range(count)))
+
+
+def tokens(trained: int) -> int:
+    """How many tokens the target writes to measure on, where it writes `trained` to train on."""
+    return max(1, min(WRITTEN, trained // 8))
+
+
+def rows(documents: Documents, length: int, seed: int) -> list[dict[str, Tensor]]:
+    """Some TOKENS tokens of them in rows as they are trained on."""
+    packed = Packed(documents, length, seed)
+    return [packed[row] for row in range(min(len(packed), max(4, TOKENS // length)))]
+
+
+@torch.no_grad()
+def agreement(distillation: DistillationModel, rows: Sequence[dict[str, Tensor]]) -> Agreement:
+    """Row by row, as one step of training would have it."""
+    head, target = distillation.head, distillation.target
+    texts = [PackedBatch(**{name: value[None].to(target.device) for name, value in row.items()}) for row in rows]
+    depths = range(1, head.depth + 1)
+    counted = [torch.stack([draft_loss_mask(text, depth)[0] for depth in depths]) for text in texts]
+    distillation.num_items = torch.stack([mask.sum(1) for mask in counted]).sum(0)
+    loss, hits = 0.0, torch.zeros(head.depth)
+    gained: list[int] = []
+    for text, mask in zip(texts, counted, strict=True):
+        loss += distillation.compute_loss(text, *distillation.read(text)).loss.item()
+        grid = torch.zeros_like(mask)
+        for depth, guesses, answers in distillation.guesses(*text[:4], ranks=1):
+            grid[depth - 1, mask[depth - 1]] = guesses[:, 0] == answers
+        hits += grid.sum(1).cpu()
+        gained += steps(grid.cpu(), mask.cpu())
+    shares = (hits / distillation.num_items.cpu().clamp(min=1)).tolist()
+    return Agreement(loss, shares, sum(gained) / max(1, len(gained)))
+
+
+def steps(hits: Tensor, counted: Tensor) -> list[int]:
+    """Tokens gained by each step of greedy decoding along a row. A step begins where the one before it ended, so oftener at
+    hard places than at others: the mean over all positions would be too high.
+
+    hits, counted: (depth, length) bool, by slots. The draft of depth d that begins at t is at slot t + d - 1.
+    """
+    depth, length = hits.shape
+    begun = torch.zeros(2, max(0, length - depth + 1), depth, dtype=torch.bool)
+    for number, grid in enumerate((hits, counted)):
+        for d in range(depth):
+            begun[number, :, d] = grid[d, d : d + begun.shape[1]]
+    accepted, whole = begun[0].cumprod(1).sum(1).tolist(), begun[1].all(1).tolist()
+    gained, at = [], 0
+    while at < len(whole):
+        if whole[at]:
+            gained.append(accepted[at] + 1)
+        at += accepted[at] + 1 if whole[at] else 1
+    return gained
+
+
+def standard_error(generations: list[Generation]) -> float:
+    """Of their acceptance length, over the steps."""
+    gained = torch.tensor(
+        [count for g in generations for step in g.steps for count in step.emitted], dtype=torch.float64
+    )
+    return round(gained.std().item() / len(gained) ** 0.5, 4) if len(gained) > 1 else 0.0

@@ -1,0 +1,26 @@
+"""Where a head's weights begin: new, or those of a head that was trained before."""
+
+import torch
+
+from heads.base import DraftHead
+from heads.checkpoint import read_head
+from heads.eagle import EagleHead
+from heads.eagle3 import Eagle3Head
+from heads.target import Target
+
+
+def init_from(path: str, head: DraftHead, target: Target) -> DraftHead:
+    """The head at `path`, a directory or a repository of the Hub in any layout that decoding reads, with the settings of
+    training that `head` has. Its vocabulary, layers and shape stay its own. Raises ValueError for one of another kind."""
+    found = read_head(path, target)
+    if type(found) is not type(head):
+        raise ValueError(
+            f"init_from={path} is a head of the kind {found.kind}, and head={head.kind}: take head={found.kind}"
+        )
+    if isinstance(found, EagleHead | Eagle3Head):
+        found.depth = head.depth  # its weights are the same for all depths
+    elif found.depth != head.depth:
+        raise ValueError(f"init_from={path} drafts {found.depth} tokens, and head.depth={head.depth}: give the same")
+    if isinstance(found, EagleHead) and isinstance(head, EagleHead):
+        found.noise = head.noise
+    return found.to(torch.float32).train().requires_grad_(True)
