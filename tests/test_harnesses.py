@@ -5,8 +5,11 @@ import json
 import pytest
 import torch
 
+from heads import save_head
 from inference.drafters import NgramDrafter
 from inference.evaluation.spec_bench import as_forward_func
+from scripts.bench.rivals import table
+from tests.support.head_factory import make_head
 
 
 def test_spec_bench_calls_our_loop(target, tmp_path):
@@ -41,3 +44,15 @@ def test_lm_eval_writes_the_answers_of_its_own_model(tiny_path):
     ours = Foredraft(drafter="ngram", dtype="float32", **facts).generate_until(requests, disable_tqdm=True)
     assert ours == HFLM(dtype="float32", **facts).generate_until(requests, disable_tqdm=True)
     assert any(ours)
+
+
+def test_rivals_of_the_same_process_make_a_table(target, tiny_path, folder, tmp_path, monkeypatch, capfd):
+    save_head(make_head("eagle3", target), tmp_path / "head", target)
+    given = [f"head_path={tmp_path / 'head'}", "target=hf", f"target.path={tiny_path}", "target.device=cpu", "data=text"]
+    given += [f"data.path={folder}", "prompts=2", "prompt_tokens=24", "new_tokens=12", f"output_dir={tmp_path / 'out'}"]
+    monkeypatch.setattr("sys.argv", ["table.py", *given, "hydra/job_logging=disabled"])
+    table.main()
+    rows = json.loads((tmp_path / "out" / "rivals.json").read_text())["rows"]
+    assert {"plain", "tree, auto", "tree, fixed", "chain of 3", "transformers, prompt lookup"} < set(rows)
+    assert len(rows["chain of 3"]["accepted_per_depth"]) == 3 and rows["tree, fixed"]["text"] == "2 of 2 identical"
+    assert "| chain of 3 |" in capfd.readouterr().out

@@ -1,6 +1,6 @@
 """Ours beside other engines, on the same target, head, prompts, dtype and threads, in one table:
 
-    bash scripts/vllm_env.sh && python scripts/bench/rivals/table.py head=outputs/eagle3/head vllm=.venv-vllm
+    bash scripts/vllm_env.sh && python scripts/bench/rivals/table.py head_path=outputs/eagle3/head vllm=.venv-vllm
 
 One client, greedy, prompts one at a time. Transformers is timed in this process, in turn with ours; other engines each in a
 process and an environment of their own, with the head as `foredraft export` writes it for them.
@@ -61,10 +61,10 @@ def main(cfg: DictConfig) -> None:
 
 def in_this_process(cfg: DictConfig, target: Target, rows: list[list[int]]) -> tuple[dict[str, Row], list[list[int]]]:
     """Ours and transformers', and the texts of plain decoding."""
-    drafter = load_drafter(cfg.head, target)
+    drafter = load_drafter(cfg.head_path, target)
     tree = tree_of(drafter)
     assert tree is not None
-    ours = {"plain": None, "tree, auto": drafter, "tree, fixed": load_drafter(cfg.head, target, tree="fixed")}
+    ours = {"plain": None, "tree, auto": drafter, "tree, fixed": load_drafter(cfg.head_path, target, tree="fixed")}
     ours[f"chain of {cfg.chain}"] = chain_of(tree, target, cfg.chain)
     decoders: dict[str, Decoder] = {name: foredraft_decoder(target, one, cfg.new_tokens) for name, one in ours.items()}
     for one in rivals(target, {}):
@@ -91,7 +91,7 @@ def in_vllm(
 ) -> dict[str, Row]:
     exported = output / "exported"
     if not exported.exists():
-        given = [f"head={cfg.head}", "format=vllm", f"output_dir={exported}", f"target.path={target.name}"]
+        given = [f"head={cfg.head_path}", "format=vllm", f"output_dir={exported}", f"target.path={target.name}"]
         subprocess.run([sys.executable, str(CONF.parent / "scripts" / "export.py"), *given], check=True)
     speculative = {"method": "eagle3", "model": str(exported), "num_speculative_tokens": cfg.chain}
     found: dict[str, Row] = {}

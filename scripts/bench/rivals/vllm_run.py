@@ -1,6 +1,6 @@
 """One client of vLLM: the prompts of a job, one at a time. Runs in the environment of scripts/vllm_env.sh:
 
-    python vllm_run.py job.json     written by table.py; "speculative" is null or vLLM's speculative_config
+python vllm_run.py job.json     written by table.py; "speculative" is null or vLLM's speculative_config
 """
 
 import importlib.metadata
