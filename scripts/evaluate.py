@@ -1,40 +1,240 @@
-"""What a drafter gains on held-out prompts:  python scripts/evaluate.py target=hf target.path=... drafter=outputs/mine/head
+"""What drafters gain:  foredraft evaluate target=ORG/NAME drafter=[outputs/mine/head,ngram] prompts=spec_bench
 
-Acceptance length, speed over plain decoding, the parts of a step, and identity with plain decoding in float32, as at the end
-of a training.
+Every drafter, plain decoding and transformers' own generate decode the same prompts, all in turn on each. The report has
+acceptance, speed over plain decoding and over the best of transformers, identity with plain text, where a step's time goes,
+and whether anything is wrong with a drafter. A run that was stopped is continued by the same command.
 """
 
+import copy
+import datetime
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from heads import Target
-from inference.evaluation.measure import evaluate, prove
-from inference.evaluation.report import table
+from inference import generate, load_drafter
+from inference.drafters import AutoTree, Drafter, chain_of, tree_of
+from inference.drafters.costs import CostModel
+from inference.evaluation import benchmark_report, figures
+from inference.evaluation.alignment import check_alignment
+from inference.evaluation.benchmark import PLAIN, Benchmark, Contestant, Lines, Text, rivals
+from inference.evaluation.benchmark_report import Results
+from inference.evaluation.expected import compare
+from inference.evaluation.lossless import audit
 from train.cli import entry
+from train.data import prompt_sets
 from train.data.corpus import prompts
-from train.runtime.environment import device_name
+from train.data.prompt_sets import Prompt
+from train.runtime.environment import device_name, versions
+
+ALIGNED = 4  # texts over which a drafter's alignment is checked
 
 
 @entry("evaluate")
 def main(cfg: DictConfig) -> None:
-    for name in ("prompts", "timed_prompts", "prompt_tokens", "new_tokens"):
+    for name in ("prompt_tokens", "new_tokens", "repeats", "chain"):
         if cfg[name] < 1:
             raise ValueError(f"{name}={cfg[name]} must be at least 1")
+    if cfg.limit is not None and cfg.limit < 1:
+        raise ValueError(f"limit={cfg.limit} must be at least 1, or null for all prompts")
+    output = Path(cfg.output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    same_run(output / "run.json", cfg)
     target: Target = instantiate(cfg.target)
-    held_out = instantiate(cfg.data, tokenizer=target.text_tokenizer).test
-    rows = prompts(target.text_tokenizer, held_out, cfg.prompts, cfg.prompt_tokens)
-    drafter = instantiate(cfg.drafter, target=target)
-    metrics = evaluate(target, drafter, rows, cfg.new_tokens, cfg.timed_prompts)
-    if cfg.proof:
-        metrics |= prove(target, lambda exact: instantiate(cfg.drafter, target=exact), rows, cfg.new_tokens)
-    dtype = str(target.dtype).removeprefix("torch.")
-    metrics |= {"target": target.name, "drafter": cfg.drafter.spec, "device": device_name(target), "dtype": dtype}
-    print(table(metrics))
-    if cfg.output is not None:
-        Path(cfg.output).write_text(json.dumps(metrics, indent=2) + "\n")
+    chosen = read_prompts(cfg, target, output / "prompts.json")
+    print(prompt_sets.summary(chosen), flush=True)
+    lines = Lines(output / "lines.jsonl")
+    ours = load(cfg, target, lines)
+    contestants = [*ours, *(rivals(target, assistants(cfg)) if cfg.rivals else ())]
+    texts = [Text(prompt.category, prompt.tokens, prompt.ends) for prompt in chosen]
+    benchmark = Benchmark(target, contestants, texts, cfg.new_tokens, lines)
+    temperatures = [float(t) for t in cfg.temperature]
+    benchmark.run(temperatures, cfg.repeats)
+    examine(cfg, benchmark, temperatures)
+    results = collect(cfg, benchmark, temperatures, prompt_sets.summary(chosen))
+    benchmark_report.write(output, results)
+    print(f"\n{benchmark_report.terminal(results)}\n\nreport: {output / 'report.html'}")
+
+
+def same_run(file: Path, cfg: DictConfig) -> None:
+    """Raises ValueError where the directory holds lines of other settings. More repeats, say, are the same run."""
+    settings = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(settings, dict)
+    for name in ("repeats", "batches", "temperature", "rivals", "output_dir"):
+        del settings[name]
+    if file.exists() and json.loads(file.read_text()) != settings:
+        raise ValueError(
+            f"{file.parent} holds a run with other settings ({file}): give another output_dir, or remove it"
+        )
+    file.write_text(json.dumps(settings, indent=1) + "\n")
+
+
+def read_prompts(cfg: DictConfig, target: Target, file: Path) -> list[Prompt]:
+    """As an earlier part of the run read them, which may have let the target answer first turns."""
+    if file.exists():
+        return [Prompt(*prompt) for prompt in json.loads(file.read_text())]
+    tokenizer = target.text_tokenizer
+    if cfg.prompts == "held_out":
+        held = instantiate(cfg.data, tokenizer=tokenizer).test
+        rows = prompts(tokenizer, held, cfg.limit or 10**6, cfg.prompt_tokens)
+        found = [Prompt("held_out", row, False) for row in rows]
+    else:
+        most = (target.context or 10**9) - cfg.new_tokens
+        if most < 1:
+            raise ValueError(
+                f"new_tokens={cfg.new_tokens} leaves no room for a prompt: the target reads {target.context}"
+            )
+
+        def answer(ids: list[int]) -> list[int]:
+            return generate(
+                target, None, torch.tensor([ids], device=target.device), max_new_tokens=cfg.new_tokens
+            ).new_tokens[0]
+
+        found = list(prompt_sets.tokenize(prompt_sets.questions(cfg.prompts, cfg.limit), tokenizer, most, answer))
+    file.write_text(json.dumps(found) + "\n")
+    return found
+
+
+def load(cfg: DictConfig, target: Target, lines: Lines) -> list[Contestant]:
+    """Plain decoding and the drafters; where one sizes its tree, the fixed tree beside it; and the chain of a head."""
+    found = [Contestant(PLAIN, None)]
+    for given in cfg.drafters:
+        options: dict[str, Any] = {"spec": given} if isinstance(given, str) else {str(key): given[key] for key in given}
+        name = str(options.pop("name", options.get("spec", options.get("_target_"))))
+        try:
+            drafter = (
+                instantiate(options, target=target) if "_target_" in options else load_drafter(target=target, **options)
+            )
+            found += around(name, drafter, target, cfg.chain)
+        except Exception as error:
+            lines.failed(name, error)
+    if len(found) == 1:
+        raise ValueError(
+            f"no drafter of drafter={list(cfg.drafters)} could be loaded: {lines.of('error')[-1]['reason']}"
+        )
+    return found
+
+
+def around(name: str, drafter: Drafter, target: Target, chain: int) -> Iterator[Contestant]:
+    yield Contestant(name, drafter)
+    tree = tree_of(drafter)
+    if isinstance(drafter, AutoTree) and tree is not None:
+        fixed = copy.copy(tree)
+        yield Contestant(f"{name}, fixed tree", fixed)
+    if tree is not None:
+        yield Contestant(chain_name(name, chain), chain_of(tree, target, chain), once=True)
+
+
+def chain_name(name: str, chain: int) -> str:
+    return f"{name.removesuffix(', fixed tree')}, chain of {chain}"
+
+
+def assistants(cfg: DictConfig) -> dict[str, str]:
+    """Smaller models among the drafters, which transformers can draft with too."""
+    specs = [given if isinstance(given, str) else str(given.get("spec", "")) for given in cfg.drafters]
+    return {spec: spec.removeprefix("draft:") for spec in specs if spec.startswith("draft:")}
+
+
+def examine(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float]) -> None:
+    """What is not speed: identity, alignment, and speed as the cost model expects it. Each is a line, like the texts."""
+    lines, target = benchmark.lines, benchmark.target
+    done = {(line["kind"], line["decoder"], *line["job"]) for line in lines.lines if "job" in line}
+
+    def once(kind: str, name: str, job: list[Any], work: Any) -> None:
+        if (kind, name, *job) not in done:
+            benchmark.attempt(name, lambda: lines.add({"kind": kind, "decoder": name, "job": job, "found": work()}))
+
+    for one in benchmark.contestants:
+        if not isinstance(one.what, Drafter):
+            continue
+        for temperature in temperatures:
+            once("identity", one.name, [temperature], lambda one=one, t=temperature: identity(benchmark, one, t))
+        if one.once or one.name.endswith(", fixed tree"):
+            continue
+        table = figures.Table(lines.lines, benchmark.texts, temperatures[0])
+        rows = [benchmark.texts[n].tokens for n in sorted(table.chosen(figures.ALL)) or range(len(benchmark.texts))]
+        once(
+            "alignment",
+            one.name,
+            [],
+            lambda one=one, rows=rows: check_alignment(target, one.what, rows[:ALIGNED], cfg.new_tokens).faults,
+        )
+        tree = tree_of(one.what)
+        for batch in cfg.batches if tree is not None else ():
+            once(
+                "expected",
+                one.name,
+                [batch],
+                lambda tree=tree, batch=batch, rows=rows: {
+                    "speeds": [speed._asdict() for speed in compare(target, tree, rows, cfg.new_tokens, batch)],
+                    "read": CostModel(tree, target)(batch).read,
+                },
+            )
+
+
+def identity(benchmark: Benchmark, one: Contestant, temperature: float) -> dict[str, Any]:
+    """How many texts are plain decoding's, how many differ where rounding decides, and how many are wrong."""
+    assert isinstance(one.what, Drafter)
+    ids: dict[str, dict[int, list[int]]] = {PLAIN: {}, one.name: {}}
+    for line in benchmark.lines.of("text"):
+        if line["decoder"] in ids and line["temperature"] == temperature and "ids" in line:
+            ids[line["decoder"]][line["text"]] = line["ids"]
+    counts, gaps = {"identical": 0, "rounding": 0, "wrong": 0}, []
+    for number, drafted in ids[one.name].items():
+        prompt, seed = benchmark.texts[number].tokens, number + 1
+        place = audit(benchmark.target, prompt, ids[PLAIN][number], drafted, one.what.nodes, temperature, seed)
+        counts["identical" if place is None else "rounding" if place.is_arithmetic else "wrong"] += 1
+        if place is not None:
+            gaps.append({"text": number, **place._asdict()})
+    return {"texts": len(ids[one.name]), **counts, "gaps": gaps}
+
+
+def collect(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float], about: str) -> Results:
+    lines, target = benchmark.lines, benchmark.target
+    names = [one.name for one in benchmark.contestants if not one.once]
+    others = [one.name for one in benchmark.contestants if one.is_rival]
+    rows = []
+    for temperature in temperatures:
+        table = figures.Table(lines.lines, benchmark.texts, temperature)
+        for category in [figures.ALL, *dict.fromkeys(text.category for text in benchmark.texts), figures.LOOPS]:
+            for name in names:
+                found = figures.row(table, name, category, others, chain_name(name, cfg.chain))
+                if found is not None:
+                    rows.append({"drafter": name, "temperature": temperature, "category": category, **found})
+    known = {line["decoder"] for line in lines.of("text")} | {one.name for one in benchmark.contestants}
+    expected = [line for line in lines.of("expected") if line["decoder"] in known]
+    return Results(
+        about={
+            "target": target.name,
+            "device": device_name(target),
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "date": datetime.date.today().isoformat(),
+            "prompts": about,
+            "new_tokens": cfg.new_tokens,
+            "command": " ".join(["python", *sys.argv]),
+            "versions": versions(),
+        },
+        rows=rows,
+        rivals=others,
+        identity=[
+            {"drafter": line["decoder"], "temperature": line["job"][0], **line["found"]}
+            for line in lines.of("identity")
+        ],
+        stages=[
+            {"drafter": line["decoder"], "temperature": line["temperature"], "seconds": line["seconds"]}
+            for line in lines.of("stages")
+        ],
+        alignment={line["decoder"]: line["found"] for line in lines.of("alignment") if line["found"]},
+        expected=[{"drafter": line["decoder"], **speed} for line in expected for speed in line["found"]["speeds"]],
+        costs={str(line["job"][0]): line["found"]["read"] for line in expected},
+        errors={line["decoder"]: line["reason"] for line in lines.of("error")},
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from heads import Target
-from inference.evaluation.lossless import PaddedDrafter, PaddedRoot, divergences, identical_shares
+from inference.drafters.costs import PaddedRoot
+from inference.evaluation.lossless import PaddedDrafter, divergences, identical_shares
 from train.cli import entry
 from train.data.corpus import prompts
 

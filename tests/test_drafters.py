@@ -33,8 +33,9 @@ from inference.drafters import (
     auto,
     drafter_for,
 )
-from inference.drafters.auto import FIRST, PLAIN, TIMED, Costs
+from inference.drafters.auto import FIRST, PLAIN, TIMED
 from inference.drafters.base import Accepted, chains, root_only, trees
+from inference.drafters.costs import CostModel, Costs
 from inference.drafters.union import merge
 from inference.evaluation.lossless import PaddedDrafter
 from inference.sampling import Sampling, SamplingParams
@@ -330,11 +331,15 @@ class Clock:
         return self.now
 
 
-def calibrated(monkeypatch, drafter: AutoTree, seconds) -> None:
-    """Calibration sees no difference between trees; steps take `seconds(plan)`."""
-    flat = Costs(read=dict.fromkeys(range(1, 9), 1.0), draft=[0.0] * 9)
-    monkeypatch.setattr(auto, "measure", lambda *args: flat)
+def flat(batch: int) -> Costs:
+    """No difference between trees."""
+    return Costs(read=dict.fromkeys(range(1, 9), 1.0), draft=[0.0] * 9)
+
+
+def timed(monkeypatch, drafter: AutoTree, seconds) -> AutoTree:
+    """Its steps take `seconds(plan)`."""
     monkeypatch.setattr(auto, "time", Clock(drafter, seconds))
+    return drafter
 
 
 class Useless(Told):
@@ -355,37 +360,55 @@ def nodes_of_steps(target: Target, drafter: AutoTree, count: int) -> list[int]:
     return nodes[:count]
 
 
-def test_auto_ends_up_decoding_plainly_where_nothing_is_gained(small, monkeypatch):
-    drafter = AutoTree(Useless([-1, -1]), small)
-    calibrated(monkeypatch, drafter, lambda plan: 1.0 + 0.1 * plan.nodes)
+def steep(batch: int) -> Costs:
+    """A node costs a tenth of plain decoding."""
+    return Costs(read={nodes: 1.0 + 0.1 * nodes for nodes in range(1, 9)}, draft=[0.0] * 9)
+
+
+@pytest.mark.parametrize(("costs", "tried"), [(flat, FIRST), (steep, 20)])
+def test_auto_ends_up_decoding_plainly_where_nothing_is_gained(small, monkeypatch, costs, tried):
+    drafter = timed(monkeypatch, AutoTree(Useless([-1, -1]), small, costs), lambda plan: 1.0 + 0.1 * plan.nodes)
     nodes = nodes_of_steps(small, drafter, 300)
     full = [number for number, count in enumerate(nodes) if count > 1]
-    assert full[:FIRST] == list(range(FIRST))
-    pauses = [b - a for a, b in itertools.pairwise(full[FIRST - 1 :])]
+    assert full[:tried] == list(range(tried)) and full[tried] > tried
+    pauses = [b - a for a, b in itertools.pairwise(full[tried - 1 :])]
     assert pauses == [TIMED + 1 + 33, 65, 129]  # it looks again ever more rarely
 
 
 def test_auto_decodes_plainly_where_drafts_are_right_but_cost_more_than_they_gain(small, monkeypatch):
-    drafter = AutoTree(
-        DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0), small
-    )  # five tokens a step
-    calibrated(monkeypatch, drafter, lambda plan: 1.0 if plan == PLAIN else 6.0 * plan.nodes)
+    itself = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0)  # five tokens a step
+    drafter = timed(monkeypatch, AutoTree(itself, small, flat), lambda plan: 1.0 if plan == PLAIN else 6.0 * plan.nodes)
     nodes = nodes_of_steps(small, drafter, 200)
     assert nodes[-100:].count(1) >= 98
 
 
 def test_auto_drafts_where_it_pays(small, monkeypatch):
-    drafter = AutoTree(DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0), small)
-    calibrated(monkeypatch, drafter, lambda plan: 1.0 + 0.1 * plan.levels)
+    itself = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0)
+    drafter = timed(monkeypatch, AutoTree(itself, small, flat), lambda plan: 1.0 + 0.1 * plan.levels)
     nodes = nodes_of_steps(small, drafter, 60)
     assert nodes[-20:].count(5) >= 18  # all but a look at plain decoding
+
+
+def test_costs_are_measured_once_and_kept(small, monkeypatch, tmp_path):
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
+    first = CostModel(eagle(small), small)(2)
+    assert list(first.read) == [1, 2, 4, 6, 8, 10] and len(first.draft) == 5 and first.draft[0] == 0
+    assert first.seconds(5, 2) == first.read[6] + first.draft[2]
+    assert CostModel(eagle(small), small)(2) == first  # no two measurements are alike
+    assert CostModel(eagle(small), small)(1) != first
+    for file in tmp_path.rglob("*.json"):
+        file.write_text("{")  # of a program that was killed, say
+    assert CostModel(eagle(small), small)(2) != first
 
 
 def test_short_words_name_drafters(target, tiny_path):
     load = partial(load_drafter, target=target)
     assert isinstance(load("suffix", nodes=4), SuffixDrafter)
     union = load(f"lookahead+draft:{tiny_path}")
-    assert isinstance(union, Union) and isinstance(union.drafters[1], DraftModel)
+    assert isinstance(union, Union) and isinstance(union.drafters[1], DraftModel)  # of a fixed tree
+    assert isinstance(load(f"draft:{tiny_path}"), AutoTree) and isinstance(
+        load(f"draft:{tiny_path}", tree="fixed"), DraftModel
+    )
     assert isinstance(load(f"draft:{tiny_path}", tree="adaptive", confidence=0.3), AdaptiveLength)
     assert isinstance(load(f"draft:{tiny_path}", tree="auto", nodes=4), AutoTree)
 

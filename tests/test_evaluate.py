@@ -1,40 +1,249 @@
-"""scripts/evaluate.py as it is typed."""
+"""scripts/evaluate.py as it is typed, and what its figures are made of."""
 
+import csv
 import json
 import random
+from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from heads import Target, save_head
+from inference import generate
+from inference.drafters import Drafter, DraftModel, NgramDrafter, drafter_for
+from inference.drafters.base import Accepted, Wrapper
+from inference.evaluation.alignment import Alignment, Noted, check_alignment, guess_in_training, head_of
+from inference.evaluation.benchmark import Lines, Text
+from inference.evaluation.expected import sizes
+from inference.evaluation.figures import Table, conditional, decoding, row, whole
+from inference.tree import TokenTree
 from scripts import evaluate
+from tests.support.head_factory import make_head
+from train.data import prompt_sets
+from train.data.prompt_sets import Prompt, questions, tokenize
+
+WORDS = ["def", "self", "return", "other", "value", "class", "Pair", "pass", "add", "import"]
+
+
+def typed(monkeypatch, tiny_path, output: Path, *more: str) -> None:
+    given = ["target=hf", f"target.path={tiny_path}", "target.device=cpu", f"output_dir={output}"]
+    given += ["limit=2", "repeats=2", "new_tokens=12", "hydra/job_logging=disabled", *more]
+    monkeypatch.setattr("sys.argv", ["scripts/evaluate.py", *given])
+    evaluate.main()
 
 
 @pytest.fixture
-def typed(tiny_path, tmp_path, monkeypatch):
-    """Sets the command line: a tiny target, raw text, and what is given."""
-    words = ["def", "self", "return", "other", "value", "class", "Pair", "pass", "add", "import"]
-    draw = random.Random(0)
+def texts(tmp_path) -> str:
+    """Raw text to hold prompts out of."""
+    draw, folder = random.Random(0), tmp_path / "texts"
+    folder.mkdir()
     for number in range(12):  # each a document of its own
-        (tmp_path / f"{number}.py").write_text(" ".join(draw.choices(words, k=400)))
-    given = ["target=hf", f"target.path={tiny_path}", "target.device=cpu", "data=text", f"data.path={tmp_path}"]
-    given += ["prompts=2", "timed_prompts=1", "prompt_tokens=24", "new_tokens=16", "hydra/job_logging=disabled"]
-
-    def type_in(*more: str) -> None:
-        monkeypatch.setattr("sys.argv", ["scripts/evaluate.py", *given, *more])
-
-    return type_in
+        (folder / f"{number}.py").write_text(" ".join(draw.choices(WORDS, k=400)))
+    return f"data.path={folder}"
 
 
-def test_a_drafter_is_measured(typed, tmp_path, capfd):
-    typed("drafter=ngram", f"output={tmp_path / 'figures.json'}")
-    evaluate.main()
-    metrics = json.loads((tmp_path / "figures.json").read_text())
-    assert metrics["identical_greedy"] == metrics["identical_sampled"] == 1.0
-    assert metrics["acceptance_length"] >= 1.0 and metrics["prompts"] == 2 and metrics["drafter"] == "ngram"
-    assert f"{metrics['acceptance_length']:.2f}" in capfd.readouterr().out
+@pytest.fixture
+def head(target, tmp_path) -> Path:
+    save_head(make_head("eagle3", target), tmp_path / "head", target)
+    return tmp_path / "head"
 
 
-def test_nothing_to_measure_on_is_named(typed, capfd):
-    typed("prompts=0")
+def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(monkeypatch, tiny_path, tmp_path, texts, head):
+    output = tmp_path / "out"
+    given = ["data=text", texts, "prompt_tokens=24", "temperature=[0,1]"]
+    given += [f"drafter=[{head},ngram,nonsense,{{_target_: tests.test_evaluate.shifted, name: wrong}}]"]
+    typed(monkeypatch, tiny_path, output, *given, "repeats=1")
+    first = (output / "lines.jsonl").read_text()
+    (output / "lines.jsonl").write_text(first + '{"kind": "te')  # killed while it wrote
+    typed(monkeypatch, tiny_path, output, *given)
+    assert (output / "lines.jsonl").read_text().startswith(first)
+    found = json.loads((output / "figures.json").read_text())
+    ours, names = str(head), {line["drafter"] for line in found["rows"]}
+    assert names == {
+        "plain",
+        "ngram",
+        ours,
+        "wrong",
+        f"{ours}, fixed tree",
+        "transformers",
+        "transformers, prompt lookup",
+    }
+    assert list(found["alignment"]) == ["wrong"] and "shifted: 1 token later" in found["alignment"]["wrong"][0]
+    assert "'nonsense' is not one of" in found["errors"]["nonsense"]
+    everything = [line for line in found["rows"] if line["category"] in ("all", "loops")]
+    assert sum(line["texts"] for line in everything if (line["drafter"], line["temperature"]) == (ours, 0)) == 2
+    for line in everything:
+        if line["drafter"] == f"{ours}, fixed tree":
+            assert line["acceptance_length"] >= 1 and line["chain_acceptance_length"] >= 1
+            assert line["over_best_rival"] and line["best_rival"].startswith("transformers")
+            assert line["eta"] == pytest.approx(line["speedup"][0] / line["acceptance_length"])
+    assert all(line["identical"] == line["texts"] == 2 and line["wrong"] == 0 for line in found["identity"])
+    assert {line["drafter"] for line in found["identity"]} > {"ngram", f"{ours}, chain of 3"}
+    assert {(line["batch"], line["drafter"]) for line in found["expected"]} == {(1, ours)}
+    assert set(found["stages"][0]["seconds"]) == {"draft", "read", "verify", "commit", "host"}
+    page = (output / "report.html").read_text()
+    assert "nonsense failed and is left out" in page and page.count("<svg") >= 6
+    with (output / "figures.csv").open() as file:
+        assert {line["drafter"] for line in csv.DictReader(file)} == names
     with pytest.raises(SystemExit) as end:
-        evaluate.main()
-    assert end.value.code == 2 and "prompts=0 must be at least 1" in capfd.readouterr().err
+        typed(monkeypatch, tiny_path, output, *given, "chain=2")
+    assert end.value.code == 2
+
+
+class Shifted(Wrapper):
+    """The mistake: every draft is the one that belongs `by` places later."""
+
+    def __init__(self, inner: Drafter, by: int):
+        super().__init__(inner)
+        self.by = by
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        tree = self.inner.propose(accepted, gumbel)
+        tokens = tree.tokens.clone()
+        tokens[:, 1:] = tokens.roll(-self.by, 1)[:, 1:]
+        return tree._replace(tokens=tokens)
+
+
+def shifted(target: Target) -> Drafter:
+    """For `drafter=[{_target_: ...}]`."""
+    return Shifted(DraftModel(target, target, nodes=4, depth=3, width=1, min_probability=0), 1)
+
+
+def test_a_shifted_drafter_is_named(target):
+    rows = [[9, 30, 7, 45, 11], [17, 80, 33]]
+    right = DraftModel(target, target, nodes=4, depth=3, width=1, min_probability=0)
+    assert check_alignment(target, right, rows, 48).faults == []
+    wrong = check_alignment(target, Shifted(right, 1), rows, 48)
+    assert "1 token later they fit the text" in wrong.faults[0]
+    assert check_alignment(target, NgramDrafter(), rows, 48).faults == []
+
+
+class Unread(Wrapper):
+    """The mistake: the head's features come from the wrong place."""
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        return self.inner.propose(accepted._replace(features=accepted.features.roll(1, 1)), gumbel)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "hydra_pp", "medusa", "dflash", "dspark"])
+def test_a_head_is_held_against_its_training_forward(target, kind):
+    prompt = [9, 30, 7, 45, 11]
+    for wrong in (False, True):
+        drafter = drafter_for(make_head(kind, target), target)
+        noted = Noted(Unread(drafter) if wrong else drafter)
+        written = generate(target, noted, torch.tensor([prompt]), max_new_tokens=24, eos_token_id=-1).new_tokens[0]
+        places = [at for at in noted.guesses if at < len(prompt + written)]
+        own = guess_in_training(head_of(noted), target, prompt + written, places)
+        assert ([noted.guesses[at] for at in places] == own) is not wrong
+
+
+def test_what_is_more_than_chance():
+    def faults(fits: dict, head: tuple[int, int] | None) -> list[str]:
+        return Alignment(200, 60, fits, head).faults
+
+    assert faults({-1: (40, 60), 1: (12, 8)}, (9, 3)) == []
+    assert faults({1: (80, 20)}, None)[0].startswith(
+        "its drafts are shifted: 1 token later they fit the text at 60 of 200"
+    )
+    assert "right at 60 of 200 places, the head's training forward over the same text at 87" in faults({}, (30, 3))[0]
+
+
+def text_line(decoder: str, text: int, seconds: float, repeat: int = 0, **more) -> dict:
+    line = {"kind": "text", "decoder": decoder, "temperature": 0.0, "text": text, "repeat": repeat, "seconds": seconds}
+    return line | {"tokens": 10, "first_seconds": 0.5, "first_tokens": 1, "ids": list(range(10))} | more
+
+
+def test_figures_of_known_lines():
+    texts = [Text("code", [1], False), Text("code", [2], False), Text("talk", [3], True), Text("talk", [4], True)]
+    lines = [text_line("plain", number, 5.5, repeat) for number in range(3) for repeat in range(3)]
+    steps = {"emitted": [4, 1, 5], "accepted": [3, 0, 4], "nodes": [8, 1, 8]}
+    lines += [
+        text_line("head", n, 0.5 + second, r, **steps) for n in range(3) for r, second in enumerate((2.0, 2.5, 4.0))
+    ]
+    lines += [text_line("plain", 3, 5.5, ids=[7] * 10), text_line("head", 3, 0.6, **steps)]  # a loop
+    lines += [text_line("rival", number, 5.0) for number in range(3)]
+    table = Table(lines, texts, 0.0)
+    assert table.loops == {3} and table.chosen("talk") == {2} and table.chosen("all") == {0, 1, 2}
+    assert table.rates("head", "code", decoding) == (pytest.approx(9 / 2.5), pytest.approx(9 / 4), pytest.approx(9 / 2))
+    assert table.speedup("head", "plain", "all", decoding).median == pytest.approx(2.0)
+    assert table.speedup("head", "rival", "all", whole) == (2.0, 2.0, 2.0)  # of the one repeat that both have
+    found = row(table, "head", "all", ["rival", "missing"], None)
+    assert found["acceptance_length"] == pytest.approx(10 / 3) and found["best_rival"] == "rival"
+    assert found["eta"] == pytest.approx(2.0 / (10 / 3))
+    assert conditional(lines[9:10]) == [1.0, 1.0, 1.0, 0.5]  # the step without a draft does not count
+    assert row(table, "missing", "all", [], None) is None
+
+
+def test_half_a_line_is_cut_off_and_failures_are_tried_again(tmp_path):
+    file = tmp_path / "lines.jsonl"
+    lines = Lines(file)
+    lines.add({"kind": "text", "decoder": "a"})
+    lines.failed("b", ValueError("no\n reason"))
+    with file.open("a") as opened:
+        opened.write('{"kind"')
+    again = Lines(file)
+    assert again.lines == [{"kind": "text", "decoder": "a"}]
+    again.add({"kind": "text", "decoder": "b"})
+    assert len(Lines(file).lines) == 2
+
+
+def test_prompts_of_every_layout(tmp_path, target):
+    file = tmp_path / "set.jsonl"
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["One?", "Two?"]},
+        {"category": "rag", "turns": ["Three?"]},
+        {"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Four?"}]},
+        {"question": "Five?", "answer": "6"},
+        {"task_id": "HumanEval/0", "prompt": "def add(self, other):" * 30},
+    ]
+    file.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    found = questions(str(file), None)
+    assert [one.category for one in found] == ["mt_bench", "rag", "set", "set", "set"]
+    assert [one.category for one in questions(str(file), 2)] == ["mt_bench", "set"]
+    asked: list[list[int]] = []
+
+    def answer(ids: list[int]) -> list[int]:
+        asked.append(ids)
+        return target.tokenizer("class Pair").input_ids
+
+    prompts = list(tokenize(found, target.tokenizer, 120, answer))
+    assert len(prompts) == 6 and len(asked) == 1 and asked[0] == prompts[0].tokens
+    second = target.tokenizer.decode(prompts[1].tokens)
+    assert "One?" in second and "class Pair" in second and second.rstrip().endswith("Assistant:")
+    assert [prompt.ends for prompt in prompts] == [True] * 5 + [False]
+    assert prompts[5].cut > 0 and len(prompts[5].tokens) == 120
+    assert prompt_sets.summary(prompts).startswith("6 prompts (2 mt_bench, 1 rag, 3 set); the beginning of 1 cut off")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("spec_bend", None, "prompts=spec_bend is neither a file nor one of held_out, spec_bench"),
+        ("file", "", "holds no prompt"),
+        ("file", '{"turns": []}', "file:1 holds no prompt: it needs `turns`"),
+        ("file", "nothing", "file:1 holds no prompt: not JSON"),
+        ("file", '{"turns": [" "]}', "file:1 holds no prompt: an empty turn"),
+    ],
+)
+def test_what_is_no_prompt_is_named(tmp_path, monkeypatch, name, content, message):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        Path(name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        questions(name, None)
+
+
+def test_sizes_of_trees():
+    assert sizes(32) == [2, 4, 8, 16, 32] and sizes(3) == [2, 3] and len(sizes(48)) == 5
+
+
+def test_a_prompt_is_kept_as_it_was(tmp_path):
+    prompt = Prompt("code", [1, 2], False, 3)
+    assert Prompt(*json.loads(json.dumps(prompt))) == prompt
+
+
+def test_nothing_to_measure_on_is_named(monkeypatch, tiny_path, tmp_path, capfd):
+    with pytest.raises(SystemExit) as end:
+        typed(monkeypatch, tiny_path, tmp_path / "out", "limit=0")
+    assert end.value.code == 2 and "limit=0 must be at least 1" in capfd.readouterr().err

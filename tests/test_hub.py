@@ -205,7 +205,7 @@ def test_a_revision_is_what_is_loaded(server, folder, target):
     push(folder, replace=True)
     old, new = (load_head(NAME, target, revision=revision).state_dict() for revision in (first, None))
     torch.testing.assert_close(old["fc.weight"] + 1, new["fc.weight"])
-    again = load_drafter(NAME, target, revision=first).head
+    again = load_drafter(NAME, target, revision=first, tree="fixed").head
     assert torch.equal(again.state_dict()["fc.weight"], old["fc.weight"])
     with pytest.raises(ValueError, match="is a directory, which has no revision=main"):
         load_head(folder, target, revision="main")
@@ -277,7 +277,7 @@ def test_a_head_works_offline_once_it_was_pulled(server, folder, target, monkeyp
     first = load_head(NAME, target)
     server.server.shutdown()
     server.server.server_close()
-    again = load_drafter(NAME, target).head  # the connection is refused
+    again = load_drafter(NAME, target, tree="fixed").head  # the connection is refused
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     offline = load_head(NAME, target)
     for name, tensor in first.state_dict().items():

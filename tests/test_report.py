@@ -15,7 +15,17 @@ import pytest
 from huggingface_hub import ModelCard
 
 from heads.hub.card import duration, model_card, number, percent
-from inference.evaluation.plots import DEPTHS, MOST_POINTS, VARIABLES, Bar, Series, bar_chart, line_chart, share_chart
+from inference.evaluation.plots import (
+    DEPTHS,
+    MOST_POINTS,
+    VARIABLES,
+    Bar,
+    Series,
+    bar_chart,
+    interval_chart,
+    line_chart,
+    share_chart,
+)
 from inference.evaluation.report import RunRecord, Sample, table, write_report
 
 METRICS: dict = {
@@ -303,6 +313,7 @@ def test_nothing_to_draw_is_no_chart():
     assert line_chart("n", []) == line_chart("n", [Series("a", [], "d1")]) == ""
     assert line_chart("n", [Series("a", [(1, math.nan)], "d1")]) == ""
     assert bar_chart("n", [], " %", "depth") == bar_chart("n", [Bar("1", math.nan, "d1")], " %", "depth") == ""
+    assert interval_chart("n", [], "x", 1.0) == ""
     assert share_chart("n", [], duration) == share_chart("n", [Bar("read", 0.0, "d1")], duration) == ""
 
 
@@ -348,6 +359,13 @@ def test_bars_are_as_high_as_their_values(values):
     assert len(heights) == len(shown)
     assert all(height / heights[0] == pytest.approx(value / shown[0][1], abs=0.01)
                for height, (_, value) in zip(heights, shown, strict=True) if shown[0][1])  # fmt: skip
+
+
+def test_an_interval_is_drawn_from_its_least_to_its_greatest_value():
+    bars = [(Bar("ours", 2.0, "d1"), 1.8, 2.2), (Bar("theirs", 1.0, "grey"), 1.0, 1.0)]
+    chart = interval_chart("speed", bars, "x", 1.0)
+    assert "ours: 2.00x, from 1.80 to 2.20" in chart and "theirs: 1.00x, from 1.00 to 1.00" in chart
+    assert "ours" in chart and "#" not in chart  # colours are the page's
 
 
 def test_parts_of_a_step_have_their_shares():

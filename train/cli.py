@@ -79,7 +79,8 @@ def entry(config_name: str, config_dir: Path = CONF) -> Callable[[Callable[[Dict
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
         @functools.wraps(main)
         def run() -> None:
-            sys.argv[1:] = [part for argument in sys.argv[1:] for part in spelled_out(argument, config_dir)]
+            several = config_name == "evaluate"
+            sys.argv[1:] = [part for argument in sys.argv[1:] for part in spelled_out(argument, config_dir, several)]
             args = get_args_parser().parse_args()
             # As Hydra reads --config-path: beside the file of `main`, unless it is absolute.
             folder = Path(inspect.getfile(main)).resolve().parent / (args.config_path or config_dir)
@@ -171,10 +172,13 @@ def no_space(error: BaseException) -> bool:
     return named or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
 
 
-def spelled_out(argument: str, folder: Path = CONF) -> list[str]:
+def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> list[str]:
     """What stands for `argument` in Hydra's language: target=ORG/NAME is target=hf target.path=ORG/NAME, drafter=DIRECTORY
-    is drafter=head drafter.spec=DIRECTORY, and a prompt is text whatever characters are in it."""
+    is drafter=head drafter.spec=DIRECTORY, and a prompt is text whatever characters are in it. several: of a program that
+    takes a list of drafters, drafter=A is drafters=[A]."""
     key, _, value = argument.partition("=")
+    if key == "drafter" and several:
+        return [f"drafters={value if value.startswith('[') else f'[{value}]'}"]
     if key == "prompt" and value != "null" and value[:1] not in ("'", '"'):
         text = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # not OmegaConf's interpolation
         text = re.sub(r"(\\*)'", r"\1\1\\'", text)

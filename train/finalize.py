@@ -102,9 +102,9 @@ def save_final(distillation: DistillationModel, directory: Path, data: Corpus, l
 def measure(target: Target, directory: Path, data: Corpus, settings: Any) -> tuple[dict[str, Any], Sample]:
     """Decode the held-out prompts with the saved files. settings: conf/evaluate."""
     rows = prompts(target.text_tokenizer, data.test, settings.prompts, settings.prompt_tokens)
-    drafter = load_drafter(str(directory), target)
+    load = partial(load_drafter, str(directory), tree="fixed")
+    drafter = load(target)
     metrics = evaluate(target, drafter, rows, settings.new_tokens, settings.timed_prompts)
-    load = partial(load_drafter, str(directory))
     metrics |= prove(target, load, rows, settings.new_tokens) if settings.proof else NOT_PROVEN
     return metrics, sample(target, drafter, rows[len(rows) // 2], settings.new_tokens)
 

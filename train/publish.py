@@ -59,7 +59,9 @@ def gate(trained: Path, target: Target, files: Path) -> Passed:
     difference = max(parity_gate.check(head, target, text[: LENGTH // 2], saved=files) for text in texts[:2])
     prompts = [text[: LENGTH // 3] for text in texts]
     lengths = [
-        acceptance(run(target, load_drafter(str(path), target), prompts, max_new_tokens=LENGTH, eos_token_id=-1))
+        acceptance(
+            run(target, load_drafter(str(path), target, tree="fixed"), prompts, max_new_tokens=LENGTH, eos_token_id=-1)
+        )
         for path in (trained, files)
     ]
     if lengths[0] != lengths[1]:

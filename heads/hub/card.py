@@ -73,6 +73,7 @@ MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("acceptance_length_sampled", "acceptance length, sampled", "{:.2f}".format),
     ("acceptance_length_all", "acceptance length, repetitive prompts included", "{:.2f}".format),
     ("speedup", "speedup over plain decoding", "{:.2f}x".format),
+    ("speedup_auto", "speedup with tree=auto", "{:.2f}x".format),
     ("tokens_per_second", "tokens/s", number),
     ("plain_tokens_per_second", "tokens/s, plain decoding", number),
     ("identical_greedy", "identical to plain decoding in float32, greedy", identical),

@@ -13,6 +13,7 @@ from inference.drafters.auto import AutoTree
 from inference.drafters.base import Drafter, NoDrafter
 from inference.drafters.block import BlockTree
 from inference.drafters.chain import Chain
+from inference.drafters.costs import Tree
 from inference.drafters.draft_model import DraftModel
 from inference.drafters.dynamic import DynamicTree
 from inference.drafters.lookahead import Lookahead
@@ -29,10 +30,16 @@ def load_drafter(spec: str, target: Target, revision: str | None = None, **optio
 
     "none" (plain decoding), "ngram", "suffix", "lookahead", "draft:<path or id of a smaller model>", a head's directory or
     Hub id (revision: its branch, tag or commit); or several of these joined by "+", which gives the union of their trees.
-    Heads and draft models take `tree`: see `with_tree_policy`.
+    Heads and draft models take `tree`, see `with_tree_policy`: "auto" where it is not given, but in a union, where a tree's
+    own share of a step's time is not known.
     """
     if "+" in spec and not Path(spec).is_dir():
-        return Union([load_drafter(part, target) for part in spec.split("+")], **options)
+        return Union([load(part, target, None, "fixed") for part in spec.split("+")], **options)
+    return load(spec, target, revision, "auto", **options)
+
+
+def load(spec: str, target: Target, revision: str | None, usual_tree: str, **options: Any) -> Drafter:
+    """As `load_drafter`, of one word. usual_tree: of heads and draft models whose options name none."""
     if spec == "none":
         return NoDrafter(**options)
     if spec == "ngram":
@@ -43,14 +50,14 @@ def load_drafter(spec: str, target: Target, revision: str | None = None, **optio
         return Lookahead(**options)
     if spec.startswith("draft:"):
         small = Target.from_pretrained(spec.removeprefix("draft:"), dtype=target.dtype, device=target.device)
-        return drafter_of(small, target, **options)
+        return drafter_of(small, target, **{"tree": usual_tree, **options})
     if "/" not in spec and not Path(spec).is_dir():
         raise ValueError(f"drafter {spec!r} is not one of: {WORDS}; or several of them joined by +")
     directory = find(spec, revision)
     head = load_head(directory, target)
     adapter.merge(target)
     own = read_config(directory).get("foredraft", {})
-    return drafter_for(head, target, accuracies=own.get("accuracies"), **options)
+    return drafter_for(head, target, accuracies=own.get("accuracies"), **{"tree": usual_tree, **options})
 
 
 def drafter_for(
@@ -80,9 +87,22 @@ def drafter_of(
     return with_tree_policy(DraftModel(model, target, **options), target, tree, confidence)
 
 
-def with_tree_policy(
-    inner: DynamicTree | BlockTree | StaticTree, target: Target, tree: str, confidence: float | None = None
-) -> Drafter:
+def tree_of(drafter: Drafter) -> Tree | None:
+    """The head's tree that a drafter proposes, or sizes; None where there is none."""
+    inner = drafter.inner if isinstance(drafter, AutoTree | AdaptiveLength) else drafter
+    return inner if isinstance(inner, Tree) else None
+
+
+def chain_of(tree: Tree, target: Target, length: int) -> Tree:
+    """The chain of at most `length` drafts that engines without trees draft with the same head."""
+    nodes = length + 1
+    if isinstance(tree, StaticTree):  # of first guesses alone
+        return StaticTree(tree.head, target, nodes, accuracies=[[1.0]] * length)
+    settings: dict[str, Any] = {"nodes": nodes, "depth": length, "width": 1, "min_probability": 0.0}
+    return type(tree)(tree.head, target, **settings)  # type: ignore[arg-type]  # each has a head of its own sort
+
+
+def with_tree_policy(inner: Tree, target: Target, tree: str, confidence: float | None = None) -> Drafter:
     """tree: "fixed" proposes the same size in every step; "auto" chooses it by measured cost and gain, `inner` being the
     largest (auto.py); "adaptive" drafts as deep as it pays and stops below `confidence` (adaptive.py)."""
     if tree not in ("fixed", "auto", "adaptive"):
@@ -113,7 +133,9 @@ __all__ = [
     "StaticTree",
     "SuffixDrafter",
     "Union",
+    "chain_of",
     "drafter_for",
     "load_drafter",
+    "tree_of",
     "with_tree_policy",
 ]

@@ -3,37 +3,40 @@
     gain(N, D)     tokens per step of the best N nodes down to depth D, counted on the largest tree: a smaller tree is a
                    part of it (its best nodes), so one full step tells what every smaller one would have gained
     seconds(N, D)  of a whole step: the median of those seen; of a tree not used yet, between plain decoding and the largest
-                   tree as reading N rows and drafting D levels is, measured at the first use for this batch size
+                   tree as the cost model puts it (costs.py), which is measured once and kept
 
-The first steps use the largest tree and none in turn; from then on the tree of best gain / seconds, and now and then the
-largest and none again. Where plain decoding is best it decodes plainly, and looks again so rarely that looking costs one
-step in a hundred, after twice as many steps each time: a drafter which never helps costs next to nothing.
+The first steps use the largest tree, then none; from then on the tree of best gain / seconds, and now and then the largest
+and none again, after twice as many steps each time while the choice stays the same. Where plain decoding is best it decodes
+plainly, and looks again so rarely that looking costs one step in a hundred; where no tree could pay even if the drafter were
+as much better than seen as chance allows, the first steps end early. So a drafter which never helps costs next to nothing.
 """
 
-import copy
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
-from statistics import median
-from typing import Any, NamedTuple
+from math import sqrt
+from statistics import median, pvariance
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from heads.target import Target
 from inference.drafters.base import Accepted, Drafter, root_only, select, unpadded
+from inference.drafters.costs import SIZES, CostModel, Costs, Tree
 from inference.drafters.grown import GrownTree
-from inference.drafters.static import StaticTree
-from inference.sampling import Sampling, SamplingParams
-from inference.tree import TokenTree, chain
+from inference.sampling import Sampling
+from inference.tree import TokenTree
 
-SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 FIRST, REMEMBER = 24, 64  # full steps at first (of fewer, what a tree gains is a guess); full steps remembered
-EXPLORE, RARELY = 16, 1024  # steps until it looks again; at most, where it decodes plainly
+FEWEST = 6  # full steps after which a drafter may be seen not to help
+EXPLORE, OFTEN, RARELY = (
+    16,
+    64,
+    1024,
+)  # steps until it looks again: at first; at most, where it drafts; where it does not
 TIMED = 3  # steps of a tree before their median counts
 MARGIN = 1.03  # what speculation must promise over plain decoding: nearer lies what the measured costs are wrong by
-TEXT = 256  # entries of text in the cache that costs are measured over
 
 
 class Plan(NamedTuple):
@@ -41,25 +44,30 @@ class Plan(NamedTuple):
     levels: int
 
 
+class Case(NamedTuple):
+    """What decides what a tree costs and gains."""
+
+    batch: int
+    greedy: bool
+
+
 PLAIN = Plan(1, 0)
 
 
-class Costs(NamedTuple):
-    read: dict[int, float]  # seconds by number of nodes
-    draft: list[float]  # seconds by number of levels, 0 first
-
-
 class AutoTree(Drafter):
-    def __init__(self, inner: GrownTree | StaticTree, target: Target):
-        """inner: with the largest tree that may be used."""
-        self.inner, self.target = inner, target
+    def __init__(self, inner: Tree, target: Target, costs: Callable[[int], Costs] | None = None):
+        """inner: with the largest tree that may be used. costs: of a batch size; None measures them."""
+        self.inner, self.costs = inner, CostModel(inner, target) if costs is None else costs
         self.layers, self.nodes, self.full = inner.layers, inner.nodes, Plan(inner.nodes, inner.depth)
         self.branches = inner.branches
-        self.costs: dict[int, Costs] = {}
-        self.seen: deque[list[int]] = deque(maxlen=REMEMBER)  # ranks of the nodes along each accepted path
-        self.taken: dict[tuple[int, Plan], deque[float]] = {}  # seconds of whole steps, by batch size and tree
-        self.batch, self.pause = 0, EXPLORE
+        self.known: dict[Case, Costs] = {}
+        # Ranks of the nodes along each accepted path, of greedy texts or of sampled ones, which are drafted less well.
+        self.paths: dict[bool, deque[list[int]]] = {}
+        self.taken: dict[tuple[Case, Plan], deque[float]] = {}  # seconds of whole steps
+        self.case: Case | None = None
+        self.pause, self.best = EXPLORE, PLAIN
         self.plans: list[Plan] = []  # of the next steps, the next one last
+        self.untried = False  # are these the first ones of a batch size?
         self.use(self.full)
 
     def use(self, plan: Plan) -> None:
@@ -67,35 +75,43 @@ class AutoTree(Drafter):
         self.plan, self.depth = plan, plan.levels
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        self.plan_for(batch)
+        self.plan_for(Case(batch, sampling.temperature is None))
         self.waiting = list[Accepted]()
         self.inner.begin(batch, capacity, sampling)
 
     def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
         self.inner.select_rows(rows, capacity, sampling)
         self.waiting = [select(piece, rows) for piece in self.waiting]
-        self.plan_for(len(rows))
+        self.plan_for(Case(len(rows), sampling.temperature is None))
 
     @property
     def readers(self) -> Sequence[GrownTree]:
         return self.inner.readers
 
-    def plan_for(self, batch: int) -> None:
-        """Trees for a batch of this size from now on; what they cost is measured when it is met first."""
-        if batch not in self.costs:
-            self.costs[batch] = measure(self.inner, self.target, batch, self.full)
-            self.plans = [PLAIN] * (TIMED + 1) + [self.full] * FIRST
-        elif batch != self.batch:
-            self.plans = []
-        if batch != self.batch:
-            self.batch = batch
-            self.use_next()
+    def plan_for(self, case: Case) -> None:
+        """Trees for such batches from now on; what they cost is measured when one is met first."""
         self.started: float | None = None
+        if case == self.case:
+            return
+        self.case, self.plans, self.untried = case, [], case not in self.known
+        self.seen = self.paths.setdefault(case.greedy, deque(maxlen=REMEMBER))
+        if self.untried:
+            self.known[case] = self.costs(case.batch)
+            missing = -(-(FIRST - len(self.seen)) // case.batch)  # every row of a step is one more that is seen
+            self.plans = [PLAIN] * (TIMED + 1) + [self.full] * max(TIMED + 1, missing)
+        self.use_next()
 
     def use_next(self) -> None:
+        if self.untried and self.full in self.plans and self.is_hopeless():
+            self.plans, self.untried = [PLAIN] * (TIMED + 1), False
         if not self.plans:
+            self.untried = False
             best = self.choose()
-            self.pause = min(max(2 * self.pause, self.worth()), RARELY) if best == PLAIN else EXPLORE
+            if best == PLAIN:
+                self.pause = min(max(2 * self.pause, self.worth()), RARELY)
+            else:
+                self.pause = min(2 * self.pause, OFTEN) if best == self.best else EXPLORE
+            self.best = best
             looks = [self.full] if best == PLAIN else [PLAIN, self.full]
             self.plans = looks + [best] * self.pause if self.timed(best) else [best] * (TIMED + 1)
         self.use(self.plans.pop())
@@ -125,42 +141,60 @@ class AutoTree(Drafter):
         now = time.perf_counter()
         if self.started is not None:
             seconds = now - self.started
-            self.taken.setdefault((self.batch, self.last), deque(maxlen=2 * TIMED + 1)).append(seconds)
+            self.taken.setdefault(self.of_case(self.last), deque(maxlen=2 * TIMED + 1)).append(seconds)
         self.started = now
 
+    def of_case(self, plan: Plan) -> tuple[Case, Plan]:
+        assert self.case is not None, "a step before begin"
+        return self.case, plan
+
     def timed(self, plan: Plan) -> bool:
-        return len(self.taken.get((self.batch, plan), ())) >= TIMED
+        return len(self.taken.get(self.of_case(plan), ())) >= TIMED
 
     def seconds(self, plan: Plan) -> float:
+        """Of a step with this tree. One that was not seen lies where the cost model puts it beside those that were."""
         if self.timed(plan):
-            return median(self.taken[self.batch, plan])
-        if not (self.timed(PLAIN) and self.timed(self.full)):
-            return self.predicted(plan)
-        # Between the two that were seen, where calibration puts it.
+            return median(self.taken[self.of_case(plan)])
+        seen = [one for one in (PLAIN, self.full) if self.timed(one)]
+        if len(seen) < 2:
+            return self.predicted(plan) * (self.seconds(seen[0]) / self.predicted(seen[0]) if seen else 1.0)
         low, high, most = self.seconds(PLAIN), self.seconds(self.full), self.predicted(self.full)
         room = most - self.predicted(PLAIN)
         return high - (high - low) * min(1.0, (most - self.predicted(plan)) / room) if room > 0 else high
 
     def predicted(self, plan: Plan) -> float:
-        costs = self.costs[self.batch]
-        size = next((size for size in costs.read if size >= plan.nodes), max(costs.read))
-        return costs.read[size] + (costs.draft[plan.levels] if plan.nodes > 1 else 0.0)
+        return self.known[self.of_case(plan)[0]].seconds(*plan)
+
+    def gains(self) -> list[list[float]]:
+        """[levels][nodes - 1]: drafts of such a tree that are accepted in a step. Along a path ranks only rise, so its nodes
+        within a smaller tree are its first ones."""
+        hits = [[0] * self.full.nodes for _ in range(self.full.levels + 1)]
+        for ranks in self.seen:
+            for depth, rank in enumerate(ranks, start=1):
+                hits[depth][rank + 1] += 1
+        return (torch.tensor(hits).cumsum(0).cumsum(1) / max(1, len(self.seen))).tolist()
 
     def gain(self, plan: Plan) -> float:
-        """Tokens per step. Along a path ranks only rise, so the nodes within the plan are its first ones."""
-        kept = sum(sum(rank < plan.nodes - 1 for rank in ranks[: plan.levels]) for ranks in self.seen)
-        return 1 + kept / max(1, len(self.seen))
+        """Tokens per step."""
+        return 1 + self.gains()[plan.levels][plan.nodes - 1]
 
-    def choose(self) -> Plan:
-        def speed(plan: Plan) -> float:
-            return self.gain(plan) / self.seconds(plan)
-
+    def choose(self, doubt: float = 0.0) -> Plan:
+        """The best tree, or none. doubt: so many drafts more than were seen may be accepted in a step."""
+        gains = self.gains()
         sizes = [size for size in SIZES if 1 < size < self.full.nodes] + [self.full.nodes]
         plans = [Plan(size, levels) for size in sizes for levels in range(1, self.full.levels + 1) if levels < size]
-        most = max(map(speed, plans))
+        speed = {plan: (1 + gains[plan.levels][plan.nodes - 1] + doubt) / self.seconds(plan) for plan in plans}
         # The smallest of those that are as good: it leaves most of the device to others.
-        best = next(plan for plan in plans if speed(plan) * MARGIN >= most)
-        return best if speed(best) > MARGIN * speed(PLAIN) else PLAIN
+        best = next(plan for plan in plans if speed[plan] * MARGIN >= max(speed.values()))
+        return best if speed[best] > MARGIN / self.seconds(PLAIN) else PLAIN
+
+    def is_hopeless(self) -> bool:
+        """Would no tree pay, even if the drafter were better than seen by two standard errors?"""
+        count = len(self.seen)
+        if count < FEWEST or not self.timed(self.full):
+            return False
+        spread = pvariance([len(ranks) for ranks in self.seen])
+        return self.choose(doubt=2 * sqrt((spread + 1 / count) / count)) == PLAIN
 
 
 def merge(pieces: list[Accepted]) -> Accepted:
@@ -182,46 +216,3 @@ def merge(pieces: list[Accepted]) -> Accepted:
             features[row, at : at + count] = piece.features[row, :count]
             at += count
     return Accepted(tokens, features, counts, last.text)
-
-
-@torch.inference_mode()
-def measure(inner: GrownTree | StaticTree, target: Target, batch: int, full: Plan, repeats: int = 5) -> Costs:
-    """Seconds of reading 1 .. N nodes and of drafting 0 .. D levels on this device, in this dtype and batch: the fastest of
-    some repeats, since only disturbances make one slower."""
-
-    def fastest(work: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(repeats):
-            synchronise(target.device)
-            start = time.perf_counter()
-            work()
-            synchronise(target.device)
-            times.append(time.perf_counter() - start)
-        return min(times[1:])
-
-    text = min(TEXT, (target.context or TEXT + full.nodes) - full.nodes - 1)
-    read, cache = {}, target.new_cache(batch, text + full.nodes)
-    if not target.reads_trees:  # its own cache has no columns that can be read over unwritten
-        target.read_prompts(torch.zeros(batch, text, dtype=torch.int64, device=target.device), [text] * batch, cache)
-    for size in sorted({1, full.nodes, *(size for size in SIZES if size < full.nodes)}):
-        cache.set_lengths([text] * batch)
-        tree = chain(torch.zeros(batch, size, dtype=torch.int64, device=target.device))
-        positions, mask = cache.starts + tree.depths, cache.mask(tree.ancestors)
-        read[size] = fastest(partial(target.read_tree, tree.tokens, positions, mask, cache, inner.layers))
-    tokens = torch.zeros(batch, 1, dtype=torch.int64, device=target.device)
-    features = torch.zeros(batch, 1, len(inner.layers) * target.hidden_size, dtype=target.dtype, device=target.device)
-    fake = Accepted(tokens, features, [1] * batch, [[0]] * batch)
-    probe = copy.copy(inner)  # rows may be in the middle of their texts
-    if isinstance(probe, GrownTree):  # nothing is likely after made-up features, and all levels are to be timed
-        probe.cache = probe.should_stop = None
-    draft = [0.0]
-    for levels in range(1, full.levels + 1):
-        probe.begin(batch, text + repeats * 2, Sampling.of([SamplingParams()] * batch, target.vocab_size))
-        probe.resize(full.nodes, levels)
-        draft.append(fastest(lambda: probe.propose(fake, None)))
-    return Costs(read, draft)
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

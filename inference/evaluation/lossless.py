@@ -6,14 +6,13 @@ L3  half precision, other shapes: where two texts first differ, the gap between 
     difference between the two forwards. A tiny gap is arithmetic; a large one is a bug.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from heads.target import Target
-from inference.drafters.base import Accepted, Drafter, Wrapper, root_only
+from inference.drafters.base import Accepted, Drafter, Wrapper
 from inference.generation import generate
 from inference.sampling import Noise, Sampling, SamplingParams
 from inference.tree import TokenTree, chain, padded
@@ -24,20 +23,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 1, top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
     "temperature 1, repetition penalty 1.2": {"temperature": 1.0, "repetition_penalty": 1.2},
 }
-
-
-class PaddedRoot(Drafter):
-    """Plain decoding whose forwards have `nodes` rows: all but the root are padding, which is never accepted."""
-
-    def __init__(self, nodes: int, layers: Sequence[int] = ()):
-        self.nodes, self.layers, self.depth, self.branches = nodes, layers, nodes - 1, False
-
-    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        pass
-
-    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        tokens = root_only(accepted).tokens
-        return chain(torch.cat([tokens, tokens.new_full((len(tokens), self.nodes - 1), -1)], dim=1))
 
 
 class PaddedDrafter(Wrapper):
@@ -92,20 +77,35 @@ def divergences(
         settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1, "temperature": temperature}
         plain = generate(target, None, ids, seed=seed, **settings).new_tokens[0]
         drafted = generate(target, drafter, ids, seed=seed, **settings).new_tokens[0]
-        index = next((i for i, (a, b) in enumerate(zip(plain, drafted, strict=True)) if a != b), None)
-        if index is None:
-            continue
-        text = row + plain[:index]
-        one, many = (recompute_logits(target, text, len(row), size) for size in (1, nodes))
-        sampling = Sampling.of([SamplingParams(temperature)], target.vocab_size, target.device)
-        scores = sampling.warp(one[None, None])[0, 0]
-        if temperature > 0:
-            position = torch.tensor([[len(text)]], device=target.device)
-            scores = scores + Noise([seed], target.vocab_size, target.device).at(position)[0, 0]
-        gap = (scores[plain[index]] - scores[drafted[index]]).abs().item()
-        difference = (one - many).abs().max().item() / (temperature or 1.0)
-        found.append(Divergence(seed, index, gap, difference))
-    return found
+        found.append(audit(target, row, plain, drafted, nodes, temperature, seed))
+    return [place for place in found if place is not None]
+
+
+def audit(
+    target: Target,
+    prompt: list[int],
+    plain: list[int],
+    drafted: list[int],
+    nodes: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> Divergence | None:
+    """Where two continuations of a prompt differ first, with the gap that explains it or does not; None where they do not.
+    nodes: rows of the drafted one's forwards. seed: of both; the row of the divergence."""
+    index = next((i for i, (a, b) in enumerate(zip(plain, drafted)) if a != b), None)
+    if index is None:
+        assert len(plain) == len(drafted), "one text goes on where the other ends, with the same tokens before"
+        return None
+    text = prompt + plain[:index]
+    one, many = (recompute_logits(target, text, len(prompt), size) for size in (1, nodes))
+    sampling = Sampling.of([SamplingParams(temperature)], target.vocab_size, target.device)
+    scores = sampling.warp(one[None, None])[0, 0]
+    if temperature > 0:
+        position = torch.tensor([[len(text)]], device=target.device)
+        scores = scores + Noise([seed], target.vocab_size, target.device).at(position)[0, 0]
+    gap = (scores[plain[index]] - scores[drafted[index]]).abs().item()
+    difference = (one - many).abs().max().item() / (temperature or 1.0)
+    return Divergence(seed, index, gap, difference)
 
 
 @torch.inference_mode()

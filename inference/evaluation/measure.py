@@ -5,13 +5,16 @@ one-token and many-token forwards agree to 1e-5: in half precision their roundin
 be resolved either way (`identical_in_dtype` counts that).
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from heads.target import Target
+from inference.drafters.auto import AutoTree
 from inference.drafters.base import Drafter
+from inference.drafters.costs import Tree
 from inference.evaluation.speed import foredraft_decoder, time_decoders
 from inference.generation import Generation, generate
 
@@ -101,9 +104,11 @@ def evaluate(
 ) -> dict[str, Any]:
     """The measured part of metrics.json, greedy and sampled at temperature 1, in the target's dtype.
 
-    Acceptance over all prompts; speed over `timed` of them, one at a time. Prompts whose greedy continuation repeats itself
-    are counted apart and left out of all figures but `acceptance_length_all`.
+    drafter: a fixed tree; the same with tree=auto is timed beside it. Acceptance over all prompts; speed over `timed` of
+    them, one at a time. Prompts whose greedy continuation repeats itself are counted apart and left out of all figures but
+    `acceptance_length_all`.
     """
+    assert isinstance(drafter, Tree)
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": -1}
     greedy = run(target, drafter, rows, **settings)
     loops = [distinct(text) < REPETITIVE for text in texts(greedy)]
@@ -111,15 +116,16 @@ def evaluate(
     kept = greedy if not any(loops) or all(loops) else run(target, drafter, chosen, **settings)
     sampled = run(target, drafter, chosen, temperature=1.0, **settings)
     some = chosen[:: max(1, len(chosen) // timed)][:timed]
-    speeds = []
+    speeds, auto = [], AutoTree(copy.copy(drafter), target)
     for temperature in (0.0, 1.0):
         decoders = {
             name: foredraft_decoder(target, one, max_new_tokens, temperature)
-            for name, one in (("plain", None), ("drafted", drafter))
+            for name, one in (("plain", None), ("drafted", drafter), ("auto", auto))
         }
         speeds.append(time_decoders(decoders, some, target.device))
-    rates = [(speed["drafted"].rate(), speed["plain"].rate()) for speed in speeds]
-    pairs = [pair for speed in speeds for pair in zip(*(timing.generations for timing in speed.values()), strict=True)]
+    rates = [(speed["drafted"].rate(), speed["plain"].rate(), speed["auto"].rate()) for speed in speeds]
+    both = ("plain", "drafted")
+    pairs = [pair for speed in speeds for pair in zip(*(speed[name].generations for name in both), strict=True)]
     stages = generate(target, drafter, torch.tensor([some[0]], device=target.device), timings=True, **settings)
     steps = max(1, len(stages.steps))
     return {
@@ -131,6 +137,8 @@ def evaluate(
         "plain_tokens_per_second": round(rates[0][1], 2),
         "speedup": round(rates[0][0] / rates[0][1], 4),
         "speedup_sampled": round(rates[1][0] / rates[1][1], 4),
+        "speedup_auto": round(rates[0][2] / rates[0][1], 4),
+        "speedup_auto_sampled": round(rates[1][2] / rates[1][1], 4),
         "identical_in_dtype": round(sum(a.new_tokens == b.new_tokens for a, b in pairs) / len(pairs), 4),
         "prompts": len(rows),
         "timed_prompts": len(some),

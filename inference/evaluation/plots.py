@@ -125,13 +125,16 @@ def write(axes: "Axes", words: str, at: Point, offset: Point, color: str, **how:
     axes.annotate(words, at, offset, textcoords="offset points", **look)
 
 
-def line_chart(name: str, series: Sequence[Series], unit: str = "", floor: float | None = None) -> str:
-    """Lines over training steps, from step 0. The y axis begins at `floor`, or just below the lowest point."""
+def line_chart(
+    name: str, series: Sequence[Series], unit: str = "", floor: float | None = None, x_name: str = "step"
+) -> str:
+    """Lines over training steps or something else that is counted, from 0. The y axis begins at `floor`, or just below the
+    lowest point."""
     series = [one for one in series if any(math.isfinite(y) for _, y in one.points)]
     if not series:
         return ""
     with empty_axes(HEIGHT) as axes:
-        longest = max(draw_line(axes, one, unit) for one in series)
+        longest = max(draw_line(axes, one, unit, x_name) for one in series)
         axes.set_xlim(0, max(1.0, max(x for one in series for x, _ in one.points)))
         if floor is not None:
             axes.update_datalim([(0, floor)])
@@ -140,13 +143,13 @@ def line_chart(name: str, series: Sequence[Series], unit: str = "", floor: float
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.yaxis.set_major_formatter("{x:g}" + unit)
         axes.grid(axis="y")
-        axes.set_xlabel("step" if longest == 1 else f"step (each point is the mean of {longest} log entries)")
+        axes.set_xlabel(x_name if longest == 1 else f"{x_name} (each point is the mean of {longest} log entries)")
         if any(one.label for one in series):
             axes.figure.legend(loc="outside right center")
         return svg(axes, name)
 
 
-def draw_line(axes: "Axes", series: Series, unit: str) -> int:
+def draw_line(axes: "Axes", series: Series, unit: str, x_name: str) -> int:
     """Of how many entries each point is the mean."""
     xs, ys, every = thin(series.points)
     color = COLORS[series.color][0]
@@ -155,7 +158,7 @@ def draw_line(axes: "Axes", series: Series, unit: str) -> int:
     joined = {*shown - 1, *shown + 1}
     for i in shown:
         if len(shown) <= 40 or i not in joined:  # a point without neighbours has no line
-            title = f"{TITLE}{f'{series.label} step'.strip()} {xs[i]:,.0f}: {ys[i]:.2f}{unit}"
+            title = f"{TITLE}{f'{series.label} {x_name}'.strip()} {xs[i]:,.0f}: {ys[i]:.2f}{unit}"
             axes.plot(xs[[i, i]], ys[[i, i]], color=color, linewidth=DOT, gid=title)
     if not series.label:
         last = shown[-1]
@@ -183,6 +186,26 @@ def bar_chart(name: str, bars: Sequence[Bar], unit: str, x_name: str) -> str:
         axes.set_xlabel(x_name)
         axes.yaxis.set_major_formatter("{x:g}" + unit)
         axes.grid(axis="y")
+        return svg(axes, name)
+
+
+def interval_chart(name: str, bars: Sequence[tuple[Bar, float, float]], unit: str, mark: float) -> str:
+    """One lying bar per entry, with a line from its least to its greatest value. mark: a value to compare with."""
+    if not bars:
+        return ""
+    most = max(high for _, _, high in bars)
+    with empty_axes(30 + 30 * len(bars)) as axes:
+        for place, (bar, low, high) in enumerate(bars):
+            words = f"{bar.value:.2f}{unit}"
+            title = f"{TITLE}{bar.label}: {words}, from {low:.2f} to {high:.2f}"
+            axes.barh(place, bar.value, 0.6, color=COLORS[bar.color][0], gid=title)
+            axes.plot([low, high], [place, place], color=COLORS["ink"][0], linewidth=1.5)
+            write(axes, words, (high, place), (6, 0), "ink", va="center")
+        axes.axvline(mark, color=COLORS["grey"][0], linewidth=1)
+        axes.set_xlim(0, 1.12 * most)
+        axes.set_ylim(len(bars) - 0.5, -0.5)  # the first on top
+        axes.xaxis.set_major_formatter("{x:g}" + unit)
+        axes.set_yticks(range(len(bars)), [bar.label for bar, _, _ in bars])
         return svg(axes, name)
 
 

@@ -29,24 +29,54 @@ class Timing(NamedTuple):
         return sum(self.tokens[i] for i in chosen) / sum(self.seconds[i] for i in chosen)
 
 
-def foredraft_decoder(target: Target, drafter: Drafter | None, new_tokens: int, temperature: float = 0.0) -> Decoder:
+class FirstTokens:
+    """A streamer, as transformers and `generate` know them, that notes when a text's first tokens came, and how many."""
+
+    def __init__(self) -> None:
+        self.puts, self.count, self.at = 0, 0, 0.0
+
+    def put(self, tokens: Tensor) -> None:
+        self.puts += 1
+        if self.puts == 2:  # first comes the prompt
+            self.count, self.at = tokens.numel(), time.perf_counter()
+
+    def end(self) -> None:
+        self.puts = 0
+
+
+def foredraft_decoder(
+    target: Target,
+    drafter: Drafter | None,
+    new_tokens: int,
+    temperature: float = 0.0,
+    streamer: FirstTokens | None = None,
+    ends: bool = False,
+) -> Decoder:
+    """ends: at an end token; otherwise texts are of `new_tokens` tokens whatever they say."""
+    limits: dict[str, Any] = {"max_new_tokens": new_tokens} | ({} if ends else {"eos_token_id": -1})
+
     def decode(ids: Tensor, seed: int) -> tuple[int, Generation]:
-        limits: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1}
-        out = generate(target, drafter, ids, temperature=temperature, seed=seed, **limits)
+        out = generate(target, drafter, ids, temperature=temperature, seed=seed, streamer=streamer, **limits)
         return len(out.new_tokens[0]), out
 
     return decode
 
 
 def transformers_decoder(
-    target: Target, settings: dict[str, Any], new_tokens: int, temperature: float = 0.0
+    target: Target,
+    settings: dict[str, Any],
+    new_tokens: int,
+    temperature: float = 0.0,
+    streamer: FirstTokens | None = None,
+    ends: bool = False,
 ) -> Decoder:
-    """`generate` of transformers itself. settings: of its assisted generation; {} is plain."""
+    """`generate` of transformers itself. settings: of its assisted generation; {} is plain. ends: as above."""
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    facts: dict[str, Any] = {"pad_token_id": 0, "streamer": streamer} | ({} if ends else {"eos_token_id": None})
 
     def decode(ids: Tensor, seed: int) -> tuple[int, None]:
         torch.manual_seed(seed)
-        facts = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0}
+        facts["attention_mask"] = torch.ones_like(ids)
         out = target.model.generate(ids, max_new_tokens=new_tokens, **facts, **sampling, **settings)
         return out.shape[1] - ids.shape[1], None
 

@@ -36,7 +36,7 @@ def measure(directory: Path) -> dict[str, Any]:
     target = instantiate(cfg.target)
     data = instantiate(cfg.data, tokenizer=target.tokenizer)
     rows = prompts(target.tokenizer, data.test, cfg.evaluate.prompts, cfg.evaluate.prompt_tokens)
-    drafter = load_drafter(str(directory / "head"), target)
+    drafter = load_drafter(str(directory / "head"), target, tree="fixed")
     found: dict[str, Any] = {}
     for temperature in (0.0, 1.0):
         limits: dict[str, Any] = {

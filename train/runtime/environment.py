@@ -4,31 +4,18 @@ import datetime
 import importlib.metadata
 import platform
 import sys
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from heads import adapter
 from heads.base import DraftHead
 from heads.target import Target
+from inference.drafters.costs import device_name as device_name
 from train.runtime.memory import peak_memory
 
 
 def versions() -> dict[str, str]:
     names = ("torch", "transformers", "accelerate", "safetensors")
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
-
-
-def device_name(target: Target) -> str:
-    if target.device.type == "cuda":
-        return torch.cuda.get_device_name(target.device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()
-    return f"{model}, {torch.get_num_threads()} threads"
 
 
 def facts_of_run(head: DraftHead, target: Target) -> dict[str, Any]:

@@ -1,0 +1,198 @@
+"""What a step costs here, measured once per device, dtype, target and batch size, and kept in a file.
+
+    read[N]    seconds of a whole step that reads N nodes and drafts nothing, in the loop that users run
+    draft[D]   seconds of drafting D levels
+
+A step of N nodes and D levels takes their sum. The files lie in `FOREDRAFT_CACHE`, or in ~/.cache/foredraft as those of
+other libraries do. One that cannot be read or written is measured anew: it saves time, nothing else depends on it.
+"""
+
+import copy
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from heads.target import Target
+from inference.drafters.base import Accepted, Drafter, root_only
+from inference.drafters.block import BlockTree
+from inference.drafters.dynamic import DynamicTree
+from inference.drafters.static import StaticTree
+from inference.sampling import Sampling, SamplingParams
+from inference.tree import TokenTree, chain
+
+SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+Tree = DynamicTree | BlockTree | StaticTree  # of a head: its best nodes are a smaller tree
+
+TEXT = 256  # entries of text in the cache that costs are measured over
+REPEATS = 5  # the fastest counts, since only disturbances make one slower; the first is left out
+
+
+class Costs(NamedTuple):
+    read: dict[int, float]  # seconds by number of nodes, ascending
+    draft: list[float]  # seconds by number of levels, 0 first
+
+    def seconds(self, nodes: int, levels: int) -> float:
+        """Of a step; of a size that was not measured, the next one's."""
+        size = next((size for size in self.read if size >= nodes), max(self.read))
+        return self.read[size] + self.draft[levels]
+
+
+class PaddedRoot(Drafter):
+    """Plain decoding whose forwards have `nodes` rows: all but the root are padding, which is never accepted."""
+
+    branches = False
+
+    def __init__(self, nodes: int, layers: Any = ()):
+        self.layers = layers
+        self.nodes = nodes
+        self.resize(nodes)
+
+    def resize(self, nodes: int) -> None:
+        """So many rows from now on, at most as many as at first."""
+        self.depth = nodes - 1
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        pass
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        tokens = root_only(accepted).tokens
+        return chain(torch.cat([tokens, tokens.new_full((len(tokens), self.depth), -1)], dim=1))
+
+
+class CostModel:
+    def __init__(self, inner: Tree, target: Target):
+        """inner: with the largest tree that may be used."""
+        self.inner, self.target, self.nodes, self.levels = inner, target, inner.nodes, inner.depth
+        self.known: dict[int, Costs] = {}
+
+    def __call__(self, batch: int) -> Costs:
+        """The costs for a batch of this size, measured now if they never were."""
+        if batch not in self.known:
+            read = kept("read", batch, self.read_facts(), lambda: self.measure_read(batch))
+            draft = kept("draft", batch, self.draft_facts(), lambda: self.measure_draft(batch))
+            self.known[batch] = Costs({int(size): seconds for size, seconds in read.items()}, list(draft))
+        return self.known[batch]
+
+    def read_facts(self) -> dict[str, Any]:
+        """What decides what a read costs."""
+        target, libraries = self.target, ("torch", "transformers")
+        return {
+            "device": device_name(target),
+            "dtype": str(target.dtype),
+            "quantization": target.quantization,
+            "target": [target.name, hashlib.sha256(repr(target.config).encode()).hexdigest()[:16]],
+            "layers": list(self.inner.layers),
+            "nodes": self.nodes,
+            "versions": {name: importlib.metadata.version(name) for name in libraries},
+        }
+
+    def draft_facts(self) -> dict[str, Any]:
+        """What decides what a level costs."""
+        inner = self.inner
+        shapes = {name: list(weight.shape) for name, weight in inner.head.named_parameters()}
+        width = None if isinstance(inner, StaticTree) else inner.width
+        tree = [type(inner).__name__, type(inner.head).__name__, width, self.levels]
+        return self.read_facts() | {"tree": tree, "weights": shapes}
+
+    def measure_read(self, batch: int) -> dict[str, float]:
+        from inference.engine import Engine  # it imports drafters, this file among them
+        from inference.request import Request
+
+        drafter = PaddedRoot(self.nodes, self.inner.layers)
+        engine = Engine(self.target, drafter)
+        text = [0] * max(1, min(TEXT, (self.target.context or 2 * TEXT) - TEXT))
+
+        def step() -> None:
+            if (
+                not engine.has_work
+            ):  # at first, and where the context is short; a step with a prompt in it is never fastest
+                for seed in range(batch):
+                    engine.add(Request(text, max_new_tokens=TEXT, seed=seed))
+                engine.step()
+            engine.step()
+
+        found = {}
+        for size in sorted({1, self.nodes, *(size for size in SIZES if size < self.nodes)}):
+            drafter.resize(size)
+            found[str(size)] = fastest(step, self.target.device)
+        engine.close()
+        return found
+
+    @torch.inference_mode()
+    def measure_draft(self, batch: int) -> list[float]:
+        target, inner = self.target, self.inner
+        tokens = torch.zeros(batch, 1, dtype=torch.int64, device=target.device)
+        width = len(inner.layers) * target.hidden_size
+        features = torch.zeros(batch, 1, width, dtype=target.dtype, device=target.device)
+        fake = Accepted(tokens, features, [1] * batch, [[0]] * batch)
+        probe = copy.copy(inner)  # rows may be in the middle of their texts
+        if not isinstance(
+            probe, StaticTree
+        ):  # nothing is likely after made-up features, and all levels are to be timed
+            probe.cache = probe.should_stop = None
+        seconds = [0.0]
+        for levels in range(1, self.levels + 1):
+            probe.begin(batch, TEXT, Sampling.of([SamplingParams()] * batch, target.vocab_size))
+            probe.resize(self.nodes, levels)
+            seconds.append(fastest(lambda: probe.propose(fake, None), target.device))
+        return seconds
+
+
+def fastest(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds."""
+    times = []
+    for _ in range(REPEATS):
+        synchronise(device)
+        start = time.perf_counter()
+        work()
+        synchronise(device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def kept(what: str, batch: int, facts: dict[str, Any], measure: Callable[[], Any]) -> Any:
+    """What the file for these facts says, or what `measure` gives, which is written there."""
+    about = json.dumps({"what": what, "batch": batch, **facts}, sort_keys=True)
+    file = cache_directory() / "costs" / f"{hashlib.sha256(about.encode()).hexdigest()[:24]}.json"
+    try:
+        return json.loads(file.read_text())["seconds"]
+    except (OSError, ValueError, KeyError):
+        found = measure()
+    whole = json.dumps({"seconds": found, "about": json.loads(about)}, indent=1)
+    part = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(whole)
+        part.replace(file)  # whole or not at all, whoever else writes it
+    except OSError:
+        pass  # a home that cannot be written to
+    return found
+
+
+def cache_directory() -> Path:
+    return Path(os.environ.get("FOREDRAFT_CACHE") or Path.home() / ".cache" / "foredraft")
+
+
+def device_name(target: Target) -> str:
+    if target.device.type == "cuda":
+        return torch.cuda.get_device_name(target.device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {torch.get_num_threads()} threads"

@@ -1,0 +1,122 @@
+"""Does a drafter draft what it should? Two checks of its best guess at depth 1, along the target's own greedy text.
+
+*Shift*: a guess names the token after the root (heads/base.py, the one alignment rule). Where guesses fit the text better
+some tokens earlier or later, the drafter is misaligned.
+*Head*: a head's training forward over the finished text guesses at the same places, in one pass, with no cache and no tree.
+Where that is right more often than what was drafted, something between head and text is wrong: features of another
+position or layer, a cache, a mask.
+
+Both count pairs: places where only one of the two is right. By chance they would be as many on either side, give or take the
+root of their sum (McNemar's test); a drafter that is merely weak passes both.
+"""
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from heads.base import DraftHead, PackedBatch
+from heads.target import Target
+from inference.drafters import tree_of
+from inference.drafters.base import Accepted, Drafter, Wrapper
+from inference.generation import generate
+from inference.tree import TokenTree
+
+SHIFTS = (-2, -1, 1, 2)
+ERRORS = 3.0  # standard errors that count as more than chance
+LEAST = 0.02  # of all places: a smaller difference is rounding, where a device reads long and short texts differently
+
+
+class Noted(Wrapper):
+    """Another drafter's trees, and where each began and its best guess at depth 1."""
+
+    def __init__(self, inner: Drafter):
+        super().__init__(inner)
+        self.guesses: dict[int, int] = {}  # place in the text -> token
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        tree = self.inner.propose(accepted, gumbel)
+        if tree.tokens.shape[1] > 1 and int(tree.tokens[0, 1]) >= 0:
+            self.guesses[len(accepted.text[0])] = int(tree.tokens[0, 1])
+        return tree
+
+
+class Alignment(NamedTuple):
+    places: int  # guesses that were looked at
+    right: int  # that are the text's token at their place
+    fits: dict[int, tuple[int, int]]  # by shift: places where only the shifted guess fits, only the guess itself
+    head: tuple[int, int] | None  # places where only the head's own guess is right, only the drafted one; None: no head
+
+    @property
+    def faults(self) -> list[str]:
+        found = []
+        for shift, pair in self.fits.items():
+            if self.more(*pair):
+                where = f"{abs(shift)} token{'s' * (abs(shift) > 1)} {'later' if shift > 0 else 'earlier'}"
+                found.append(
+                    f"its drafts are shifted: {where} they fit the text at {pair[0] - pair[1]} of {self.places} places more"
+                )
+        if self.head is not None and self.more(*self.head):
+            own = self.right + self.head[0] - self.head[1]
+            found.append(
+                f"it accepts less than its head can: at depth 1 the drafts are right at {self.right} of {self.places} "
+                f"places, the head's training forward over the same text at {own}"
+            )
+        return found
+
+    def more(self, ours: int, theirs: int) -> bool:
+        return ours - theirs > max(ERRORS * sqrt(ours + theirs), LEAST * self.places)
+
+
+def check_alignment(target: Target, drafter: Drafter, prompts: Sequence[list[int]], new_tokens: int) -> Alignment:
+    """Over greedy texts after these prompts."""
+    places = right = 0
+    fits = {shift: [0, 0] for shift in SHIFTS}
+    by_head: list[int] = [0, 0]
+    head = head_of(drafter)
+    for prompt in prompts:
+        noted = Noted(drafter)
+        ids = torch.tensor([prompt], device=target.device)
+        written = generate(target, noted, ids, max_new_tokens=new_tokens, eos_token_id=-1).new_tokens[0]
+        text = prompt + written
+        guesses = {at: guess for at, guess in noted.guesses.items() if len(prompt) < at < len(text) - max(SHIFTS)}
+        hits = {at: text[at] == guess for at, guess in guesses.items()}
+        places, right = places + len(hits), right + sum(hits.values())
+        for shift, pair in fits.items():
+            for at, guess in guesses.items():
+                count(pair, text[at + shift] == guess, hits[at])
+        if head is not None and guesses:
+            own = guess_in_training(head, target, text, list(guesses))
+            for at, guess in zip(guesses, own, strict=True):
+                count(by_head, text[at] == guess, hits[at])
+    pairs = {shift: (pair[0], pair[1]) for shift, pair in fits.items()}
+    return Alignment(places, right, pairs, None if head is None else (by_head[0], by_head[1]))
+
+
+def count(pair: list[int], ours: bool, theirs: bool) -> None:
+    """One more where only one of the two is right."""
+    if ours != theirs:
+        pair[theirs] += 1
+
+
+def head_of(drafter: Drafter) -> DraftHead | None:
+    """Also of a drafter that changes what a head's tree proposes."""
+    while isinstance(drafter, Wrapper):
+        drafter = drafter.inner
+    tree = tree_of(drafter)
+    return None if tree is None else tree.head
+
+
+@torch.inference_mode()
+def guess_in_training(head: DraftHead, target: Target, text: list[int], places: list[int]) -> list[int]:
+    """The head's best guesses of the tokens at these places, by its training forward. The depth-1 draft at position t names
+    token t + 2."""
+    tokens = torch.tensor([text], device=target.device)
+    order = torch.arange(len(text), device=target.device)[None]
+    batch = PackedBatch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), order)
+    features = target.read(tokens, layers=head.layers, keep_logits=1).features
+    out = head(features.to(head.dtype), target.embed(tokens).to(head.dtype), batch)[0]
+    logits = head.logits(out[0, [place - 2 for place in places]], 1)
+    return head.to_target_ids(logits.argmax(-1)).tolist()

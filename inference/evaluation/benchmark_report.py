@@ -1,0 +1,211 @@
+"""What a benchmark ends with: figures.json, figures.csv, and report.html, a page that a person reads at a glance."""
+
+import csv
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from heads.hub.card import aligned, duration
+from inference.evaluation import plots
+from inference.evaluation.figures import ALL, LOOPS, Spread
+from inference.evaluation.pages import write_page
+from inference.evaluation.plots import Bar, Series, depth_color
+from inference.evaluation.report import Figure
+
+TIMES = "\u00d7"
+
+
+class Results(NamedTuple):
+    """All that was found. Tables are by temperature, as text: JSON's keys are."""
+
+    about: dict[str, Any]  # target, device, dtype, versions, date, command, prompts
+    rows: list[dict[str, Any]]  # of figures.row, with "drafter", "category", "temperature"
+    rivals: list[str]  # which of the drafters are not ours
+    identity: list[dict[str, Any]]  # "drafter", "temperature", "texts", "identical", "rounding", "wrong"
+    stages: list[dict[str, Any]]  # "drafter", "temperature", "seconds": {stage: seconds}
+    alignment: dict[str, list[str]]  # drafter -> its faults
+    expected: list[dict[str, Any]]  # "drafter", and a Speed of expected.py
+    costs: dict[str, dict[str, float]]  # batch size -> nodes -> seconds of a step that reads so many
+    errors: dict[str, str]  # drafter -> why it was left out
+
+
+def warnings(results: Results) -> Iterator[str]:
+    """What must not be read over."""
+    for name, reason in results.errors.items():
+        yield f"{name} failed and is left out: {reason}"
+    for name, faults in results.alignment.items():
+        yield from (f"{name}: {fault}" for fault in faults)
+    for row in results.identity:
+        if row["wrong"]:
+            yield (
+                f"{row['drafter']} changes the text: at temperature {row['temperature']:g}, {row['wrong']} of {row['texts']} "
+                "texts differ from plain decoding by more than rounding"
+            )
+
+
+def shown(value: Any, unit: str = "") -> str:
+    if value is None:
+        return ""
+    if isinstance(value, Spread):
+        digits = 2 if unit else 1
+        ends = "" if value.least == value.most else f" ({value.least:.{digits}f} to {value.most:.{digits}f})"
+        return f"{value.median:.{digits}f}{unit}{ends}"
+    return f"{value:.2f}{unit}" if isinstance(value, float) else str(value)
+
+
+HEADINGS = (
+    "drafter",
+    "tokens per forward",
+    "as a chain",
+    "tokens/s",
+    "with prefill",
+    "over plain",
+    "over transformers",
+    "eta",
+)
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """Of a table for people, in the order of HEADINGS."""
+    return [
+        row["drafter"],
+        shown(row["acceptance_length"]),
+        shown(row["chain_acceptance_length"]),
+        shown(row["tokens_per_second"]),
+        shown(row["tokens_per_second_with_prefill"]),
+        shown(row["speedup"], TIMES),
+        shown(row["over_best_rival"], TIMES),
+        shown(row["eta"]),
+    ]
+
+
+def verdict(results: Results, drafter: str, temperature: float) -> str:
+    for row in results.identity:
+        if (row["drafter"], row["temperature"]) == (drafter, temperature):
+            if row["wrong"]:
+                return "changes the text"
+            return "identical" if not row["rounding"] else f"identical but for rounding in {row['rounding']} texts"
+    return ""
+
+
+def tables(results: Results) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Title, headings and rows per temperature and category, all texts first."""
+    seen = dict.fromkeys((row["temperature"], row["category"]) for row in results.rows)
+    categories = dict.fromkeys(category for _, category in seen)
+    for temperature in dict.fromkeys(temperature for temperature, _ in seen):
+        for category in [ALL, *(name for name in categories if name not in (ALL, LOOPS)), LOOPS]:
+            rows = [r for r in results.rows if (r["temperature"], r["category"]) == (temperature, category)]
+            if rows:
+                title = f"Temperature {temperature:g}, {category}: {rows[0]['texts']} texts"
+                body = [[*cells(row), verdict(results, row["drafter"], temperature)] for row in rows]
+                yield title, [*HEADINGS, "text"], body
+
+
+def figures(results: Results) -> Iterator[Figure]:
+    for temperature in dict.fromkeys(row["temperature"] for row in results.rows):
+        rows = [r for r in results.rows if r["temperature"] == temperature and r["category"] == ALL]
+        label = f"at temperature {temperature:g}"
+        bars = [
+            (
+                Bar(row["drafter"], found.median, "grey" if row["drafter"] in results.rivals else "d1"),
+                found.least,
+                found.most,
+            )
+            for row in rows
+            if (found := row["speedup_with_prefill"]) is not None
+        ]
+        note = "Over our plain decoding, prompts included; lines from the least to the greatest of the repeats, rivals grey"
+        yield f"Speedup {label}", note, plots.interval_chart(f"Speedup {label}", bars, TIMES, 1.0)
+        lines = [
+            Series(row["drafter"], [(d, 100 * share) for d, share in enumerate(shares, 1)], depth_color(number))
+            for number, row in enumerate(rows, 1)
+            if (shares := row["accepted_per_depth"])
+        ]
+        note = "Of the steps that accepted all drafts before it"
+        chart = plots.line_chart(f"Acceptance by depth {label}", lines, " %", 0, "depth")
+        yield f"Acceptance by depth {label}", note, chart
+    yield from cost_figures(results)
+
+
+def cost_figures(results: Results) -> Iterator[Figure]:
+    lines = [
+        Series(f"batch {batch}", [(int(nodes), 1e3 * seconds) for nodes, seconds in read.items()], depth_color(number))
+        for number, (batch, read) in enumerate(results.costs.items(), 1)
+    ]
+    note = "A whole step without its drafting, on this device"
+    yield "Cost of reading N rows", note, plots.line_chart("Cost of reading N rows", lines, " ms", 0, "rows")
+    for drafter, batch in dict.fromkeys((row["drafter"], row["batch"]) for row in results.expected):
+        rows = [row for row in results.expected if (row["drafter"], row["batch"]) == (drafter, batch)]
+        both = [
+            Series(word, [(row["nodes"], row[word]) for row in rows], color)
+            for word, color in (("expected", "grey"), ("measured", "d1"))
+        ]
+        worst = max(abs(row["expected"] / row["measured"] - 1) for row in rows)
+        title = f"{drafter}, batch {batch}: expected and measured"
+        note = f"Tokens per second by nodes of the tree; at most {worst:.0%} apart"
+        yield title, note, plots.line_chart(title, both, "", 0, "nodes")
+
+
+def stage_lines(results: Results) -> list[tuple[str, str]]:
+    """Where a step's time goes."""
+    found = []
+    for row in results.stages:
+        total = sum(row["seconds"].values())
+        parts = ", ".join(f"{name} {part / max(total, 1e-12):.0%}" for name, part in row["seconds"].items())
+        found.append((f"{row['drafter']}, T={row['temperature']:g}", f"{duration(total)}: {parts}"))
+    return found
+
+
+def write(directory: Path, results: Results) -> None:
+    """The three files, each written whole."""
+    (directory / "figures.json").write_text(json.dumps(results._asdict(), indent=1) + "\n")
+    write_csv(directory / "figures.csv", results)
+    found = results.about
+    facts = [(key, str(found[key])) for key in ("target", "device", "dtype", "date", "prompts")]
+    values: dict[str, Any] = {
+        "title": f"Drafters for {found['target']}",
+        "where": " \u00b7 ".join(value for _, value in facts[1:]),
+        "warnings": list(warnings(results)),
+        "figures": list(figures(results)),
+        "tables": list(tables(results)),
+        "stages": stage_lines(results),
+        "command": found["command"],
+        "versions": list(found["versions"].items()),
+    }
+    write_page(directory / "report.html", "benchmark.html.jinja", **values)
+
+
+def write_csv(path: Path, results: Results) -> None:
+    """A row per drafter, category and temperature; a spread is three columns."""
+    flat = [dict(spread_out(row)) for row in results.rows]
+    names = list(dict.fromkeys(key for row in flat for key in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(flat)
+
+
+def spread_out(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key in ("drafter", "temperature", "category"):
+        yield key, row[key]
+    for key, value in row.items():
+        if isinstance(value, Spread):
+            yield from ((f"{key}_{part}", number) for part, number in value._asdict().items())
+        elif isinstance(value, list):
+            yield key, " ".join(f"{share:.4f}" for share in value)
+        elif key not in ("drafter", "temperature", "category"):
+            yield key, "" if isinstance(value, float) and math.isnan(value) else value
+
+
+def terminal(results: Results) -> str:
+    """The tables of all texts, for any terminal."""
+    parts = []
+    for title, headings, rows in tables(results):
+        widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [headings, *rows]]
+        parts.append("\n".join([title, *lines]).replace(TIMES, "x"))
+    parts.append(aligned(stage_lines(results)))
+    parts += [f"warning: {line}" for line in warnings(results)]
+    return "\n\n".join(parts)

@@ -1,0 +1,103 @@
+"""Decoding speed by the cost model beside measured speed, over tree sizes and batch sizes.
+
+expected = batch * gain(N, D) / (read[N] + draft[D]): the gain is counted on the largest tree, of which every smaller one is
+a part; the costs are those that AutoTree chooses by (inference/drafters/costs.py). Measured is the engine in full swing:
+all rows of the batch writing, no prompt being read.
+"""
+
+import copy
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from heads.target import Target
+from inference.drafters.base import Accepted, Drafter, Wrapper
+from inference.drafters.costs import SIZES, CostModel, Costs, Tree, synchronise
+from inference.engine import Engine
+from inference.request import Request
+from inference.tree import TokenTree
+
+TREES = 5  # sizes that are tried
+
+
+class Speed(NamedTuple):
+    batch: int
+    nodes: int
+    expected: float  # tokens per second
+    measured: float
+
+
+class Observed(Wrapper):
+    """The largest tree, and what smaller ones would have gained."""
+
+    inner: Tree
+
+    def __init__(self, inner: Tree):
+        super().__init__(inner)
+        self.ranks: list[list[int]] = []  # along each accepted path
+        self.levels: list[int] = []  # that each step drafted; fewer where the draft was not sure
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        tree = self.inner.propose(accepted, gumbel)
+        self.levels.append(int(tree.depths.max()))
+        return tree
+
+    def observe(self, paths: list[list[int]], choices: Tensor) -> None:
+        ranks = self.inner.ranks.tolist()
+        self.ranks += [[ranks[row][node - 1] for node in path[1:]] for row, path in enumerate(paths) if path]
+
+    def speed(self, batch: int, nodes: int, costs: Costs) -> float:
+        """Tokens per second with a tree of so many nodes and all its levels."""
+        kept = sum(sum(rank < nodes - 1 for rank in ranks) for ranks in self.ranks)
+        deepest = min(nodes - 1, self.inner.depth)
+        seconds = [costs.seconds(nodes, min(levels, deepest)) for levels in self.levels]
+        return batch * (1 + kept / len(self.ranks)) / (sum(seconds) / len(seconds))
+
+
+def sizes(largest: int) -> list[int]:
+    """Of the trees that are tried, smallest first."""
+    known = [size for size in SIZES if 1 < size < largest] + [largest]
+    return sorted({known[(len(known) - 1) * number // (TREES - 1)] for number in range(TREES)})
+
+
+def compare(
+    target: Target, inner: Tree, prompts: list[list[int]], new_tokens: int, batch: int, repeats: int = 2
+) -> list[Speed]:
+    """inner: with the largest tree. Texts are greedy; prompts are used again where there are fewer than a batch needs."""
+    rows = [prompts[number % len(prompts)] for number in range(batch)]
+    costs = CostModel(inner, target)(batch)
+    observed = Observed(copy.copy(inner))
+    in_full_swing(target, observed, rows, new_tokens)
+    trees = {}
+    for nodes in sizes(inner.nodes):
+        trees[nodes] = copy.copy(inner)
+        trees[nodes].resize(nodes, min(nodes - 1, inner.depth))
+        in_full_swing(target, trees[nodes], rows, new_tokens)  # once before it counts
+    taken = {nodes: [0.0, 0.0] for nodes in trees}
+    for _ in range(repeats):
+        for nodes, tree in trees.items():
+            for part, value in enumerate(in_full_swing(target, tree, rows, new_tokens)):
+                taken[nodes][part] += value
+    return [Speed(batch, n, observed.speed(batch, n, costs), tokens / s) for n, (tokens, s) in taken.items()]
+
+
+@torch.inference_mode()
+def in_full_swing(target: Target, drafter: Drafter, rows: list[list[int]], new_tokens: int) -> tuple[int, float]:
+    """Tokens, and the seconds that they took, from after the prompts until the first row ends."""
+    engine = Engine(target, drafter)
+    for seed, row in enumerate(rows):
+        engine.add(Request(row, max_new_tokens=new_tokens, seed=seed))
+    engine.step()
+    tokens, running = 0, True
+    synchronise(target.device)
+    start = time.perf_counter()
+    while running and engine.has_work:
+        outputs = engine.step()
+        tokens += sum(len(output.tokens) for output in outputs)
+        running = all(output.finish_reason is None for output in outputs)
+    synchronise(target.device)
+    seconds = time.perf_counter() - start
+    engine.close()
+    return tokens, seconds

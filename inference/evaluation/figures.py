@@ -1,0 +1,129 @@
+"""What the lines of a benchmark come to: a row per drafter, category and temperature.
+
+Texts that plain decoding ends in a loop at this temperature are in no category but "loops": a loop is easy to draft, and
+would flatter every drafter. Speeds are medians over repeats, with the least and the greatest; a speedup compares the same
+texts of the same repeat.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+from inference.evaluation.benchmark import PLAIN, Line, Text
+from inference.evaluation.measure import REPETITIVE, distinct
+
+ALL, LOOPS = "all", "loops"
+
+
+class Spread(NamedTuple):
+    median: float
+    least: float
+    most: float
+
+
+Rate = Callable[[Line], tuple[float, float]]  # tokens and seconds of a text
+
+
+def whole(line: Line) -> tuple[float, float]:
+    return line["tokens"], line["seconds"]
+
+
+def decoding(line: Line) -> tuple[float, float]:
+    """Without the prompt's forward and what it gave."""
+    return line["tokens"] - line["first_tokens"], line["seconds"] - line["first_seconds"]
+
+
+class Table:
+    """The lines of one temperature."""
+
+    def __init__(self, lines: Iterable[Line], texts: list[Text], temperature: float):
+        self.texts = texts
+        # decoder -> (repeat, text) -> line
+        self.by_decoder: dict[str, dict[tuple[int, int], Line]] = defaultdict(dict)
+        for line in lines:
+            if line["kind"] == "text" and line["temperature"] == temperature:
+                self.by_decoder[line["decoder"]][line["repeat"], line["text"]] = line
+        plain = self.by_decoder[PLAIN]
+        self.loops = {text for (_, text), line in plain.items() if distinct(line.get("ids", [])) < REPETITIVE}
+
+    def chosen(self, category: str) -> set[int]:
+        if category == LOOPS:
+            return self.loops
+        named = {number for number, text in enumerate(self.texts) if category in (ALL, text.category)}
+        return named - self.loops
+
+    def lines(self, decoder: str, category: str) -> list[Line]:
+        chosen = self.chosen(category)
+        return [line for (_, text), line in self.by_decoder[decoder].items() if text in chosen]
+
+    def rates(self, decoder: str, category: str, what: Rate) -> Spread | None:
+        """Tokens per second."""
+        return spread([rate(lines, what) for lines in by_repeat(self.lines(decoder, category)).values()])
+
+    def speedup(self, decoder: str, over: str, category: str, what: Rate) -> Spread | None:
+        mine, theirs = self.by_decoder[decoder], self.by_decoder[over]
+        both = [key for key in mine.keys() & theirs.keys() if key[1] in self.chosen(category)]
+        found = []
+        for repeat in sorted({key[0] for key in both}):
+            keys = [key for key in both if key[0] == repeat]
+            found.append(rate([mine[key] for key in keys], what) / rate([theirs[key] for key in keys], what))
+        return spread(found)
+
+    def best_rival(self, rivals: Iterable[str], category: str) -> str | None:
+        speeds = {name: self.rates(name, category, whole) for name in rivals}
+        known = {name: found.median for name, found in speeds.items() if found is not None}
+        return max(known, key=lambda name: known[name], default=None)
+
+
+def by_repeat(lines: Iterable[Line]) -> dict[int, list[Line]]:
+    found: dict[int, list[Line]] = defaultdict(list)
+    for line in lines:
+        found[line["repeat"]].append(line)
+    return found
+
+
+def rate(lines: list[Line], what: Rate) -> float:
+    pairs = [what(line) for line in lines]
+    return sum(tokens for tokens, _ in pairs) / max(1e-9, sum(seconds for _, seconds in pairs))
+
+
+def spread(values: list[float]) -> Spread | None:
+    return Spread(median(values), min(values), max(values)) if values else None
+
+
+def acceptance(lines: list[Line]) -> float | None:
+    """Tokens per forward of the target."""
+    emitted = [count for line in lines for count in line.get("emitted", [])]
+    return sum(emitted) / len(emitted) if emitted else None
+
+
+def conditional(lines: list[Line]) -> list[float]:
+    """Of the steps that drafted and accepted d - 1 drafts, the share that accepted d, d = 1, 2, ..."""
+    pairs = [pair for line in lines for pair in zip(line.get("accepted", []), line.get("nodes", []))]
+    counts = [accepted for accepted, nodes in pairs if nodes > 1]
+    reached = [sum(count >= depth for count in counts) for depth in range(max(counts, default=0) + 1)]
+    return [after / before for before, after in pairwise(reached)]
+
+
+def row(table: Table, decoder: str, category: str, rivals: list[str], chain: str | None) -> dict[str, Any] | None:
+    """The figures of a decoder; None where it has none of this category. chain: the decoder that drafts its chain."""
+    lines = table.lines(decoder, category)
+    if not lines:
+        return None
+    best = table.best_rival(rivals, category)
+    tau, over_plain = acceptance(lines), table.speedup(decoder, PLAIN, category, decoding)
+    return {
+        "texts": len({line["text"] for line in lines}),
+        "acceptance_length": tau,
+        "chain_acceptance_length": acceptance(table.lines(chain, category)) if chain else None,
+        "accepted_per_depth": conditional(lines),
+        "tokens_per_second": table.rates(decoder, category, decoding),
+        "tokens_per_second_with_prefill": table.rates(decoder, category, whole),
+        "speedup": over_plain,
+        "speedup_with_prefill": table.speedup(decoder, PLAIN, category, whole),
+        "best_rival": best,
+        "over_best_rival": None if best is None else table.speedup(decoder, best, category, whole),
+        "eta": over_plain.median / tau if over_plain is not None and tau else None,
+    }

@@ -1,0 +1,141 @@
+"""Ours beside other engines, on the same target, head, prompts, dtype and threads, in one table:
+
+    bash scripts/vllm_env.sh && python scripts/bench/rivals/table.py head_path=outputs/eagle3/head vllm=.venv-vllm
+
+One client, greedy, prompts one at a time. Transformers is timed in this process, in turn with ours; other engines each in a
+process and an environment of their own, with the head as `foredraft export` writes it for them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from heads import Target
+from inference import load_drafter
+from inference.drafters import chain_of, tree_of
+from inference.evaluation.benchmark import rivals
+from inference.evaluation.measure import acceptance, per_depth
+from inference.evaluation.speed import Decoder, foredraft_decoder, time_decoders, transformers_decoder
+from train.cli import CONF, entry
+from train.data.corpus import prompts
+from train.runtime.environment import device_name
+
+HERE = Path(__file__).resolve().parent
+Row = dict[str, Any]
+
+
+@entry("rivals")
+def main(cfg: DictConfig) -> None:
+    output = Path(cfg.output_dir).resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    target: Target = instantiate(cfg.target)
+    held_out = instantiate(cfg.data, tokenizer=target.text_tokenizer).test
+    rows = prompts(target.text_tokenizer, held_out, cfg.prompts, cfg.prompt_tokens)
+    found, texts = in_this_process(cfg, target, rows)
+    if cfg.vllm is not None:
+        found |= in_vllm(cfg, target, rows, output, texts)
+    note = f"{len(rows)} prompts, {cfg.new_tokens} new tokens each, one client; {target.name}, {target.dtype}; "
+    note += device_name(target)
+    lines = [
+        "| engine | tokens/s | over our plain decoding | tokens per forward | accepted per depth | text |",
+        "|---" * 6 + "|",
+    ]
+    for name, row in found.items():
+        shares = " ".join(f"{share:.2f}" for share in row.get("accepted_per_depth", []))
+        tau = f"{row['acceptance_length']:.2f}" if "acceptance_length" in row else ""
+        over = row["tokens_per_second"] / found["plain"]["tokens_per_second"]
+        lines.append(
+            f"| {name} | {row['tokens_per_second']:.1f} | {over:.2f} | {tau} | {shares} | {row.get('text', '')} |"
+        )
+    (output / "rivals.md").write_text("\n".join([*lines, "", note, ""]))
+    (output / "rivals.json").write_text(json.dumps({"rows": found, "about": note}, indent=1) + "\n")
+    print("\n".join([*lines, "", note]))
+
+
+def in_this_process(cfg: DictConfig, target: Target, rows: list[list[int]]) -> tuple[dict[str, Row], list[list[int]]]:
+    """Ours and transformers', and the texts of plain decoding."""
+    drafter = load_drafter(cfg.head_path, target)
+    tree = tree_of(drafter)
+    assert tree is not None
+    ours = {"plain": None, "tree, auto": drafter, "tree, fixed": load_drafter(cfg.head_path, target, tree="fixed")}
+    ours[f"chain of {cfg.chain}"] = chain_of(tree, target, cfg.chain)
+    decoders: dict[str, Decoder] = {name: foredraft_decoder(target, one, cfg.new_tokens) for name, one in ours.items()}
+    for one in rivals(target, {}):
+        assert isinstance(one.what, dict)
+        decoders[one.name] = transformers_decoder(target, one.what, cfg.new_tokens)
+    timings = time_decoders(decoders, rows, target.device)
+    texts = [out.new_tokens[0] for out in timings["plain"].generations]
+    found: dict[str, Row] = {}
+    for name, timing in timings.items():
+        found[name] = {"tokens_per_second": timing.rate()}
+        if timing.generations:
+            same = sum(out.new_tokens[0] == text for out, text in zip(timing.generations, texts, strict=True))
+            found[name] |= {
+                "acceptance_length": acceptance(timing.generations),
+                "text": f"{same} of {len(texts)} identical",
+            }
+            if name.startswith("chain"):
+                found[name]["accepted_per_depth"] = per_depth(timing.generations, cfg.chain)
+    return found, texts
+
+
+def in_vllm(
+    cfg: DictConfig, target: Target, rows: list[list[int]], output: Path, texts: list[list[int]]
+) -> dict[str, Row]:
+    exported = output / "exported"
+    if not exported.exists():
+        given = [f"head={cfg.head_path}", "format=vllm", f"output_dir={exported}", f"target.path={target.name}"]
+        subprocess.run([sys.executable, str(CONF.parent / "scripts" / "export.py"), *given], check=True)
+    speculative = {"method": "eagle3", "model": str(exported), "num_speculative_tokens": cfg.chain}
+    found: dict[str, Row] = {}
+    for name, how in (("vLLM", None), (f"vLLM, chain of {cfg.chain}", speculative)):
+        out = run(cfg, target, rows, output / f"{name.replace(', ', '_').replace(' ', '_')}.json", how)
+        tokens = sum(map(len, out["texts"]))
+        same = sum(a == b for a, b in zip(out["texts"], texts, strict=True))
+        found[name] = {"tokens_per_second": tokens / sum(out["seconds"]), "text": f"{same} of {len(texts)} identical"}
+        if how is not None:
+            drafts = out["counted"]["drafts"][0]
+            shares = [count / drafts for count in out["counted"]["accepted_tokens_per_pos"]]
+            found[name] |= {"acceptance_length": 1 + sum(shares), "accepted_per_depth": shares}
+    return found
+
+
+def run(cfg: DictConfig, target: Target, rows: list[list[int]], file: Path, speculative: dict | None) -> dict[str, Any]:
+    """What vllm_run.py says."""
+    job = {
+        "target": str(Path(target.name).resolve()) if Path(target.name).exists() else target.name,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "speculative": speculative,
+        "prompts": rows,
+        "new_tokens": cfg.new_tokens,
+        "max_model_len": max(map(len, rows)) + cfg.new_tokens + 2 * cfg.chain,
+        "cache_bytes": 1 << 28,
+        "eager": cfg.eager,
+        "output": str(file),
+    }
+    asked = file.with_suffix(".job.json")
+    asked.write_text(json.dumps(job))
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    python = Path(cfg.vllm) / "bin" / "python"
+    log = file.with_suffix(".log")
+    with log.open("w") as opened:
+        done = subprocess.run(
+            [str(python), str(HERE / "vllm_run.py"), str(asked)],
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | threads,
+            stdout=opened,
+            stderr=subprocess.STDOUT,
+        )
+    if done.returncode:
+        raise ValueError(f"vLLM ended with exit code {done.returncode}; what it said is in {log}")
+    return json.loads(file.read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The prompts that drafters are measured on: sets by name, and files of your own.
+
+A row is one of Spec-Bench's (`turns`: what a user says, one after the other; `category`), of OpenAI's (`messages`), a
+`question` as GSM8K has it, or a text to continue (`prompt`, as HumanEval has it; a list of them is turns, as MT-Bench has
+it on the Hub). Later turns follow the target's own greedy answers.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from train.data.chat_template import ChatFormat
+from train.data.corpus import start_tokens
+from train.data.sources import Message, Row, SkippedRow, Source, read, turns
+
+SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
+SETS = {
+    "mt_bench": Source("HuggingFaceH4/mt_bench_prompts"),
+    "gsm8k": Source("openai/gsm8k", name="main", split="test"),
+    "humaneval": Source("openai/openai_humaneval", split="test"),
+}
+# Spec-Bench's own tables count these categories of MT-Bench as one.
+MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+
+
+class Question(NamedTuple):
+    category: str
+    turns: list[list[Message]]  # what is added to the conversation before each answer; none for raw text
+    text: str = ""  # raw text to continue
+
+
+class Prompt(NamedTuple):
+    category: str
+    tokens: list[int]
+    ends: bool  # at an end token; a raw text goes on
+    cut: int = 0  # tokens of its beginning that were cut off, for the context to hold the rest and the answer
+
+
+def questions(name: str, limit: int | None) -> list[Question]:
+    """Of a set or a file; at most `limit`, spread evenly. Raises ValueError for a name or a row that is none."""
+    if name not in SETS and name != "spec_bench" and not Path(name).is_file():
+        known = ", ".join(["held_out", "spec_bench", *SETS])
+        raise ValueError(f"prompts={name} is neither a file nor one of {known}")
+    found = [question(row, Path(name).stem) for row in rows(name)]
+    if not found:
+        raise ValueError(f"prompts={name} holds no prompt")
+    if {one.category for one in found} - MT_BENCH:
+        found = [one._replace(category="mt_bench") if one.category in MT_BENCH else one for one in found]
+    count = len(found) if limit is None else min(limit, len(found))
+    return [found[len(found) * number // count] for number in range(count)]
+
+
+def rows(name: str) -> Iterator[Row]:
+    try:
+        if name == "spec_bench":
+            yield from spec_bench()
+        else:
+            yield from SETS[name].rows() if name in SETS else read(Path(name))
+    except ValueError as error:
+        raise ValueError(f"prompts={name}: {error}. A file of the same rows does: prompts=FILE.jsonl") from None
+
+
+def spec_bench() -> Iterator[Row]:
+    import datasets  # seconds to import, and most runs read files
+
+    try:
+        for number, value in enumerate(datasets.load_dataset("json", data_files=SPEC_BENCH, split="train")):
+            yield Row(f"row {number}", value)
+    except Exception as error:  # of the network, of pyarrow: they have no common ground
+        raise ValueError(f"{SPEC_BENCH} cannot be read: {' '.join(str(error).split())[:300]}") from error
+
+
+def question(row: Row, category: str) -> Question:
+    """Raises ValueError, with the row's place, for one that is no prompt."""
+    value = row.value
+    if isinstance(value, SkippedRow) or not isinstance(value, dict):
+        raise ValueError(f"{row.where} holds no prompt: {value if isinstance(value, SkippedRow) else 'no object'}")
+    category = str(value.get("category") or category)
+    asked = next((value[name] for name in ("turns", "prompt", "question") if value.get(name)), None)
+    try:
+        if isinstance(value.get("messages"), list):
+            messages = turns(value["messages"])
+            while messages and messages[-1]["role"] == "assistant":
+                messages.pop()
+            return Question(category, [messages])
+        if isinstance(asked, str) and "prompt" in value:
+            return Question(category, [], asked)
+        if isinstance(asked, str | list):
+            said = turns([asked] if isinstance(asked, str) else asked, all_user=True)
+            return Question(category, [[one] for one in said])
+    except SkippedRow as reason:
+        raise ValueError(f"{row.where} holds no prompt: {reason}") from None
+    raise ValueError(f"{row.where} holds no prompt: it needs `turns`, `messages`, `question` or `prompt`")
+
+
+def tokenize(
+    found: list[Question], tokenizer: PreTrainedTokenizerBase, most: int, answer: Callable[[list[int]], list[int]]
+) -> Iterator[Prompt]:
+    """The prompts of these questions, one per turn, of at most `most` tokens. answer: the target's to a prompt."""
+    form: ChatFormat | None = None
+    for one in found:
+        if not one.turns:
+            raw = tokenizer(one.text, add_special_tokens=False, verbose=False)["input_ids"]
+            ids = [*start_tokens(tokenizer), *raw]
+            yield Prompt(one.category, ids[-most:], False, max(0, len(ids) - most))
+            continue
+        form = form or ChatFormat(tokenizer, None if tokenizer.chat_template else "plain")
+        messages: list[Message] = []
+        for number, said in enumerate(one.turns, start=1):
+            messages += said
+            ids = form.prompt(messages)
+            yield Prompt(one.category, ids[-most:], True, max(0, len(ids) - most))
+            if number < len(one.turns):
+                text = tokenizer.decode(answer(ids[-most:]), skip_special_tokens=True)
+                messages.append({"role": "assistant", "content": text})
+
+
+def summary(prompts: list[Prompt]) -> str:
+    """How many of which category, and how many were cut."""
+    counts = Counter(prompt.category for prompt in prompts)
+    cut = sum(prompt.cut > 0 for prompt in prompts)
+    names = ", ".join(f"{count} {category}" for category, count in counts.items())
+    return f"{len(prompts)} prompts ({names}); the beginning of {cut} cut off, for the context to hold the rest"
