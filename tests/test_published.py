@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from heads import Target
 from scripts.bench.families import families, family_cells
-from scripts.bench.published import checked, small_target, target_cells
+from scripts.bench.published import checked, small_family, target_cells
 from scripts.bench.published_heads import head_cells
 from scripts.bench.shrink import CONTEXT, HIDDEN, VOCAB, shrink
+from scripts.embedded_target import make
 from tests.support import ROOT
 from tests.support.processes import Ended
 
@@ -152,8 +155,7 @@ def test_a_head_that_is_not_known_is_refused() -> None:
 
 
 def test_a_family_decodes_as_transformers_does() -> None:
-    settings = dict(families())["lfm2"]
-    found = checked(family_cells(partial(small_target, settings), new_tokens=8))
+    found = checked(family_cells(partial(small_family, families()["lfm2"]), new_tokens=8))
     assert found == {"loads": "ok: chains"} | dict.fromkeys(("as transformers", "greedy", "T=1"), "ok")
 
 
@@ -162,9 +164,23 @@ def test_another_text_than_the_targets_fails() -> None:
         def read_on(self, tokens: Any, start: Any, *facts: Any) -> Any:
             return super().read_on(tokens, start, *facts) if start == 0 else super().read_on(tokens * 0, start, *facts)
 
-    target = Forgetful(small_target(dict(families())["lfm2"]).model)
+    target = Forgetful(small_family(families()["lfm2"]).model)
     found = checked(family_cells(lambda: target, new_tokens=8))
     assert found["as transformers"].startswith("FAILS: RuntimeError: plain: another text, first different at [1]")
+
+
+def test_a_model_of_another_structure_begins_with_what_it_shares_with_the_embedded_target() -> None:
+    model = make.other_model(ROOT / "scripts" / "targets" / "qwen3.5-9m.json")
+    embedded = LlamaForCausalLM.from_pretrained(make.HERE).state_dict()
+    own = model.state_dict()
+    for name in (
+        "model.embed_tokens.weight",
+        "model.layers.5.mlp.up_proj.weight",
+        "model.layers.3.self_attn.k_proj.weight",
+    ):
+        assert torch.equal(own[name], embedded[name].float())
+    assert model.config.layer_types == (["linear_attention"] * 3 + ["full_attention"]) * 4
+    assert 9e6 < sum(parameter.numel() for parameter in model.parameters()) < 10e6
 
 
 def published(folder: Path) -> Ended:

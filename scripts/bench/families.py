@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedConfig
 
 from heads import Target
 from inference import generate
@@ -20,14 +20,17 @@ from inference.tree import TokenTree
 PROMPTS = (40, 5, 21)  # tokens; with what is written, texts cross every window and chunk
 
 
-def families() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Model types and what their configs say by default; not what they compute of it, which shrinks otherwise."""
-    for kind in MODEL_FOR_CAUSAL_LM_MAPPING:
-        said = {"model_type", *(field.name for field in dataclasses.fields(kind))}
-        settings = {name: value for name, value in kind().to_dict().items() if name in said}
-        if settings.get("is_decoder") is False:  # encoders that can be decoders
-            settings["is_decoder"] = True
-        yield kind.model_type, settings
+def families() -> dict[str, type[PreTrainedConfig]]:
+    return {kind.model_type: kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING}
+
+
+def default_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
+    """What a config says by default; not what it computes of that, which shrinks otherwise."""
+    said = {"model_type", *(field.name for field in dataclasses.fields(kind))}
+    settings = {name: value for name, value in kind().to_dict().items() if name in said}
+    if settings.get("is_decoder") is False:  # encoders that can be decoders
+        settings["is_decoder"] = True
+    return settings
 
 
 class Knowing(Drafter):

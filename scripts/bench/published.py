@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from transformers import PreTrainedConfig
 
 from heads import Target, load_head
 from heads.base import DraftHead, PackedBatch
@@ -35,7 +36,7 @@ from train.losses import soft
 from train.module import DistillationModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where this file is run, its neighbours are no package
-from scripts.bench.families import families, family_cells
+from scripts.bench.families import default_settings, families, family_cells
 from scripts.bench.published_heads import head_cells
 from scripts.bench.shrink import shrink
 
@@ -66,8 +67,8 @@ def sources(cfg: DictConfig) -> Iterator[tuple[str, Callable[[], Cells]]]:
         for file in sorted(Path(folder).glob("*.json")) if folder else ():
             yield file.stem, partial(cells, json.loads(file.read_text()), cfg.new_tokens)
     if cfg.families:
-        for name, settings in families():
-            yield name, partial(family_cells, partial(small_target, settings), cfg.new_tokens)
+        for name, kind in families().items():
+            yield name, partial(family_cells, partial(small_family, kind), cfg.new_tokens)
 
 
 def checked(cells: Cells) -> dict[str, str]:
@@ -131,6 +132,10 @@ def small_target(published: dict[str, Any]) -> Target:
         model.save_pretrained(folder)
         target = Target.from_pretrained(folder, dtype="float32", device="cpu")
     return target
+
+
+def small_family(kind: type[PreTrainedConfig]) -> Target:
+    return small_target(default_settings(kind))
 
 
 def train(head: DraftHead, target: Target, steps: int = 3) -> None:
