@@ -11,12 +11,11 @@ from heads.base import PackedBatch
 from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
 from heads.target.state_cache import MAX_PENDING, StateCache, can_crop, fork
-from inference import generate
+from inference import Engine, Request, generate
 from inference.drafters import AutoTree, Chain, DraftModel, DynamicTree, Lookahead, StaticTree, SuffixDrafter, Union
-from inference.drafters.base import Accepted, Drafter, chains
+from inference.drafters.base import Accepted
 from inference.drafters.ngram import NgramDrafter
-from inference.sampling import Sampling
-from inference.tree import TokenTree
+from scripts.bench.families import Knowing
 from tests.support import architectures
 from tests.support.architectures import VOCAB
 from tests.support.drafters import Random
@@ -26,25 +25,6 @@ from train.features.online import read
 NEW = 2 * WINDOW
 PROMPTS = [[random.Random(row).randrange(3, VOCAB) for _ in range(length)] for row, length in enumerate((20, 5, 13))]
 READING = [kind for kind in CONFIGS if kind != "mamba"]
-
-
-class Knowing(Drafter):
-    """Drafts what each row will write, right up to a random depth and wrong from there on."""
-
-    depth, nodes, branches = 5, 6, False
-
-    def __init__(self, answers: list[list[int]]):
-        self.answers = answers
-
-    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        self.luck = random.Random(7)
-
-    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        drafts = []
-        for answer, text in zip(self.answers, accepted.text, strict=True):
-            draft, right = answer[len(text) :][: self.depth], self.luck.randrange(self.depth + 1)
-            drafts.append(draft[:right] + [(token + 1) % VOCAB for token in draft[right:]])
-        return chains(accepted, drafts)
 
 
 def batch(rows: list[int]) -> tuple[Tensor, Tensor]:
@@ -70,7 +50,7 @@ def test_a_chain_changes_nothing(kind: str, temperature: float) -> None:
             assert prompt + text == theirs[0].tolist()
     answers = [prompt + text for prompt, text in zip(PROMPTS, alone)]
     for rows in ([2], [0, 1, 2]):
-        drafter = Knowing([answers[row] for row in rows])
+        drafter = Knowing([answers[row] for row in rows], VOCAB)
         drafted = generate(target, drafter, *batch(rows), seed=rows, **settings)
         assert drafted.new_tokens == [alone[row] for row in rows]
         if target.reads_chains:  # else little was accepted, and keeping it was not tested
@@ -173,6 +153,67 @@ def test_pending_tokens_are_committed_when_they_are_many() -> None:
     assert max(seen) == MAX_PENDING + 2 and min(seen) == 2
 
 
+STACKED = ["qwen3_5", "lfm2", "falcon_h1", "granite_h", "mamba2"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", STACKED)
+def test_rows_of_a_batch_are_read_together(kind: str) -> None:
+    """Rows whose drafts are accepted at different rates, far beyond the bound of what is pending."""
+    target = pair(kind).target
+    assert target.reads_rows
+    cache, texts, luck = StateCache(3, 300, "cpu"), [list(prompt) for prompt in PROMPTS], random.Random(5)
+    longest = max(map(len, texts))
+    tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+    target.read_prompts(tokens, [len(text) for text in texts], cache)
+    for _ in range(12):
+        chains = [[luck.randrange(3, VOCAB) for _ in range(4)] for _ in texts]
+        logits = target.read_tree(torch.tensor(chains), None, None, cache).logits
+        assert all(row.state is None and row.pending <= MAX_PENDING + 4 for row in cache.rows)
+        counts = [1, 3, luck.choice([2, 4])]
+        for row, (text, chain, count) in enumerate(zip(texts, chains, counts, strict=True)):
+            whole = target.read(torch.tensor([text + chain])).logits
+            assert (logits[row] - whole[0, -4:]).abs().max() < 1e-3 * whole.abs().max()
+            texts[row] = text + chain[:count]
+        cache.commit([list(range(count)) for count in counts])
+    assert max(row.pending for row in cache.rows) > 3  # else nothing of the above was tried
+
+
+def test_a_batch_costs_one_forward_a_step(monkeypatch) -> None:
+    target, calls = pair("qwen3_5").target, []
+    forward = target.model.forward
+    monkeypatch.setattr(target.model, "forward", lambda *args, **facts: calls.append(0) or forward(*args, **facts))
+    assert target.reads_rows
+    calls.clear()
+    steps = generate(target, None, *batch([0, 1, 2]), max_new_tokens=10, eos_token_id=-1).steps
+    assert len(calls) == len(PROMPTS) + len(steps)
+
+
+@pytest.mark.parametrize("kind", ["llama4", "bloom", "deepseek_v32", "phi3"])
+def test_what_masks_otherwise_is_read_row_by_row(kind: str) -> None:
+    assert not pair(kind).target.reads_rows
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "falcon_h1"])
+def test_requests_join_a_batch_that_is_read_together_and_leave_it(kind: str) -> None:
+    target, prompts = pair(kind).target, [*PROMPTS, PROMPTS[0][:9]]
+    budgets = [30, 6, 17, 12]
+    alone = [
+        generate(target, None, torch.tensor([prompt]), max_new_tokens=budget, eos_token_id=-1).new_tokens[0]
+        for prompt, budget in zip(prompts, budgets, strict=True)
+    ]
+    engine = Engine(target, NgramDrafter(), max_rows=2)
+    requests = [Request(prompt, max_new_tokens=budget) for prompt, budget in zip(prompts, budgets, strict=True)]
+    for request in requests:
+        engine.add(request)
+    texts: dict[Request, list[int]] = {request: [] for request in requests}
+    while engine.has_work:
+        for output in engine.step():
+            texts[output.request] += output.tokens
+        engine.drop_finished()
+    assert [texts[request] for request in requests] == alone
+
+
 def test_rows_join_and_leave_and_streams_and_stop_strings_work(fresh) -> None:
     """On a hybrid with the tiny target's tokenizer."""
     target = pair("qwen3_5").target
@@ -192,7 +233,7 @@ def test_rows_join_and_leave_and_streams_and_stop_strings_work(fresh) -> None:
             self.parts.append([-1])
 
     streamer, settings = Streamer(), {"max_new_tokens": 30, "eos_token_id": -1, "stop_strings": stop}
-    drafter = Knowing([PROMPTS[row] + texts[row] for row in range(3)])
+    drafter = Knowing([PROMPTS[row] + texts[row] for row in range(3)], VOCAB)
     drafted = generate(target, drafter, ids, mask, streamer=streamer, **settings)
     alone = generate(target, None, ids, mask, **settings)
     assert drafted.new_tokens == alone.new_tokens and drafted.finish_reasons[0] == "stop"

@@ -1,5 +1,6 @@
 """scripts/plan.py: its memory is that of a real step, its arithmetic adds up, and what will not fit is said."""
 
+import json
 from pathlib import Path
 
 import hydra
@@ -156,3 +157,21 @@ def test_a_head_that_drafts_in_blocks_is_planned(tiny_path: Path, kind: str):
         given = [f"head={kind}", f"target.path={tiny_path}", "target.dtype=float32", "bf16=false", f"rows={ROWS}"]
         found = plan.plan(hydra.compose("plan", [*given, f"length={LENGTH}"]))
     assert found["gib"]["activations"][0] > 0 and found["head_parameters"] > 0
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gemma4_text"])
+def test_a_token_uses_few_of_many_experts(small: DictConfig, tmp_path: Path, kind: str):
+    """Whatever their config calls them: a token's work does not grow with the number of experts."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256, "first_k_dense_replace": 0}
+    sizes |= {"n_group": 1, "topk_group": 1}
+    sizes |= {"enable_moe_block": True, "vocab_size_per_layer_input": 256, "top_k_experts": 2, "num_experts_per_tok": 2}
+    found = []
+    for count in (4, 8):
+        path = tmp_path / f"{count}.json"
+        counts = {"n_routed_experts": count} if kind == "deepseek_v3" else {"num_experts": count}
+        path.write_text(json.dumps({"model_type": kind} | sizes | counts))
+        cfg = DictConfig({**small, "target": {**small.target, "path": str(path)}})
+        found.append(plan.plan(cfg)["flops_per_token"][0])
+    router = 2 * 2 * 4 * 32  # FLOP of four experts' rows in it, in both layers
+    assert found[1] - found[0] == pytest.approx(router, rel=0.1)

@@ -4,14 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
-from scripts.bench.published import checked, target_cells
+from heads import Target
+from scripts.bench.families import families, family_cells
+from scripts.bench.published import checked, small_family, target_cells
 from scripts.bench.published_heads import head_cells
 from scripts.bench.shrink import CONTEXT, HIDDEN, VOCAB, shrink
+from scripts.embedded_target import make
 from tests.support import ROOT
 from tests.support.processes import Ended
 
@@ -127,7 +133,17 @@ def test_shrinking_keeps_the_structure() -> None:
     assert "_source" not in phi
 
 
-@pytest.mark.parametrize("config, kind", [(EAGLE, "eagle3"), (DSPARK, "dspark")], ids=["eagle3", "dspark"])
+WITHOUT_LM_HEAD = {
+    "draft_vocab_size": None,
+    "_partial": True,
+}  # nvidia's for gpt-oss-120b, which drafts with the target's
+
+
+@pytest.mark.parametrize(
+    "config, kind",
+    [(EAGLE, "eagle3"), (WITHOUT_LM_HEAD, "eagle3"), (DSPARK, "dspark")],
+    ids=["eagle3", "without lm_head", "dspark"],
+)
 def test_a_published_head_drafts(config: dict[str, Any], kind: str) -> None:
     found = checked(head_cells(config, new_tokens=6))
     assert found["recognised and loaded"].startswith(f"ok: {kind}") and found["drafts"] == "ok"
@@ -136,6 +152,35 @@ def test_a_published_head_drafts(config: dict[str, Any], kind: str) -> None:
 def test_a_head_that_is_not_known_is_refused() -> None:
     found = checked(head_cells(EAGLE | {"architectures": ["QwenDFlareDraftModel"]}, 6))
     assert "is a DFlare block drafter" in found["recognised and loaded"]
+
+
+def test_a_family_decodes_as_transformers_does() -> None:
+    found = checked(family_cells(partial(small_family, families()["lfm2"]), new_tokens=8))
+    assert found == {"loads": "ok: chains"} | dict.fromkeys(("as transformers", "greedy", "T=1"), "ok")
+
+
+def test_another_text_than_the_targets_fails() -> None:
+    class Forgetful(Target):
+        def read_on(self, tokens: Any, start: Any, *facts: Any) -> Any:
+            return super().read_on(tokens, start, *facts) if start == 0 else super().read_on(tokens * 0, start, *facts)
+
+    target = Forgetful(small_family(families()["lfm2"]).model)
+    found = checked(family_cells(lambda: target, new_tokens=8))
+    assert found["as transformers"].startswith("FAILS: RuntimeError: plain: another text, first different at [1]")
+
+
+def test_a_model_of_another_structure_begins_with_what_it_shares_with_the_embedded_target() -> None:
+    model = make.other_model(ROOT / "scripts" / "targets" / "qwen3.5-9m.json")
+    embedded = LlamaForCausalLM.from_pretrained(make.HERE).state_dict()
+    own = model.state_dict()
+    for name in (
+        "model.embed_tokens.weight",
+        "model.layers.5.mlp.up_proj.weight",
+        "model.layers.3.self_attn.k_proj.weight",
+    ):
+        assert torch.equal(own[name], embedded[name].float())
+    assert model.config.layer_types == (["linear_attention"] * 3 + ["full_attention"]) * 4
+    assert 9e6 < sum(parameter.numel() for parameter in model.parameters()) < 10e6
 
 
 def published(folder: Path) -> Ended:

@@ -23,7 +23,7 @@ from heads.target.loading import (
 )
 from heads.target.reading import Reading
 from heads.target.sharding import COLLECTIVE, arguments, full_tensor
-from heads.target.state_cache import StateCache, reads_chains
+from heads.target.state_cache import StateCache, reads_chains, reads_rows
 from heads.target.support import check_supported, longrope_boundary, why_no_trees
 
 TargetCache = KVCache | StateCache
@@ -228,15 +228,25 @@ class Target:
         return self._forward(tokens, positions, layers, keep_logits, facts)[0]
 
     def read_on(
-        self, tokens: Tensor, start: int, state: Any, layers: Sequence[int] = (), keep_logits: int = 0
+        self,
+        tokens: Tensor,
+        start: int | Tensor,
+        state: Any,
+        layers: Sequence[int] = (),
+        keep_logits: int = 0,
+        mask: Tensor | None = None,
     ) -> tuple[Reading, Any]:
-        """Read a piece of text (1, length) after the `start` tokens that the model's own cache `state` holds (None: from
-        the beginning), with the model's own masks. Returns the cache too, written into; None where it keeps none."""
-        facts = {} if self._past is None else {"use_cache": True}
+        """Read a piece of text (batch, length) after the `start` tokens, or (batch, 1) of each row, that the cache `state`
+        holds (None: from the beginning), with the model's own masks or one as for `read`. Returns the cache too, written
+        into; None where the model keeps none."""
+        facts: dict[str, Any] = {} if self._past is None else {"use_cache": True}
         if state is not None:
             assert self._past is not None
             facts[self._past] = state
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)[None]
+        positions = torch.arange(tokens.shape[1], device=tokens.device)[None] + start
+        if mask is not None:  # only rows that are read together may reach beyond the context, by their padding
+            positions = positions if self.context is None else positions.clamp(max=self.context - 1)
+            facts["attention_mask"] = self._shape_mask(mask, None, None)
         reading, out = self._forward(tokens.clamp(min=0), positions, layers, keep_logits, facts)
         return reading, None if self._past is None else out.get(self._past)
 
@@ -287,6 +297,11 @@ class Target:
     def reads_chains(self) -> bool:
         """Does it read several tokens after a text as it reads them one by one? Measured once."""
         return reads_chains(self)
+
+    @cached_property
+    def reads_rows(self) -> bool:
+        """Does it read rows of several lengths together, chains after each, as it reads each alone? Measured once."""
+        return reads_rows(self)
 
     def read_tree(
         self,

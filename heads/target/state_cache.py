@@ -16,7 +16,6 @@ and nothing is ever pending. transformers' assisted generation does only that, a
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +32,7 @@ from transformers.cache_utils import (
 
 from heads.target.cuda_graphs import CudaGraphs
 from heads.target.reading import Reading
+from heads.target.stacked_cache import MAX_PENDING, RowState, StackedCache, stacks
 
 if TYPE_CHECKING:
     from heads.target.model import Target
@@ -40,29 +40,15 @@ if TYPE_CHECKING:
 # Of `reads_chains`: tokens read, and how far logits may differ, as a share of their largest. In half precision only what is
 # grossly wrong can be told from rounding.
 PROBE, TOLERANCE = 12, {torch.float32: 1e-4}
-# Accepted tokens that are read again with every chain, at most; then one read commits them.
-MAX_PENDING = 16
 # Attributes of transformers' layers that are only ever replaced by longer ones, never written into: forks share them.
 SHARED = {"keys", "values", "indexer_keys"}
 # Exactly these: a subclass may keep more of the text than `crop` knows of (DeepSeek V4's compressed entries).
 CROPPABLE = {DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, LinearAttentionLayer, DummyLayer}
 
 
-@dataclass
-class RowState:
-    """How far one row has been read."""
-
-    text: Tensor | None = None  # (1, n): all accepted tokens
-    state: Any = None  # the model's own cache; None before its first read, and for a model that keeps none
-    committed: int = 0  # tokens of the text that are in it
-    newest: Any = (
-        None  # of the newest read of drafts: the state after them, the drafts (1, nodes), how many it has read
-    )
-    finished: bool = False
-
-
 class StateCache:
-    """One own cache of the model per row, read row by row: a row is read as it would be alone.
+    """One own cache of the model per row, read row by row: a row is read as it would be alone. Where the model reads rows
+    together as it reads them alone (`Target.reads_rows`), those of a batch lie in one (heads/target/stacked_cache.py).
 
     The same interface as heads/target/cache.py's, as far as decoding uses it. lengths, starts: as there.
     """
@@ -73,6 +59,7 @@ class StateCache:
         self.batch, self.capacity, self.device = batch, capacity, torch.device(device)
         self.graphs = CudaGraphs(self.device, enabled=False)
         self.rows = [RowState() for _ in range(batch)]
+        self.stack: StackedCache | None = None
         self.set_lengths([0] * batch)
 
     def set_lengths(self, lengths: list[int]) -> None:
@@ -86,6 +73,11 @@ class StateCache:
         self.rearrange([None] * self.batch, self.capacity)
 
     def rearrange(self, rows: list[int | None], capacity: int) -> None:
+        if self.stack is not None:
+            if any(row is not None for row in rows):
+                self.stack.rearrange(rows, capacity + MAX_PENDING)
+            else:
+                self.stack = None
         self.batch, self.capacity = len(rows), capacity
         lengths = [0 if row is None else self.lengths[row] for row in rows]
         self.rows = [RowState() if row is None else self.rows[row] for row in rows]
@@ -94,6 +86,8 @@ class StateCache:
     def erase(self, row: int) -> None:
         """Forget all that a row holds, which has ended."""
         self.rows[row] = RowState(finished=True)
+        if self.stack is not None:
+            self.stack.erase(row)
 
     def adopt(self, first: int, other: "StateCache", rows: list[int]) -> None:
         """The rows from `first` on, which are empty, become these of another cache's rows."""
@@ -122,7 +116,12 @@ class StateCache:
         return reading
 
     def read_chains(self, target: "Target", tokens: Tensor, layers: Sequence[int] = ()) -> Reading:
-        """Read drafts (batch, nodes), a chain per row after its text. Finished rows are not read: zeros."""
+        """Read drafts (batch, nodes), a chain per row after its text. What it gives of finished rows means nothing."""
+        if self.stack is None and self.batch > 1 and target.reads_rows:
+            own = next(row.state for row in self.rows if row.state is not None)
+            self.stack = StackedCache(own, self.batch, self.capacity + MAX_PENDING, self.device)
+        if self.stack is not None:
+            return self.stack.read_chains(target, self.rows, tokens, layers)
         readings = [self.read_chain(row, target, tokens[i : i + 1], layers) for i, row in enumerate(self.rows)]
         return as_batch(readings, tokens.shape[1])
 
@@ -162,8 +161,10 @@ class StateCache:
         for row, nodes in zip(self.rows, path, strict=True):
             assert nodes == list(range(len(nodes))), f"{nodes} is no chain's path"
             row.finished = row.finished or not nodes
-            if not row.finished:
+            if not row.finished and self.stack is None:
                 self.keep(row, len(nodes))
+        if self.stack is not None:
+            self.stack.keep(self.rows, [len(nodes) for nodes in path])
         self.set_lengths([length + len(nodes) for length, nodes in zip(self.lengths, path, strict=True)])
 
     def keep(self, row: RowState, count: int) -> None:
@@ -194,9 +195,39 @@ def reads_chains(target: "Target") -> bool:
     for number in range(nodes, PROBE):
         single.append(one_by_one.read_chains(target, tokens[:, number : number + 1]).logits)
         one_by_one.commit([[0]])
-    apart = torch.cat(single, 1)
-    difference = (at_once - apart).abs().max() / apart.abs().max()
-    return bool(difference < TOLERANCE.get(target.dtype, 0.1))
+    return alike(at_once, torch.cat(single, 1))
+
+
+@torch.no_grad()
+def reads_rows(target: "Target") -> bool:
+    """Does the target read rows of several lengths together as it reads each alone? Measured as above."""
+    tokens = torch.randint(target.vocab_size, (3, PROBE), generator=torch.Generator().manual_seed(1)).to(target.device)
+    lengths, together = [6, 3, 5], StateCache(3, PROBE, target.device)
+    alone = [StateCache(1, PROBE, target.device) for _ in lengths]
+    for number, length in enumerate(lengths):
+        alone[number].read_prompts(target, tokens[number : number + 1, :length], [length])
+    if not stacks(alone[0].rows[0].state, target):
+        return False
+    together.read_prompts(target, tokens, lengths)
+    together.stack = StackedCache(together.rows[0].state, 3, PROBE + MAX_PENDING, together.device)
+    for counts in ([1, 3, 2], [2, 3, 1], [1, 1, 1]):
+        drafts = torch.stack([row[at : at + 3] for row, at in zip(tokens, lengths, strict=True)])
+        at_once = together.read_chains(target, drafts).logits
+        single = torch.cat(
+            [cache.read_chains(target, row[None]).logits for cache, row in zip(alone, drafts, strict=True)]
+        )
+        if not alike(at_once, single):
+            return False
+        together.commit([list(range(count)) for count in counts])
+        for cache, count in zip(alone, counts, strict=True):
+            cache.commit([list(range(count))])
+        lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+    return True
+
+
+def alike(ours: Tensor, theirs: Tensor) -> bool:
+    difference = (ours - theirs).abs().max() / theirs.abs().max()
+    return bool(difference < TOLERANCE.get(theirs.dtype, 0.1))
 
 
 def can_crop(state: Any) -> bool:

@@ -1,10 +1,12 @@
 """Every published config.json that a folder holds, shrunken, with random weights, through all that this project does:
 
     python scripts/bench/published.py targets=FOLDER heads=FOLDER
+    python scripts/bench/published.py families=true new_tokens=200
 
 prints a table, a line per file: of targets whether they load, train, decode as they do alone and export; of heads whether
-they are recognised, load on a target of their shape and draft. A cell is "ok", "refused" with the sentence that a user would
-get, or "FAILS". It exits 1 where a cell fails.
+they are recognised, load on a target of their shape and draft; of families (all that transformers writes text with) whether
+they decode as transformers does, and drafted as alone, in one row and in ragged batches. A cell is "ok", "refused" with the
+sentence that a user would get, or "FAILS". It exits 1 where a cell fails.
 """
 
 import json
@@ -13,11 +15,13 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from transformers import PreTrainedConfig
 
 from heads import Target, load_head
 from heads.base import DraftHead, PackedBatch
@@ -32,10 +36,12 @@ from train.losses import soft
 from train.module import DistillationModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where this file is run, its neighbours are no package
+from scripts.bench.families import default_settings, families, family_cells
 from scripts.bench.published_heads import head_cells
 from scripts.bench.shrink import shrink
 
 PROMPTS = (100, 5, 30)  # tokens of the ragged batch: texts cross windows, chunks and the boundaries of longrope
+Cells = Iterator[tuple[str, Callable[[], Any]]]
 KINDS = {"eagle3": Eagle3Head, "medusa": MedusaHead}
 
 
@@ -44,19 +50,28 @@ def main(cfg: DictConfig) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     rows: list[tuple[str, dict[str, str]]] = []
-    for folder, cells in ((cfg.targets, target_cells), (cfg.heads, head_cells)):
-        for file in sorted(Path(folder).glob("*.json")) if folder else ():
-            if cfg.only is None or cfg.only in file.stem:
-                torch.manual_seed(0)
-                rows.append((file.stem, checked(cells(json.loads(file.read_text()), cfg.new_tokens))))
-                print_row(*rows[-1])
+    for name, cells in sources(cfg):
+        if cfg.only is None or cfg.only in name:
+            torch.manual_seed(0)
+            rows.append((name, checked(cells())))
+            print_row(*rows[-1])
     counts = Counter(cell.split(":")[0] for _, row in rows for cell in row.values())
     print(f"{len(rows)} files: " + ", ".join(f"{count} {word}" for word, count in sorted(counts.items())))
     if counts["FAILS"] or not rows:
         raise SystemExit(1)
 
 
-def checked(cells: Iterator[tuple[str, Callable[[], Any]]]) -> dict[str, str]:
+def sources(cfg: DictConfig) -> Iterator[tuple[str, Callable[[], Cells]]]:
+    """The name and the cells of every row."""
+    for folder, cells in ((cfg.targets, target_cells), (cfg.heads, head_cells)):
+        for file in sorted(Path(folder).glob("*.json")) if folder else ():
+            yield file.stem, partial(cells, json.loads(file.read_text()), cfg.new_tokens)
+    if cfg.families:
+        for name, kind in families().items():
+            yield name, partial(family_cells, partial(small_family, kind), cfg.new_tokens)
+
+
+def checked(cells: Cells) -> dict[str, str]:
     """Each cell's outcome. What follows one that is not ok is not tried."""
     found = {}
     for name, work in cells:
@@ -117,6 +132,10 @@ def small_target(published: dict[str, Any]) -> Target:
         model.save_pretrained(folder)
         target = Target.from_pretrained(folder, dtype="float32", device="cpu")
     return target
+
+
+def small_family(kind: type[PreTrainedConfig]) -> Target:
+    return small_target(default_settings(kind))
 
 
 def train(head: DraftHead, target: Target, steps: int = 3) -> None:

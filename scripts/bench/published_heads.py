@@ -120,7 +120,7 @@ def weights(config: dict[str, Any]) -> dict[str, Tensor]:
         return medusa(config)
     if "hydra_num_heads" in config:
         return hydra(config)
-    if "eagle3" in kinds or config.get("draft_vocab_size") or "transformer_layer_config" in config:
+    if "eagle3" in kinds or "draft_vocab_size" in config or "transformer_layer_config" in config:
         return eagle3(config)
     return eagle1(config)
 
@@ -156,7 +156,8 @@ def eagle3(config: dict[str, Any]) -> dict[str, Tensor]:
     found = layer(config.get("transformer_layer_config", config), prefix, 2 * HIDDEN)
     found |= {f"{prefix}.{name}.weight": random(HIDDEN) for name in ("hidden_norm", "input_layernorm")}
     found |= {"fc.weight": random(HIDDEN, fused * HIDDEN), "norm.weight": random(HIDDEN)}
-    found["lm_head.weight"] = random(rows, HIDDEN)
+    if config.get("draft_vocab_size", rows) is not None:  # else the target's is used
+        found["lm_head.weight"] = random(rows, HIDDEN)
     if rows < VOCAB:
         found["d2t"] = torch.arange(rows).div(20, rounding_mode="floor")
     if flags.get("norm_before_fc"):

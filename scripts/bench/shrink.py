@@ -59,13 +59,30 @@ SIZES: dict[str, int] = {
     "mamba_num_heads": 4,
     "mamba_head_dim": 16,
     "ssm_state_size": 8,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 64,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
     "n_groups": 2,
     "chunk_size": 16,
     "query_pre_attn_scalar": ROTATED,
     "num_hash_layers": 1,
     "first_k_dense_replace": 1,
     "original_max_position_embeddings": 64,
+    "num_hidden_layers": LAYERS,
 }
+# The same in the words of older configs, whose layers are all alike.
+SIZES |= dict.fromkeys(("n_embd", "n_embed", "d_model", "emb_dim", "embedding_size", "embedding_dim"), HIDDEN)
+SIZES |= dict.fromkeys(("word_embed_proj_dim", "attention_hidden_size", "width", "d_embed"), HIDDEN)
+SIZES |= dict.fromkeys(("n_inner", "ffn_dim", "d_ff", "d_inner", "dff", "ffn_hidden_size", "dim_ff"), 48)
+SIZES |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48)
+SIZES |= dict.fromkeys(("n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads"), 4)
+SIZES |= dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4)
+SIZES |= dict.fromkeys(("n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2)
+SIZES |= dict.fromkeys(("num_encoder_layers", "num_decoder_layers", "num_blocks"), 2)
+SIZES |= dict.fromkeys(("n_positions", "n_ctx", "max_seq_len", "max_target_positions"), CONTEXT)
+SIZES |= dict.fromkeys(("rotary_dim", "d_head", "dim_head", "kv_channels"), HIDDEN // 4)
 DROPPED = {"_source", "_partial", "quantization_config", "auto_map", "_name_or_path", "_attn_implementation"}
 IMAGES = {  # of the part that reads images, which no text prompt reaches
     "depth": 1,

@@ -7,6 +7,12 @@ the weights (bf16), log.jsonl and samples.md beside itself (or into --output). T
 kept in the repository, so nobody has to run this; it is here so that anybody can, and can see what it was
 trained on: the part `train` of train/data/stdlib.py, never a file of `validation` or `test`.
 
+    python scripts/embedded_target/make.py --config scripts/targets/qwen3.5-9m.json --rows 2 --minutes 10 \\
+        --output outputs/hybrid
+
+trains a model of another structure with its tokenizer, for measurements: the first stage alone, in minutes, from the embedded
+target's own matrices wherever name and shape are the same.
+
 Small, deep and narrow on purpose: a draft head is one layer, so a shallow target would hide every gain. The matrices
 are trained with Muon and the rest with AdamW, which at this size reaches a loss in about half of AdamW's steps.
 """
@@ -24,14 +30,23 @@ from typing import TextIO
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from heads import Target
+from heads.target.loading import has_bfloat16_products
 from inference import generate
 from inference.evaluation import measure
 from train.data import self_generated, stdlib
 from train.data.corpus import prompts, standard_library
 
+HERE = Path(__file__).parent
 VOCAB, LENGTH, ROWS = 1024, 512, 16
 EOS = "<|endoftext|>"
 CHAT = Path(stdlib.__file__).with_name("plain_chat.jinja")  # it was trained on code alone: any template is as good
@@ -69,43 +84,28 @@ def length_at(share: float) -> int:
     return LENGTH // 4 if share < 0.5 else LENGTH // 2 if share < 0.75 else LENGTH
 
 
-def held_out_loss(model: LlamaForCausalLM, tokens: Tensor) -> float:
+def autocast() -> torch.autocast:
+    """bfloat16 where this processor has it."""
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=has_bfloat16_products("cpu"))
+
+
+def held_out_loss(model: PreTrainedModel, tokens: Tensor) -> float:
     """Mean negative log-likelihood, nats per token, over whole windows of `tokens`."""
     windows = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)[::2]
     losses = []
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.no_grad(), autocast():
         for rows in windows.split(ROWS):
             losses.append(model(input_ids=rows, labels=rows).loss.float() * len(rows))
     return (torch.stack(losses).sum() / len(windows)).item()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--minutes", type=float, default=60, help="wall-clock budget of the training loop")
-    parser.add_argument("--settle-minutes", type=float, default=15, help="budget of the second stage")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--compile", action="store_true", help="torch.compile the model: worth it from ten minutes on")
-    args = parser.parse_args()
-    random.seed(0)
-    torch.manual_seed(0)
-
-    library = [text for _, text in stdlib.documents("train", tests=False)]
-    tests = [text for path, text in stdlib.documents("train") if stdlib.is_test(path)]
-    validation = [text for _, text in stdlib.documents("validation", tests=False)]
-    args.output.mkdir(parents=True, exist_ok=True)
-    tokenizer = train_tokenizer(library + tests)
-    tokenizer.save_pretrained(args.output)
-    random.shuffle(library), random.shuffle(tests)
-    data = [tokens_of(tokenizer, library), tokens_of(tokenizer, tests)]
-    held_out = tokens_of(tokenizer, validation)
-    print(f"tokens: library {len(data[0]):,}, its tests {len(data[1]):,}, held out {len(held_out):,}", flush=True)
-
+def new_model(layers: int) -> PreTrainedModel:
+    """The embedded target, before it has learnt anything."""
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=192,
         intermediate_size=512,
-        num_hidden_layers=args.layers,
+        num_hidden_layers=layers,
         num_attention_heads=3,
         num_key_value_heads=1,
         max_position_embeddings=2048,
@@ -117,12 +117,51 @@ def main() -> None:
         use_cache=False,
         attn_implementation="eager",  # at these sizes faster than the fused kernel, whose backward is slow on a CPU
     )
-    model = LlamaForCausalLM(config)
+    return LlamaForCausalLM(config)
+
+
+def other_model(config: Path) -> PreTrainedModel:
+    """A model of this structure, that begins with what it has in common with the embedded target."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=torch.float32)
+    known, own = LlamaForCausalLM.from_pretrained(HERE).state_dict(), model.state_dict()
+    alike = [name for name in own if name in known and own[name].ndim == 2 and own[name].shape == known[name].shape]
+    model.load_state_dict({name: known[name].float() for name in alike}, strict=False)
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--minutes", type=float, default=60, help="wall-clock budget of the training loop")
+    parser.add_argument("--settle-minutes", type=float, default=15, help="budget of the second stage")
+    parser.add_argument("--output", type=Path, default=HERE)
+    parser.add_argument("--config", type=Path, help="config.json of another structure (see above)")
+    parser.add_argument("--rows", type=int, default=ROWS, help=f"of {LENGTH} tokens in a step")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model: worth it from ten minutes on")
+    args = parser.parse_args()
+    random.seed(0)
+    torch.manual_seed(0)
+
+    library = [text for _, text in stdlib.documents("train", tests=False)]
+    tests = [text for path, text in stdlib.documents("train") if stdlib.is_test(path)]
+    validation = [text for _, text in stdlib.documents("validation", tests=False)]
+    args.output.mkdir(parents=True, exist_ok=True)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(HERE) if args.config else train_tokenizer(library + tests)
+    tokenizer.save_pretrained(args.output)
+    random.shuffle(library), random.shuffle(tests)
+    data = [tokens_of(tokenizer, library), tokens_of(tokenizer, tests)]
+    held_out = tokens_of(tokenizer, validation)
+    print(f"tokens: library {len(data[0]):,}, its tests {len(data[1]):,}, held out {len(held_out):,}", flush=True)
+
+    model = new_model(args.layers) if args.config is None else other_model(args.config)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     print(f"parameters: {sum(p.numel() for p in model.parameters()):,}", flush=True)
+    # Muon multiplies in bfloat16, whatever the weights are in.
     optimizers = [
-        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.01),
+        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.01)
+        if has_bfloat16_products("cpu")
+        else torch.optim.AdamW(matrices, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01),
         torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
@@ -142,10 +181,10 @@ def main() -> None:
                 group["lr"] = scale * peaks[optimizers.index(optimizer)]
         # Two thirds of the text are tests; the library itself is closer to what users write, so it gets more.
         length = length_at(share)
-        corpora = [data[0] if random.random() < 0.6 else data[1] for _ in range(ROWS * LENGTH // length)]
+        corpora = [data[0] if random.random() < 0.6 else data[1] for _ in range(args.rows * LENGTH // length)]
         starts = [random.randrange(len(corpus) - length) for corpus in corpora]
         rows = torch.stack([corpus[at : at + length] for corpus, at in zip(corpora, starts, strict=True)])
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with autocast():
             loss = step_loss(rows)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -155,7 +194,7 @@ def main() -> None:
         running.append(loss.item())
         step += 1
         if step % 100 == 0 or (step == 10):
-            entry = {"step": step, "tokens": step * ROWS * LENGTH, "seconds": round(time.time() - start, 1)}
+            entry = {"step": step, "tokens": step * args.rows * LENGTH, "seconds": round(time.time() - start, 1)}
             entry["loss"] = round(sum(running) / len(running), 4)
             if step % 500 == 0:
                 entry["held_out_loss"] = round(held_out_loss(model, held_out), 4)
@@ -163,13 +202,15 @@ def main() -> None:
             print(json.dumps(entry), file=log, flush=True)
             print(entry, flush=True)
             running = []
+    save(model, args.output)
     final = held_out_loss(model, held_out)
     characters = sum(map(len, validation)) / len(held_out)
-    entry = {"step": step, "tokens": step * ROWS * LENGTH, "seconds": round(time.time() - start, 1)}
+    entry = {"step": step, "tokens": step * args.rows * LENGTH, "seconds": round(time.time() - start, 1)}
     entry |= {"held_out_loss": round(final, 4), "bits_per_character": round(final / math.log(2) / characters, 4)}
     print(json.dumps(entry), file=log, flush=True)
     print(entry)
-    save(model, args.output)
+    if args.config:
+        return
     settle(model, tokenizer, data[0], args.settle_minutes, log)
     entry = {"settled": True, "held_out_loss": round(held_out_loss(model, held_out), 4)}
     print(json.dumps(entry), file=log, flush=True)
@@ -187,7 +228,7 @@ def repeats(rows: Tensor, n: int = 4) -> Tensor:
 
 
 def settle(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tokens: Tensor, minutes: float, log: TextIO
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokens: Tensor, minutes: float, log: TextIO
 ) -> None:
     """The second stage, on the model's own continuations of training text; half of each step goes on with plain text so
     that it forgets little.
@@ -216,7 +257,7 @@ def settle(
         again = repeats(greedy[:, begun:])
         cool = cool.clone()
         chosen = repeats(cool[:, begun:]).float().mean(1) < 0.2
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with autocast():
             likely = model(input_ids=text, labels=text).loss
             written = torch.cat([greedy, cool[chosen]]).clone()
             logits = model(input_ids=written, use_cache=False).logits[:, begun - 1 : -1].float()
@@ -274,7 +315,7 @@ def self_generated_text(directory: Path) -> None:
     self_generated.store(own.train, library.card["source"], target, directory)
 
 
-def save(model: LlamaForCausalLM, output: Path) -> None:
+def save(model: PreTrainedModel, output: Path) -> None:
     """A bf16 copy; training itself goes on in float32."""
     copied = copy.deepcopy(model).to(torch.bfloat16)
     copied.config.use_cache = copied.generation_config.use_cache = True

@@ -31,6 +31,12 @@ from train.module import DistillationModel
 
 BITS = {"4bit": 4.5, "8bit": 8.0, "mxfp4": 4.25}  # per weight, with the scales that lie beside it
 
+# What configs call the experts that a token uses, and all that there are.
+EXPERTS = (
+    ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk"),
+    ("num_local_experts", "num_experts", "n_routed_experts"),
+)
+
 
 class Live(TorchDispatchMode):
     """Counts the bytes of tensors made inside, while they live: `peak` is the most at any moment. before: tensors whose
@@ -189,8 +195,8 @@ def study_target(cfg: DictConfig, target: Target) -> Body:
     body = {name: p.numel() for name, p in model.named_parameters() if id(p) not in ends}
     edge = sum(p.numel() for p in model.parameters() if id(p) in ends)
     facts = config.to_dict()
-    experts = facts.get("num_local_experts") or facts.get("num_experts") or 1
-    share = (facts.get("num_experts_per_tok") or 1) / experts
+    used, experts = (next((facts[name] for name in names if facts.get(name)), 1) for names in EXPERTS)
+    share = used / experts
     mixed = sum(count for name, count in body.items() if ".experts." in name)
     dense = sum(body.values()) - mixed
     size = target.dtype.itemsize
@@ -202,6 +208,6 @@ def study_target(cfg: DictConfig, target: Target) -> Body:
     active = dense + mixed * share
     attention = 2 * cfg.length * config.num_attention_heads * head_dim * config.num_hidden_layers  # causal: half of 4
     # One layer at its widest (the two halves of the MLP and their product), the residual stream, and the mask.
-    wide = 3 * facts.get("intermediate_size", 4 * config.hidden_size) * (facts.get("num_experts_per_tok") or 1)
+    wide = 3 * facts.get("intermediate_size", 4 * config.hidden_size) * used
     working = tokens * (wide + 4 * config.hidden_size) * size + cfg.rows * cfg.length**2 * (1 + size)
     return Body(weights, edge * size, working, tokens * (2 * active + attention), sum(body.values()) + edge, active)

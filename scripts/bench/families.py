@@ -1,0 +1,109 @@
+"""The families' part of scripts/bench/published.py: every kind of model that transformers writes text with, in its default
+config, shrunken."""
+
+import copy
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedConfig
+
+from heads import Target
+from inference import generate
+from inference.drafters.base import Accepted, Drafter, chains
+from inference.sampling import Sampling
+from inference.tree import TokenTree
+
+PROMPTS = (40, 5, 21)  # tokens; with what is written, texts cross every window and chunk
+
+
+def families() -> dict[str, type[PreTrainedConfig]]:
+    return {kind.model_type: kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING}
+
+
+def default_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
+    """What a config says by default; not what it computes of that, which shrinks otherwise."""
+    said = {"model_type", *(field.name for field in dataclasses.fields(kind))}
+    settings = {name: value for name, value in kind().to_dict().items() if name in said}
+    if settings.get("is_decoder") is False:  # encoders that can be decoders
+        settings["is_decoder"] = True
+    return settings
+
+
+class Knowing(Drafter):
+    """Drafts what each row will write, right up to a random depth and wrong from there on."""
+
+    depth, nodes, branches = 5, 6, False
+
+    def __init__(self, answers: list[list[int]], vocab: int):
+        self.answers, self.vocab = answers, vocab
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        self.luck = random.Random(7)
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        drafts = []
+        for answer, text in zip(self.answers, accepted.text, strict=True):
+            draft, right = answer[len(text) :][: self.depth], self.luck.randrange(self.depth + 1)
+            drafts.append(draft[:right] + [(token + 1) % self.vocab for token in draft[right:]])
+        return chains(accepted, drafts)
+
+
+def family_cells(target: Callable[[], Target], new_tokens: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The columns of a family, each of which needs those before it. target: makes one."""
+    held: dict[str, Any] = {}
+    generator = torch.Generator().manual_seed(2)
+
+    def loads() -> str | None:
+        held["target"] = made = target()
+        made.model.generation_config.eos_token_id = None
+        held["prompts"] = [torch.randint(3, made.vocab_size - 8, (n,), generator=generator).tolist() for n in PROMPTS]
+        return None if made.reads_trees else "chains" if made.reads_chains else "decoded plainly"
+
+    def generates() -> None:
+        ids = torch.tensor(held["prompts"][1:2])
+        settings: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
+        model = copy.deepcopy(held["target"].model)
+        model.generation_config = GenerationConfig()  # BART's forces a last token
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
+        ours = generate(held["target"], None, ids, max_new_tokens=new_tokens, eos_token_id=-1).new_tokens[0]
+        check([ours], [theirs[ids.shape[1] :]], "plain")
+
+    yield "loads", loads
+    yield "as transformers", generates
+    for name, temperature in (("greedy", 0.0), ("T=1", 1.0)):
+
+        def decodes(temperature: float = temperature) -> None:
+            decode(held["target"], held["prompts"], temperature, new_tokens)
+
+        yield name, decodes
+
+
+def decode(target: Target, prompts: list[list[int]], temperature: float, new_tokens: int) -> None:
+    """Drafted text must be the target's own, in one row and in a ragged batch."""
+    settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1, "temperature": temperature}
+    alone = [
+        generate(target, None, torch.tensor([prompt]), seed=row, **settings).new_tokens[0]
+        for row, prompt in enumerate(prompts)
+    ]
+    answers = [prompt + text for prompt, text in zip(prompts, alone, strict=True)]
+    for rows in ([0], list(range(len(prompts)))):
+        width = max(len(prompts[row]) for row in rows)
+        ids = torch.tensor([[0] * (width - len(prompts[row])) + prompts[row] for row in rows])
+        mask = torch.tensor([[0] * (width - len(prompts[row])) + [1] * len(prompts[row]) for row in rows])
+        drafter = Knowing([answers[row] for row in rows], target.vocab_size)
+        for what, one in (("drafted", drafter), ("plain", None)):
+            found = generate(target, one, ids, mask, seed=rows, **settings)
+            check(found.new_tokens, [alone[row] for row in rows], f"{what}, {len(rows)} rows")
+
+
+def check(ours: list[list[int]], theirs: list[list[int]], what: str) -> None:
+    if ours != theirs:
+        where = [
+            next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), None)
+            for pair in zip(theirs, ours, strict=True)
+        ]
+        raise RuntimeError(f"{what}: another text, first different at {where}")
