@@ -99,8 +99,8 @@ class StackedCache(KVCache):
     def states(self) -> list[Tensor]:
         return [state for states in self.recurrent for state in states.values() if state is not None]
 
-    def adopt(self, number: int, row: RowState) -> None:
-        """Take over a row's own cache."""
+    def take_over(self, number: int, row: RowState) -> None:
+        """A row's own cache becomes its rows here."""
         for mine, own in zip(self.layers, row.state.layers, strict=True):
             if isinstance(own, DynamicLayer) and own.is_initialized:
                 if not mine.is_initialized:
@@ -156,7 +156,7 @@ class StackedCache(KVCache):
         """As `StateCache.read_chains`."""
         for number, row in enumerate(rows):
             if row.state is not None:
-                self.adopt(number, row)
+                self.take_over(number, row)
         self.commit_pending(target, rows)
         nodes, pending = tokens.shape[1], [row.pending for row in rows]
         wide = max(pending)
