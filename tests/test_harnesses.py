@@ -48,7 +48,13 @@ def test_lm_eval_writes_the_answers_of_its_own_model(tiny_path):
 
 def test_rivals_of_the_same_process_make_a_table(target, tiny_path, folder, tmp_path, monkeypatch, capfd):
     save_head(make_head("eagle3", target), tmp_path / "head", target)
-    given = [f"head_path={tmp_path / 'head'}", "target=hf", f"target.path={tiny_path}", "target.device=cpu", "data=text"]
+    given = [
+        f"head_path={tmp_path / 'head'}",
+        "target=hf",
+        f"target.path={tiny_path}",
+        "target.device=cpu",
+        "data=text",
+    ]
     given += [f"data.path={folder}", "prompts=2", "prompt_tokens=24", "new_tokens=12", f"output_dir={tmp_path / 'out'}"]
     monkeypatch.setattr("sys.argv", ["table.py", *given, "hydra/job_logging=disabled"])
     table.main()
