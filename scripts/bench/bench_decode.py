@@ -68,7 +68,7 @@ def choices(cfg: DictConfig, target: Target) -> tuple[dict[str, Drafter | None],
         "ngram": {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3},
     }
     for path in cfg.heads or []:
-        drafters[path] = load_drafter(path, target)
+        drafters[path] = load_drafter(path, target, tree="fixed")
         drafters[f"{path}, auto"] = load_drafter(path, target, tree="auto")
     if cfg.untrained:
         for head in (Eagle3Head.for_target(target), MedusaHead.for_target(target)):

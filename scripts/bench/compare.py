@@ -80,7 +80,7 @@ def rows_of_table(cfg: DictConfig, trained: dict[str, Path]) -> dict[str, Any]:
     """Every row's settings: of each head its tree and its chain, and the rows of conf/compare.yaml."""
     wanted: dict[str, Any] = {}
     for name, directory in trained.items():
-        wanted[name] = {"drafter": {"spec": f"{{{name}}}"}}
+        wanted[name] = {"drafter": {"spec": f"{{{name}}}", "tree": "fixed"}}
         maker = OmegaConf.load(directory / "head" / "config.yaml").head._target_
         if not issubclass(get_class(maker.rpartition(".")[0]), ParallelHead):
             wanted[f"{name}, chain"] = {"drafter": {"spec": f"{{{name}}}", **cfg.chain}}
