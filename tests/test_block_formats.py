@@ -139,7 +139,7 @@ SETTINGS = [
     ("p_eagle", "ptd_token_id", golden.V, "pard_token=320, which is no row"),
     ("p_eagle", "num_hidden_layers", 3, r"layers\.2\.\S+ is missing"),
     ("p_eagle", "fc_norm", True, "fc_norm=True"),
-    ("speculators_p_eagle", "mask_token_id", None, "pard_token=None"),
+    ("speculators_p_eagle", "mask_token_id", None, "names no pard_token"),
     ("speculators_dflash", "transformer_layer_config", None, "has no 'hidden_size'"),
 ]
 

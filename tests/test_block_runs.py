@@ -19,15 +19,13 @@ from train.features import disk
 from train.trainer import HeadTrainer
 
 RUN = [*SMALL_EAGLE3[2:], "optimizer=adamw", "trainer.max_steps=6", "trainer.save_steps=2", "evaluate.eval_steps=0"]
-HEADS = {
-    "p_eagle": ["head=p_eagle", "head.depth=3", "head.num_layers=2", "head.draft_vocab_size=128"],
-    "dspark": ["head=dspark", "head.block_size=3", "head.num_layers=1", "head.draft_vocab_size=128"],
-}
+P_EAGLE = ["head=p_eagle", "head.depth=3", "head.num_layers=2", "head.draft_vocab_size=128"]
+DSPARK = ["head=dspark", "head.block_size=3", "head.num_layers=1", "head.draft_vocab_size=128"]
 
 
-@pytest.fixture(params=HEADS)
-def given(request: pytest.FixtureRequest, tiny_path: Path, folder: Path) -> list[str]:
-    return [*RUN, *HEADS[request.param], f"target.path={tiny_path}", f"data.path={folder}"]
+@pytest.fixture
+def given(tiny_path: Path, folder: Path) -> list[str]:
+    return [*RUN, f"target.path={tiny_path}", f"data.path={folder}"]
 
 
 def losses(directory: Path) -> list[float]:
@@ -48,6 +46,7 @@ def test_from_disk_the_losses_are_those_of_training_online(kind, target, tmp_pat
 
 
 def test_a_run_that_is_stopped_is_the_run_that_was_not(given, here, monkeypatch):
+    given = [*given, *DSPARK]
     assert here(*given, ONE, "output_dir=whole").code == 0
     original = HeadTrainer.get_batch_samples
 
@@ -66,6 +65,7 @@ def test_a_run_that_is_stopped_is_the_run_that_was_not(given, here, monkeypatch)
 
 
 def test_two_processes_learn_what_one_does(given, here, tmp_path):
+    given = [*given, *P_EAGLE]
     assert here(*given, ONE, "output_dir=one").code == 0
     ended = end(torchrun(str(ROOT / "train/run.py"), *given, TWO, "strategy=ddp", "output_dir=two", cwd=tmp_path))
     assert ended.code == 0, ended.err[-3000:]

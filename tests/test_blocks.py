@@ -1,17 +1,13 @@
-"""Heads that draft in blocks against the papers' equations, written out in loops; their trees; and what is learned from which
-blocks. Known ways to get them wrong are broken on purpose and seen."""
+"""What heads that draft in blocks learn, from which blocks; and their trees. tests/test_block_equations.py has the papers'
+equations."""
 
 import heapq
 import itertools
-import json
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from heads import Target, block_attention, save_head
-from heads.base import BlockHead, PackedBatch, draft_loss_mask
+from heads.base import PackedBatch, draft_loss_mask
 from heads.dflash import DFlashHead, mask_token, spread_layers
 from heads.dspark import DSparkHead
 from inference import generate
@@ -19,16 +15,11 @@ from inference.drafters import AutoTree, BlockTree, drafter_for
 from inference.drafters.block import Rows
 from inference.sampling import Sampling, SamplingParams
 from tests.support.batches import PROMPT, batch
-from tests.support.equations import attention, ffn, mlp, rms
-from tests.support.head_factory import KINDS, make_head, objective
+from tests.support.head_factory import BLOCK_KINDS, make_head, objective
 from train import blocks, parity_gate
 from train.blocks import BlockDistillation
 from train.losses import label, soft
 from train.module import DistillationModel
-
-BLOCK_KINDS = [
-    name for name in KINDS if name.split()[0] in ("dflash", "dflash2", "jetspec", "dspark", "domino", "p_eagle")
-]
 
 
 @pytest.fixture(params=BLOCK_KINDS)
@@ -36,215 +27,7 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-# -- the equations ----------------------------------------------------------------------------------------------------
-
-
-def conv(head, w: dict[str, Tensor], name: str, x: Tensor, which: int, read: Tensor) -> Tensor:
-    """DFlash-2: slot t of x (slots, hidden) and the slot before it, by kernels of what the sublayer read."""
-    base, groups = w[name + "base_kernel"][which], head.width // head.group
-    rows = []
-    for t in range(len(x)):
-        dynamic = (w[name + "kernel_projection.weight"] @ read[t]).view(2, head.taps, groups)[which]
-        row = torch.zeros(head.width)
-        for c in range(head.width):
-            for tap in range(head.taps):
-                if t >= tap:
-                    row[c] += (base[tap, c] + dynamic[tap, c // head.group]) * x[t - tap, c]
-        rows.append(row)
-    return torch.stack(rows)
-
-
-def block_pass(head, w: dict[str, Tensor], context: Tensor, root: int, embed: Tensor) -> Tensor:
-    """Outputs (slots, hidden) of the last norm, for a block behind context (a, hidden); `root` stands at position a."""
-    a, size, config = len(context), head.block_size, head.config
-    dim = config.head_dim
-    x = torch.stack([embed[root], *[embed[head.mask_token_id]] * (size - 1)])
-    for number in range(config.num_hidden_layers):
-        name = f"blocks.{number}."
-        sliding = head.layer_types[number] == "sliding_attention"
-        normed = rms(x, w[name + "input_layernorm.weight"])
-        if head.kind == "dflash2":
-            normed, kernel = conv(head, w, name + "attention_conv.", normed, 0, normed), normed
-        both = torch.cat([context, normed])
-        keys = (both @ w[name + "self_attn.k_proj.weight"].T).view(a + size, -1, dim)
-        values = (both @ w[name + "self_attn.v_proj.weight"].T).view(a + size, -1, dim)
-        keys = rms(keys, w[name + "self_attn.k_norm.weight"])
-        queries = rms(
-            (normed @ w[name + "self_attn.q_proj.weight"].T).view(size, -1, dim), w[name + "self_attn.q_norm.weight"]
-        )
-
-        def sees(j: int, p: int, sliding: bool = sliding) -> bool:
-            ahead = p >= a and p - a > j and (head.causal or (sliding and head.kind != "dflash2"))
-            return not ahead and not (sliding and (a + j) - p >= head.window)
-
-        places = list(range(a + size))
-        attended = attention(queries, keys, values, places[a:], places, sees) @ w[name + "self_attn.o_proj.weight"].T
-        if head.kind == "dflash2":
-            x = x + conv(head, w, name + "attention_conv.", attended, 1, kernel)
-            inner = rms(x, w[name + "post_attention_layernorm.weight"])
-            x = x + conv(
-                head, w, name + "mlp_conv.", ffn(conv(head, w, name + "mlp_conv.", inner, 0, inner), w, name), 1, inner
-            )
-            continue
-        x = x + attended
-        x = x + mlp(x, w, name)
-    return rms(x, w["norm.weight"])
-
-
-def p_eagle_pass(head, w: dict[str, Tensor], fused: Tensor, text: list[int]) -> Tensor:
-    """Outputs (depth, hidden) of the last norm, for drafts behind fused features (a, hidden) and text (a + 1,): the last
-    entry of the text, and the mask entries behind it."""
-    config, a = head.config, len(fused)
-    embed, unknown = w["embed_tokens.weight"], w["fc.weight"] @ w["mask_hidden"][0, 0]
-    x = torch.stack([*fused, *[unknown] * (head.depth - 1)])
-    read = torch.stack([*(embed[token] for token in text[1:]), *[embed[head.mask_token_id]] * (head.depth - 1)])
-    for number in range(config.num_hidden_layers):
-        name = f"blocks.{number}."
-        if number:
-            inputs = rms(x, w[name + "input_layernorm.weight"])
-        else:
-            inputs = torch.cat(
-                [rms(read, w[name + "input_layernorm.weight"]), rms(x, w[name + "hidden_norm.weight"])], -1
-            )
-        q, k, v = (
-            (inputs @ w[f"{name}self_attn.{one}_proj.weight"].T).view(len(x), -1, config.head_dim) for one in "qkv"
-        )
-        places = list(range(len(x)))
-        attended = attention(q, k, v, places, places, lambda j, p: p <= j)
-        x = x + attended @ w[name + "self_attn.o_proj.weight"].T
-        x = x + mlp(x, w, name)
-    return rms(x[a - 1 :], w["norm.weight"])
-
-
-def corrections(
-    head, w: dict[str, Tensor], slots: Tensor, path: list[int], embed: Tensor
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Per depth what is added to the logits, and the rating of the draft, given the path's tokens, the root first."""
-    added, ratings = [], []
-    memory = torch.zeros(head.memory)
-    for number, (h, previous) in enumerate(zip(slots, path, strict=True)):
-        if head.kind == "dspark":
-            e = w["markov_head.markov_w1.weight"][previous]
-            z = e
-            if head.markov_head.variant == "gated":
-                both = torch.cat([h, e])
-                z = torch.sigmoid(w["markov_head.gate_proj.weight"] @ both + w["markov_head.gate_proj.bias"]) * e
-            elif head.markov_head.variant == "rnn":
-                joint = (
-                    w["markov_head.joint_proj.weight"] @ torch.cat([memory, e, h]) + w["markov_head.joint_proj.bias"]
-                )
-                g, c, o = joint.view(3, -1)
-                memory = torch.sigmoid(g) * memory + (1 - torch.sigmoid(g)) * torch.tanh(c)
-                z = torch.tanh(o)
-            added.append(w["markov_head.markov_w2.weight"] @ z)
-            ratings.append(w["confidence_head.proj.weight"] @ torch.cat([h, e]) + w["confidence_head.proj.bias"])
-        elif head.kind == "domino":
-            i, m = w["prefix_gru.weight_ih_l0"] @ embed[previous], w["prefix_gru.weight_hh_l0"] @ memory
-            (ir, iz, iN), (mr, mz, mn) = i.view(3, -1), m.view(3, -1)
-            gate = torch.sigmoid(iz + mz)
-            memory = (1 - gate) * torch.tanh(iN + torch.sigmoid(ir + mr) * mn) + gate * memory
-            low = F.silu(w["embed_proj.0.weight"] @ torch.cat([h, memory]))
-            slot = number if head.sample_from_anchor else number + 1
-            added.append(w["embed_proj.2.weight"] @ low if slot >= 1 else torch.zeros(head.draft_vocab))
-        else:
-            added.append(torch.zeros(head.draft_vocab))
-    return added, ratings
-
-
-def selected(head, w: dict[str, Tensor], base: Tensor, slots: Tensor, path: list[int]) -> list[Tensor]:
-    """DFlash-2: the best candidates of each row (vocab,), rated after the token before; what is none is far below."""
-    selector, rows = "candidate_selector.", []
-    for row, h, previous in zip(base, slots, path, strict=False):
-        context = w[selector + "predecessor_codebook"][previous] * (w[selector + "hidden_projection.weight"] @ h)
-        new = torch.full_like(row, -1e4)
-        for token in sorted(range(len(row)), key=lambda token: -row[token].item())[: head.candidates]:
-            new[token] = row[token] + context @ w[selector + "successor_codebook"][head.to_target_ids(token)]
-        rows.append(new)
-    return rows
-
-
-@torch.no_grad()
-def by_the_paper(head, target: Target, text: list[int], a: int) -> tuple[Tensor, list[Tensor]]:
-    """Logits (depth, vocab), and ratings, of the drafts after the root at position `a` of `text`."""
-    w, embed = head.state_dict(), target.embeddings
-    states = target.model(torch.tensor([text[:a]]), output_hidden_states=True).hidden_states
-    fused = torch.cat([states[layer][0] for layer in head.layers], -1) @ w["fc.weight"].T
-    if head.kind == "p_eagle":
-        return p_eagle_pass(head, w, fused, text[: a + 1]) @ w["lm_head.weight"].T, []
-    slots = block_pass(head, w, rms(fused, w["hidden_norm.weight"]), text[a], embed)
-    slots = slots if head.sample_from_anchor else slots[1:]
-    added, ratings = corrections(head, w, slots, text[a : a + len(slots)], embed)
-    base = slots @ w.get("lm_head.weight", target.model.lm_head.weight).T
-    if head.kind == "dflash2":
-        return torch.stack(selected(head, w, base, slots, text[a:])), ratings
-    return base + torch.stack(added), ratings
-
-
-@torch.no_grad()
-def trained(head, target: Target, text: list[int], starts: list[int] | None) -> tuple[Tensor, Tensor]:
-    """Logits (n, depth, vocab) of the training forward, and its ratings."""
-    tokens = torch.tensor([text])
-    places = torch.arange(len(text))[None]
-    chosen = None if starts is None else torch.tensor([starts])
-    whole = PackedBatch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), places, chosen)
-    features = target.read(tokens, layers=head.layers).features
-    states = head.draft_blocks(features, target.embed(tokens), whole)[0]
-    return torch.stack([head.logits(states[:, d - 1], d) for d in range(1, head.depth + 1)], 1), states[..., -1]
-
-
-def test_logits_are_those_of_the_equations(target, kind):
-    head, text = make_head(kind, target), PROMPT[:20]
-    assert isinstance(head, BlockHead)
-    starts = [0, 3, 11]
-    logits, ratings = trained(head, target, text, starts)
-    for number, start in enumerate(starts):
-        expected, rated = by_the_paper(head, target, text, start + 1)
-        torch.testing.assert_close(logits[number], expected, atol=1e-5 * expected.abs().max().item(), rtol=1e-5)
-        if head.confident:
-            torch.testing.assert_close(ratings[number], torch.cat(rated), atol=1e-4, rtol=1e-4)
-
-
-TRAPS = {
-    "layout": ("dflash", lambda config: config["dflash_config"].update(sample_from_anchor=True)),
-    "causal": ("dflash", lambda config: config["dflash_config"].update(causal=True)),
-    "not causal": ("jetspec", lambda config: config["dflash_config"].update(causal=False)),
-    "layers": ("dflash", lambda config: config["dflash_config"].update(target_layer_ids=[0, 1])),
-    "mask token": ("dflash", lambda config: config["dflash_config"].update(mask_token_id=9)),
-    "sliding": ("dflash anchor first", lambda config: config.update(layer_types=["full_attention"] * 3)),
-    "window": ("dflash anchor first", lambda config: config.update(sliding_window=3)),
-    "mask token of P-EAGLE": ("p_eagle", lambda config: config.update(pard_token=9)),
-    "residual": ("p_eagle", lambda config: config.update(norm_before_residual=True)),
-    "layers of P-EAGLE": ("p_eagle", lambda config: config.update(eagle_aux_hidden_state_layer_ids=[2, 3, 4])),
-    "pure slots": ("domino", lambda config: config["dflash_config"].update(pure_draft_prefix_len=2)),
-}
-
-
-@pytest.mark.parametrize("name", TRAPS)
-def test_the_gate_sees_a_setting_that_the_files_lost(target, tmp_path, name):
-    kind, change = TRAPS[name]
-    head = make_head(kind, target)
-    save_head(head, tmp_path, target)
-    parity_gate.check(head, target, PROMPT, saved=tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    change(config)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError):
-        parity_gate.check(head, target, PROMPT, saved=tmp_path)
-
-
-def test_rows_without_a_block_are_numbers_and_change_nothing(target, kind):
-    head, text = make_head(kind, target), PROMPT[:20]
-    some, none = (trained(head, target, text, starts)[0] for starts in ([4, 9], [-1, -1, 4, 9]))
-    assert torch.isfinite(none).all()
-    torch.testing.assert_close(none[2:], some)
-
-
-def test_blocks_do_not_depend_on_how_many_are_read_at_a_time(target, kind, monkeypatch):
-    head, text = make_head(kind, target), PROMPT[:20]
-    whole = trained(head, target, text, None)[0]
-    monkeypatch.setattr(block_attention, "QUERIES", 9)
-    starts = [2, 3, 7, 8, 13]
-    torch.testing.assert_close(trained(head, target, text, starts)[0], whole[starts], atol=1e-4, rtol=1e-4)
+# -- settings ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

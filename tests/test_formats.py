@@ -325,7 +325,11 @@ MUTATIONS: dict[str, list[Mutation]] = {
         *eagle3_mutations("layers.0", "transformer_layer_config"),
         T2D,
         say("norm_before_residual", None, "norm_before_residual, which vLLM takes as true"),
-        say("speculators_model_type", "peagle", "is a P-EAGLE drafter of several layers, which cannot be drafted"),
+        say(
+            "speculators_model_type",
+            "peagle",
+            "names no pard_token, the token that is read where a draft has no text yet",
+        ),
         say("speculators_model_type", "eagle9", "speculators_model_type=eagle9"),
         say(IDS, [2, 4, 9], r"reads hidden states \[2, 4, 9\]"),
         say("norm_before_fc", False, "input_norm.weight belongs to no layer"),

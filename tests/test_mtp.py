@@ -83,6 +83,8 @@ def test_a_head_starts_from_the_layer_that_the_target_ships(shipping):
         _, drafted = parity_gate.drafted_logits(head, shipping, TEXT[:cut], TEXT[cut])
         torch.testing.assert_close(drafted[0], shipping.logits(out)[0, cut - 1], atol=1e-4, rtol=1e-4)
     assert parity_gate.check(head, shipping, TEXT) < 1e-3
+    as_it_is = load_head(shipping.name, shipping, dtype=torch.float32)  # the target's own directory is a head's too
+    torch.testing.assert_close(as_it_is.state_dict(), head.state_dict())
 
 
 @torch.no_grad()

@@ -50,6 +50,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hass": {"kind": "eagle", "depth": 3},
 }
 KINDS = sorted({*names("head"), *OVERRIDES})
+BLOCK_KINDS = [
+    name for name in KINDS if name.split()[0] in ("dflash", "dflash2", "jetspec", "dspark", "domino", "p_eagle")
+]
 
 
 def build_head(kind: str, target: Target, **overrides: Any) -> DraftHead:
