@@ -26,7 +26,7 @@ COMPILE_SECONDS = 5  # of a processor
 TRIAL = f"""import resource, sys
 from llguidance import LLMatcher
 resource.setrlimit(resource.RLIMIT_CPU, ({COMPILE_SECONDS}, {COMPILE_SECONDS}))
-print(LLMatcher.validate_grammar(sys.stdin.read()))
+LLMatcher.validate_grammar(sys.stdin.buffer.read().decode())
 """
 # A model may write its JSON over several lines. Without a bound it may also write white space for ever.
 JSON_OPTIONS: Any = {"whitespace_pattern": "[ \\n\\r\\t]{0,32}"}
@@ -85,15 +85,15 @@ class Grammars:
     def compile(self, grammar: str) -> Grammar:
         from llguidance import LLMatcher
 
-        if subprocess.run([sys.executable, "-c", TRIAL], input=grammar, capture_output=True, text=True).returncode:
+        trial = subprocess.run([sys.executable, "-c", TRIAL], input=grammar.encode(), capture_output=True)
+        if trial.returncode < 0:  # ended by a signal; what else is wrong the next lines find out
             raise ValueError(f"the grammar takes more than {COMPILE_SECONDS} seconds to compile: make it simpler")
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds grammars that no text follows
         if matcher.is_error():
-            endless = matcher.stop_reason() == "NoExtensionBias"
-            reason = "no text follows it" if endless else matcher.get_error().split("<state>")[0]
-            reason = " ".join(reason.split())
+            reason = " ".join(matcher.get_error().split("<state>")[0].split())
+            reason = "no text follows it" if reason == "NoExtensionBias" else reason
             raise ValueError(f"the grammar cannot be compiled: {reason[:300]}")
         return Grammar(matcher, self.eos_token_ids)
 
