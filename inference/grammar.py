@@ -8,7 +8,10 @@ grammar forbids is never the target's choice, and is rejected as any other. Gram
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +19,15 @@ from torch import Tensor
 
 from heads.target import Target
 
-MAX_SIZE = 2**16  # characters of a schema; llguidance bounds what its rules may cost, to compile and in every step
+MAX_SIZE = 2**16  # characters of a schema
+COMPILE_SECONDS = 5  # of a processor
+# llguidance bounds the cost of every step, but not that of finding out whether patterns exclude each other: a dozen of them
+# take seconds, two dozen hours. So a process that can be ended tries first.
+TRIAL = f"""import resource, sys
+from llguidance import LLMatcher
+resource.setrlimit(resource.RLIMIT_CPU, ({COMPILE_SECONDS}, {COMPILE_SECONDS}))
+LLMatcher.validate_grammar(sys.stdin.buffer.read().decode())
+"""
 # A model may write its JSON over several lines. Without a bound it may also write white space for ever.
 JSON_OPTIONS: Any = {"whitespace_pattern": "[ \\n\\r\\t]{0,32}"}
 
@@ -41,6 +52,7 @@ class Grammars:
         if not self.eos_token_ids:
             raise ValueError(f"a grammar ends a text by an end token, and {target.name} has none")
         self.tokenizer = from_tokenizer(target.text_tokenizer, target.vocab_size, self.eos_token_ids)
+        self.compiled = lru_cache(64)(self.compile)
 
     def json_schema(self, schema: dict[str, Any]) -> Grammar:
         """JSON of this schema. Raises ValueError for what is no schema, what is not done here, and what is too large."""
@@ -70,16 +82,18 @@ class Grammars:
         if len(text) > MAX_SIZE:
             raise ValueError(f"the grammar has {len(text)} characters, more than the {MAX_SIZE} that are compiled here")
 
-    def compiled(self, grammar: str) -> Grammar:
+    def compile(self, grammar: str) -> Grammar:
         from llguidance import LLMatcher
 
+        trial = subprocess.run([sys.executable, "-c", TRIAL], input=grammar.encode(), capture_output=True)
+        if trial.returncode < 0:  # ended by a signal; what else is wrong the next lines find out
+            raise ValueError(f"the grammar takes more than {COMPILE_SECONDS} seconds to compile: make it simpler")
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds grammars that no text follows
         if matcher.is_error():
-            endless = matcher.stop_reason() == "NoExtensionBias"
-            reason = "no text follows it" if endless else matcher.get_error().split("<state>")[0]
-            reason = " ".join(reason.split())
+            reason = " ".join(matcher.get_error().split("<state>")[0].split())
+            reason = "no text follows it" if reason == "NoExtensionBias" else reason
             raise ValueError(f"the grammar cannot be compiled: {reason[:300]}")
         return Grammar(matcher, self.eos_token_ids)
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from heads import Target
 from train.cli import entry
 
 
@@ -34,12 +33,12 @@ def main(cfg: DictConfig) -> None:
     drafter = instantiate(cfg.drafter, target=target)
     limits = cfg.max_rows, cfg.max_waiting, cfg.timeout, cfg.cache_gib
     worker = Worker(target, drafter, *limits, cfg.prefill_chunk, cfg.prefix_cache_gib)
-    app = create_app(worker, model_name(cfg, target), cfg.max_tokens, cfg.max_body, api_key, log)
+    app = create_app(worker, model_name(cfg, target.name), cfg.max_tokens, cfg.max_body, api_key, log)
     run(app, cfg.host, cfg.port, cfg.drain)
 
 
-def model_name(cfg: DictConfig, target: Target) -> str:
-    return cfg.model or (Path(target.name).name if Path(target.name).exists() else target.name)
+def model_name(cfg: DictConfig, target: str) -> str:
+    return cfg.model or (Path(target).name if Path(target).exists() else target)
 
 
 def hand_over(cfg: DictConfig, api_key: str | None) -> None:
@@ -51,7 +50,7 @@ def hand_over(cfg: DictConfig, api_key: str | None) -> None:
             f"log_accepted={cfg.log_accepted}: vLLM tells nobody which drafts it rejected; engine=foredraft does"
         )
     target = instantiate(cfg.target)
-    name = model_name(cfg, target)
+    name = model_name(cfg, target.name)
     become(program, serve_command(target, cfg.drafter.spec, name, cfg.host, cfg.port, cfg.max_rows), api_key)
 
 

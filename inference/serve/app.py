@@ -72,9 +72,9 @@ class Service:
         self.metrics = Metrics(worker)
         self.target = worker.target
         self.encoder, self.encoding = PromptEncoder(self.target), ThreadPoolExecutor(1, "tokenizer")
-        # Of its own: a schema that takes a second to compile holds up nobody who has none.
+        # Of their own: a schema that takes seconds to compile holds up nobody.
         self.grammars: Grammars | None = None
-        self.compiling = ThreadPoolExecutor(1, "grammar")
+        self.compiling = ThreadPoolExecutor(4, "grammar")
 
     def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [{"id": self.name, "object": "model", "created": 0, "owned_by": "foredraft"}]}

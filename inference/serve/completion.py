@@ -50,7 +50,7 @@ class Choice:
         self.ids += output.tokens
         if output.accepted is not None:
             self.accepted.append(output.accepted)
-            self.drafted.append(output.depth)
+            self.drafted.append(min(output.depth, output.nodes - 1))
             self.gained += len(output.tokens)
         if self.tools is not None:
             text = self.tools.push(text)
