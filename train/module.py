@@ -40,6 +40,7 @@ class DistillationModel(nn.Module):
         self.chunk = chunk or max(ROWS, CHUNK // target.vocab_size)
         self.target: Target = target  # frozen, and no module: not a part of this one's state
         self.top_k = False  # are answers the target's k largest logits (features=disk, top_k)?
+        self.weights: Tensor | None = None  # of the batch
         self.progress = 0.0  # share of the training that is done; HeadTrainer sets it
         # (depth,) drafts in the loss of the whole step, over all its batches and processes, which HeadTrainer counts; None
         # where one batch is the whole step.
@@ -54,9 +55,12 @@ class DistillationModel(nn.Module):
         documents: Tensor,
         positions: Tensor,
         starts: Tensor | None = None,
+        weights: Tensor | None = None,
         **stored: Tensor,
     ) -> Outcome:
-        """stored: the features of the batch, where they come from disk (train/features/disk.py)."""
+        """weights: (batch, length) float32, of the drafts of each token in the loss. stored: the features of the batch, where
+        they come from disk (train/features/disk.py)."""
+        self.weights = weights
         return self.learn(PackedBatch(tokens, loss_mask, documents, positions, starts), stored)
 
     def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
@@ -76,19 +80,20 @@ class DistillationModel(nn.Module):
         counted = counted[:, rows]
         states = [out.flatten(0, 1)[rows] for out in outs]
         last = last.roll(-1, dims=1).flatten(0, 1)[rows]  # the answer for slot p is the target's distribution at p + 1
+        weights = None if self.weights is None else self.weights.roll(-2, dims=1).flatten()[rows]
         small = len(rows) * len(outs) * self.target.vocab_size <= SMALL
         sums = torch.zeros(2, len(outs), device=features.device)
         for start in range(0, max(1, len(rows)), self.chunk):  # at least once: every weight must have a gradient
             part = slice(start, start + self.chunk)
-            some = [state[part] for state in states]
+            some = [None if weights is None else weights[part], *(state[part] for state in states)]
             if small:
                 sums = sums + self.chunk_loss(last[part], counted[:, part], *some)
             else:
                 sums = sums + checkpoint(self.chunk_loss, last[part], counted[:, part], *some, use_reentrant=False)
         losses, hits = sums
         counts = counted.sum(1)
-        weights = self.depth_decay ** torch.arange(len(outs), device=features.device)
-        loss = (weights * losses / (counts if self.num_items is None else self.num_items).clamp(min=1)).sum()
+        decay = self.depth_decay ** torch.arange(len(outs), device=features.device)
+        loss = (decay * losses / (counts if self.num_items is None else self.num_items).clamp(min=1)).sum()
         return Outcome(loss, hits.detach(), counts)
 
     def rows(self, counted: Tensor) -> Tensor:
@@ -99,7 +104,7 @@ class DistillationModel(nn.Module):
         """The features that the head reads (batch, length, width), and the last hidden state, which gives the answers."""
         return read(self.target, text, self.head.layers)
 
-    def chunk_loss(self, last: Tensor, counted: Tensor, *states: Tensor) -> Tensor:
+    def chunk_loss(self, last: Tensor, counted: Tensor, weights: Tensor | None, *states: Tensor) -> Tensor:
         """Per depth: sum of losses and number of hits, (2, depth)."""
         last = last.detach()  # no gradient reaches the target through its answers (train/joint.py)
         answer, best, able = self.answers(last)
@@ -108,7 +113,8 @@ class DistillationModel(nn.Module):
             draft = self.head.logits(state, depth)
             learned = counts & able
             hits = (self.head.to_target_ids(draft.argmax(-1)) == best) & counts
-            loss = torch.where(learned, self.loss(Prediction(draft, state), Prediction(answer, last)), 0.0).sum()
+            losses = self.loss(Prediction(draft, state), Prediction(answer, last))
+            loss = torch.where(learned, losses if weights is None else weights * losses, 0.0).sum()
             sums.append(torch.stack([loss, hits.sum().to(loss.dtype)]))
         return torch.stack(sums, dim=1)
 
@@ -141,5 +147,5 @@ class DistillationModel(nn.Module):
         """The same objective for other weights, which is no part of what trains."""
         other = copy.copy(self)
         other._modules = self._modules | {"head": head}
-        other.num_items, other.top_k = None, False
+        other.num_items, other.weights, other.top_k = None, None, False
         return other

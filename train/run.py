@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
 from heads import hub
-from heads.base import DraftHead
+from heads.base import BlockHead, DraftHead
 from heads.target import Target
 from inference.drafters import drafter_for
 from inference.evaluation.measure import acceptance
@@ -102,6 +102,8 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     head = instantiate(cfg.head, target=target, **more)
     if cfg.init_from is not None:
         head = init_from(cfg.init_from, head, target)
+    if data.train.weights is not None and isinstance(head, BlockHead):
+        raise ValueError(f"data.rejection_weight is for heads that learn token by token: head={head.kind} takes 1")
     args = arguments(cfg.trainer, target, **instantiate(cfg.strategy.arguments, _convert_="all"))
     if distributed.rank() == 0 or target.reads_collectively:
         check_saving(head, target, data.train)

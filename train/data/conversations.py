@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from train.data.chat_template import ChatFormat
 from train.data.corpus import Corpus
 from train.data.documents import Document, Documents
 from train.data.encoding import Encoder, encode
@@ -58,7 +57,6 @@ def corpus(
 def assemble(encoded: list[Any], encoders: Sequence[Encoder], weights: list[float] | None, test_share: float) -> Corpus:
     """The corpus of encoded sets. Raises ValueError where nothing in it can be trained on."""
     import datasets  # seconds to import, which most runs need not wait for
-    import pyarrow.compute as pc
 
     whole = datasets.concatenate_datasets(encoded)
     path = ", ".join(encoder.source.path for encoder in encoders)
@@ -85,9 +83,8 @@ def assemble(encoded: list[Any], encoders: Sequence[Encoder], weights: list[floa
         card["weights"] = ", ".join(map(str, weights))
     if not len(trained):
         raise ValueError(f"data.weights={weights} leaves nothing to train on")
-    if (pc.binary_length(raws).to_numpy()[good] == 0).any():
-        encoder = encoders[0]
-        card["template"] = ChatFormat(encoder.tokenizer, encoder.template, encoder.thinking).name
+    if encoders[0].form is not None:
+        card["template"] = encoders[0].form.name
     for_validation, for_test = (
         HeldOut(documents.select(good[part]), raws.take(good[part])) for part in (validation, test)
     )

@@ -12,18 +12,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 BLOCK = 1 << 22  # tokens that are looked at together
+REJECTED = 2  # the flag of a token of the loss where a draft was rejected (train/data/accepted.py)
 
 
 class Document(NamedTuple):
     tokens: list[int]
-    loss_mask: list[bool]  # is this token the target's to write? All of raw text is
+    loss_mask: Sequence[int]  # is this token the target's to write? All of raw text is
 
 
 class Documents(Sequence[Document]):
     """Document n is tokens[chunk[n]][begin[n] : begin[n] + sizes[n]], and the same stretch of `flags`.
 
     tokens: int32 arrays. flags: uint8 arrays, 0 where a token is not in the loss. chunk, begin, sizes: (documents,) int64.
+    weights: of the loss of a token, by its flag; None weighs all alike.
     """
+
+    weights: np.ndarray | None = None
 
     def __init__(
         self,
@@ -87,7 +91,9 @@ class Documents(Sequence[Document]):
 
     def select(self, numbers: np.ndarray) -> "Documents":
         """These documents, in this order, of the same arrays."""
-        return Documents(self.tokens, self.flags, self.chunk[numbers], self.begin[numbers], self.sizes[numbers])
+        found = Documents(self.tokens, self.flags, self.chunk[numbers], self.begin[numbers], self.sizes[numbers])
+        found.weights = self.weights
+        return found
 
     def blocks(self) -> Iterator[tuple[range, np.ndarray, np.ndarray]]:
         """Numbers, tokens and flags (copies, end to end) of some BLOCK tokens at a time."""

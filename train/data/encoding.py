@@ -19,29 +19,34 @@ from transformers import PreTrainedTokenizerBase
 from train.data.chat_template import ChatFormat, template_file
 from train.data.corpus import tokenize
 from train.data.documents import Document
-from train.data.sources import Message, Row, Shard, SkippedRow, Source
+from train.data.sources import Row, Shard, SkippedRow, Source
 
 CODE = ("sources", "chat_template", "corpus", "encoding")  # what makes documents of rows
 TRIED = 256  # rows that are encoded before all others, to see whether the template fits
 
 
 class Encoder:
-    """Rows of a source as documents. `Accepted` (train/data/accepted.py) has rows of another kind."""
+    """Rows of a source as documents. (train/data/accepted.py has rows of another kind.)"""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: Source, template: str | None, thinking: bool | None):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        source: Source,
+        template: str | None = None,
+        thinking: bool | None = None,
+    ):
         self.tokenizer, self.source, self.template, self.thinking = tokenizer, source, template, thinking
         self.form: ChatFormat | None = None
 
     def digest(self) -> str:
         """Of all that decides the documents."""
-        code = b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in CODE)
         words = self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else self.tokenizer.name_or_path
         file = template_file(self.template) if self.template else None
         written = file.read_text() if file is not None and file.is_file() else self.tokenizer.chat_template
         settings = repr((self.source.digest(), written, self.thinking, self.tokenizer.special_tokens_map, words))
-        return hashlib.sha256(code + settings.encode()).hexdigest()[:16]
+        return hashlib.sha256(hash_of_code(CODE) + settings.encode()).hexdigest()[:16]
 
-    def documents(self, row: Row) -> tuple[list[Document], list[Message] | str]:
+    def documents(self, row: Row) -> tuple[list[Document], Any]:
         """A row's documents (a thinking model's conversation can give several), and the conversation or text that they were
         made of. Raises SkippedRow, and ValueError where the template fits no row."""
         messages = self.source.conversation(row)
@@ -131,6 +136,11 @@ def encode(encoder: Encoder, cache_dir: str | None, num_proc: int | None) -> Any
         )
     except datasets.exceptions.DatasetGenerationError as error:
         raise error.__cause__ or error from None
+
+
+def hash_of_code(names: tuple[str, ...]) -> bytes:
+    """Of these files of this folder."""
+    return hashlib.sha256(b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in names)).digest()
 
 
 def key(messages: Any) -> int:

@@ -96,7 +96,7 @@ class Packed(Dataset):
         first = int(self.rows[row]) * self.length
         last = first + self.length
         tokens, documents = np.zeros(self.length, np.int64), np.full(self.length, -1, np.int64)
-        loss_mask, positions = np.zeros(self.length, bool), np.zeros(self.length, np.int64)
+        flags, positions = np.zeros(self.length, np.uint8), np.zeros(self.length, np.int64)
         pieces = range(
             max(0, int(np.searchsorted(self.starts, first, "right")) - 1), int(np.searchsorted(self.starts, last))
         )
@@ -106,10 +106,12 @@ class Packed(Dataset):
             begin, end = max(first, start), min(last, start + int(self.sizes[piece]))
             if begin < end:
                 place, filled = slice(begin - first, end - first), end - first
-                tokens[place], loss_mask[place] = self.store.stretch(number, begin - start, end - start)
+                tokens[place], flags[place] = self.store.stretch(number, begin - start, end - start)
                 documents[place], positions[place] = number, np.arange(end - begin)
         positions[filled:] = np.arange(self.length - filled)
-        found = {"tokens": tokens, "loss_mask": loss_mask, "documents": documents, "positions": positions}
+        found = {"tokens": tokens, "loss_mask": flags > 0, "documents": documents, "positions": positions}
+        if self.store.weights is not None:
+            found["weights"] = self.store.weights[flags].astype(np.float32)
         return {name: torch.from_numpy(value) for name, value in found.items()}
 
 

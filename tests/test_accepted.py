@@ -1,0 +1,81 @@
+"""Continual training on a server's log: which tokens stand where drafts were rejected, and what they weigh."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads import Target
+from heads.medusa import MedusaHead
+from tests.support.batches import batch_of
+from tests.support.processes import SMALL, complaint, printed
+from train import losses
+from train.data.accepted import corpus
+from train.data.documents import REJECTED
+from train.data.packing import Packed
+from train.module import DistillationModel
+
+
+def log(path: Path, count: int) -> Path:
+    torch.manual_seed(3)
+    rows = []
+    for number in range(count):
+        prompt, ids = torch.randint(1, 250, (6,)).tolist(), torch.randint(1, 250, (12,)).tolist()
+        # 1 of the prompt's step, then 3, 1, 4 (nothing rejected) and 3 tokens.
+        steps = {"accepted": [2, 0, 3, 2], "drafted": [3, 3, 3, 3]}
+        rows.append({"id": f"r{number}", "created": 0, "prompt_ids": prompt, "ids": ids, **steps})
+    rows += [{"id": "x", "created": 0, "prompt_ids": None, "ids": None, "accepted": [1], "drafted": [2]}, {"other": 1}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_token_in_the_place_of_a_rejected_draft_is_marked(target: Target, tmp_path: Path):
+    data = corpus(target.tokenizer, str(log(tmp_path / "log.jsonl", 30)), cache_dir=str(tmp_path), test_share=0.1)
+    assert data.card["rows"] == 32 and data.card["used"] == 30
+    assert {reason.split(":")[0]: n for reason, n in data.card["dropped"].items()} == {
+        "no tokens in it": 1,
+        "no request as a server logs it": 1,
+    }
+    for number in range(len(data.train)):
+        _, flags = data.train.stretch(number, 0, 18)
+        assert flags.tolist() == [0] * 6 + [1, 1, 1, REJECTED, REJECTED, 1, 1, 1, 1, 1, 1, REJECTED]
+    assert data.card["rejected_share"] == 0.25
+    weights = data.train.weights
+    assert weights is not None and weights[2] == 2 * weights[1]
+    assert 0.75 * weights[1] + 0.25 * weights[2] == pytest.approx(1.0)
+    assert corpus(target.tokenizer, str(tmp_path / "log.jsonl"), 1.0, cache_dir=str(tmp_path)).train.weights is None
+    with pytest.raises(ValueError, match=r"data\.rejection_weight=0 must be above 0"):
+        corpus(target.tokenizer, str(tmp_path / "log.jsonl"), 0, cache_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+def test_the_loss_of_a_draft_has_the_weight_of_the_token_that_it_names(target: Target, tmp_path: Path, chunk: int):
+    data = corpus(target.tokenizer, str(log(tmp_path / "log.jsonl", 8)), 5.0, cache_dir=str(tmp_path), test_share=0.2)
+    batch = batch_of(Packed(data.train, 36, seed=0, long="truncate"))
+    model = DistillationModel(MedusaHead.for_target(target, 1), target, losses.soft, chunk=chunk)
+    found = model(**batch).loss
+    whole = plain = count = 0.0
+    for row, document in (
+        (r, d) for r in range(len(batch["tokens"])) for d in batch["documents"][r].unique() if d >= 0
+    ):
+        alone = {name: value[row][batch["documents"][row] == document][None] for name, value in batch.items()}
+        weights = alone.pop("weights")
+        for place in range(2, 18):
+            if alone["loss_mask"][0, place]:
+                one = torch.zeros_like(alone["loss_mask"])
+                one[0, place] = True
+                loss = model(**alone | {"loss_mask": one}).loss.item()
+                whole, plain, count = whole + weights[0, place].item() * loss, plain + loss, count + 1
+    assert found.item() == pytest.approx(whole / count, rel=1e-4) != pytest.approx(plain / count, rel=1e-3)
+
+
+def test_a_run_on_a_log(here, tiny_path: Path, tmp_path: Path):
+    file = log(tmp_path / "log.jsonl", 60)
+    given = [*(word for word in SMALL if word != "data=text"), "data=accepted", f"data.path={file}", "output_dir=out"]
+    fast = ["trainer.max_steps=3", "evaluate.eval_steps=0", "evaluate.proof=false", "evaluate.timed_prompts=1"]
+    ended = here(*given, *fast, f"target.path={tiny_path}", "head=medusa", "data.test_share=0.1")
+    assert ended.code == 0, ended.err
+    assert len(printed(ended.out)) == 3 and "rejected share" in ended.out
+    said = complaint(here(*given, *fast, f"target.path={tiny_path}", "head=dflash", "output_dir=other"))
+    assert said.startswith("data.rejection_weight is for heads that learn token by token")
