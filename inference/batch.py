@@ -2,7 +2,7 @@
 next. Rows join with their prompts read, and leave when they have ended."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch.nn.functional import pad
 from heads.target import Target, TargetCache
 from heads.target.cache import to_device
 from inference.drafters.base import Accepted, Drafter, root_only, select
+from inference.prefill import LastPositions, Prompts
+from inference.prefix_cache import PrefixCache
 from inference.request import Request, Row
 from inference.target_sampler import RuleSampler, TargetSampler
 from inference.trace import Trace, trace_rows
@@ -35,6 +37,8 @@ class Batch:
         self.rule, self.lossless, self.max_cache_tokens = rule, lossless, max_cache_tokens
         self.rows: list[Row] = []
         self.cache: TargetCache | None = None
+        self.sampler: TargetSampler
+        self.accepted: Accepted  # what the drafter reads next
         self.ended: tuple[list[bool], Tensor] | None = None  # which rows had, and the same on the device (batch, 1)
 
     def unfinished(self) -> list[int]:
@@ -58,63 +62,57 @@ class Batch:
         assert self.cache is not None, "a step without a row"
         return self.cache
 
-    def prefill(self, new: Sequence[Row]) -> list[Output]:
-        """Finished rows leave, new ones join; their prompts are read and their first tokens chosen."""
-        staying = self.unfinished()
-        self.rows = [self.rows[number] for number in staying] + [*new]
-        rows = [*staying, *[None] * len(new)]
-        drafter_keeps_rows = self.cache is not None
-        cache = self.rearrange(rows)
-        chosen, traces, features, lengths = self.read_prompts(cache.narrow(len(staying), len(new)), new)
-        cache.set_lengths(cache.lengths[: len(staying)] + lengths)
-        outputs = self.fail([*[False] * len(staying), *(token is None for token in chosen)], 1)
-        for row, token in zip(new, chosen, strict=True):
-            if token is not None:
-                added = row.extend([token])
-                outputs.append(Output(row.request, added, None, 1, row.finish_reason, traces.get(row.request)))
-        self.sampler = self.new_sampler(self.rows)
-        if drafter_keeps_rows:
-            self.drafter.select_rows(rows, cache.capacity, self.sampler.sampling)
-        else:
-            self.drafter.begin(len(rows), cache.capacity, self.sampler.sampling)
-        self.accepted = self.join(staying, new, features, lengths)
+    def join(self, prompts: Prompts, last: LastPositions) -> list[Output]:
+        """The rows of prompts that have been read get their first tokens, and join where their texts go on; finished rows
+        leave."""
+        chosen, traces = self.first_tokens(prompts, last)
+        outputs = []
+        for row, token in zip(prompts.rows, chosen, strict=True):
+            if row.finish_reason is not None:  # cancelled meanwhile
+                continue
+            if token is None:
+                row.finish_reason = "error"
+            added = [] if token is None else row.extend([token])
+            outputs.append(Output(row.request, added, None, 1, row.finish_reason, traces.get(row.request)))
+        new = [number for number, row in enumerate(prompts.rows) if row.finish_reason is None]
+        if new:
+            self.add(prompts, new, last.reading.features)
         return outputs
 
-    def read_prompts(
-        self, cache: TargetCache, rows: Sequence[Row]
-    ) -> tuple[list[int | None], dict[Request, Trace], Tensor, list[int]]:
-        """Each row's first token (None where a logit was not a number) and traces, the features (rows, longest, width), and
-        the prompts' lengths."""
-        lengths, device = [len(row.text) for row in rows], self.target.device
-        longest = max(lengths)
-        tokens = torch.tensor([row.text + [0] * (longest - len(row.text)) for row in rows], device=device)
-        last = tokens.new_tensor(lengths)[:, None] - 1
-        reading = self.target.read_prompts(tokens, lengths, cache, self.drafter.layers)
-        cache.set_lengths(lengths)
-        sampler = self.new_sampler(rows)
-        roots = root_only(Accepted(tokens.gather(1, last), reading.features, [1] * len(rows), []))
-        verification, broken = sampler.verify(reading.logits, roots, sampler.gumbel(cache.starts, 1), 0, cache.graphs)
+    def first_tokens(self, prompts: Prompts, last: LastPositions) -> tuple[list[int | None], dict[Request, Trace]]:
+        """The first token after each prompt, None where a logit was not a number, and traces."""
+        sampler, rows, logits = self.new_sampler(prompts.rows), prompts.rows, last.reading.logits
+        roots = root_only(Accepted(last.tokens, last.reading.features, [1] * len(rows), []))
+        gumbel = sampler.gumbel(prompts.cache.starts, 1)
+        verification, broken = sampler.verify(logits, roots, gumbel, 0, prompts.cache.graphs)
         bad, _, _, written = to_host(verification, broken)
-        chosen = [None if is_bad else first[0] for is_bad, first in zip(bad, written, strict=True)]
-        return chosen, trace_rows(rows, roots, verification, reading.logits), reading.features, lengths
+        chosen = [None if is_bad else tokens[0] for is_bad, tokens in zip(bad, written, strict=True)]
+        return chosen, trace_rows(rows, roots, verification, logits)
 
-    def join(self, staying: list[int], new: Sequence[Row], features: Tensor, lengths: list[int]) -> Accepted:
-        """What drafters read next: of rows that stay what they were to read, of new ones their whole prompts. A position's
-        features go with the token after it, so the tokens are those of a prompt from the second up to the root."""
-        rows = [row.text[1 : length + 1] for row, length in zip(new, lengths, strict=True)]
-        rows = [row + [0] * (max(lengths) - len(row)) for row in rows]  # one that failed has no root
-        tokens = torch.tensor(rows, device=features.device)
-        fresh = Accepted(tokens, features, lengths, [row.text for row in new])
-        parts = (
-            [(self.accepted, staying), (fresh, list(range(len(new))))] if staying else [(fresh, list(range(len(new))))]
-        )
-        width = max(part.tokens.shape[1] for part, _ in parts)
-        return Accepted(
-            torch.cat([pad(part.tokens[chosen], (0, width - part.tokens.shape[1])) for part, chosen in parts]),
-            torch.cat([pad(part.features[chosen], (0, 0, 0, width - part.tokens.shape[1])) for part, chosen in parts]),
-            [part.counts[number] for part, chosen in parts for number in chosen],
-            [part.text[number] for part, chosen in parts for number in chosen],
-        )
+    def add(self, prompts: Prompts, new: list[int], features: Tensor) -> None:
+        """These of the rows that have been read join the batch. features: (rows, 1, width), of the positions before their
+        roots."""
+        staying, rows = self.unfinished(), [prompts.rows[number] for number in new]
+        self.rows = [*(self.rows[number] for number in staying), *rows]
+        order = [*staying, *[None] * len(new)]
+        self.sampler = self.new_sampler(self.rows)
+        begun = self.cache is not None
+        if self.cache is None and len(new) == len(prompts.rows):
+            self.cache = prompts.cache
+        else:
+            cache: Any = self.rearrange(order)
+            cache.adopt(len(staying), prompts.cache, new)
+        capacity, sampling = self.open_cache().capacity, self.sampler.sampling
+        if begun:
+            self.drafter.select_rows(order, capacity, sampling)
+        else:
+            self.drafter.begin(len(order), capacity, sampling)
+        for reader, cache in zip(self.drafter.readers, prompts.caches, strict=True):
+            assert reader.cache is not None
+            reader.cache.adopt(len(staying), cache, new)
+        roots = features.new_tensor([[row.text[-1]] for row in rows], dtype=torch.int64)
+        fresh = Accepted(roots, features[new], [1] * len(new), [row.text for row in rows])
+        self.accepted = stacked(select(self.accepted, [*staying]), fresh) if staying else fresh
 
     @torch.inference_mode()
     def drop_finished(self) -> None:
@@ -128,6 +126,20 @@ class Batch:
         self.sampler = self.new_sampler(self.rows)
         self.drafter.select_rows([*staying], cache.capacity, self.sampler.sampling)
         self.accepted = select(self.accepted, [*staying])
+
+    def cache_for_prompts(self, rows: Sequence[Row]) -> TargetCache:
+        """For rows that are to join: the batch's own where there is none yet."""
+        if self.cache is None:
+            return self.target.acquire_cache(len(rows), self.capacity(rows))
+        return self.target.new_cache(len(rows), max(len(row.text) for row in rows))
+
+    def keep(self, prefixes: PrefixCache, root: int, stepped: Sequence[bool]) -> None:
+        """Texts that have ended in this step go into the prefix cache: a conversation goes on from them."""
+        for number, row in enumerate(self.rows):
+            if stepped[number] and row.finish_reason in ("stop", "length"):
+                readers = self.drafter.readers
+                caches: Any = [self.cache, *(reader.cache for reader in readers)]
+                prefixes.store(root, row.text, caches, [0, *(reader.lag for reader in readers)], number)
 
     def rearrange(self, rows: list[int | None]) -> TargetCache:
         """The cache for a batch of these of its rows, None being a new one."""
@@ -154,3 +166,13 @@ class Batch:
     def new_sampler(self, rows: Sequence[Row]) -> TargetSampler:
         facts = rows, self.target.vocab_size, self.target.device
         return TargetSampler(*facts) if self.rule == "coupled" else RuleSampler(self.rule, self.lossless, *facts)
+
+
+def stacked(first: Accepted, second: Accepted) -> Accepted:
+    """The rows of both, one after the other."""
+    width = max(first.tokens.shape[1], second.tokens.shape[1])
+    tokens = [pad(part.tokens, (0, width - part.tokens.shape[1])) for part in (first, second)]
+    features = [pad(part.features, (0, 0, 0, width - part.tokens.shape[1])) for part in (first, second)]
+    return Accepted(
+        torch.cat(tokens), torch.cat(features), [*first.counts, *second.counts], [*first.text, *second.text]
+    )

@@ -5,11 +5,11 @@
     while engine.has_work:
         for output in engine.step(): ...
 
-A step reads the target once: either the prompts of the requests that have joined, or a tree of drafts after every row's
-text. On a GPU its stages are captured as CUDA graphs (heads/target/cuda_graphs.py); the step does not know.
+A step reads the target once: either prompts of requests that are to join (inference/prefill.py), or a tree of drafts after
+every row's text. Where there is both to do, they take turns. On a GPU the stages of a decoding step are captured as CUDA
+graphs (heads/target/cuda_graphs.py); the step does not know.
 """
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -20,31 +20,15 @@ from torch import Tensor
 
 from heads.target import Reading, Target, TargetCache
 from inference.batch import Batch, Output
+from inference.clock import Clock
 from inference.drafters.base import Accepted, Drafter, NoDrafter
 from inference.drafters.chain import readable
+from inference.prefill import Prompts
+from inference.prefix_cache import PrefixCache
 from inference.request import Request, Row, StoppingCriteria
 from inference.trace import trace_rows
 from inference.tree import TokenTree, padded
 from inference.verify import Verification, to_host
-
-
-class Clock:
-    """Seconds per stage of a step. Waits for the device at every lap, so it costs time and is off by default."""
-
-    def __init__(self, device: torch.device, enabled: bool):
-        self.device, self.enabled, self.last = device, enabled, time.perf_counter()
-        self.seconds = dict.fromkeys(("draft", "read", "verify", "commit", "host"), 0.0) if enabled else {}
-
-    def start(self) -> None:
-        self.last = time.perf_counter()
-
-    def lap(self, stage: str) -> None:
-        if self.enabled:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            now = time.perf_counter()
-            self.seconds[stage] += now - self.last
-            self.last = now
 
 
 class Engine:
@@ -59,14 +43,23 @@ class Engine:
         max_rows: int | None = None,
         timings: bool = False,
         max_cache_tokens: int | None = None,
+        prefill_chunk: int | None = None,
+        prefixes: PrefixCache | None = None,
     ):
         """drafter: None is plain decoding. rule: "coupled", or a published one to compare with
         (inference/acceptance_rules.py); "typical" needs lossless=False, because it changes the text. max_rows: requests
         decoded at a time, others wait; None for no limit. timings: measure where the time goes. max_cache_tokens:
-        entries of the target's cache, rows times capacity, beyond which requests wait as well."""
+        entries of the target's cache, rows times capacity, beyond which requests wait as well. prefill_chunk: most prompt
+        tokens that are read in one step, so that a long prompt does not stall the others; None reads all that there are (as
+        does a target that reads no trees). prefixes: where texts are kept that later ones may begin with; None keeps none."""
         self.target, self.drafter = target, readable(drafter or NoDrafter(), target)
-        self.max_rows, self.max_cache_tokens = max_rows, max_cache_tokens
+        self.max_rows = max_rows
         self.waiting: deque[Row] = deque()
+        self.reading: deque[Prompts] = deque()
+        self.prefilled = False  # did the last step read prompts?
+        self.prefill_chunk = prefill_chunk if target.reads_trees else None
+        self.prefixes = prefixes if target.reads_trees else None
+        self.root = 0 if prefixes is None else prefixes.new_root()
         self.batch = Batch(target, self.drafter, rule, lossless, max_cache_tokens)
         self.clock = Clock(target.device, timings)
 
@@ -86,35 +79,43 @@ class Engine:
                 "included"
             )
         row = Row(request, list(request.prompt), StoppingCriteria(self.target, request))
-        if self.max_cache_tokens is not None and self.batch.capacity([row]) > self.max_cache_tokens:
+        if self.batch.max_cache_tokens is not None and self.batch.capacity([row]) > self.batch.max_cache_tokens:
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} need more than the "
-                f"{self.max_cache_tokens} tokens that the cache has room for: ask for fewer"
+                f"{self.batch.max_cache_tokens} tokens that the cache has room for: ask for fewer"
             )
         return row
 
     def cancel(self, request: Request) -> None:
         """Nothing more comes of it: it waits no longer, or its row is free from the next step on."""
         self.waiting = deque(row for row in self.waiting if row.request is not request)
-        for row in self.batch.rows:
+        for row in self.started():
             if row.request is request and row.finish_reason is None:
                 row.finish_reason = "cancelled"
+        self.reading = deque(prompts for prompts in self.reading if prompts.unfinished())
 
     def preempt(self) -> None:
         """All rows wait again, first in line, to be read anew with their text so far: after an error in a step (out of
         memory, say), what it left behind is forgotten. Texts do not change by it."""
-        self.waiting.extendleft(row for row in reversed(self.batch.rows) if row.finish_reason is None)
+        self.waiting.extendleft(row for row in reversed(self.started()) if row.finish_reason is None)
         self.batch.rows, self.batch.cache = [], None
+        self.reading.clear()
+
+    def started(self) -> list[Row]:
+        """Rows that wait no longer: those that are decoded, the finished ones that have not left, and those that are read."""
+        rows = [*self.batch.rows, *(row for prompts in self.reading for row in prompts.rows)]
+        return list({id(row): row for row in rows}.values())  # a step that raised may have left a row in both
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting) or bool(self.batch.unfinished())
+        return bool(self.waiting or self.reading or self.batch.unfinished())
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """One read of the target, and what it gave to each request."""
-        if self.waiting and self.free_rows() > 0:
-            return self.batch.prefill([self.waiting.popleft() for _ in range(self.free_rows())])
+        """One read of the target, and what it gave to each request; nothing where it read a part of a prompt."""
+        self.prefilled = self.prompts_are_next()
+        if self.prefilled:
+            return self.prefill()
         self.clock.start()
         tree, gumbel = self.propose()
         reading = self.read(tree)
@@ -168,18 +169,53 @@ class Engine:
         for row, count, new in zip(self.batch.rows, counts, tokens, strict=True):
             if count:
                 outputs.append(Output(row.request, row.extend(new[:count]), count - 1, nodes, row.finish_reason))
+        if self.prefixes is not None:
+            self.batch.keep(self.prefixes, self.root, [count > 0 for count in counts])
         texts = [row.text for row in self.batch.rows]
         self.batch.accepted = Accepted(verification.tokens[:, :width], features, counts, texts, device_counts)
         self.clock.lap("host")
         return outputs
 
+    def prompts_are_next(self) -> bool:
+        if self.prefilled and self.batch.unfinished():
+            return False
+        self.admit()
+        return bool(self.reading)
+
+    def admit(self) -> None:
+        """Waiting requests for which there is room are to be read together: as many as fit into one chunk, or one."""
+        rows: list[Row] = []
+        free, longest = self.free_rows(), 0
+        while len(rows) < free:
+            longest = max(longest, len(self.waiting[0].text))
+            if rows and self.prefill_chunk is not None and (len(rows) + 1) * longest > self.prefill_chunk:
+                break
+            rows.append(self.waiting.popleft())
+        if rows:
+            self.reading.append(Prompts(rows, self.target, self.drafter, self.batch.cache_for_prompts(rows)))
+
+    def prefill(self) -> list[Output]:
+        """Read prompts, or a chunk of one, in turn; those that have been read join the batch."""
+        prompts = self.reading[0]
+        if self.prefixes is not None and not any(prompts.cache.lengths):
+            prompts.find(self.prefixes, self.root)
+        last = prompts.read(self.prefill_chunk)
+        if last is None:
+            self.reading.rotate(-1)
+            return []
+        outputs = self.batch.join(prompts, last)
+        self.reading.popleft()
+        if self.prefixes is not None:
+            prompts.keep(self.prefixes, self.root)
+        return outputs
+
     def free_rows(self) -> int:
         """How many of the waiting requests may join now, in the order in which they came."""
-        busy = [self.batch.rows[number] for number in self.batch.unfinished()]
+        busy = [row for row in self.started() if row.finish_reason is None]
         free = len(self.waiting) if self.max_rows is None else min(len(self.waiting), self.max_rows - len(busy))
-        if self.max_cache_tokens is not None:
+        if self.batch.max_cache_tokens is not None:
             rows = [*busy, *islice(self.waiting, max(0, free))]
-            while len(rows) > len(busy) and len(rows) * self.batch.capacity(rows) > self.max_cache_tokens:
+            while len(rows) > len(busy) and len(rows) * self.batch.capacity(rows) > self.batch.max_cache_tokens:
                 rows.pop()
             free = len(rows) - len(busy)
         return free

@@ -21,7 +21,8 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(f"{error.name} is not installed: pip install 'foredraft[serve]'") from None
     target = instantiate(cfg.target)
     drafter = instantiate(cfg.drafter, target=target)
-    worker = Worker(target, drafter, cfg.max_rows, cfg.max_waiting, cfg.timeout, cfg.cache_gib)
+    limits = cfg.max_rows, cfg.max_waiting, cfg.timeout, cfg.cache_gib
+    worker = Worker(target, drafter, *limits, cfg.prefill_chunk, cfg.prefix_cache_gib)
     name = cfg.model or (Path(target.name).name if Path(target.name).exists() else target.name)
     api_key = os.environ.get("FOREDRAFT_API_KEY") or None  # not a setting: those show in ps, and in --help
     run(create_app(worker, name, cfg.max_tokens, cfg.max_body, api_key), cfg.host, cfg.port, cfg.drain)

@@ -77,7 +77,7 @@ def test_logits_that_are_not_numbers_end_their_row_alone(target, alone, monkeypa
 
     def poisoned(self, tokens, positions=None, mask=None, cache=None, *args, **kwargs):
         reading = read(self, tokens, positions, mask, cache, *args, **kwargs)
-        if cache is engine.batch.cache and now[0] == when:
+        if cache in [engine.batch.cache, *(prompts.cache for prompts in engine.reading)] and now[0] == when:
             reading.logits[1] = float("nan")
             for block in cache.blocks.values():
                 block[:, :, 1] = float("nan")

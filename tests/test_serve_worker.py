@@ -1,7 +1,6 @@
 """The thread that owns the engine, and text out of tokens as they come."""
 
 import asyncio
-import itertools
 
 import pytest
 import torch
@@ -64,28 +63,28 @@ def test_out_of_memory_is_survived(target, plain, monkeypatch):
     # What a step gave before it ran out is lost: such a request fails, and is not continued with a gap.
     assert all(text == alone or isinstance(text, Failed) for text, alone in zip(texts, plain, strict=True))
 
-    def before(engine: Engine):
-        if len(engine.batch.rows) > 2 or len(engine.batch.rows) + min(2, engine.free_rows()) > 2:
-            engine.batch.rows += [engine.waiting.popleft() for _ in range(max(0, engine.free_rows()))]
-            raise torch.OutOfMemoryError("no memory for three rows")
-        return step(engine)
+    prefill = Engine.prefill
 
-    monkeypatch.setattr(Engine, "step", before)
+    def before(engine: Engine):
+        if len(engine.started()) > 2:
+            raise torch.OutOfMemoryError("no memory for three rows")
+        return prefill(engine)
+
+    monkeypatch.setattr(Engine, "step", step)
+    monkeypatch.setattr(Engine, "prefill", before)
     assert ask(Worker(target, NgramDrafter()), requests()) == plain
 
 
 def test_a_request_that_breaks_the_step_fails_alone(target, plain, monkeypatch):
-    asked, step = requests(), Engine.step
+    asked, prefill = requests(), Engine.prefill
     bad = asked[2]
 
     def checked(engine: Engine):
-        joining = list(itertools.islice(engine.waiting, max(0, engine.free_rows())))
-        if any(row.request is bad for row in [*engine.batch.rows, *joining]):
-            engine.batch.rows += [engine.waiting.popleft() for _ in joining]
+        if any(row.request is bad for row in engine.started()):
             raise RuntimeError("a bug")
-        return step(engine)
+        return prefill(engine)
 
-    monkeypatch.setattr(Engine, "step", checked)
+    monkeypatch.setattr(Engine, "prefill", checked)
     texts = ask(Worker(target, NgramDrafter()), asked)
     assert isinstance(texts[2], Failed) and texts[2].status == 500
     assert [*texts[:2], *texts[3:]] == [*plain[:2], *plain[3:]]

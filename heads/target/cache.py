@@ -93,7 +93,6 @@ class KVCache(Cache):
         self.device, self.capture, self.one_device = torch.device(device), capture, one_device
         self.blocks: dict[tuple, Tensor] = {}
         self.kv_bucket: int | None = None
-        self.parent: tuple[KVCache, int] | None = None  # whose rows these are, and from which on
         self.resize(batch, capacity)
         self.clear()
 
@@ -106,7 +105,6 @@ class KVCache(Cache):
     def rearrange(self, rows: list[int | None], capacity: int) -> None:
         """The batch becomes these of its rows, None being an empty one, with room for `capacity` entries. It copies, and
         what was captured is lost, since it knows addresses only."""
-        assert self.parent is None
         if capacity == self.capacity and len(rows) == self.batch:
             if all(row is None for row in rows):
                 self.clear()
@@ -132,13 +130,29 @@ class KVCache(Cache):
         for block in self.blocks.values():
             block[:, :, row] = 0
 
-    def narrow(self, first: int, count: int) -> "KVCache":
-        """A cache of some rows that lie side by side, in the same memory; its lengths are its own, 0 at first."""
-        if (first, count) == (0, self.batch):
-            return self
-        part = KVCache(len(self.layers), count, self.capacity, self.device)
-        part.parent = self, first
-        return part
+    def adopt(self, first: int, other: "KVCache", rows: list[int]) -> None:
+        """The rows from `first` on, which are empty, become these of another cache's rows."""
+        lengths = [other.lengths[row] for row in rows]
+        for key, block in other.blocks.items():
+            if key not in self.blocks:
+                layers, pair, _, heads, _, dim = block.shape
+                self.blocks[key] = block.new_zeros(layers, pair, self.batch, heads, self.capacity, dim)
+            copied = block[:, :, rows, :, : max(lengths)]
+            self.blocks[key][:, :, first : first + len(rows), :, : max(lengths)] = copied
+        self.set_lengths([*self.lengths[:first], *lengths])
+
+    def copy_out(self, row: int, start: int, end: int) -> dict[tuple, Tensor]:
+        """Copies of a row's entries start .. end - 1, (layers, 1 or 2, heads, entries, dim) each."""
+        return {key: block[:, :, row, :, start:end].clone() for key, block in self.blocks.items()}
+
+    def copy_in(self, row: int, pieces: list[dict[tuple, Tensor]]) -> None:
+        """Write what `copy_out` gave, piece after piece, from the row's first entry on."""
+        for key in pieces[0]:
+            states = torch.cat([piece[key] for piece in pieces], dim=3)
+            if key not in self.blocks:
+                layers, pair, heads, _, dim = states.shape
+                self.blocks[key] = states.new_zeros(layers, pair, self.batch, heads, self.capacity, dim)
+            self.blocks[key][:, :, row, :, : states.shape[3]] = states
 
     def clear(self) -> None:
         """Forget all text. What was captured stays."""
@@ -189,10 +203,6 @@ class KVCache(Cache):
 
     def block(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """This layer's keys and values, a view into the block that layers of its shape share."""
-        if self.parent is not None:
-            cache, first = self.parent
-            whole_keys, whole_values = cache.block(layer, keys, values)
-            return whole_keys[first : first + self.batch], whole_values[first : first + self.batch]
         same = keys.shape[1:2] == values.shape[1:2] and keys.shape[3] == values.shape[3]
         shapes = [(keys, None)] if same else [(keys, "keys"), (values, "values")]
         views = []

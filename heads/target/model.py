@@ -269,14 +269,16 @@ class Target:
     def read_prompts(
         self, tokens: Tensor, lengths: Sequence[int], cache: TargetCache, layers: Sequence[int] = ()
     ) -> Reading:
-        """Read prompts (batch, longest), padded on the right, into an empty cache. logits (batch, 1, vocab): of each row's
-        last token; features (batch, longest, width), those of padding without meaning."""
+        """Read prompts (batch, longest), padded on the right, or a part of them, after what the cache holds; a target that
+        reads no trees reads them whole. logits (batch, 1, vocab): of each row's last token; features (batch, longest, width),
+        those of padding without meaning."""
         if isinstance(cache, StateCache):
             return cache.read_prompts(self, tokens, lengths, layers)
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(len(tokens), -1)
+        positions = cache.starts + torch.arange(tokens.shape[1], device=tokens.device)
         ends = sorted({length - 1 for length in lengths})
-        # Padding stands after the text, where causal attention never looks: no mask is needed, ragged or not.
-        reading = self.read(tokens, positions, None, cache, layers, keep_logits=tokens.new_tensor(ends))
+        # Padding stands after the text, where causal attention never looks: an empty cache needs no mask, ragged or not.
+        mask = cache.causal_mask(tokens.shape[1])
+        reading = self.read_tree(tokens, positions, mask, cache, layers, keep_logits=tokens.new_tensor(ends))
         where = tokens.new_tensor([[ends.index(length - 1)] for length in lengths])
         logits = reading.logits.gather(1, where[:, :, None].expand(-1, -1, reading.logits.shape[-1]))
         return Reading(logits, reading.features)
@@ -293,7 +295,7 @@ class Target:
         mask: Tensor | None,
         cache: TargetCache,
         layers: Sequence[int] = (),
-        keep_logits: int = 0,
+        keep_logits: int | Tensor = 0,
     ) -> Reading:
         """Read draft tokens (batch, nodes) after the cached text; mask (batch, nodes, keys) bool, or None as by
         `KVCache.causal_mask`. A target that reads no trees takes them for a chain.

@@ -95,13 +95,10 @@ class StateCache:
         """Forget all that a row holds, which has ended."""
         self.rows[row] = RowState(finished=True)
 
-    def narrow(self, first: int, count: int) -> "StateCache":
-        """A cache of some rows that lie side by side; its lengths are its own, 0 at first."""
-        if (first, count) == (0, self.batch):
-            return self
-        part = StateCache(count, self.capacity, self.device)
-        part.rows = self.rows[first : first + count]
-        return part
+    def adopt(self, first: int, other: "StateCache", rows: list[int]) -> None:
+        """The rows from `first` on, which are empty, become these of another cache's rows."""
+        self.rows = [*self.rows[:first], *(other.rows[row] for row in rows)]
+        self.set_lengths([*self.lengths[:first], *(other.lengths[row] for row in rows)])
 
     def mask(self, among: Tensor) -> Tensor:
         """As it is: what a token of a chain sees, the model's own masks say."""

@@ -13,7 +13,7 @@ step in a hundred, after twice as many steps each time: a drafter which never he
 import copy
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -75,6 +75,10 @@ class AutoTree(Drafter):
         self.inner.select_rows(rows, capacity, sampling)
         self.waiting = [select(piece, rows) for piece in self.waiting]
         self.plan_for(len(rows))
+
+    @property
+    def readers(self) -> Sequence[GrownTree]:
+        return self.inner.readers
 
     def plan_for(self, batch: int) -> None:
         """Trees for a batch of this size from now on; what they cost is measured when it is met first."""

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -10,9 +10,13 @@ from heads.target.cache import to_device
 from inference.sampling import Sampling
 from inference.tree import TokenTree, chain, from_parents
 
+if TYPE_CHECKING:
+    from inference.drafters.grown import GrownTree
+
 
 class Accepted(NamedTuple):
-    """What the last step (or the prompt) added to the text. Rows are padded on the right, up to the longest at least."""
+    """What was added to the text: by the last step, or of a prompt. Rows are padded on the right, up to the longest at
+    least."""
 
     tokens: Tensor  # (batch, new) int64: the accepted tokens, each row's root last
     features: Tensor  # (batch, new, width): of the position before each of them, in the layers the drafter asked for
@@ -37,8 +41,13 @@ class Drafter(ABC):
         """A new generation: forget the last one. capacity: most tokens a row will hold, drafts included."""
 
     def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:  # noqa: B027
-        """The batch becomes these of its rows; None is a new one, whose prompt the next proposal brings. Drafters that
-        remember nothing of a row need not care."""
+        """The batch becomes these of its rows; None is a new one, whose prompt its `readers` have read up to the newest
+        token. Drafters that remember nothing of a row need not care."""
+
+    @property
+    def readers(self) -> "Sequence[GrownTree]":
+        """The drafters in it that read prompts into a cache of their own."""
+        return ()
 
     @abstractmethod
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
@@ -66,6 +75,10 @@ class Wrapper(Drafter):
 
     def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
         self.inner.select_rows(rows, capacity, sampling)
+
+    @property
+    def readers(self) -> "Sequence[GrownTree]":
+        return self.inner.readers
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
         self.inner.observe(paths, choices)
@@ -100,6 +113,15 @@ def newest(accepted: Accepted) -> tuple[Tensor, Tensor]:
 def unpadded(accepted: Accepted) -> bool:
     """Is no row padded?"""
     return min(accepted.counts) == accepted.tokens.shape[1]
+
+
+def share(accepted: Accepted, layers: Sequence[int], wanted: Sequence[int]) -> Accepted:
+    """The same with the features of some of the layers that it has."""
+    if list(wanted) == list(layers):
+        return accepted
+    by_layer = accepted.features.unflatten(-1, (max(1, len(layers)), -1))
+    chosen = [list(layers).index(layer) for layer in wanted]
+    return accepted._replace(features=by_layer[..., chosen, :].flatten(-2))
 
 
 def select(accepted: Accepted, rows: list[int | None]) -> Accepted:

@@ -24,6 +24,8 @@ from inference.tree import TokenTree
 
 
 class BlockTree(GrownTree):
+    head: BlockHead
+
     def __init__(
         self,
         head: BlockHead,

@@ -8,14 +8,16 @@ from torch import Tensor
 
 from heads.draft_model import DraftModelHead, check_vocabulary
 from heads.target import Target
+from heads.target.cache import KVCache, to_device
 from inference.drafters.base import Accepted
 from inference.drafters.dynamic import DynamicTree
 from inference.drafters.grown import MIN_PROBABILITY, check_width
-from inference.sampling import Sampling
 from inference.tree import TokenTree
 
 
 class DraftModel(DynamicTree):
+    lag = 0  # it reads the first token, too
+
     def __init__(
         self,
         model: Target | DraftModelHead,
@@ -35,20 +37,25 @@ class DraftModel(DynamicTree):
             head = DraftModelHead(model, target.vocab_size)
         super().__init__(head, target, nodes, depth, check_width(width, 2, target), min_probability)
 
-    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        super().begin(batch, capacity, sampling)
-        self.fresh = [True] * batch  # rows of which the model has read nothing yet
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        return super().new_cache(batch, capacity + 1)  # the first token's entry
 
-    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
-        super().select_rows(rows, capacity, sampling)
-        self.fresh = [row is None or self.fresh[row] for row in rows]
+    def read_prompt(self, accepted: Accepted, cache: KVCache) -> None:
+        super().read_prompt(with_first_tokens(accepted, cache), cache)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        if any(self.fresh):  # a head starts at the token after the first one; a model reads that one too
-            tokens, fresh = accepted.tokens, torch.tensor(self.fresh, device=accepted.tokens.device)[:, None]
-            first = tokens.new_tensor([[text[0]] for text in accepted.text])
-            both = torch.cat([first, tokens], dim=1), torch.cat([tokens, first], dim=1)
-            counts = [count + new for count, new in zip(accepted.counts, self.fresh, strict=True)]
-            accepted = accepted._replace(tokens=torch.where(fresh, *both), counts=counts, known_counts=None)
-            self.fresh = [False] * len(self.fresh)
-        return super().propose(accepted, gumbel)
+        assert self.cache is not None
+        return super().propose(with_first_tokens(accepted, self.cache), gumbel)
+
+
+def with_first_tokens(accepted: Accepted, cache: KVCache) -> Accepted:
+    """With the first token of each row of which the model has read nothing: a head starts at the token after it."""
+    fresh = [length == 0 for length in cache.lengths]
+    if not any(fresh):
+        return accepted
+    tokens = accepted.tokens
+    first = tokens.new_tensor([[text[0]] for text in accepted.text])
+    both = torch.cat([first, tokens], dim=1), torch.cat([tokens, first], dim=1)
+    counts = [count + new for count, new in zip(accepted.counts, fresh, strict=True)]
+    tokens = torch.where(to_device(fresh, tokens.device)[:, None].bool(), *both)
+    return accepted._replace(tokens=tokens, counts=counts, known_counts=None)

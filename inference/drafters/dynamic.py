@@ -16,6 +16,8 @@ from inference.tree import TokenTree
 
 
 class DynamicTree(GrownTree):
+    head: RecurrentHead
+
     def __init__(
         self,
         head: RecurrentHead,

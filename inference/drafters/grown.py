@@ -40,6 +40,8 @@ class GrownTree(Drafter):
     """The `nodes` best of the candidates that `grow` makes level by level."""
 
     entries: int  # that growing a tree of all levels writes into the head's cache
+    lag: int = 1  # entries that its cache has less than a text has tokens: each needs the token after it
+    head: RecurrentHead | BlockHead
 
     def __init__(
         self,
@@ -96,6 +98,20 @@ class GrownTree(Drafter):
         assert self.cache is not None
         self.sampling = sampling
         self.cache.rearrange(rows, max(self.cache.capacity, self.room(capacity)))
+
+    @property
+    def readers(self) -> "list[GrownTree]":
+        return [self]
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """For prompts of at most so many tokens, which `read_prompt` reads into it before their rows join."""
+        return KVCache(self.cache_layers, batch, capacity, self.target.device)
+
+    def read_prompt(self, accepted: Accepted, cache: KVCache) -> None:
+        """Take in a part of the prompts of rows that are to join, after what this cache of theirs holds."""
+        embeddings = self.head.embed(accepted.tokens, self.target)
+        self.head.read_accepted(accepted.features, embeddings, cache)
+        cache.set_lengths([length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)])
 
     def room(self, capacity: int) -> int:
         """Entries of the head's cache for texts of this length, and what growing a tree writes after them."""

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.drafters.base import Accepted, Drafter
+from inference.drafters.base import Accepted, Drafter, share
+from inference.drafters.grown import GrownTree
 from inference.sampling import Sampling, mix
 from inference.tree import TokenTree, from_parents
 
@@ -36,18 +37,14 @@ class Union(Drafter):
         for drafter in self.drafters:
             drafter.select_rows(rows, capacity, sampling)
 
+    @property
+    def readers(self) -> list[GrownTree]:
+        return [reader for drafter in self.drafters for reader in drafter.readers]
+
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        drafted = [drafter.propose(self.share(drafter, accepted), gumbel) for drafter in self.drafters]
+        drafted = [drafter.propose(share(accepted, self.layers, drafter.layers), gumbel) for drafter in self.drafters]
         tree, self.places = merge(drafted, self.depth)
         return tree
-
-    def share(self, drafter: Drafter, accepted: Accepted) -> Accepted:
-        """What was accepted, with the features of the layers that this drafter asked for."""
-        if list(drafter.layers) == self.layers:
-            return accepted
-        by_layer = accepted.features.unflatten(-1, (max(1, len(self.layers)), -1))
-        wanted = [self.layers.index(layer) for layer in drafter.layers]
-        return accepted._replace(features=by_layer[..., wanted, :].flatten(-2))
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
         """Each drafter hears of its own nodes: those of a path that it drafted too are the path's first ones."""

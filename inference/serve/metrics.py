@@ -29,6 +29,13 @@ class Metrics:
             "waiting_requests": ("Texts that wait", lambda: sum(len(engine.waiting) for engine in worker.engines)),
             "rows": ("Rows that are decoded", lambda: sum(len(engine.batch.unfinished()) for engine in worker.engines)),
         }
+        prefixes = worker.prefixes
+        if prefixes is not None:
+            gauges["prefix_cache_hit_rate"] = (
+                "Share of the prompts' tokens that were not read, since the prefix cache had them",
+                lambda: prefixes.found / max(1, prefixes.looked_up),
+            )
+            gauges["prefix_cache_bytes"] = ("Memory of the prefix cache", lambda: prefixes.bytes)
         for name, (meaning, value) in gauges.items():
             Gauge(name, meaning, **registry).set_function(value)
 

@@ -18,8 +18,9 @@ import torch
 
 from heads.target import Target
 from heads.target.cache import KVCache
-from inference.drafters.base import Drafter
+from inference.drafters.base import Accepted, Drafter, NoDrafter, share
 from inference.engine import Engine, Output
+from inference.prefix_cache import PrefixCache
 from inference.request import Request
 
 log = logging.getLogger("foredraft.serve")
@@ -59,19 +60,46 @@ class Worker(threading.Thread):
         max_waiting: int = 128,
         timeout: float = 600.0,
         cache_gib: float | None = None,
+        prefill_chunk: int | None = 512,
+        prefix_cache_gib: float | None = None,
     ):
         """max_rows: requests decoded at a time. max_waiting: more are refused. timeout: seconds that a request may take, its
-        time in the queue included. cache_gib: most memory of the target's cache (the drafter's is not counted)."""
+        time in the queue included. cache_gib: most memory of the caches of target and drafter and of prefixes; half of it is
+        for requests that are decoded plainly. prefill_chunk: as in `Engine`. prefix_cache_gib: most memory of prefixes; 0
+        keeps none; None is 1, or a quarter of cache_gib."""
         super().__init__(name="engine", daemon=True)
         if max_rows < 1 or max_waiting < 0 or timeout <= 0 or (cache_gib is not None and cache_gib <= 0):
             raise ValueError(
                 f"max_rows={max_rows} must be at least 1, max_waiting={max_waiting} at least 0, timeout={timeout} and "
                 f"cache_gib={cache_gib} above 0"
             )
-        tokens = None if cache_gib is None else int(cache_gib * 2**30 / cache_bytes_per_token(target))
+        if prefix_cache_gib is None:
+            prefix_cache_gib = 1.0 if cache_gib is None else cache_gib / 4
+        if prefix_cache_gib < 0 or (cache_gib is not None and prefix_cache_gib >= cache_gib):
+            raise ValueError(
+                f"prefix_cache_gib={prefix_cache_gib} must be at least 0, and less than cache_gib={cache_gib}, of which it "
+                "is a part"
+            )
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1; null reads prompts whole")
+        self.prefixes = PrefixCache(int(prefix_cache_gib * 2**30)) if prefix_cache_gib else None
         self.target = target
+        tokens = None
+        if cache_gib is not None:  # both engines may have so many
+            per_token = cache_bytes_per_token(target, drafter) + cache_bytes_per_token(target, None)
+            tokens = int((cache_gib - prefix_cache_gib) * 2**30 / per_token)
         # The second decodes plainly, for requests that ask for it, to compare: a step of each in turn.
-        self.engines = [Engine(target, one, max_rows=max_rows, max_cache_tokens=tokens) for one in (drafter, None)]
+        self.engines = [
+            Engine(
+                target,
+                one,
+                max_rows=max_rows,
+                max_cache_tokens=tokens,
+                prefill_chunk=prefill_chunk,
+                prefixes=self.prefixes,
+            )
+            for one in (drafter, None)
+        ]
         self.max_rows, self.max_open, self.timeout = max_rows, max_rows + max_waiting, timeout
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.jobs: dict[Request, Job] = {}
@@ -175,8 +203,8 @@ class Worker(threading.Thread):
 
     def recover(self, engine: Engine, error: Exception) -> None:
         """After a step that raised: see the top of this file."""
-        log.warning("a step of %d requests failed: %s", len(engine.batch.rows), error)
-        stepped = [(row, self.jobs[row.request]) for row in engine.batch.rows if row.request in self.jobs]
+        stepped = [(row, self.jobs[row.request]) for row in engine.started() if row.request in self.jobs]
+        log.warning("a step of %d requests failed: %s", len(stepped), error)
         engine.preempt()
         for row, job in stepped:
             if len(stepped) == 1 or len(row.new_tokens) != job.delivered:  # what was lost cannot be read anew
@@ -188,11 +216,19 @@ class Worker(threading.Thread):
             torch.cuda.empty_cache()
 
 
-def cache_bytes_per_token(target: Target) -> int:
-    """Of all layers, measured by a read of one token. Raises ValueError for a target that keeps more than keys and values."""
-    cache = target.new_cache(1, 1)
+@torch.inference_mode()
+def cache_bytes_per_token(target: Target, drafter: Drafter | None) -> int:
+    """Of all layers of the target and the drafter, measured by a read of one token. Raises ValueError for a target that keeps
+    more than keys and values."""
+    drafter, cache = drafter or NoDrafter(), target.new_cache(1, 1)
     if not isinstance(cache, KVCache):
         raise ValueError(f"cache_gib: {target.name} keeps a state per text, which is not counted; max_rows limits it")
-    with torch.inference_mode():
-        target.read(torch.zeros(1, 1, dtype=torch.int64, device=target.device), cache=cache)
-    return sum(block.numel() * block.element_size() for block in cache.blocks.values())
+    token = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
+    accepted = Accepted(token, target.read(token, cache=cache, layers=drafter.layers).features, [1], [[0]])
+    caches = [cache]
+    for reader in drafter.readers:
+        caches.append(reader.new_cache(1, 1))
+        reader.read_prompt(share(accepted, drafter.layers, reader.layers), caches[-1])
+    return sum(
+        block.numel() * block.element_size() // cache.capacity for cache in caches for block in cache.blocks.values()
+    )

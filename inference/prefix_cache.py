@@ -1,0 +1,94 @@
+"""Prefixes of earlier texts, so that a request that begins alike does not read them again: a shared system prompt, or the
+conversation so far.
+
+A text is cut into blocks of `block` tokens. A block is found by its own tokens and the block before it (vLLM's hash blocks;
+SGLang's radix tree keeps the same), compared token by token: no text ever gets the keys of another. It holds copies of the
+entries of the target's cache, and of its drafter's, whose last entry waits for the token after it:
+
+    tokens            0 1 2 3 | 4 5 6 7 | 8 9 ...
+    target's entries  0 1 2 3 | 4 5 6 7 |                  rotated by their position, which is the same in every text
+    a head's entries  0 1 2   | 3 4 5 6 |                  entry 3 is made of position 3 and token 4
+"""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from heads.target.cache import KVCache
+
+BLOCK = 32
+
+
+@dataclass(eq=False)
+class Block:
+    number: int  # never used again
+    tokens: tuple[int, ...]
+    states: list[dict[tuple, Tensor]]  # of the target's cache and of each of its drafter's, as `KVCache.copy_out` gives
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.numel() * part.element_size() for states in self.states for part in states.values())
+
+
+class PrefixCache:
+    """May be shared by engines of one target; each finds what it stored itself, under a root of its own."""
+
+    def __init__(self, max_bytes: int, block: int = BLOCK):
+        self.max_bytes, self.block = max_bytes, block
+        self.numbers = itertools.count()
+        # By the number of the block before it, or the root, and its tokens. The least recently used stands first, a block
+        # always before the one that precedes it in a text: so what is dropped has nothing after it.
+        self.blocks: OrderedDict[tuple[int, tuple[int, ...]], Block] = OrderedDict()
+        self.bytes = 0
+        self.looked_up = self.found = 0  # tokens
+
+    def new_root(self) -> int:
+        return next(self.numbers)
+
+    def keys(self, root: int, text: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+        """Keys of the blocks that the text begins with."""
+        keys: list[tuple[int, tuple[int, ...]]] = []
+        number = root
+        for start in range(0, len(text) - self.block + 1, self.block):
+            key = number, tuple(text[start : start + self.block])
+            if key not in self.blocks:
+                break
+            keys.append(key)
+            number = self.blocks[key].number
+        return keys
+
+    def find(self, root: int, text: Sequence[int]) -> list[Block]:
+        """The longest sequence of blocks that the text begins with."""
+        keys = self.keys(root, text)
+        self.touch(keys)
+        self.looked_up += len(text)
+        self.found += len(keys) * self.block
+        return [self.blocks[key] for key in keys]
+
+    def store(self, root: int, text: Sequence[int], caches: Sequence[KVCache], lags: Sequence[int], row: int) -> None:
+        """Keep what is not kept yet of a text, of which `row` of these caches has the entries. lags: by how many entries
+        each of the caches stays behind the tokens."""
+        known = min([len(text), *(cache.lengths[row] + lag for cache, lag in zip(caches, lags, strict=True))])
+        keys = self.keys(root, text[:known])
+        number = self.blocks[keys[-1]].number if keys else root
+        for start in range(len(keys) * self.block, known - self.block + 1, self.block):
+            end = start + self.block
+            block = Block(
+                next(self.numbers),
+                tuple(text[start:end]),
+                [cache.copy_out(row, max(0, start - lag), end - lag) for cache, lag in zip(caches, lags, strict=True)],
+            )
+            keys.append((number, block.tokens))
+            self.blocks[keys[-1]] = block
+            self.bytes += block.bytes
+            number = block.number
+        self.touch(keys)
+        while self.bytes > self.max_bytes:
+            self.bytes -= self.blocks.popitem(last=False)[1].bytes
+
+    def touch(self, keys: Sequence[tuple[int, tuple[int, ...]]]) -> None:
+        for key in reversed(keys):
+            self.blocks.move_to_end(key)

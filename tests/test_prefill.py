@@ -1,0 +1,287 @@
+"""Prompts that are read in chunks, or in part not at all since another text began alike: text and drafts are the same."""
+
+import pytest
+import torch
+
+from heads import Target
+from heads.dflash import DFlashHead
+from heads.eagle3 import Eagle3Head
+from heads.medusa import MedusaHead
+from inference import Engine, Request, SamplingParams
+from inference.drafters import (
+    AutoTree,
+    BlockTree,
+    Drafter,
+    DraftModel,
+    DynamicTree,
+    NgramDrafter,
+    StaticTree,
+    Union,
+)
+from inference.prefix_cache import PrefixCache
+from tests.support.architectures import VOCAB, pair
+from tests.support.batches import prompt
+
+FAMILIES = ["mistral", "gemma3_text", "gpt2", "deepseek_v3"]  # windows, positions that are learned, keys of two widths
+SAMPLED = SamplingParams(temperature=1.0)
+
+
+def ids(length: int, seed: int) -> list[int]:
+    return [1 + token % (VOCAB - 1) for token in prompt(length, seed)[0].tolist()]
+
+
+def drafter(name: str, target: Target) -> Drafter | None:
+    torch.manual_seed(3)
+
+    def eagle() -> DynamicTree:
+        head = Eagle3Head.for_target(target, depth=3).eval()
+        for parameter in head.midlayer.parameters():  # it starts as the identity, whatever it has read
+            torch.nn.init.normal_(parameter, std=0.3)
+        return DynamicTree(head, target, nodes=8, depth=3, width=2, min_probability=0)
+
+    def model() -> DraftModel:
+        return DraftModel(target, target, nodes=5, depth=3, width=2, min_probability=0)
+
+    def block() -> BlockTree:
+        head = DFlashHead.for_target(target, block_size=4, num_layers=2).eval()
+        for parameter in head.blocks.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        return BlockTree(head, target, nodes=8)
+
+    return {
+        "plain": lambda: None,
+        "medusa": lambda: StaticTree(MedusaHead.for_target(target, depth=3).eval(), target, nodes=6),
+        "eagle3": eagle,
+        "dflash": block,
+        "draft model": model,
+        "auto": lambda: AutoTree(eagle(), target),
+        "union": lambda: Union([eagle(), model(), NgramDrafter()]),
+    }[name]()
+
+
+class Run:
+    """Requests decoded by an engine, step by step."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch):
+        self.engine, self.steps, self.read = engine, list[list[Request]](), list[int]()
+        self.texts: dict[Request, list[int]] = {}
+        self.drafts: dict[Request, list[list[int]]] = {}
+        plain = engine.target.read_prompts
+
+        def counted(tokens, lengths, cache, layers=()):
+            self.read.append(sum(lengths))
+            return plain(tokens, lengths, cache, layers)
+
+        monkeypatch.setattr(engine.target, "read_prompts", counted)
+
+    def add(self, *requests: Request) -> "Run":
+        for request in requests:
+            self.engine.add(request)
+            self.texts[request], self.drafts[request] = [], []
+        return self
+
+    def step(self) -> None:
+        outputs = self.engine.step()
+        self.steps.append([output.request for output in outputs])
+        for output in outputs:
+            self.texts[output.request] += output.tokens
+            if output.trace is not None:
+                self.drafts[output.request].append(output.trace.tokens)
+
+    def finish(self) -> "Run":
+        while self.engine.has_work:
+            self.step()
+        return self
+
+
+def request(prompt: list[int], new: int = 10, params: SamplingParams = SAMPLED) -> Request:
+    return Request(prompt, params, new, seed=len(prompt), trace=0)
+
+
+def alone(name: str, target: Target, asked: Request, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list]:
+    """Its text, decoded plainly, and what the drafter drafts for it where its prompt is read whole."""
+    with monkeypatch.context() as patch:
+        text = Run(Engine(target), patch).add(asked).finish().texts[asked]
+        run = Run(Engine(target, drafter(name, target)), patch).add(asked).finish()
+    assert run.texts[asked] == text
+    return text, run.drafts[asked]
+
+
+DRAFTERS = ["plain", "medusa", "eagle3", "dflash", "draft model", "auto", "union"]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_prompt_in_chunks(target, name, monkeypatch):
+    """Alone, and beside a text that goes on in every other step."""
+    short, long = request(ids(5, 1), 30), request(ids(61, 2))
+    expected = [alone(name, target, one, monkeypatch) for one in (short, long)]
+    run = Run(Engine(target, drafter(name, target), prefill_chunk=16), monkeypatch).add(short)
+    run.step()
+    run.step()
+    run.add(long)
+    begun = len(run.steps)
+    run.finish()
+    assert run.read == [5, 16, 16, 16, 13]
+    while_read = run.steps[begun : begun + 7]
+    assert while_read == [[], [short]] * 3 + [[long]]
+    assert [run.texts[one] for one in (short, long)] == [text for text, _ in expected]
+    if name != "auto":  # what it drafts depends on the time that it takes
+        assert run.drafts[long] == expected[1][1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_across_windows(family, monkeypatch):
+    """The windows are 4 tokens long."""
+    model = pair(family, "eager").target
+    asked = [request(ids(length, length)) for length in (23, 3, 12)]
+    expected = [alone("draft model", model, one, monkeypatch) for one in asked]
+    run = Run(Engine(model, drafter("draft model", model), prefill_chunk=7), monkeypatch).add(*asked).finish()
+    assert max(run.read) <= 7
+    assert [(run.texts[one], run.drafts[one]) for one in asked] == expected
+
+
+def test_short_prompts_pass_long_ones(target, monkeypatch):
+    long, short = [request(ids(90, seed), 3) for seed in (1, 2)], [request(ids(6, seed), 3) for seed in (3, 4)]
+    run = Run(Engine(target, prefill_chunk=16), monkeypatch).add(*long, *short).finish()
+    first = {one: next(number for number, step in enumerate(run.steps) if one in step) for one in [*long, *short]}
+    assert max(first[one] for one in short) < 6 < min(first[one] for one in long)
+
+
+@pytest.mark.parametrize("what", ["cancel", "preempt"])
+def test_what_happens_while_a_prompt_is_read(target, what, monkeypatch):
+    short, long = request(ids(5, 1), 20), request(ids(61, 2))
+    expected = [alone("draft model", target, one, monkeypatch)[0] for one in (short, long)]
+    engine = Engine(target, drafter("draft model", target), prefill_chunk=16, max_rows=2)
+    run = Run(engine, monkeypatch).add(short, long)
+    for _ in range(4):
+        run.step()
+    assert not run.texts[long] and [row.request for row in engine.started()] == [short, long]
+    if what == "cancel":
+        engine.cancel(long)
+        assert [row.request for row in engine.started()] == [short]
+        expected[1] = []
+    else:
+        engine.preempt()
+    run.finish()
+    assert [run.texts[one] for one in (short, long)] == expected
+
+
+def test_rows_that_are_read_have_their_place_in_the_cache(target, monkeypatch):
+    """Room for two rows of the longest."""
+    asked = [request(ids(40, seed), 8) for seed in range(4)]
+    engine, sizes = Engine(target, prefill_chunk=16, max_cache_tokens=2 * (40 + 8 + 2)), []
+    run = Run(engine, monkeypatch).add(*asked)
+    while engine.has_work:
+        run.step()
+        sizes.append(len([row for row in engine.started() if row.finish_reason is None]))
+    assert max(sizes) == 2 and all(len(text) == 8 for text in run.texts.values())
+
+
+def shared(seed: int, length: int = 9) -> list[int]:
+    """A prompt of 40 tokens that all have, and others."""
+    return ids(40, 0) + ids(length, seed)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_shared_beginning_is_read_once(target, name, monkeypatch):
+    kinds = (1, 9, SAMPLED), (2, 7, SAMPLED), (3, 11, SamplingParams())
+    asked = [request(shared(seed, length), 8, params) for seed, length, params in kinds]
+    expected = [alone(name, target, one, monkeypatch) for one in asked]
+    engine = Engine(target, drafter(name, target), prefixes=PrefixCache(2**22, block=8))
+    run = Run(engine, monkeypatch).add(asked[0])
+    run.step()
+    run.step()
+    run.add(*asked[1:]).finish()  # while the first one is written
+    assert run.read == [49, 7 + 11 + 2]
+    assert [run.texts[one] for one in asked] == [text for text, _ in expected]
+    if name != "auto":  # what it drafts depends on the time that it takes
+        assert [run.drafts[one] for one in asked] == [drafts for _, drafts in expected]
+
+
+@pytest.mark.parametrize("family", ["llama", *FAMILIES])
+def test_a_beginning_of_every_family(family, monkeypatch):
+    """Drafts of the target itself are all accepted, if its keys are those of their places."""
+    model = pair(family, "eager").target
+    asked = [request(shared(seed), 8) for seed in range(1, 3)]
+    expected = [alone("draft model", model, one, monkeypatch) for one in asked]
+    engine = Engine(model, drafter("draft model", model), prefill_chunk=16, prefixes=PrefixCache(2**24, block=4))
+    for one in asked:
+        Run(engine, monkeypatch).add(one).finish()
+    run = Run(engine, monkeypatch).add(*asked).finish()
+    assert sum(run.read) <= 2 * 4
+    assert [(run.texts[one], run.drafts[one]) for one in asked] == expected
+
+
+@pytest.mark.parametrize("name", ["plain", "eagle3", "draft model"])
+def test_a_conversation_goes_on_from_its_answer(target, name, monkeypatch):
+    engine = Engine(target, drafter(name, target), prefixes=PrefixCache(2**22, block=8))
+    text = ids(20, 1)
+    for turn in range(3):
+        asked = request(text, 21)
+        answer = alone(name, target, asked, monkeypatch)[0]
+        with monkeypatch.context() as patch:
+            run = Run(engine, patch).add(asked).finish()
+        assert run.texts[asked] == answer
+        # Not read again: all but the new tokens and, at the end, what fills no block and what the drafter had not read yet.
+        assert turn == 0 or run.read[0] < 5 + 2 * 8
+        text = text + answer + ids(5, turn)
+
+
+def test_a_prompt_and_a_miss_are_read_together(target, monkeypatch):
+    """The miss is longer than what is left of the hit, and stands behind it."""
+    asked = [request(shared(1)), request(ids(70, 5)), request(shared(1)[:48]), request(ids(1, 1))]
+    expected = [alone("draft model", target, one, monkeypatch) for one in asked]
+    engine = Engine(target, drafter("draft model", target), prefixes=PrefixCache(2**22, block=8))
+    Run(engine, monkeypatch).add(request(shared(1))).finish()
+    run = Run(engine, monkeypatch).add(*asked).finish()
+    assert run.read == [2 + 70 + 1 + 1]
+    assert [(run.texts[one], run.drafts[one]) for one in asked] == expected
+
+
+def test_memory_is_bounded_and_the_oldest_goes_first(target, monkeypatch):
+    with monkeypatch.context() as patch:
+        measured = PrefixCache(2**30, block=8)
+        Run(Engine(target, prefixes=measured), patch).add(request(ids(16, 1), 1)).finish()
+        block = measured.bytes // 2
+    prefixes = PrefixCache(5 * block, block=8)
+    engine = Engine(target, prefixes=prefixes)
+
+    def read(prompt: list[int]) -> int:
+        with monkeypatch.context() as patch:
+            return sum(Run(engine, patch).add(request(prompt, 1)).finish().read)
+
+    assert read(ids(16, 1)) == 16 and read(ids(16, 2)) == 16
+    assert read(ids(16, 1)) == 1  # used again
+    assert read(ids(24, 3)) == 24  # needs room: the second text goes, its end first
+    assert prefixes.bytes == 5 * block == sum(kept.bytes for kept in prefixes.blocks.values())
+    assert read(ids(16, 1)) == 1 and read(ids(16, 2)) == 16
+    assert prefixes.bytes <= 5 * block
+    assert read(ids(80, 4)) == 80 and prefixes.bytes == 5 * block  # its beginning stays
+    assert read(ids(80, 4)[:40]) == 1
+
+
+def test_a_text_is_never_that_of_others(target, monkeypatch):
+    """Blocks of the same tokens after others are others; an engine finds what it stored itself."""
+    prefixes = PrefixCache(2**22, block=4)
+    engine = Engine(target, prefixes=prefixes)
+    first, second, third = ids(4, 1), ids(4, 2), ids(4, 3)
+    Run(engine, monkeypatch).add(request(first + second + third)).finish()
+    asked = [request(prompt) for prompt in (second + third, third + second + first, first + third + second)]
+    expected = [alone("plain", target, one, monkeypatch)[0] for one in asked]
+    run = Run(engine, monkeypatch).add(*asked).finish()
+    assert [run.texts[one] for one in asked] == expected and run.read == [8 + 12 + 9]
+    other = Run(Engine(target, prefixes=prefixes), monkeypatch).add(request(first + second + third)).finish()
+    assert other.read == [12]
+
+
+def test_logits_that_are_not_numbers_are_not_kept(target, monkeypatch):
+    prefixes = PrefixCache(2**22, block=4)
+    asked = request(ids(12, 1))
+    with monkeypatch.context() as patch:
+        read = type(target).read
+        poisoned = lambda self, *args, **kwargs: (lambda r: r._replace(logits=r.logits * float("nan")))(  # noqa: E731
+            read(self, *args, **kwargs)
+        )
+        patch.setattr(type(target), "read", poisoned)
+        run = Run(Engine(target, prefixes=prefixes), patch).add(asked).finish()
+    assert run.texts[asked] == [] and not prefixes.blocks
