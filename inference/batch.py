@@ -113,6 +113,8 @@ class Batch:
             reader.cache.adopt(len(staying), cache, new)
         roots = features.new_tensor([[row.text[-1]] for row in rows], dtype=torch.int64)
         fresh = Accepted(roots, features[new], [1] * len(new), [row.text for row in rows])
+        if self.open_cache().graphs.active:  # as wide as what a step gives: one graph drafts after both
+            fresh = widened(fresh, 1 + self.drafter.depth)
         self.accepted = stacked(select(self.accepted, [*staying]), fresh) if staying else fresh
 
     @torch.inference_mode()
@@ -169,11 +171,14 @@ class Batch:
         return TargetSampler(*facts) if self.rule == "coupled" else RuleSampler(self.rule, self.lossless, *facts)
 
 
+def widened(accepted: Accepted, width: int) -> Accepted:
+    """Padded on the right."""
+    more = max(0, width - accepted.tokens.shape[1])
+    return accepted._replace(tokens=pad(accepted.tokens, (0, more)), features=pad(accepted.features, (0, 0, 0, more)))
+
+
 def stacked(first: Accepted, second: Accepted) -> Accepted:
     """The rows of both, one after the other."""
-    width = max(first.tokens.shape[1], second.tokens.shape[1])
-    tokens = [pad(part.tokens, (0, width - part.tokens.shape[1])) for part in (first, second)]
-    features = [pad(part.features, (0, 0, 0, width - part.tokens.shape[1])) for part in (first, second)]
-    return Accepted(
-        torch.cat(tokens), torch.cat(features), [*first.counts, *second.counts], [*first.text, *second.text]
-    )
+    first, second = widened(first, second.tokens.shape[1]), widened(second, first.tokens.shape[1])
+    tokens, features = torch.cat([first.tokens, second.tokens]), torch.cat([first.features, second.features])
+    return Accepted(tokens, features, [*first.counts, *second.counts], [*first.text, *second.text])

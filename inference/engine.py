@@ -178,6 +178,7 @@ class Engine:
         return outputs
 
     def prompts_are_next(self) -> bool:
+        """Not twice in a row where texts are written."""
         if self.prefilled and self.batch.unfinished():
             return False
         self.admit()

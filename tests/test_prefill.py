@@ -137,6 +137,8 @@ def test_chunks_across_windows(family, monkeypatch):
     expected = [alone("draft model", model, one, monkeypatch) for one in asked]
     run = Run(Engine(model, drafter("draft model", model), prefill_chunk=7), monkeypatch).add(*asked).finish()
     assert max(run.read) <= 7
+    # The root's own step, and 3 drafts and a bonus in each that follows: the draft model is the target, and has read as much.
+    assert all(len(run.drafts[one]) <= 1 + -(-9 // 4) for one in asked)
     assert [(run.texts[one], run.drafts[one]) for one in asked] == expected
 
 

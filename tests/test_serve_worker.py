@@ -7,8 +7,9 @@ import torch
 
 from heads import Target
 from inference import Engine, Request, SamplingParams
-from inference.drafters import NgramDrafter
+from inference.drafters import DraftModel, NgramDrafter
 from inference.serve.detokenizer import Detokenizer, StopStrings
+from inference.serve.metrics import Metrics
 from inference.serve.worker import Failed, Job, QueueFull, Worker
 from tests.support.batches import prompt
 
@@ -110,7 +111,41 @@ def test_a_full_queue_takes_all_of_a_request_or_nothing(target):
     assert worker.open == 3
 
 
-@pytest.mark.parametrize("settings", [{"max_rows": 0}, {"timeout": 0}, {"cache_gib": 0}, {"max_waiting": -1}])
+def test_memory_of_both_caches_is_counted(target):
+    """6 layers of 2 heads of 8 numbers, keys and values; a draft model of the same size beside it; a plain engine."""
+    whole = 2 * 6 * 2 * 8 * 4
+    model = DraftModel(target, target)
+    workers = [Worker(target, drafter, cache_gib=600 * whole / 2**30, prefix_cache_gib=0) for drafter in (None, model)]
+    rooms = [[engine.batch.max_cache_tokens for engine in worker.engines] for worker in workers]
+    assert rooms == [[300, 300], [200, 200]]
+    kept = Worker(target, model, cache_gib=800 * whole / 2**30)
+    assert [engine.batch.max_cache_tokens for engine in kept.engines] == [200, 200]
+    assert kept.prefixes is not None and kept.prefixes.max_bytes == 200 * whole
+
+
+def test_how_often_beginnings_were_known_is_told(target):
+    prompt = torch.randint(1, 300, (70,)).tolist()
+    worker = Worker(target, NgramDrafter(), max_rows=1)
+    page = Metrics(worker)
+    first, again = ask(worker, [Request(prompt, max_new_tokens=5) for _ in range(2)])
+    assert first == again
+    told = dict(line.rsplit(" ", 1) for line in page.page().decode().splitlines() if not line.startswith("#"))
+    assert float(told["foredraft_prefix_cache_hit_rate"]) == 64 / 140
+    assert float(told["foredraft_prefix_cache_bytes"]) == 64 * 2 * 6 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_rows": 0},
+        {"timeout": 0},
+        {"cache_gib": 0},
+        {"max_waiting": -1},
+        {"prefix_cache_gib": -1},
+        {"prefix_cache_gib": 2, "cache_gib": 1},
+        {"prefill_chunk": 0},
+    ],
+)
 def test_settings_of_the_worker_are_checked(target, settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         Worker(target, None, **settings)
