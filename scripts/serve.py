@@ -10,6 +10,7 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from inference.drafters import AutoTree
 from train.cli import entry
 
 
@@ -31,6 +32,8 @@ def main(cfg: DictConfig) -> None:
     log = None if cfg.log_accepted is None else AcceptedLog(cfg.log_accepted, cfg.log_text)
     target = instantiate(cfg.target)
     drafter = instantiate(cfg.drafter, target=target)
+    if isinstance(drafter, AutoTree):
+        drafter.prepare(cfg.max_rows)
     limits = cfg.max_rows, cfg.max_waiting, cfg.timeout, cfg.cache_gib
     worker = Worker(target, drafter, *limits, cfg.prefill_chunk, cfg.prefix_cache_gib)
     app = create_app(worker, model_name(cfg, target.name), cfg.max_tokens, cfg.max_body, api_key, log)

@@ -210,7 +210,7 @@ def test_requests_join_a_batch_that_is_read_together_and_leave_it(kind: str) -> 
     while engine.has_work:
         for output in engine.step():
             texts[output.request] += output.tokens
-        engine.drop_finished()
+        engine.batch.drop_finished()
     assert [texts[request] for request in requests] == alone
 
 

@@ -396,6 +396,7 @@ def test_costs_are_measured_once_and_kept(small, monkeypatch, tmp_path):
     assert first.seconds(5, 2) == first.read[6] + first.draft[2]
     assert CostModel(eagle(small), small)(2) == first  # no two measurements are alike
     assert CostModel(eagle(small), small)(1) != first
+    assert CostModel(eagle(small), small)(3) == CostModel(eagle(small), small)(4) != first
     for file in tmp_path.rglob("*.json"):
         file.write_text("{")  # of a program that was killed, say
     assert CostModel(eagle(small), small)(2) != first

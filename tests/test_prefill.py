@@ -18,6 +18,7 @@ from inference.drafters import (
     StaticTree,
     Union,
 )
+from inference.drafters.costs import Costs
 from inference.prefix_cache import PrefixCache
 from tests.support.architectures import VOCAB, pair
 from tests.support.batches import prompt
@@ -54,7 +55,7 @@ def drafter(name: str, target: Target) -> Drafter | None:
         "eagle3": eagle,
         "dflash": block,
         "draft model": model,
-        "auto": lambda: AutoTree(eagle(), target),
+        "auto": lambda: AutoTree(eagle(), target, lambda batch: Costs({8: 1.0}, [0.0] * 4)),
         "union": lambda: Union([eagle(), model(), NgramDrafter()]),
     }[name]()
 

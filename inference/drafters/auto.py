@@ -30,11 +30,8 @@ from inference.tree import TokenTree
 
 FIRST, REMEMBER = 24, 64  # full steps at first (of fewer, what a tree gains is a guess); full steps remembered
 FEWEST = 6  # full steps after which a drafter may be seen not to help
-EXPLORE, OFTEN, RARELY = (
-    16,
-    64,
-    1024,
-)  # steps until it looks again: at first; at most, where it drafts; where it does not
+# Steps until it looks again: at first; at most, where it drafts; at most, where it does not.
+EXPLORE, OFTEN, RARELY = 16, 64, 1024
 TIMED = 3  # steps of a tree before their median counts
 MARGIN = 1.03  # what speculation must promise over plain decoding: nearer lies what the measured costs are wrong by
 
@@ -69,6 +66,11 @@ class AutoTree(Drafter):
         self.plans: list[Plan] = []  # of the next steps, the next one last
         self.untried = False  # are these the first ones of a batch size?
         self.use(self.full)
+
+    def prepare(self, most: int) -> None:
+        """Measure now what batches of up to so many rows cost, and not when one is met."""
+        for batch in range(1, most + 1):
+            self.costs(batch)
 
     def use(self, plan: Plan) -> None:
         """Propose this tree next."""

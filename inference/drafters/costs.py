@@ -75,7 +75,9 @@ class CostModel:
         self.known: dict[int, Costs] = {}
 
     def __call__(self, batch: int) -> Costs:
-        """The costs for a batch of this size, measured now if they never were."""
+        """The costs for a batch of this size, measured now if they never were: of the next power of two, since a server meets
+        every size."""
+        batch = 1 << (batch - 1).bit_length()
         if batch not in self.known:
             read = kept("read", batch, self.read_facts(), lambda: self.measure_read(batch))
             draft = kept("draft", batch, self.draft_facts(), lambda: self.measure_draft(batch))
@@ -114,7 +116,7 @@ class CostModel:
         def step() -> None:
             if (
                 not engine.has_work
-            ):  # at first, and where the context is short; a step with a prompt in it is never fastest
+            ):  # at first, and where the context is short; a step with a prompt is never the fastest
                 for seed in range(batch):
                     engine.add(Request(text, max_new_tokens=TEXT, seed=seed))
                 engine.step()
@@ -137,7 +139,7 @@ class CostModel:
         probe = copy.copy(inner)  # rows may be in the middle of their texts
         if not isinstance(
             probe, StaticTree
-        ):  # nothing is likely after made-up features, and all levels are to be timed
+        ):  # nothing is likely after made-up features, and every level is to be timed
             probe.cache = probe.should_stop = None
         seconds = [0.0]
         for levels in range(1, self.levels + 1):

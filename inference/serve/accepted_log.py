@@ -2,9 +2,9 @@
 
 {"id", "created" (seconds since 1970), "prompt_ids", "ids" (both null unless texts are logged), "accepted", "drafted"}
 
-The last two have a number per step after the prompt's: how many drafts were accepted, and how deep the tree was at most (trees
-of a batch are padded to its largest). So step s gave accepted[s] + 1 tokens, less what the text's end cut off, and where it
-drafted deeper, its drafts there were rejected.
+The last two have a number per step after the prompt's: how many drafts were accepted, and how deep the tree was at most
+(trees of a batch are padded to its largest). So step s gave accepted[s] + 1 tokens, less what the text's end cut off, and
+where it drafted deeper, its drafts there were rejected.
 """
 
 import json
