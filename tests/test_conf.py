@@ -80,12 +80,14 @@ def test_features(name: str, target, tmp_path: Path):
 @pytest.mark.parametrize("name", names("data"))
 def test_data(name: str, target, folder: Path, tmp_path: Path):
     """A set of the Hub is read from a file, by which the network is spared and nothing else."""
-    rows = [{"text": f"{number} {TEXT[:400]}"} for number in range(20)]
+    logged = {"ids": [*range(1, 20)], "accepted": [2], "drafted": [4]}
+    texts = [{"text": f"{number} {TEXT[:400]}"} for number in range(20)]
+    rows = [{"prompt_ids": [1, number + 1]} | logged for number in range(20)] if name == "accepted" else texts
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = folder if name == "text" else tmp_path / "rows.jsonl"
     changes = ["data.max_files=2"] if name == "stdlib" else [f"data.path={path}"]
     data = composed("train", f"data={name}", *changes).data
-    more = {"cache_dir": str(tmp_path / "cache")} if "messages" in data else {}
+    more = {"cache_dir": str(tmp_path / "cache")} if "num_proc" in data else {}
     found = instantiate(data, tokenizer=target.tokenizer, **more)
     assert len(found.train) > 0 and len(found.validation) > 0 and len(found.test) > 0
     assert any(found.train[0].loss_mask) and found.card["source"]

@@ -144,7 +144,7 @@ class DistillationModel(nn.Module):
             yield depth, self.head.to_target_ids(torch.cat(found)), best[slots]
 
     def with_head(self, head: DraftHead) -> "DistillationModel":
-        """The same objective for other weights, which is no part of what trains."""
+        """The same objective for other weights, which is no part of what trains. Not of a model that FSDP has wrapped."""
         other = copy.copy(self)
         other._modules = self._modules | {"head": head}
         other.num_items, other.weights, other.top_k = None, None, False

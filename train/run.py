@@ -183,7 +183,7 @@ def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
             "acceptance_length": round(acceptance(decoded), 4),
             "acceptance_error": held_out.standard_error(decoded),
         }
-        return found | held_out.agreement(distillation.with_head(head), run.held_out).figures
+        return found | held_out.agreement(trainer.objective.with_head(head), run.held_out).figures
 
     stop = StopOnSignal()
     trainer = HeadTrainer(

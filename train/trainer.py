@@ -90,6 +90,9 @@ class HeadTrainer(Trainer):
         self.eval_head = without_weights(
             copy.deepcopy(distillation.head, {id(distillation.target): distillation.target})
         )
+        # The objective as no strategy wraps it, for measurements: of one kind from the first step to the last.
+        self.objective = distillation.with_head(self.eval_head)
+        self.objective.progress = 1.0
         self.folder = Path(args.output_dir).parent
         shard_on_cpus_too(args)
         super().__init__(distillation, args, **kwargs)
