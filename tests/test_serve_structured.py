@@ -38,7 +38,9 @@ def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     path = tmp_path_factory.mktemp("structured") / "tiny"
     shutil.copytree(tiny_path, path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
-    facts = [f"target={path}", "target.dtype=float32", "target.device=cpu", "drafter=draft_model", "max_tokens=90"]
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))  # tools are long prompts
+    facts = [f"target={path}", "target.dtype=float32", "target.device=cpu", "drafter=draft_model", "max_tokens=300"]
     with served(path.parent, *facts, f"drafter.spec=draft:{path}") as running:
         yield running
 
