@@ -57,9 +57,9 @@ def test_a_mask_is_folded_once_for_all_layers(fresh, monkeypatch):
     folded: list[int] = []
     fold = attention.fold
     monkeypatch.setattr(attention, "fold", lambda mask, groups: folded.append(groups) or fold(mask, groups))
-    reads: list[int] = []
-    read_tree = fresh.read_tree
-    monkeypatch.setattr(fresh, "read_tree", lambda *args: reads.append(1) or read_tree(*args))
+    masks: list[Tensor] = []
+    shape_mask = fresh._shape_mask
+    monkeypatch.setattr(fresh, "_shape_mask", lambda mask, *args: masks.append(mask) or shape_mask(mask, *args))
     before = len(attention.FOLDED)
     generate(fresh, Random(), prompt(9), max_new_tokens=8, eos_token_id=-1)
-    assert len(folded) == len(reads) >= 4 and len(attention.FOLDED) == before
+    assert len(folded) == len(masks) >= 4 and len(attention.FOLDED) == before

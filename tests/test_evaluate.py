@@ -120,10 +120,10 @@ def test_a_shifted_drafter_is_named(target):
 
 
 class Unread(Wrapper):
-    """The mistake: the head's features come from the wrong place."""
+    """The mistake: the head's features are not those it learned from."""
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        return self.inner.propose(accepted._replace(features=accepted.features.roll(1, 1)), gumbel)
+        return self.inner.propose(accepted._replace(features=accepted.features.roll(1, 2)), gumbel)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "hydra_pp", "medusa", "dflash", "dspark"])
