@@ -4,8 +4,11 @@ import random
 
 import pytest
 
-from inference import target_sampler
+from inference import generate, target_sampler
+from inference.drafters import NoDrafter
+from inference.evaluation.lossless import PaddedDrafter
 from scripts import lossless
+from tests.support.batches import prompt
 
 
 @pytest.fixture
@@ -37,3 +40,11 @@ def test_a_verifier_that_changes_the_text_is_caught(typed, monkeypatch, capfd):
     with pytest.raises(SystemExit):
         lossless.main()
     assert "drafting changes the text" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_step_without_drafts_can_be_padded(target, temperature):
+    """As tree=auto makes them, where drafts do not pay."""
+    given = {"max_new_tokens": 8, "eos_token_id": -1, "temperature": temperature, "seed": 1}
+    texts = [generate(target, one, prompt(9), **given).new_tokens for one in (None, PaddedDrafter(NoDrafter()))]
+    assert texts[0] == texts[1]

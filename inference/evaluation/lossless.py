@@ -32,6 +32,10 @@ class PaddedDrafter(Wrapper):
         super().__init__(inner)
         self.nodes = max(2, inner.nodes)
 
+    @property
+    def depth(self) -> int:  # type: ignore[override]
+        return max(1, self.inner.depth)  # padding stands below the root
+
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         return padded(self.inner.propose(accepted, gumbel), self.nodes)
 
