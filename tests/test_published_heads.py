@@ -93,7 +93,7 @@ def load(directory: Path, target: Target) -> tuple[Any, list[str]]:
     settings = {"max_new_tokens": 8, "eos_token_id": -1}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        drafted = generate(target, load_drafter(str(directory), target), PROMPT, **settings)
+        drafted = generate(target, load_drafter(str(directory), target, tree="fixed"), PROMPT, **settings)
     assert drafted.new_tokens == generate(target, None, PROMPT, **settings).new_tokens
     assert any(step.nodes > 1 for step in drafted.steps)
     return head, said
