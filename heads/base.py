@@ -251,7 +251,8 @@ class BlockHead(DraftHead):
 
     def select(self, base: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
         """Corrected logits and draft ids (..., candidates) of all that `correct` leaves in, of a head with `candidates`."""
-        raise NotImplementedError
+        best = base.topk(self.candidates)
+        return best.values, best.indices
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         state, correction = hidden.split([self.width, hidden.shape[-1] - self.width], dim=-1)

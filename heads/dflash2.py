@@ -130,10 +130,10 @@ class DFlash2Head(DFlashHead):
 
     def select(self, base: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and draft ids (..., candidates) of the best of `base`."""
-        best = base.topk(self.candidates)
-        named = self.candidate_selector.successor_codebook[self.to_target_ids(best.indices)]
-        scores = best.values + (named * correction[..., None, :]).sum(-1)
-        return scores, best.indices.expand_as(scores)
+        values, ids = super().select(base, correction)
+        named = self.candidate_selector.successor_codebook[self.to_target_ids(ids)]
+        scores = values + (named * correction[..., None, :]).sum(-1)
+        return scores, ids.expand_as(scores)
 
     def correct(self, base: Tensor, hidden: Tensor, correction: Tensor, depth: int) -> Tensor:
         scores, ids = self.select(base, correction)

@@ -4,6 +4,8 @@ import time
 
 import torch
 
+from heads.target.device import synchronise
+
 
 class Clock:
     """Seconds per stage of a step. Waits for the device at every lap, so it costs time and is off by default."""
@@ -17,8 +19,7 @@ class Clock:
 
     def lap(self, stage: str) -> None:
         if self.enabled:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            synchronise(self.device)
             now = time.perf_counter()
             self.seconds[stage] += now - self.last
             self.last = now

@@ -18,6 +18,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from heads import Target
+from heads.target.device import device_name
 from inference import generate, load_drafter
 from inference.drafters import AutoTree, Drafter, chain_of, tree_of
 from inference.drafters.costs import CostModel
@@ -31,7 +32,7 @@ from train.cli import entry
 from train.data import prompt_sets
 from train.data.corpus import prompts
 from train.data.prompt_sets import Prompt
-from train.runtime.environment import device_name, versions
+from train.runtime.environment import versions
 
 ALIGNED = 4  # texts over which a drafter's alignment is checked
 
@@ -212,7 +213,7 @@ def collect(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float], ab
     return Results(
         about={
             "target": target.name,
-            "device": device_name(target),
+            "device": device_name(target.device),
             "dtype": str(target.dtype).removeprefix("torch."),
             "date": datetime.date.today().isoformat(),
             "prompts": about,

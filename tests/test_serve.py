@@ -31,7 +31,13 @@ def chatty(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(chatty: Path) -> Iterator[Served]:
     """It drafts with the target itself, so that drafts are accepted; what they cost on this machine decides nothing."""
-    facts = [f"target={chatty}", "target.dtype=float32", "target.device=cpu", "drafter=draft_model", "drafter.tree=fixed"]
+    facts = [
+        f"target={chatty}",
+        "target.dtype=float32",
+        "target.device=cpu",
+        "drafter=draft_model",
+        "drafter.tree=fixed",
+    ]
     log = ["log_accepted=accepted.jsonl", "log_text=true"]
     with served(chatty.parent, *facts, f"drafter.spec=draft:{chatty}", "max_rows=4", "max_tokens=24", *log) as running:
         yield running

@@ -2,10 +2,9 @@
 
 import torch
 
-from heads.base import DraftHead
+from heads.base import DraftHead, RecurrentHead
 from heads.checkpoint import read_head
 from heads.eagle import EagleHead
-from heads.eagle3 import Eagle3Head
 from heads.target import Target
 
 
@@ -17,7 +16,7 @@ def init_from(path: str, head: DraftHead, target: Target) -> DraftHead:
         raise ValueError(
             f"init_from={path} is a head of the kind {found.kind}, and head={head.kind}: take head={found.kind}"
         )
-    if isinstance(found, EagleHead | Eagle3Head):
+    if isinstance(found, RecurrentHead) and found.limit is None:
         found.depth = head.depth  # its weights are the same for all depths
     elif found.depth != head.depth:
         raise ValueError(f"init_from={path} drafts {found.depth} tokens, and head.depth={head.depth}: give the same")

@@ -12,7 +12,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from heads.target import Target
+from heads.target.device import device_name, synchronise
 from inference.drafters.base import Accepted, Drafter, root_only
 from inference.drafters.block import BlockTree
 from inference.drafters.dynamic import DynamicTree
@@ -88,7 +88,7 @@ class CostModel:
         """What decides what a read costs."""
         target, libraries = self.target, ("torch", "transformers")
         return {
-            "device": device_name(target),
+            "device": device_name(target.device),
             "dtype": str(target.dtype),
             "quantization": target.quantization,
             "target": [target.name, hashlib.sha256(repr(target.config).encode()).hexdigest()[:16]],
@@ -114,9 +114,8 @@ class CostModel:
         text = [0] * max(1, min(TEXT, (self.target.context or 2 * TEXT) - TEXT))
 
         def step() -> None:
-            if (
-                not engine.has_work
-            ):  # at first, and where the context is short; a step with a prompt is never the fastest
+            # At first, and where the context is short. A step with a prompt is never the fastest.
+            if not engine.has_work:
                 for seed in range(batch):
                     engine.add(Request(text, max_new_tokens=TEXT, seed=seed))
                 engine.step()
@@ -137,9 +136,8 @@ class CostModel:
         features = torch.zeros(batch, 1, width, dtype=target.dtype, device=target.device)
         fake = Accepted(tokens, features, [1] * batch, [[0]] * batch)
         probe = copy.copy(inner)  # rows may be in the middle of their texts
-        if not isinstance(
-            probe, StaticTree
-        ):  # nothing is likely after made-up features, and every level is to be timed
+        # Nothing is likely after made-up features, and every level is to be timed.
+        if not isinstance(probe, StaticTree):
             probe.cache = probe.should_stop = None
         seconds = [0.0]
         for levels in range(1, self.levels + 1):
@@ -159,11 +157,6 @@ def fastest(work: Callable[[], Any], device: torch.device) -> float:
         synchronise(device)
         times.append(time.perf_counter() - start)
     return min(times[1:])
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def kept(what: str, batch: int, facts: dict[str, Any], measure: Callable[[], Any]) -> Any:
@@ -187,14 +180,3 @@ def kept(what: str, batch: int, facts: dict[str, Any], measure: Callable[[], Any
 
 def cache_directory() -> Path:
     return Path(os.environ.get("FOREDRAFT_CACHE") or Path.home() / ".cache" / "foredraft")
-
-
-def device_name(target: Target) -> str:
-    if target.device.type == "cuda":
-        return torch.cuda.get_device_name(target.device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        model = platform.processor() or platform.machine()
-    return f"{model}, {torch.get_num_threads()} threads"

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from heads.target import Target
+from heads.target.device import synchronise
 from inference.drafters.base import Accepted, Drafter, Wrapper
-from inference.drafters.costs import SIZES, CostModel, Costs, Tree, synchronise
+from inference.drafters.costs import SIZES, CostModel, Costs, Tree
 from inference.engine import Engine
 from inference.request import Request
 from inference.tree import TokenTree

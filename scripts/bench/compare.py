@@ -20,12 +20,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a file, it finds what lies beside it
+
 from heads import Target
 from heads.base import ParallelHead
+from heads.target.device import device_name
 from scripts.bench.compare_measure import TEMPERATURES, Bench, Measured
 from train.cli import CONF, entry
 from train.data.corpus import prompts
-from train.runtime.environment import device_name
 
 ROOT = CONF.parent
 
@@ -46,7 +48,7 @@ def main(cfg: DictConfig) -> None:
         found[name]["train_seconds"] = sum(metrics["train_seconds"] for metrics in used)
     note = (
         f"{len(bench.rows)} held-out prompts of {cfg.prompt_tokens} tokens, {cfg.new_tokens} new ones; {target.name}, "
-        f"{str(target.dtype).removeprefix('torch.')}; {device_name(target)}; {datetime.date.today().isoformat()}"
+        f"{str(target.dtype).removeprefix('torch.')}; {device_name(target.device)}; {datetime.date.today().isoformat()}"
     )
     write(output, found, note)
     if failed:

@@ -23,6 +23,8 @@ import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedConfig
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a file, it finds what lies beside it
+
 from heads import Target, load_head
 from heads.base import DraftHead, PackedBatch
 from heads.checkpoint import write_head

@@ -9,7 +9,7 @@ from typing import Any
 from heads import adapter
 from heads.base import DraftHead
 from heads.target import Target
-from inference.drafters.costs import device_name as device_name
+from heads.target.device import device_name
 from train.runtime.memory import peak_memory
 
 
@@ -25,7 +25,7 @@ def facts_of_run(head: DraftHead, target: Target) -> dict[str, Any]:
         "target": target.name,
         "parameters": sum(parameter.numel() for parameter in trained),
         "peak_memory_bytes": peak_memory(target.device),
-        "device": device_name(target),
+        "device": device_name(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "versions": versions(),
         "date": datetime.date.today().isoformat(),

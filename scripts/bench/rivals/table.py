@@ -18,6 +18,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from heads import Target
+from heads.target.device import device_name
 from inference import load_drafter
 from inference.drafters import chain_of, tree_of
 from inference.evaluation.benchmark import rivals
@@ -25,7 +26,6 @@ from inference.evaluation.measure import acceptance, per_depth
 from inference.evaluation.speed import Decoder, foredraft_decoder, time_decoders, transformers_decoder
 from train.cli import CONF, entry
 from train.data.corpus import prompts
-from train.runtime.environment import device_name
 
 HERE = Path(__file__).resolve().parent
 Row = dict[str, Any]
@@ -42,7 +42,7 @@ def main(cfg: DictConfig) -> None:
     if cfg.vllm is not None:
         found |= in_vllm(cfg, target, rows, output, texts)
     note = f"{len(rows)} prompts, {cfg.new_tokens} new tokens each, one client; {target.name}, {target.dtype}; "
-    note += device_name(target)
+    note += device_name(target.device)
     lines = [
         "| engine | tokens/s | over our plain decoding | tokens per forward | accepted per depth | text |",
         "|---" * 6 + "|",
