@@ -18,6 +18,10 @@ from inference.target_sampler import RuleSampler, TargetSampler
 from inference.trace import Trace, trace_rows
 from inference.verify import to_host
 
+ROOM = (
+    1024  # entries after its text that a row begins with, if its limit allows so many: most texts end long before that
+)
+
 
 class Output(NamedTuple):
     """What one step gave a request."""
@@ -55,9 +59,23 @@ class Batch:
         return counts[:, None].masked_fill(self.ended[1], 0)
 
     def capacity(self, rows: Sequence[Row]) -> int:
-        """Entries that each row of a batch of these needs."""
+        """Entries that each row of a batch of these may come to need."""
         longest = max(len(row.request.prompt) + row.stopping.budget for row in rows)
         return longest + 2 * self.drafter.nodes  # the last tree, after what the last path kept
+
+    def room(self, rows: Sequence[Row]) -> int:
+        """Entries that each gets for now."""
+        longest = max(len(row.text) for row in rows)
+        return min(self.capacity(rows), longest + 2 * self.drafter.nodes + ROOM)
+
+    def make_room(self) -> None:
+        """Before a step: twice as many entries, where the next tree may not fit. What was captured is lost; since captured
+        reads see powers of two of columns, it is little that the texts would have used again."""
+        cache = self.open_cache()
+        if max(cache.lengths) + 2 * self.drafter.nodes > cache.capacity:
+            staying = self.unfinished()
+            self.rows = [self.rows[number] for number in staying]
+            self.follow(staying, min(self.capacity(self.rows), 2 * cache.capacity))
 
     def open_cache(self) -> TargetCache:
         assert self.cache is not None, "a step without a row"
@@ -125,15 +143,20 @@ class Batch:
         if not staying or 2 * len(staying) > len(self.rows) or self.open_cache().graphs.active:
             return
         self.rows = [self.rows[number] for number in staying]
-        cache = self.rearrange([*staying])
+        self.follow(staying, self.kept_capacity(len(staying)))
+
+    def follow(self, staying: list[int], capacity: int) -> None:
+        """Everything else becomes that of `rows`, which are `staying` of those before."""
+        order: list[int | None] = [*staying]
+        self.open_cache().rearrange(order, capacity)
         self.sampler = self.new_sampler(self.rows)
-        self.drafter.select_rows([*staying], cache.capacity, self.sampler.sampling)
-        self.accepted = select(self.accepted, [*staying])
+        self.drafter.select_rows(order, capacity, self.sampler.sampling)
+        self.accepted = select(self.accepted, order)
 
     def cache_for_prompts(self, rows: Sequence[Row]) -> TargetCache:
         """For rows that are to join: the batch's own where there is none yet."""
         if self.cache is None:
-            return self.target.acquire_cache(len(rows), self.capacity(rows))
+            return self.target.acquire_cache(len(rows), self.room(rows))
         return self.target.new_cache(len(rows), max(len(row.text) for row in rows))
 
     def keep(self, prefixes: PrefixCache, root: int, stepped: Sequence[bool]) -> None:
@@ -146,15 +169,17 @@ class Batch:
 
     def rearrange(self, rows: list[int | None]) -> TargetCache:
         """The cache for a batch of these of its rows, None being a new one."""
-        capacity = self.capacity(self.rows)
         if self.cache is None:
-            self.cache = self.target.acquire_cache(len(rows), capacity)
+            self.cache = self.target.acquire_cache(len(rows), self.room(self.rows))
         else:
-            kept = max(capacity, self.cache.capacity)
-            if self.max_cache_tokens is not None and len(rows) * kept > self.max_cache_tokens:
-                kept = capacity
-            self.cache.rearrange(rows, kept)
+            self.cache.rearrange(rows, self.kept_capacity(len(rows)))
         return self.cache
+
+    def kept_capacity(self, count: int) -> int:
+        """Entries for each of so many rows, which are `rows` now: what there is, as long as memory allows it."""
+        room = self.room(self.rows)
+        kept = max(room, self.open_cache().capacity)
+        return room if self.max_cache_tokens is not None and count * kept > self.max_cache_tokens else kept
 
     def fail(self, bad: Sequence[bool], nodes: int) -> list[Output]:
         """Rows whose logits are not numbers end here. Nothing of them stays in the cache: no mask hides a NaN."""

@@ -126,6 +126,7 @@ class Engine:
 
     def propose(self) -> tuple[TokenTree, Tensor | None]:
         """A tree for every row, and the noise of the positions that it may reach."""
+        self.batch.make_room()
         cache = self.batch.open_cache()
         self.depth = self.drafter.depth
         gumbel = self.batch.sampler.gumbel(cache.starts + 1, self.depth + 1)

@@ -9,6 +9,7 @@ import torch
 from heads import Target
 from heads.dflash import DFlashHead
 from heads.dflash2 import DFlash2Head
+from heads.domino import DominoHead
 from heads.dspark import DSparkHead
 from heads.eagle import EagleHead
 from heads.hydra import HydraHead
@@ -90,6 +91,10 @@ def test_the_text_is_the_same(target, name, monkeypatch, taped):
         "dspark": BlockTree(
             DSparkHead.for_target(recorded, block_size=4, num_layers=1).eval(), recorded, 8, min_probability=0
         ),
+        "jetspec": BlockTree(
+            DFlashHead.for_target(recorded, block_size=4, num_layers=1, causal=True).eval(), recorded, nodes=8
+        ),
+        "domino": BlockTree(DominoHead.for_target(recorded, block_size=4, num_layers=1).eval(), recorded, 8),
         "suffix": SuffixDrafter(),
         "lookahead": Lookahead(),
     }

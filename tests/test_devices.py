@@ -3,6 +3,7 @@ a device that holds no numbers."""
 
 import contextlib
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,31 +16,46 @@ import inference.batch
 import inference.engine
 from heads import Target
 from heads.dflash import DFlashHead
+from heads.dflash2 import DFlash2Head
+from heads.domino import DominoHead
 from heads.draft_model import DraftModelHead
+from heads.dspark import DSparkHead
 from heads.eagle import EagleHead
 from heads.eagle3 import Eagle3Head
 from heads.hydra import HydraHead
 from heads.medusa import MedusaHead
+from heads.mtp import MTPHead
+from heads.p_eagle import PEagleHead
 from inference import Engine, Request, SamplingParams
 from inference.drafters import BlockTree, Drafter, DraftModel, DynamicTree, NgramDrafter, StaticTree
 from inference.verify import Verification
 from tests.support.batches import prompt
+
+BLOCKS = {
+    "dflash": partial(DFlashHead.for_target, block_size=4, num_layers=1),
+    "jetspec": partial(DFlashHead.for_target, block_size=4, num_layers=1, causal=True),
+    "dflash2": partial(DFlash2Head.for_target, block_size=4, num_layers=1),
+    "dspark": partial(DSparkHead.for_target, block_size=4, num_layers=1),
+    "domino": partial(DominoHead.for_target, block_size=4, num_layers=1),
+    "p_eagle": partial(PEagleHead.for_target, depth=3, num_layers=2),
+}
 
 
 def drafter(name: str, target: Target, elsewhere: Target) -> Drafter | None:
     """For the target `elsewhere`, on the meta device; heads are made for `target`, which has numbers."""
     counts = torch.arange(target.vocab_size)
     heads = {
-        "dflash": lambda: DFlashHead.for_target(target, block_size=4, num_layers=1),
         "eagle": lambda: EagleHead.for_target(target),
         "eagle3": lambda: Eagle3Head.for_target(target, depth=3, draft_vocab_size=200, counts=counts),
         "hydra++": lambda: HydraHead.for_target(target, prefix=True),
+        "mtp": lambda: MTPHead.for_target(target),
         "medusa": lambda: MedusaHead.for_target(target, depth=3),
     }
+    heads |= {name: partial(make, target) for name, make in BLOCKS.items()}
     if name in heads:
         head = heads[name]().eval().to("meta")
         head.attach(elsewhere)
-        if name == "dflash":
+        if name in BLOCKS:
             return BlockTree(head, elsewhere, nodes=8)
         return StaticTree(head, elsewhere) if name == "medusa" else DynamicTree(head, elsewhere, 8, 3, 2)
     others = {
@@ -64,7 +80,9 @@ class Sent(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(1.0, top_p=0.9, repetition_penalty=1.2)])
-@pytest.mark.parametrize("name", ["plain", "ngram", "eagle", "eagle3", "hydra++", "medusa", "draft model", "dflash"])
+@pytest.mark.parametrize(
+    "name", ["plain", "ngram", "eagle", "eagle3", "hydra++", "mtp", "medusa", "draft model", *BLOCKS]
+)
 def test_a_step_stays_on_its_device(fresh, name, params, monkeypatch):
     reads = 0
 

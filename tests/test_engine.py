@@ -8,6 +8,7 @@ from heads import Target
 from heads.dflash import DFlashHead
 from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
+from heads.target import cuda_graphs
 from inference import Engine, Request, SamplingParams, generate
 from inference.drafters import (
     AutoTree,
@@ -23,6 +24,7 @@ from inference.drafters import (
 )
 from inference.evaluation.lossless import PaddedDrafter
 from inference.sampling import Sampling
+from tests.support.tape import Tape
 
 PARAMS = [
     SamplingParams(),
@@ -114,6 +116,29 @@ def test_a_long_prompt_joins_a_long_text(target, name):
     for request, text in texts.items():
         ids, size = torch.tensor([request.prompt]), request.max_new_tokens
         assert text == generate(target, None, ids, max_new_tokens=size, eos_token_id=-1).new_tokens[0]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("name", ["plain", "suffix", "lookahead", "eagle3", "medusa", "auto", "union", "dflash"])
+def test_the_cache_grows_with_the_texts(target, alone, name, captured, monkeypatch):
+    """Not with what they may become. Rows that have ended do not grow with it."""
+    monkeypatch.setattr("inference.batch.ROOM", 2)
+    if captured:
+        monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
+        target = Target(target.model, target.tokenizer, target.name)  # without the cache that another engine gave back
+    engine, asked, sizes = Engine(target, drafter(name, target)), requests(), list[tuple[int, int]]()
+    texts: dict[Request, list[int]] = {request: [] for request in asked}
+    for request in asked:
+        engine.add(request)
+    while engine.has_work:
+        for output in engine.step():
+            texts[output.request] += output.tokens
+        cache = engine.batch.open_cache()
+        sizes.append((cache.capacity, len(engine.batch.rows)))
+    assert list(texts.values()) == alone
+    capacities, rows = zip(*sizes, strict=True)
+    assert capacities[0] < max(capacities)
+    assert name not in ("plain", "eagle3") or rows[0] > min(rows)  # others grow once, before a row has ended
 
 
 def test_a_prompt_that_cannot_be_read_is_refused_before_it_joins(target):
