@@ -16,6 +16,7 @@ PROGRAMS = {
     "lossless": ("train.scripts.lossless", "check on your own model that drafting does not change the text"),
     "preview": ("train.scripts.preview", "show what a head would be trained on"),
     "regenerate": ("train.scripts.regenerate", "replace the answers of a data set by the target's own"),
+    "extract": ("train.scripts.extract", "give a target's hidden states to trainers elsewhere (features=server)"),
     "plan": ("train.scripts.plan", "estimate memory and time of a training before it starts"),
     "export": ("train.scripts.export", "write a head in the layout of another engine"),
     "parity": ("train.scripts.parity", "check that a head, its files and its export draft the same"),

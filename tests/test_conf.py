@@ -68,7 +68,7 @@ def test_a_strategy(name: str, target, tmp_path: Path):
     assert bool(args.deepspeed) == name.startswith("zero") and bool(args.fsdp) == (name == "fsdp")
 
 
-@pytest.mark.parametrize("name", names("features"))
+@pytest.mark.parametrize("name", ["disk", "online"])  # server: tests/test_features_server.py
 def test_features(name: str, target, tmp_path: Path):
     cfg = composed("train", f"features={name}", f"output_dir={tmp_path / 'out'}")
     packed = Packed(documents(20, 14, 30), length=16, seed=0)

@@ -39,7 +39,7 @@ class JointDistillation(DistillationModel):
     def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
         if stored:
             raise ValueError(
-                "features=disk holds the features of a frozen target, and objective=joint changes it: take features=online"
+                "features=disk and server give those of a frozen target, and objective=joint changes it: take features=online"
             )
         if self.progress < self.heads_only:
             with torch.no_grad():

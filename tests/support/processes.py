@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,12 @@ def torchrun(*arguments: str, cwd: Path) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def end(process: subprocess.Popen) -> Ended:

@@ -21,6 +21,7 @@ FREE |= {
     for name in ("report_to", "logging_steps", "save_steps", "save_total_limit", "max_steps", "num_train_epochs")
 }
 FREE |= {"trainer.dataloader_num_workers", "trainer.dataloader_prefetch_factor"}
+FREE |= {"features.url", "features.timeout", "features.patience"}
 
 
 def done_before(cfg: DictConfig) -> bool:

@@ -1,0 +1,114 @@
+"""Give a target's hidden states to features=server:  python scripts/extract.py target=ORG/NAME layers=[2,16,29]
+
+By transformers, one text at a time, in the protocol of vLLM's `extract_hidden_states`, which serves large targets faster.
+The folder must be on a disk that the trainer sees; it reads the files and deletes them.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import threading
+import uuid
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from safetensors.torch import save_file
+
+from heads.target import Target
+from train.cli import entry
+from train.features.probe import final_norm, read_states
+
+
+class Extractor(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, target: Target, layers: Sequence[int], folder: Path, host: str, port: int):
+        """Raises ValueError for layers that the target does not have."""
+        self.layers = sorted({*layers, target.num_layers})
+        if self.layers[0] < 0 or self.layers[-1] > target.num_layers:
+            raise ValueError(
+                f"layers={list(layers)}: {target.name} has layers 0 (its embedding) to {target.num_layers}"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        self.target, self.norm, self.folder, self.lock = target, final_norm(target), folder.absolute(), threading.Lock()
+        super().__init__((host, port), Handler)
+
+    def states(self, tokens: list[int]) -> dict[str, torch.Tensor]:
+        with self.lock:
+            states = read_states(self.target, self.norm, tokens, self.layers)
+        return {"hidden_states": states.cpu().contiguous(), "token_ids": torch.tensor(tokens)}
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Extractor
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *words: Any) -> None:
+        pass
+
+    def send(self, body: dict[str, Any], status: int = 200) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+        self.wfile.flush()
+
+    def do_GET(self) -> None:
+        if self.path != "/v1/models":
+            return self.send({"error": {"message": "GET /v1/models, POST /v1/completions"}}, 404)
+        self.send({"object": "list", "data": [{"id": self.server.target.name, "object": "model"}]})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        target = self.server.target
+        try:
+            tokens = json.loads(body)["prompt"]
+            good = isinstance(tokens, list) and all(type(t) is int and 0 <= t < target.vocab_size for t in tokens)
+            if not good or not 0 < len(tokens) <= (target.context or len(tokens)):
+                raise ValueError(f"a list of up to {target.context} token ids below {target.vocab_size}")
+        except (ValueError, KeyError, TypeError) as error:
+            return self.send({"error": {"message": f"prompt: {error}"}}, 400)
+        name = re.sub(r"[^\w.-]", "", self.headers.get("X-Request-Id", "")) or uuid.uuid4().hex
+        with contextlib.suppress(ConnectionError):  # a client that has gone wants no file
+            self.give(f"cmpl-{name}-0", self.server.states(tokens))
+
+    def give(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """The answer, and then the file, which is locked until it is there."""
+        path = self.server.folder / f"{name}.safetensors"
+        choice = {"index": 0, "text": "", "finish_reason": "length"}
+        answer = {"id": name, "object": "text_completion", "model": self.server.target.name, "choices": [choice]}
+        lock = Path(f"{path}.lock")
+        with lock.open("w") as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX)
+            try:
+                self.send(answer | {"kv_transfer_params": {"hidden_states_path": str(path)}})
+            except ConnectionError:
+                lock.unlink()
+                raise
+            save_file(tensors, path)
+
+
+@entry("extract")
+def main(cfg: DictConfig) -> None:
+    target = instantiate(cfg.target)
+    with Extractor(target, cfg.layers, Path(cfg.folder), cfg.host, cfg.port) as server:
+        where = f"http://{cfg.host}:{server.server_port}/v1"
+        print(
+            f"layers {server.layers} of {target.name} at {where}, files in {server.folder} (pid {os.getpid()})",
+            flush=True,
+        )
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

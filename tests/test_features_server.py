@@ -1,0 +1,229 @@
+"""Features from an engine: the losses of features=online, whatever dies meanwhile, and who is wrong behind an address."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from heads import Target
+from heads.base import PackedBatch
+from tests.support import ROOT
+from tests.support.architectures import FAMILIES, pair
+from tests.support.batches import batch_of, documents
+from tests.support.mortal_engine import LAYERS
+from tests.support.processes import ONE, SMALL_EAGLE3, complaint, end, program
+from tests.support.tiny import tiny_config
+from train.data.packing import Packed
+from train.features import online
+from train.features.engine import EngineError
+from train.features.probe import final_norm, on_host, read_states
+from train.features.server import server
+
+STEPS = 6
+RUN = [*SMALL_EAGLE3, ONE, "optimizer=adamw", f"trainer.max_steps={STEPS}", "trainer.save_steps=2"]
+WORKERS = "trainer.dataloader_num_workers=2"
+
+
+def started(*command: str) -> tuple[subprocess.Popen, str]:
+    """A process, and the address in its first line."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    return process, next(word for word in line.replace(",", " ").split() if word.startswith("http"))
+
+
+def extracting(target: Path, folder: Path) -> tuple[subprocess.Popen, str]:
+    given = ["target=hf", f"target.path={target}", "target.device=cpu", "target.dtype=float32", "port=0"]
+    layers = f"layers={LAYERS}".replace(" ", "")
+    return started("scripts/extract.py", *given, layers, f"folder={folder}")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """Its address and its folder."""
+    folder = tmp_path_factory.mktemp("states")
+    process, url = extracting(tiny_path, folder)
+    yield url, folder
+    process.terminate()
+    process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def given(tiny_path: Path, folder: Path) -> list[str]:
+    return [*RUN, f"target.path={tiny_path}", f"data.path={folder}"]
+
+
+@pytest.fixture(scope="module")
+def alone(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """features=online."""
+    cwd = tmp_path_factory.mktemp("alone")
+    ended = end(program(*given, "output_dir=out", cwd=cwd))
+    assert ended.code == 0, ended.err
+    return cwd / "out"
+
+
+def losses(directory: Path) -> list[float]:
+    return [entry["loss"] for entry in json.loads((directory / "history.json").read_text()) if "loss" in entry]
+
+
+def served(url: str, *more: str) -> list[str]:
+    return ["features=server", f"features.url={url}", WORKERS, *more]
+
+
+def test_rows_are_what_the_target_reads_in_the_process(target: Target, engine: tuple[str, Path], tmp_path: Path):
+    """Layers in the head's order, the last one among them and after the final norm."""
+    url, folder = engine
+    packed = Packed(documents(40, 25, 33, 60, 21, 50, 3), length=32, seed=0)
+    layers = [target.num_layers, 4, 1]
+    urls = [url, url.replace("127.0.0.1", "localhost")]
+    batch = batch_of(server(packed, target, layers, 2, urls, str(tmp_path), timeout=60, patience=10))
+    features, last = online.read(target, PackedBatch(**batch_of(packed)), layers)
+    real = batch["documents"] >= 0
+    torch.testing.assert_close(batch["features"][real], features[real], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(batch["last"][real], last[real], rtol=1e-5, atol=1e-4)
+    assert not list(folder.iterdir())
+
+
+def test_losses_are_those_of_features_online(
+    given: list[str], alone: Path, engine: tuple[str, Path], here, tmp_path: Path
+):
+    url, folder = engine
+    ended = here(*given, *served(url), "output_dir=out")
+    assert ended.code == 0, ended.err
+    found = losses(tmp_path / "out")
+    assert len(found) == STEPS
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses(alone)), rtol=0, atol=1e-5)
+    assert not list(folder.iterdir())
+
+
+def test_deaths_on_both_sides_change_nothing(given: list[str], alone: Path, tiny_path: Path, tmp_path: Path):
+    """The engine dies eight times, by the request; the trainer up to four times, anywhere."""
+    seed, states = os.environ.get("FOREDRAFT_KILL_SEED", "0"), tmp_path / "states"
+    mortal, url = started("-m", "tests.support.mortal_engine", str(tiny_path), str(states), seed, "8")
+    try:
+        command = [sys.executable, str(ROOT / "tests/support/kill_probe.py"), seed, "4", *given, *served(url)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [*command, "output_dir=out"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+    finally:
+        os.killpg(mortal.pid, signal.SIGKILL)
+    ends = json.loads(done.stdout.splitlines()[-1])
+    assert ends[-1] == 0 and -signal.SIGKILL in ends, (ends, done.stderr[-2000:])
+    assert mortal.stdout is not None
+    met = mortal.stdout.read().split("\n")
+    assert {"asked", "answered", "half"} <= set(met)
+    torch.testing.assert_close(torch.tensor(losses(tmp_path / "out")), torch.tensor(losses(alone)), rtol=0, atol=1e-5)
+    ours, theirs = (load_file(path / "head/model.safetensors") for path in (tmp_path / "out", alone))
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
+    assert not list(states.iterdir())  # what nobody read is deleted by who comes next
+
+
+def until_step_3(process: subprocess.Popen) -> None:
+    assert process.stdout is not None
+    assert any(line.startswith("step 3/") for line in process.stdout), end(process).err[-3000:]
+
+
+def test_an_interrupted_trainer_leaves_no_files(given: list[str], engine: tuple[str, Path], tmp_path: Path):
+    url, folder = engine
+    process = program(*given, *served(url), "trainer.max_steps=100000", "output_dir=out", cwd=tmp_path)
+    until_step_3(process)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for pid in map(int, children):  # a terminal and a scheduler send them to all processes
+        os.kill(pid, signal.SIGINT)
+        os.kill(pid, signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    ended = end(process)
+    assert ended.code == 130 and "the same command resumes from there" in ended.out, ended.err
+    assert ended.err.count("stopping after this step") == 1
+    assert not list(folder.iterdir())
+
+
+def test_an_engine_that_stays_away_is_named(given: list[str], tiny_path: Path, tmp_path: Path):
+    mortal, url = extracting(tiny_path, tmp_path / "states")
+    more = ["trainer.max_steps=100000", "features.patience=0.5", "output_dir=out"]
+    process = program(*given, *served(url), *more, cwd=tmp_path)
+    until_step_3(process)
+    mortal.kill()
+    ended = end(process)
+    last = ended.err.strip().split("\n")[-1]
+    assert ended.code == 2 and "Traceback" not in ended.err, ended.err
+    assert last.startswith(f"error: features.url={url} has given no hidden states for 0.5 s (")
+    assert last.endswith("): see that the engine runs; the same command continues from the newest checkpoint")
+
+
+# Who is wrong
+
+
+def test_an_engine_of_other_layers_is_refused(given: list[str], engine: tuple[str, Path], here):
+    said = complaint(here(*given, *served(engine[0]), "head.layers=[1,2,4]", "output_dir=out"))
+    assert said.startswith(f"features.url={engine[0]} gives layers [1, 3, 4, 6] and the head needs [1, 2, 4, 6]: start")
+
+
+def test_another_model_is_refused(given: list[str], engine: tuple[str, Path], here, tiny_path: Path, tmp_path: Path):
+    """Here it is the trainer that has another one."""
+    shutil.copytree(tiny_path, tmp_path / "other")
+    torch.manual_seed(9)
+    LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path / "other")
+    said = complaint(here(*given, *served(engine[0]), f"target.path={tmp_path / 'other'}", "output_dir=out"))
+    assert said.startswith(f"features.url={engine[0]} serves another model than {tmp_path / 'other'}: its states are ")
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Completions of an engine that extracts no hidden states."""
+
+    def log_message(self, *words: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(200 if self.path.startswith("/v1/") else 404)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "tiny"}], "choices": []}')
+
+
+@pytest.mark.parametrize(
+    "path, message",
+    [("/v1", "answers without hidden states: start the engine as conf/features/server.yaml shows"), ("", "status 404")],
+)
+def test_an_engine_without_hidden_states_is_refused(path: str, message: str, target: Target, tmp_path: Path):
+    packed = Packed(documents(40, 25), length=32, seed=0)
+    other = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    with pytest.raises(EngineError, match=message):
+        server(packed, target, [2], 1, f"http://127.0.0.1:{other.server_port}{path}", str(tmp_path), patience=30)
+    other.shutdown()
+
+
+def test_nobody_there(target: Target, tmp_path: Path):
+    packed = Packed(documents(40, 25), length=32, seed=0)
+    with pytest.raises(EngineError, match=r"features.url=http://127.0.0.1:9/v1 has given no hidden states for 0 s"):
+        server(packed, target, [2], 1, "http://127.0.0.1:9/v1", str(tmp_path), patience=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_final_norm_of_every_family(family: str):
+    target = pair(family, "eager").target
+    norm, tokens = final_norm(target), [3, 7, 11, 5, 2]
+    before = read_states(target, norm, tokens, [target.num_layers])[:, 0]
+    after = target.read(torch.tensor([tokens]), layers=[target.num_layers]).features[0]
+    assert not torch.allclose(before, after) and torch.equal(on_host(norm)(before), after)

@@ -1,0 +1,106 @@
+"""Hidden states as engines give them: the last one before the target's final norm. And which layers an engine gives."""
+
+import copy
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from heads.target import Target
+from heads.target.documents import spans
+from heads.target.sharding import full_tensor
+from train.data.packing import Packed
+from train.features.engine import EngineError
+
+TOKENS = 64  # of a probe, at most
+# How far an engine's states may be from the target's own: both in float32; rounded to half precision; of packed weights.
+EXACT, HALF, QUANTIZED = 1e-3, 0.05, 0.3
+
+
+class Probe(NamedTuple):
+    tokens: list[int]
+    states: Tensor  # (tokens, layers + 1, hidden) float32 on the host, of every layer
+    target: Target
+
+
+def make_probe(packed: Packed, target: Target, norm: nn.Module) -> Probe:
+    """Of the longest document in the first row."""
+    row = packed[0]
+    longest = max(spans([row["documents"].tolist()]), key=lambda span: span.stop - span.start)
+    tokens = row["tokens"][longest.start : longest.stop][:TOKENS].tolist()
+    states = read_states(target, norm, tokens, range(target.num_layers + 1))
+    return Probe(tokens, states.float().cpu(), target)
+
+
+@torch.no_grad()
+def final_norm(target: Target) -> nn.Module:
+    """The module that makes the last hidden state. Raises ValueError where that is not the work of one."""
+    seen: deque[tuple[nn.Module, Any, Any]] = deque(maxlen=16)  # it is among the last that are called
+    hooks = [module.register_forward_hook(lambda *call: seen.append(call)) for module in target.model.modules()]
+    try:
+        tokens = torch.arange(4, device=target.device)[None] % target.vocab_size
+        last = target.read(tokens, layers=[target.num_layers]).features
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for module, given, output in reversed(seen):
+        alike = isinstance(output, Tensor) and output.shape == last.shape and torch.equal(output.to(last.device), last)
+        if alike and given and isinstance(given[0], Tensor) and given[0].shape == last.shape:
+            return module
+    raise ValueError(
+        f"{target.name} has no final norm that could be applied to an engine's states: take features=online or disk"
+    )
+
+
+@torch.no_grad()
+def read_states(target: Target, norm: nn.Module, tokens: list[int], layers: Sequence[int]) -> Tensor:
+    """(tokens, layers, hidden) of one text, the last layer's before `norm`."""
+    before: list[Tensor] = []
+    hook = norm.register_forward_pre_hook(lambda module, given: before.append(given[0]))
+    try:
+        read = target.read(torch.tensor([tokens], device=target.device), layers=list(layers), keep_logits=1).features
+    finally:
+        hook.remove()
+    states = list(read[0].unflatten(-1, (-1, target.hidden_size)).unbind(1))
+    return torch.stack([before[0][0].to(s) if n == target.num_layers else s for n, s in zip(layers, states)], 1)
+
+
+def on_host(norm: nn.Module) -> nn.Module:
+    """A copy for the workers of a DataLoader, which must not touch an accelerator."""
+    found = copy.copy(norm)
+    weights = {name: full_tensor(weight).detach().cpu() for name, weight in norm.named_parameters()}
+    found._parameters = {name: nn.Parameter(weight, requires_grad=False) for name, weight in weights.items()}
+    found.__dict__.pop("forward", None)  # accelerate's, which moves what it gets to a device (target.sharding=layers)
+    return found
+
+
+def find_columns(url: str, given: Tensor, probe: Probe, wanted: Sequence[int]) -> list[int]:
+    """Where the layers `wanted` are among those that the engine gave for the probe, (tokens, layers, hidden). Raises
+    EngineError where one is not, or none is the target's."""
+    target = probe.target
+    if given.shape[-1] != target.hidden_size:
+        raise EngineError(
+            f"features.url={url} serves another model than {target.name}, whose states have {target.hidden_size} numbers and "
+            f"not {given.shape[-1]}"
+        )
+    rounded = given.dtype != torch.float32 or target.dtype != torch.float32
+    most = QUANTIZED if target.quantization else HALF if rounded else EXACT
+    found: dict[int, int] = {}
+    for column, states in enumerate(given.float().split(1, dim=1)):
+        # Of the tokens the median: the first one's states may be a thousand times as large as all others.
+        far = ((probe.states - states).norm(dim=-1) / probe.states.norm(dim=-1)).median(dim=0).values
+        layer = int(far.nan_to_num(torch.inf).argmin())
+        if not far[layer] <= most:
+            raise EngineError(
+                f"features.url={url} serves another model than {target.name}: its states are {far[layer]:.1%} from those of "
+                f"the nearest layer, {layer}, and rounding explains {most:.1%}"
+            )
+        found[layer] = column
+    if not set(wanted) <= found.keys():
+        raise EngineError(
+            f"features.url={url} gives layers {sorted(found)} and the head needs {sorted(set(wanted))}: start the engine "
+            "with these (conf/features/server.yaml shows how)"
+        )
+    return [found[layer] for layer in wanted]
