@@ -140,6 +140,10 @@ class Client:
             raise EngineError(
                 f"features.url={url} answers without hidden states: start the engine as conf/features/server.yaml shows"
             )
+        if self.tag not in Path(path).name:  # it is read and deleted
+            raise EngineError(
+                f"features.url={url} names {path}, which is no file of this request: its id is not in the name"
+            )
         self.folders.add(Path(path).parent)
         return collect(Path(path), tokens, time.monotonic() + self.timeout)
 
