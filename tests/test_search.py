@@ -5,10 +5,12 @@ import math
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerControl, TrainerState
 
 from tests.support.processes import Ended, complaint, end, program
 from train import search_judge
@@ -146,12 +148,12 @@ def test_a_search_that_is_stopped_twice_is_the_one_that_was_not(given: list[str]
     ended = here(*given, "output_dir=whole")
     assert ended.code == 0, ended.err
     with monkeypatch.context() as patch:
-        patch.setattr(StopAt, "on_step_end", lambda *given, **more: signal.raise_signal(signal.SIGINT))
+        patch.setattr(StopAt, "on_step_end", interrupt)
         stopped = here(*given)
-    assert stopped.code == 130 and "stopped at step 1; the same command" in stopped.out, stopped
+    assert stopped.code == 130 and "stopped at step 2; the same command" in stopped.out, stopped
     assert json.loads((tmp_path / "out/search.json").read_text())["candidates"]["eagle3"]["steps"] == 0
     killed = end_at(r"^round 1 of 2: medusa", signal.SIGKILL, tmp_path, *given)
-    assert killed.code == -signal.SIGKILL and "checkpoint-1\n" in killed.out
+    assert killed.code == -signal.SIGKILL and "checkpoint-2\n" in killed.out
     assert not re.search("^round 1 of 2: hass", killed.out, re.M)
     ended = here(*given)
     assert ended.code == 0, ended.err
@@ -165,6 +167,12 @@ def test_a_search_that_is_stopped_twice_is_the_one_that_was_not(given: list[str]
         assert weights[0].keys() == weights[1].keys()
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     check_results(tmp_path / "whole")
+
+
+def interrupt(callback: StopAt, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+    """Ctrl-C after the first step."""
+    if state.global_step == 1:
+        signal.raise_signal(signal.SIGINT)
 
 
 def pretended(name: str, texts: int) -> Judged:

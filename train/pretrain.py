@@ -44,7 +44,7 @@ def trained_target(
     path: str,
     config: str,
     more_text: str | None = None,
-    steps: int = 2500,
+    steps: int = 1500,
     rows: int = 32,
     rows_at_once: int = 8,
     length: int = 512,
@@ -97,11 +97,12 @@ def arguments(
         adam_beta2=0.95,
         bf16=has_bfloat16_products("cuda" if torch.cuda.is_available() and device != "cpu" else "cpu"),
         use_cpu=device == "cpu",
-        logging_steps=10,
+        logging_steps=math.gcd(10, save_steps),  # a checkpoint comes after a log entry: none is of steps that were lost
         save_steps=save_steps,
         save_total_limit=2,
         train_sampling_strategy="sequential",  # EpochStream has the order
         remove_unused_columns=False,
+        dataloader_pin_memory=torch.cuda.is_available(),
         disable_tqdm=True,
         report_to=["none"],
     )

@@ -27,7 +27,7 @@ from heads.target import Target
 from train.data.corpus import Corpus
 from train.finalize import finalize, save_final
 from train.run import Prepared, load, prepare, start_process, train, with_self_generated_text
-from train.runtime import distributed
+from train.runtime import checkpoints, distributed
 from train.runtime.run_state import CHECKPOINTS, CONFIG, as_saved, keep_finished, seconds_of
 from train.search_candidates import check_numbers, chosen, composed
 from train.search_judge import Judge
@@ -230,7 +230,11 @@ class Search:
 
     def train_to(self, name: str, this: Round) -> None:
         candidate, until = self.state.candidates[name], this.goals[name].until
-        cfg = self.config(name, self.folder(name), this.goals[name].of)
+        newest = checkpoints.newest(self.folder(name) / CHECKPOINTS)
+        there = (
+            newest is not None and checkpoints.step_of(Path(newest)) >= until
+        )  # stopped before it was saved as a head
+        cfg = self.config(name, self.folder(name), until if there else this.goals[name].of)
         cfg.evaluate.eval_steps = 0
         prepared, trainer = self.train(cfg, StopAt(until))
         save_final(trainer.distillation, self.folder(name) / "head", prepared.data, cfg.length)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from train.data import stdlib
 
 EOS = "<|endoftext|>"
+AT_ONCE = 64  # texts that are tokenised together: as lists of numbers, all of them take gigabytes
 CHAT = Path(__file__).with_name("plain_chat.jinja")  # it learns text without turns: any template is as good
 
 
@@ -56,8 +57,11 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> PreTrainedTokenizerFas
 
 def tokens_of(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
     """All documents one after another, each closed by EOS, as one row of ids."""
-    rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor([token for row in rows for token in [*row, tokenizer.eos_token_id]])
+    parts = []
+    for start in range(0, len(texts), AT_ONCE):
+        rows = tokenizer(texts[start : start + AT_ONCE], add_special_tokens=False, verbose=False)["input_ids"]
+        parts.append(torch.tensor([token for row in rows for token in [*row, tokenizer.eos_token_id]]))
+    return torch.cat(parts)
 
 
 class Windows(Dataset):
