@@ -29,8 +29,9 @@ from train.search_plan import (
 
 SMALL = [
     "head=auto",
-    "heads=[eagle3,medusa,hass]",
-    "budget=24steps",
+    "heads=[eagle3,broken,medusa,hass]",
+    "+candidates.broken=['head=eagle3','head.layers=[70]']",
+    "budget=32steps",
     "judge={prompts:2,new_tokens:8,repeats:1}",
     "data=text",
     "target=hf",
@@ -143,7 +144,8 @@ def test_why_the_slower_ones_are_dropped():
 
 
 def test_a_search_that_is_stopped_twice_is_the_one_that_was_not(given: list[str], here, tmp_path: Path, monkeypatch):
-    """By Ctrl-C in the first candidate and killed in the second: the same weights, round by round, and the same winner."""
+    """By Ctrl-C in the first candidate and killed in the second: the same weights, round by round, and the same winner. One
+    candidate fails, which the others survive."""
     monkeypatch.setattr(search_judge, "judged", lambda table, name, texts: pretended(name, len(texts)))
     ended = here(*given, "output_dir=whole")
     assert ended.code == 0, ended.err
@@ -181,7 +183,7 @@ def pretended(name: str, texts: int) -> Judged:
 
 
 def check_results(directory: Path) -> None:
-    """What a search leaves: hass is dropped first, eagle3 then, and medusa is finished as any run is."""
+    """What a search leaves: hass is the slowest in the first round, eagle3 in the second, and medusa is finished as any run is."""
     found = json.loads((directory / "search.json").read_text())
     assert [sorted(r["found"]) for r in found["rounds"]] == [
         ["eagle3", "hass", "medusa", "plain"],
@@ -190,7 +192,8 @@ def check_results(directory: Path) -> None:
     candidates = found["candidates"]
     assert candidates["hass"]["dropped"].startswith("round 1: 2.7 ± ") and candidates["medusa"]["dropped"] is None
     assert "round 2: " in candidates["eagle3"]["dropped"] and "medusa, which won" in candidates["eagle3"]["dropped"]
-    assert sum(one["steps"] for one in candidates.values()) == 24 and candidates["medusa"]["steps"] > 12
+    assert candidates["broken"]["dropped"].startswith("failed: head.layers=[70] must ascend within")
+    assert sum(one["steps"] for one in candidates.values()) == 32 and candidates["medusa"]["steps"] > 16
     first = found["rounds"][0]["found"]["medusa"]
     assert first["acceptance_length"] >= 1 and first["fixed_tree_tokens_per_second"] > 0 and first["speedup"] > 3.9
     metrics = json.loads((directory / "metrics.json").read_text())
@@ -216,23 +219,14 @@ def end_at(line: str, number: int, cwd: Path, *arguments: str) -> Ended:
     return ended._replace(out=seen + ended.out)
 
 
-def test_a_candidate_that_fails_is_dropped_with_its_reason(given: list[str], here, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(search_judge, "judged", lambda table, name, texts: pretended(name, len(texts)))
-    ended = here(*given, "heads=[medusa,deep]", "+candidates.deep=['head=eagle3','head.layers=[70]']", "budget=8steps")
-    assert ended.code == 0, ended.err
-    dropped = json.loads((tmp_path / "out/search.json").read_text())["candidates"]["deep"]["dropped"]
-    assert dropped.startswith("failed: ValueError") and dropped in ended.out
-    assert json.loads((tmp_path / "out/metrics.json").read_text())["head"] == "medusa"
-
-
 @pytest.mark.parametrize(
     "change, words",
     [
         (["budget=2x"], "budget=2x is not an amount: give a time such as 2h"),
-        (["budget=17steps"], r"budget=17steps is too small for a round of 3 candidates .* at least 1[89]steps"),
+        (["budget=15steps"], r"budget=15steps is too small for a round of 4 candidates .* at least 16steps"),
         (["heads=[medusa,eagel]"], r"heads=\['eagel'\] are not among candidates, which has eagle3"),
         (["heads=[]"], r"heads=\[\] are not among"),
-        (["trainer.max_steps=9"], "head=auto trains as long as budget=24steps says"),
+        (["trainer.max_steps=9"], "head=auto trains as long as budget=32steps says"),
         (["search_share=1.0"], "search_share=1.0 must be between 0 and 1"),
         (["judge.repeats=0"], "judge.repeats=0 must be at least 1"),
         (["judge.repeat=2"], "did you mean judge.repeats"),
@@ -243,7 +237,7 @@ def test_a_candidate_that_fails_is_dropped_with_its_reason(given: list[str], her
         ),
         (["heads=[x]", "+candidates.x=['head=eagle3','length=32']"], "candidates.x sets length, which all candidates"),
         (["heads=[x]", "+candidates.x=[head.depth=3]"], "candidates.x"),
-        (["budget=1s"], r"budget=1s is too small for a round of 3 candidates .* give at least \d+[sm], or name fewer"),
+        (["budget=1s"], r"budget=1s is too small for a round of 4 candidates .* give at least \d+[sm], or name fewer"),
     ],
 )
 def test_what_is_refused_in_one_sentence(given: list[str], here, change: list[str], words: str):

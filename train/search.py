@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
 from heads.target import Target
+from train.cli import sentence
 from train.data.corpus import Corpus
 from train.finalize import finalize, save_final
 from train.run import Prepared, load, prepare, start_process, train, with_self_generated_text
@@ -130,7 +131,8 @@ class Search:
         try:
             yield
         except Exception as error:
-            reason = f"failed: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            said = sentence(error, str(self.folder(name))) or f"{type(error).__name__}: {error}"
+            reason = f"failed: {' '.join(said.split())[:500]}"
             print(f"{name} is dropped: {reason}", flush=True)
             self.state.candidates[name].dropped = reason
             self.state.save()
