@@ -183,7 +183,7 @@ def pretended(name: str, texts: int) -> Judged:
 
 
 def check_results(directory: Path) -> None:
-    """What a search leaves: hass is the slowest in the first round, eagle3 in the second, and medusa is finished as any run is."""
+    """What a search leaves: hass is dropped first, eagle3 then, and medusa is finished as any run is."""
     found = json.loads((directory / "search.json").read_text())
     assert [sorted(r["found"]) for r in found["rounds"]] == [
         ["eagle3", "hass", "medusa", "plain"],
