@@ -223,7 +223,7 @@ def end_at(line: str, number: int, cwd: Path, *arguments: str) -> Ended:
     "change, words",
     [
         (["budget=2x"], "budget=2x is not an amount: give a time such as 2h"),
-        (["budget=15steps"], r"budget=15steps is too small for a round of 4 candidates .* at least 16steps"),
+        (["budget=3steps"], r"budget=3steps is too small for a round of 2 candidates .* at least 4steps"),
         (["heads=[medusa,eagel]"], r"heads=\['eagel'\] are not among candidates, which has eagle3"),
         (["heads=[]"], r"heads=\[\] are not among"),
         (["trainer.max_steps=9"], "head=auto trains as long as budget=32steps says"),
@@ -237,11 +237,12 @@ def end_at(line: str, number: int, cwd: Path, *arguments: str) -> Ended:
         ),
         (["heads=[x]", "+candidates.x=['head=eagle3','length=32']"], "candidates.x sets length, which all candidates"),
         (["heads=[x]", "+candidates.x=[head.depth=3]"], "candidates.x"),
-        (["budget=1s"], r"budget=1s is too small for a round of 4 candidates .* give at least \d+[sm], or name fewer"),
+        (["budget=1s"], r"budget=1s is too small for a round of 2 candidates .* give at least \d+[sm], or name fewer"),
     ],
 )
 def test_what_is_refused_in_one_sentence(given: list[str], here, change: list[str], words: str):
-    assert re.search(words, complaint(Ended(*here(*given, *change))._replace(out="")))
+    ended = here(*given, "heads=[medusa,hass]", *change)
+    assert re.search(words, complaint(ended._replace(out="")))
 
 
 def test_a_budget_without_auto_is_no_key(given: list[str], tmp_path: Path):
