@@ -236,7 +236,7 @@ def end_at(line: str, number: int, cwd: Path, *arguments: str) -> Ended:
             "candidates.x: head.deepth is not known; did you",
         ),
         (["heads=[x]", "+candidates.x=['head=eagle3','length=32']"], "candidates.x sets length, which all candidates"),
-        (["heads=[x]", "+candidates.x=[head.depth=3]"], "candidates.x"),
+        (["heads=[x]", "+candidates.x=['head=auto']"], "candidates.x is given head=auto, which is no head"),
         (["budget=1s"], r"budget=1s is too small for a round of 2 candidates .* give at least \d+[sm], or name fewer"),
     ],
 )

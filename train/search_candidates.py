@@ -51,7 +51,7 @@ def check_candidate(cfg: DictConfig, name: str, overrides: list[str]) -> None:
         HydraConfig.instance().cfg = main
     own = composed(overrides)
     if "candidates" in own:
-        raise ValueError(f"candidates.{name} has no head: it is given {' '.join(overrides)}")
+        raise ValueError(f"candidates.{name} is given head=auto, which is no head")
     for key in SHARED:
         if own[key] != cfg[key]:
             raise ValueError(f"candidates.{name} sets {key}, which all candidates must share")

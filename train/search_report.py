@@ -7,12 +7,13 @@ from typing import Any
 
 from heads.hub.card import duration
 from heads.target import Target
+from heads.target.device import device_name
 from inference.evaluation import plots
 from inference.evaluation.benchmark import PLAIN
 from inference.evaluation.pages import write_page
 from inference.evaluation.plots import Bar
 from inference.evaluation.report import Figure
-from train.runtime.environment import device_name, versions
+from train.runtime.environment import versions
 from train.search_state import Round, State
 
 HEADINGS = ["candidate", "steps", "tokens/s", "over plain", "tokens per forward", "fixed tree, tokens/s", "verdict"]
@@ -64,7 +65,7 @@ def figures(rounds: list[Round]) -> Iterator[Figure]:
 def write_search_page(file: Path, state: State, target: Target) -> None:
     values: dict[str, Any] = {
         "title": f"Which head is best for {target.name}?",
-        "where": f"{device_name(target)} · {str(target.dtype).removeprefix('torch.')} · {duration(state.seconds)} so far",
+        "where": f"{device_name(target.device)} · {str(target.dtype).removeprefix('torch.')} · {duration(state.seconds)} so far",
         "figures": list(figures(state.rounds)),
         "tables": [
             (f"Round {number + 1}: {this.note}", HEADINGS, list(rows(state, number)))
