@@ -108,6 +108,8 @@ def check(config_name: str, overrides: list[str], number: int) -> str | None:
         typed = (override.key_or_group for override in values)
         whole = next((name for name in typed if name.startswith(f"{missing}.")), missing)  # trainr of trainr.max_steps
         raise HydraException(unknown_key(whole, known)) from None
+    if final.hydra.runtime.choices.get("head") == "auto" and config_name != "train":
+        raise HydraException("head=auto is a search, which only train/run.py does: name a head")
     for key in known:
         if any(key == override.key_or_group or key.startswith(f"{override.key_or_group}.") for override in values):
             check_type(key, base, final)

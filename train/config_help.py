@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 KEY = re.compile(r"^( *)([\w.\"' ,-]+):(?: |$)(.*)$")
 COMMENT = re.compile(r"""(?:"[^"]*"|'[^']*'|[^"'#]|(?<=\S)#)*(?<!\S)# *(.*)$""")  # a sign in quotes begins none
 COLUMN = 44  # where meanings begin
-HIDDEN = {"_target_", "_partial_", "_convert_", "hydra"}
+HIDDEN = {"_target_", "_partial_", "_convert_"}
 
 
 def describe(module: ModuleType | None, config_name: str, overrides: list[str], folder: Path) -> str:
@@ -69,7 +69,7 @@ def lines(cfg: DictConfig, meanings: dict[str, str], prefix: str = "") -> Iterat
     """One line per key, indented as in yaml; what interpolations refer to is left as it is written."""
     for key in cfg:
         name = str(key)
-        if name in HIDDEN:
+        if name in HIDDEN or (not prefix and name == "hydra"):
             continue
         node: Any = cfg._get_node(name)
         deeper = (

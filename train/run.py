@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor
-from transformers import PrinterCallback, TrainingArguments, set_seed
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments, set_seed
 
 from heads import hub
 from heads.base import BlockHead, DraftHead
@@ -57,6 +57,11 @@ class Prepared(NamedTuple):
 
 @entry("train")
 def main(cfg: DictConfig) -> None:
+    if HydraConfig.get().runtime.choices["head"] == "auto":
+        from train.search import search  # which trains with the functions below
+
+        search(cfg)
+        return
     if HydraConfig.get().mode == RunMode.MULTIRUN and done_before(cfg):
         print(f"{cfg.output_dir} holds a finished run of this config; delete it to train again", flush=True)
         return
@@ -160,7 +165,7 @@ def with_self_generated_text(
     return write(data, tokens, cfg.seed, "self_generated.safetensors"), written.train
 
 
-def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
+def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTrainer:
     """The trainer after its last step. Ends the process where a signal stopped it before."""
     target, args = run.target, run.args
     dataset = instantiate(cfg.features)(run.packed, target, run.head.layers, cfg.trainer.per_device_train_batch_size)
@@ -192,7 +197,7 @@ def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
         train_dataset=EpochStream(dataset, args.max_steps * rows, cfg.seed),
         build_optimizer=instantiate(cfg.optimizer),
         measure=validate,
-        callbacks=[stop, Progress(), Measure(cfg.evaluate.eval_steps)],
+        callbacks=[stop, Progress(), Measure(cfg.evaluate.eval_steps), *callbacks],
     )
     trainer.remove_callback(PrinterCallback)
     strategy.check_distributed_type(cfg.strategy.name, trainer.accelerator.distributed_type)

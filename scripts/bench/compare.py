@@ -57,7 +57,8 @@ def main(cfg: DictConfig) -> None:
 
 def train_all(cfg: DictConfig, output: Path) -> tuple[dict[str, Path], dict[str, str]]:
     """The directory of every head that is trained, and why the others are not."""
-    known = {path.stem: [f"head={path.stem}"] for path in sorted((CONF / "head").glob("*.yaml"))}
+    kinds = sorted(path.stem for path in (CONF / "head").glob("*.yaml") if path.stem != "auto")
+    known = {kind: [f"head={kind}"] for kind in kinds}
     known |= {str(name): list(given) for name, given in cfg.variants.items()}
     if unknown := set(cfg.heads or []) - set(known):
         raise ValueError(f"heads={sorted(unknown)} are not among conf/head and variants, which have {', '.join(known)}")

@@ -25,10 +25,9 @@ import random
 import tempfile
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -45,38 +44,12 @@ from inference import generate
 from inference.evaluation import measure
 from train.data import self_generated, stdlib
 from train.data.corpus import prompts, standard_library
+from train.data.pretraining import tokens_of, train_tokenizer
 
 HERE = Path(__file__).parent
 VOCAB, LENGTH, ROWS = 1024, 512, 16
-EOS = "<|endoftext|>"
-CHAT = Path(stdlib.__file__).with_name("plain_chat.jinja")  # it was trained on code alone: any template is as good
 OWN_TEXT = 1 << 20  # tokens that the target writes for heads to learn from
 COOL = 0.5  # temperature of the continuations that the second stage learns from
-
-
-def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE. Indentation stays together with its newline's spaces, digits are split."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=[EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=EOS, eos_token=EOS, model_max_length=2048)
-    fast.chat_template = CHAT.read_text()
-    return fast
-
-
-def tokens_of(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
-    """All documents one after another, each closed by EOS, as one row of ids."""
-    rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return torch.tensor([token for row in rows for token in [*row, tokenizer.eos_token_id]])
 
 
 def length_at(share: float) -> int:
@@ -129,8 +102,35 @@ def other_model(config: Path) -> PreTrainedModel:
     return model
 
 
+class Texts(NamedTuple):
+    """What it learns from and is measured on."""
+
+    data: list[Tensor]  # ids of the library, and of its tests
+    held_out: Tensor
+    characters: float  # of a held-out token
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    args = parse_arguments()
+    random.seed(0)
+    torch.manual_seed(0)
+    args.output.mkdir(parents=True, exist_ok=True)
+    tokenizer, texts = read_texts(args)
+    model = new_model(args.layers) if args.config is None else other_model(args.config)
+    print(f"parameters: {sum(p.numel() for p in model.parameters()):,}", flush=True)
+    log = (args.output / "log.jsonl").open("w")
+    learn(model, texts, args, log)
+    if args.config:
+        return
+    settle(model, tokenizer, texts.data[0], args.settle_minutes, log)
+    note({"settled": True, "held_out_loss": round(held_out_loss(model, texts.held_out), 4)}, log)
+    save(model, args.output)
+    write_samples(args.output)
+    self_generated_text(args.output)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--minutes", type=float, default=60, help="wall-clock budget of the training loop")
     parser.add_argument("--settle-minutes", type=float, default=15, help="budget of the second stage")
     parser.add_argument("--output", type=Path, default=HERE)
@@ -138,54 +138,56 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=ROWS, help=f"of {LENGTH} tokens in a step")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--compile", action="store_true", help="torch.compile the model: worth it from ten minutes on")
-    args = parser.parse_args()
-    random.seed(0)
-    torch.manual_seed(0)
+    return parser.parse_args()
 
+
+def read_texts(args: argparse.Namespace) -> tuple[PreTrainedTokenizerFast, Texts]:
     library = [text for _, text in stdlib.documents("train", tests=False)]
     tests = [text for path, text in stdlib.documents("train") if stdlib.is_test(path)]
     validation = [text for _, text in stdlib.documents("validation", tests=False)]
-    args.output.mkdir(parents=True, exist_ok=True)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(HERE) if args.config else train_tokenizer(library + tests)
+    tokenizer = (
+        PreTrainedTokenizerFast.from_pretrained(HERE) if args.config else train_tokenizer(library + tests, VOCAB)
+    )
     tokenizer.save_pretrained(args.output)
     random.shuffle(library), random.shuffle(tests)
     data = [tokens_of(tokenizer, library), tokens_of(tokenizer, tests)]
     held_out = tokens_of(tokenizer, validation)
     print(f"tokens: library {len(data[0]):,}, its tests {len(data[1]):,}, held out {len(held_out):,}", flush=True)
+    return tokenizer, Texts(data, held_out, sum(map(len, validation)) / len(held_out))
 
-    model = new_model(args.layers) if args.config is None else other_model(args.config)
+
+def optimizers_of(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    print(f"parameters: {sum(p.numel() for p in model.parameters()):,}", flush=True)
     # Muon multiplies in bfloat16, whatever the weights are in.
-    optimizers = [
+    return [
         torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.01)
         if has_bfloat16_products("cpu")
         else torch.optim.AdamW(matrices, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.01),
         torch.optim.AdamW(others, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
-    step_loss = (
-        torch.compile(lambda rows: model(input_ids=rows, labels=rows).loss)
-        if args.compile
-        else (lambda rows: model(input_ids=rows, labels=rows).loss)
-    )
 
-    log = (args.output / "log.jsonl").open("w")
+
+def learn(model: PreTrainedModel, texts: Texts, args: argparse.Namespace, log: TextIO) -> None:
+    """The first stage: plain language modelling."""
+
+    def plain_loss(rows: Tensor) -> Tensor:
+        return model(input_ids=rows, labels=rows).loss
+
+    optimizers, step_loss = optimizers_of(model), torch.compile(plain_loss) if args.compile else plain_loss
+    peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     start, step, running = time.time(), 0, []
+
+    def facts() -> dict[str, float]:
+        return {"step": step, "tokens": step * args.rows * LENGTH, "seconds": round(time.time() - start, 1)}
+
     while (share := (time.time() - start) / (60 * args.minutes)) < 1:
         # Warm up over 100 steps, hold, and fall linearly to zero in the last 40 % of the time.
         scale = min(1.0, (step + 1) / 100, (1 - share) / 0.4)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = scale * peaks[optimizers.index(optimizer)]
-        # Two thirds of the text are tests; the library itself is closer to what users write, so it gets more.
-        length = length_at(share)
-        corpora = [data[0] if random.random() < 0.6 else data[1] for _ in range(args.rows * LENGTH // length)]
-        starts = [random.randrange(len(corpus) - length) for corpus in corpora]
-        rows = torch.stack([corpus[at : at + length] for corpus, at in zip(corpora, starts, strict=True)])
+        for optimizer, peak in zip(optimizers, peaks, strict=True):
+            optimizer.param_groups[0]["lr"] = scale * peak
         with autocast():
-            loss = step_loss(rows)
+            loss = step_loss(draw_rows(texts.data, length_at(share), args.rows))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -194,29 +196,29 @@ def main() -> None:
         running.append(loss.item())
         step += 1
         if step % 100 == 0 or (step == 10):
-            entry = {"step": step, "tokens": step * args.rows * LENGTH, "seconds": round(time.time() - start, 1)}
-            entry["loss"] = round(sum(running) / len(running), 4)
+            entry = facts() | {"loss": round(sum(running) / len(running), 4)}
             if step % 500 == 0:
-                entry["held_out_loss"] = round(held_out_loss(model, held_out), 4)
+                entry["held_out_loss"] = round(held_out_loss(model, texts.held_out), 4)
                 save(model, args.output)
-            print(json.dumps(entry), file=log, flush=True)
-            print(entry, flush=True)
+            note(entry, log)
             running = []
     save(model, args.output)
-    final = held_out_loss(model, held_out)
-    characters = sum(map(len, validation)) / len(held_out)
-    entry = {"step": step, "tokens": step * args.rows * LENGTH, "seconds": round(time.time() - start, 1)}
-    entry |= {"held_out_loss": round(final, 4), "bits_per_character": round(final / math.log(2) / characters, 4)}
+    final = held_out_loss(model, texts.held_out)
+    bits = final / math.log(2) / texts.characters
+    note(facts() | {"held_out_loss": round(final, 4), "bits_per_character": round(bits, 4)}, log)
+
+
+def draw_rows(data: list[Tensor], length: int, rows: int) -> Tensor:
+    """As many tokens as `rows` rows of LENGTH have, in rows of `length`."""
+    # Two thirds of the text are tests; the library itself is closer to what users write, so it gets more.
+    corpora = [data[0] if random.random() < 0.6 else data[1] for _ in range(rows * LENGTH // length)]
+    starts = [random.randrange(len(corpus) - length) for corpus in corpora]
+    return torch.stack([corpus[at : at + length] for corpus, at in zip(corpora, starts, strict=True)])
+
+
+def note(entry: dict[str, Any], log: TextIO) -> None:
     print(json.dumps(entry), file=log, flush=True)
-    print(entry)
-    if args.config:
-        return
-    settle(model, tokenizer, data[0], args.settle_minutes, log)
-    entry = {"settled": True, "held_out_loss": round(held_out_loss(model, held_out), 4)}
-    print(json.dumps(entry), file=log, flush=True)
-    save(model, args.output)
-    write_samples(args.output)
-    self_generated_text(args.output)
+    print(entry, flush=True)
 
 
 def repeats(rows: Tensor, n: int = 4) -> Tensor:
@@ -275,8 +277,7 @@ def settle(
             entry = {"settling_step": step, "seconds": round(time.time() - start), "loss": round(likely.item(), 4)}
             entry |= {"loss_of_own": round(own.item() / (chosen.sum().item() * new), 4), "chosen": chosen.sum().item()}
             entry |= {"repeated_4grams": round(again.float().mean().item(), 4)}
-            print(json.dumps(entry), file=log, flush=True)
-            print(entry, flush=True)
+            note(entry, log)
 
 
 def write_samples(directory: Path) -> None:

@@ -9,5 +9,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def names(group: str) -> list[str]:
-    """What a user may choose for a config group, in alphabetical order: names("head") gives draft_model, eagle, ..."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    """What a user may choose for a config group, in alphabetical order: names("head") gives draft_model, eagle, ... without
+    auto, which is no head."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml") if (group, path.stem) != ("head", "auto"))

@@ -47,10 +47,7 @@ def open_directory(cfg: DictConfig, need_bytes: int) -> tuple[Path, str | None]:
             f"output_dir={directory} has {free / 2**20:.0f} MiB free and this run writes up to "
             f"{need_bytes / 2**20:.0f} MiB: free some, or give another output_dir"
         )
-    if (directory / METRICS).exists():
-        number = next(n for n in range(1, 10_000) if not Path(f"{directory}.{n}").exists())
-        print(f"{directory} holds a finished run; it is kept as {directory}.{number}", flush=True)
-        directory.rename(f"{directory}.{number}")
+    keep_finished(directory)
     directory.mkdir(parents=True, exist_ok=True)
     checkpoint = checkpoints.newest(directory / CHECKPOINTS)
     now = as_saved(cfg)
@@ -60,6 +57,14 @@ def open_directory(cfg: DictConfig, need_bytes: int) -> tuple[Path, str | None]:
     checkpoints.clear_unfinished(directory / CHECKPOINTS)
     write_atomically(directory / CONFIG, OmegaConf.to_yaml(now))
     return directory, checkpoint
+
+
+def keep_finished(directory: Path) -> None:
+    """Give a finished run that lies there a numbered name."""
+    if (directory / METRICS).exists():
+        number = next(n for n in range(1, 10_000) if not Path(f"{directory}.{n}").exists())
+        print(f"{directory} holds a finished run; it is kept as {directory}.{number}", flush=True)
+        directory.rename(f"{directory}.{number}")
 
 
 def rows_per_step(cfg: DictConfig) -> int:

@@ -1,0 +1,98 @@
+"""How head=auto judges: all candidates of a round decode the same held-out prompts, in turn on each, one at a time."""
+
+import copy
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import DictConfig
+
+from heads.target import Target
+from inference import load_drafter
+from inference.drafters import tree_of
+from inference.evaluation import figures
+from inference.evaluation.benchmark import PLAIN, Benchmark, Contestant, Lines, Text
+from inference.evaluation.figures import Table
+from train.data.corpus import Corpus, prompts
+from train.search_plan import judged
+
+FIXED = ", fixed tree"
+
+
+class Measured(NamedTuple):
+    found: dict[str, dict[str, Any]]  # `figures_of` plain decoding and every candidate
+    note: str  # on what
+    failed: dict[str, str]  # why a candidate has no figures
+
+
+class Judge:
+    def __init__(self, settings: DictConfig, target: Target, data: Corpus):
+        """settings: the group `judge`. Prompts come from the validation part: the measurement at the end has others, which
+        nothing was chosen on."""
+        self.settings, self.target = settings, target
+        rows = prompts(target.text_tokenizer, data.validation, settings.prompts, settings.prompt_tokens)
+        room = (target.context or 10**9) - settings.new_tokens
+        if (longest := max(map(len, rows))) > room:
+            raise ValueError(
+                f"judge.new_tokens={settings.new_tokens} leaves no room for a prompt of {longest} tokens: the target reads "
+                f"{target.context}"
+            )
+        self.texts = [Text("held_out", row, False) for row in rows]
+
+    def decode_seconds(self) -> float:
+        """Of one text, plainly."""
+        plain = Contestant(PLAIN, None).decoder(self.target, self.settings.new_tokens, 0.0)
+        ids = torch.tensor([self.texts[0].tokens], device=self.target.device)
+        plain(ids, 1)  # what is captured or compiled at a first use is not the cost of a text
+        start = time.perf_counter()
+        plain(ids, 1)
+        return time.perf_counter() - start
+
+    def decodes(self, candidates: int) -> int:
+        """Texts that are decoded in a round, fixed trees and warming up included."""
+        return len(self.texts) * (self.settings.repeats * (candidates + 1) + candidates) + 4 * candidates
+
+    def measure(self, heads: dict[str, Path], file: Path) -> Measured:
+        """file: the lines of this round, by which a measurement that was stopped goes on."""
+        lines, failed = Lines(file), {}
+        contestants = [Contestant(PLAIN, None)]
+        for name, head in heads.items():
+            try:
+                drafter = load_drafter(str(head), self.target)
+            except Exception as error:  # the others' figures are worth more than the reason
+                failed[name] = f"{type(error).__name__}: {error}"
+                continue
+            tree = tree_of(drafter)
+            assert tree is not None, "the drafter of a head has a tree"
+            contestants += [Contestant(name, drafter), Contestant(name + FIXED, copy.copy(tree), once=True)]
+        temperature = float(self.settings.temperature)
+        benchmark = Benchmark(self.target, contestants, self.texts, self.settings.new_tokens, lines)
+        benchmark.run([temperature], self.settings.repeats)
+        failed |= {line["decoder"]: line["reason"] for line in lines.of("error") if line["decoder"] in heads}
+        table = Table(lines.lines, self.texts, temperature)
+        texts = table.chosen(figures.ALL)
+        what = f"{len(texts)} held-out prompts, {self.settings.new_tokens} new tokens each"
+        note = f"{what}; {len(table.loops)} more end in loops and are left out"
+        if not texts:
+            texts, note = table.loops, f"{len(table.loops)} held-out prompts, all of which end in loops"
+        names = [PLAIN, *(name for name in heads if name not in failed)]
+        return Measured({name: figures_of(table, name, texts) for name in names}, note, failed)
+
+
+def figures_of(table: Table, name: str, texts: set[int]) -> dict[str, Any]:
+    """What search.json and the page say of a drafter in a round; `texts` is what `Judged` holds."""
+    found = judged(table, name, texts)
+    facts: dict[str, Any] = {
+        "tokens_per_second": round(found.rate, 3),
+        "standard_error": round(found.error, 3),
+        "texts": found._asdict(),
+    }
+    if name == PLAIN:
+        return facts
+    lines = [line for (_, text), line in table.by_decoder[name].items() if text in texts]
+    plain = judged(table, PLAIN, texts)
+    facts |= {"acceptance_length": figures.acceptance(lines), "speedup": round(found.rate / plain.rate, 4)}
+    if texts <= {text for _, text in table.by_decoder[name + FIXED]}:
+        facts["fixed_tree_tokens_per_second"] = round(judged(table, name + FIXED, texts).rate, 3)
+    return facts

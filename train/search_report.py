@@ -1,0 +1,88 @@
+"""What head=auto tells: a table on the terminal after each round, and search.html."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from heads.hub.card import duration
+from heads.target import Target
+from heads.target.device import device_name
+from inference.evaluation import plots
+from inference.evaluation.benchmark import PLAIN
+from inference.evaluation.pages import write_page
+from inference.evaluation.plots import Bar
+from inference.evaluation.report import Figure
+from train.runtime.environment import versions
+from train.search_state import Round, State
+
+HEADINGS = ["candidate", "steps", "tokens/s", "over plain", "tokens per forward", "fixed tree, tokens/s", "verdict"]
+
+
+def announce(state: State, number: int) -> None:
+    """The round on the terminal."""
+    print(f"\nround {number + 1}: {state.rounds[number].note}")
+    for name, steps, speed, over, length, _, verdict in rows(state, number):
+        print(f"  {name:<14} {steps:>6}  {speed:>15} tokens/s  {over:>6}  {length:>5} per forward  {verdict}")
+    print(flush=True)
+
+
+def rows(state: State, number: int) -> Iterator[list[str]]:
+    """As HEADINGS, the fastest first, then those that failed."""
+    this = state.rounds[number]
+    for name in sorted(this.found, key=lambda name: -this.found[name]["tokens_per_second"]):
+        facts = this.found[name]
+        speed = f"{facts['tokens_per_second']:.1f} ± {facts['standard_error']:.1f}"
+        if name == PLAIN:
+            yield ["no head", "", speed, "1.00x", "1.00", "", ""]
+            continue
+        fixed = facts.get("fixed_tree_tokens_per_second")
+        shown = "" if fixed is None else f"{fixed:.1f}"
+        numbers = [f"{facts['speedup']:.2f}x", f"{facts['acceptance_length']:.2f}", shown]
+        yield [name, str(this.goals[name].until), speed, *numbers, verdict(state, number, name)]
+    for name in this.goals.keys() - this.found.keys():
+        yield [name, "", "", "", "", "", state.candidates[name].dropped or ""]
+
+
+def verdict(state: State, number: int, name: str) -> str:
+    reason = state.candidates[name].dropped
+    if reason is not None and (number + 1 == len(state.rounds) or name not in state.rounds[number + 1].goals):
+        return f"dropped: {reason.removeprefix(f'round {number + 1}: ')}"
+    return "goes on" if len(state.left) > 1 or number + 1 < len(state.rounds) else "wins"
+
+
+def figures(rounds: list[Round]) -> Iterator[Figure]:
+    for number, this in enumerate(rounds, start=1):
+        bars = []
+        for name, facts in sorted(this.found.items(), key=lambda pair: -pair[1]["tokens_per_second"]):
+            rate, error = facts["tokens_per_second"], facts["standard_error"]
+            bars.append((Bar(name, rate, "grey" if name == PLAIN else "d1"), rate - error, rate + error))
+        mark = this.found[PLAIN]["tokens_per_second"] if this.found else 0.0
+        title = f"Round {number}: tokens/s"
+        yield title, this.note, plots.interval_chart(title, bars, "", mark)
+
+
+def write_search_page(file: Path, state: State, target: Target) -> None:
+    values: dict[str, Any] = {
+        "title": f"Which head is best for {target.name}?",
+        "where": f"{device_name(target.device)} · {str(target.dtype).removeprefix('torch.')} · {duration(state.seconds)} so far",
+        "figures": list(figures(state.rounds)),
+        "tables": [
+            (f"Round {number + 1}: {this.note}", HEADINGS, list(rows(state, number)))
+            for number, this in enumerate(state.rounds)
+        ],
+        "dropped": [(name, one.dropped) for name, one in state.candidates.items() if one.dropped is not None],
+        "winner": state.left[0] if state.final is not None else None,
+        "alone": "" if state.final is None else alone(state),
+        "command": " ".join(["python", *sys.argv]),
+        "versions": list(versions().items()),
+    }
+    write_page(file, "search.html.jinja", "train.data", **values)
+
+
+def alone(state: State) -> str:
+    """The command that trains the winner by itself, for the same number of steps."""
+    assert state.final is not None
+    return (
+        f"python train/run.py {' '.join(state.candidates[state.left[0]].overrides)} trainer.max_steps={state.final.of}"
+    )
