@@ -49,6 +49,13 @@ class PackedBatch(NamedTuple):
         causal = torch.ones(length, length, dtype=torch.bool, device=self.tokens.device).tril()
         return (self.documents[:, :, None] == self.documents[:, None, :]) & causal
 
+    def first(self) -> Tensor:
+        """(batch, length) int64: the slot at which the document of each token begins. It says what `mask` does, in memory
+        linear in the length: a token sees the slots from there to its own."""
+        slots = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        begins = self.documents != self.documents.roll(1, dims=1)
+        return torch.where(begins, slots, 0).cummax(1).values
+
 
 def shift_right(x: Tensor, steps: int) -> Tensor:
     """`x` (batch, length, ...) moved right: slot p holds what stood at p - steps. What wraps around is masked out."""

@@ -20,12 +20,11 @@ class PartialGradients:
     """Sums the gradients of parts, which autograd would visit from the last to the first: given in this order, the sums are
     autograd's to the last digit."""
 
-    def __init__(self, module: nn.Module, states: Sequence[Tensor]):
-        """module: whose parameters the parts use. states: what they read, (n, ...) each."""
+    def __init__(self, module: nn.Module, states: Sequence[Tensor], twice: bool):
+        """module: whose parameters the parts use. states: what they read, (n, ...) each. twice: leave the gradients to the
+        backward pass, and compute the parts there once more."""
         self.states, self.parameters = states, [p for p in module.parameters() if p.requires_grad]
-        # ZeRO-3 takes a weight away as soon as it is used, and then takes no gradient for it: there parts are made twice.
-        self.twice = any(p.numel() == 0 for p in self.parameters)
-        self.learns = torch.is_grad_enabled() and not self.twice
+        self.twice, self.learns = twice, torch.is_grad_enabled() and not twice
         self.of_states = [torch.zeros_like(state) for state in states] if self.learns else []
         self.of_parameters: list[Tensor | None] = [None] * len(self.parameters)
 

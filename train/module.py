@@ -49,6 +49,7 @@ class DistillationModel(nn.Module):
         self.target: Target = target  # frozen, and no module: not a part of this one's state
         self.top_k = False  # are answers the target's k largest logits (features=disk, top_k)?
         self.weights: Tensor | None = None  # of the batch
+        self.twice = False  # are logits computed once more in the backward pass? (train/gradients.py)
         self.progress = 0.0  # share of the training that is done; HeadTrainer sets it
         # (depth,) drafts in the loss of the whole step, over all its batches and processes, which HeadTrainer counts; None
         # where one batch is the whole step.
@@ -93,7 +94,7 @@ class DistillationModel(nn.Module):
         decay = self.depth_decay ** torch.arange(len(outs), device=features.device)
         items = self.items(counts)
         scale = torch.stack([torch.ones_like(decay) / items * decay, torch.zeros_like(decay)])  # a hit counts nothing
-        learned, found = PartialGradients(self.head, states), []
+        learned, found = PartialGradients(self.head, states, self.twice), []
         for start in reversed(range(0, max(1, len(rows)), self.chunk)):  # at least once: every weight must have a gradient
             part = slice(start, start + self.chunk)
             answer = self.answers(last[part])

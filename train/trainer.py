@@ -96,6 +96,8 @@ class HeadTrainer(Trainer):
         self.folder = Path(args.output_dir).parent
         shard_on_cpus_too(args)
         super().__init__(distillation, args, **kwargs)
+        # ZeRO-3 takes a weight away as soon as its layer is done, and takes no gradient for it until the backward pass.
+        distillation.twice = self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.zero_stage == 3
         self.add_callback(KeepCheckpoints())
         self.saving_since: float | None = None
         self.reset_counters()

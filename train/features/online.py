@@ -11,6 +11,8 @@ from heads.target.documents import read_documents
 from train.data.packing import Packed
 from train.runtime import distributed
 
+MASKED = 4096  # tokens: the mask of longer rows, length x length in the target's dtype, is what would not fit
+
 
 def online(packed: Packed, target: Target, layers: list[int], batch: int) -> Dataset:
     """The rows as they are."""
@@ -28,7 +30,7 @@ def read(target: Target, text: PackedBatch, layers: list[int]) -> tuple[Tensor, 
     packed = bool((text.documents != text.documents[:, :1]).any())
     wanted = [*layers, target.num_layers]
     with torch.autocast(text.tokens.device.type, enabled=False):
-        if packed and not target.reads_trees:
+        if packed and (not target.reads_trees or text.tokens.shape[1] > MASKED):
             reading = read_documents(target, text.tokens, text.documents, wanted)
         else:
             mask = text.mask() if packed or (target.window and target.reads_trees) else None
