@@ -42,6 +42,9 @@ class PackedBatch(NamedTuple):
     # (batch, n) int64: positions at which drafts begin, ascending, -1 for none; None where they begin everywhere. A head that
     # drafts in blocks learns from some of them at a time.
     starts: Tensor | None = None
+    several: bool | None = (
+        None  # does a row hold several documents? None: to be asked of the device, which is a wait for it
+    )
 
     def mask(self) -> Tensor:
         """(batch, length, length) bool: the token itself and what stands before it in its own document."""

@@ -59,6 +59,7 @@ def within(slots: int, causal: bool, window: int | None, device: torch.device) -
     return seen if window is None else seen & (back < window)
 
 
+@torch.compiler.disable  # as heads.step_attention.attend_steps
 def attend_blocks(
     q: Tensor,
     text: tuple[Tensor, Tensor],

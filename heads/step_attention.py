@@ -21,6 +21,7 @@ BLOCK = 256  # queries that attend at a time
 MASK_PENALTY = 1e30  # subtracted from a score that the mask forbids
 
 
+@torch.compiler.disable  # its loops over blocks would be compiled one by one
 def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], first: Tensor) -> Tensor:
     """q (batch, heads, length, dim) of step i = len(steps) - 1; steps: keys and values (batch, kv heads, length, dim) of all
     so far; first (batch, length) int64, where the document of each slot begins. Returns (batch, heads, length, dim)."""
@@ -43,7 +44,7 @@ def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], first: Tensor) -
 
 
 def attend_block(q: Tensor, keys: Tensor, values: Tensor, make_mask: Callable[[], Tensor]) -> Tensor:
-    """Attention whose mask is made again in the backward pass, not kept for it: the masks of all blocks are length x length."""
+    """Attention whose mask is made again in the backward pass: those of all blocks together are length x length."""
     mask = make_mask()
     storage = mask.untyped_storage()._cdata
 
@@ -144,7 +145,9 @@ def text_scores(queries: Tensor, keys: Tensor, first: Tensor, steps_back: int, r
     block = scaled(queries[:, :, :, rows])
     scores = (block.flatten(2, 3) @ keys[:, :, :end].mT).unflatten(2, block.shape[2:4])
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    penalty = seen_text(first, rows, end, steps_back).to(scores.dtype).sub_(1).mul_(MASK_PENALTY)  # adding costs a quarter of masked_fill
+    penalty = (
+        seen_text(first, rows, end, steps_back).to(scores.dtype).sub_(1).mul_(MASK_PENALTY)
+    )  # adding costs a quarter of masked_fill
     return scores.add_(penalty[:, None, None])
 
 

@@ -4,7 +4,7 @@ A depth counts by `depth_decay`^(d - 1), or by what it adds to the accepted leng
 and weights lie in its own order, (blocks, depth, ...), never on the grid of all slots.
 """
 
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -61,9 +61,12 @@ class BlockDistillation(DistillationModel):
         best = torch.where(useful, order, -1).topk(max(1, round(self.starts * length)), dim=1)
         return torch.where(best.values < 0, -1, best.indices).sort(1).values
 
+    def drafts(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
+        return self.head.draft_blocks(features, embeddings, text)
+
     def compute_loss(self, text: PackedBatch, features: Tensor, last: Tensor) -> Outcome:
         head, (batch, length) = self.head, text.tokens.shape
-        states = head.draft_blocks(features, self.target.embed(text.tokens), text).flatten(0, 1)
+        states = self.drafts(features, self.target.embed(text.tokens), text).flatten(0, 1)
         begins = torch.arange(length, device=last.device).expand(batch, -1) if text.starts is None else text.starts
         depths = torch.arange(1, head.depth + 1, device=last.device)
         # Of every draft: its slot; one on is where the target answers, two on is the token that it names.
@@ -87,7 +90,7 @@ class BlockDistillation(DistillationModel):
             part = slice(start, start + size)
             given = answers[places[part]], tokens[places[part]], counted[part]
             found.append(learned.part(partial(self.block_loss, *given), 0, part, scale))
-        losses, hits = sum(reversed(found))
+        losses, hits = reduce(torch.add, reversed(found))
         return Outcome(learned.attach((weights * losses / items).sum()), hits, counts)
 
     def draft_tokens(self, tokens: Tensor) -> Tensor:

@@ -5,15 +5,15 @@ forward -> read (features of the batch) -> head -> depth_loss (logits, loss and 
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import NamedTuple
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from heads.base import DraftHead, PackedBatch, draft_loss_mask
 from heads.target import Target
-from train.features.online import read
+from train.features.online import read, several_documents
 from train.features.storage import sparse, unpack
 from train.gradients import PartialGradients
 from train.losses import Prediction
@@ -49,6 +49,9 @@ class DistillationModel(nn.Module):
         self.target: Target = target  # frozen, and no module: not a part of this one's state
         self.top_k = False  # are answers the target's k largest logits (features=disk, top_k)?
         self.weights: Tensor | None = None  # of the batch
+        self.slots: Tensor | None = (
+            None  # of the batch, those with a draft in the loss; None where they are to be found
+        )
         self.twice = False  # are logits computed once more in the backward pass? (train/gradients.py)
         self.progress = 0.0  # share of the training that is done; HeadTrainer sets it
         # (depth,) drafts in the loss of the whole step, over all its batches and processes, which HeadTrainer counts; None
@@ -64,13 +67,26 @@ class DistillationModel(nn.Module):
         documents: Tensor,
         positions: Tensor,
         starts: Tensor | None = None,
+        several: bool | None = None,
+        slots: Tensor | None = None,
         weights: Tensor | None = None,
         **stored: Tensor,
     ) -> Outcome:
-        """weights: (batch, length) float32, of the drafts of each token in the loss. stored: the features of the batch, where
-        they come from disk (train/features/disk.py)."""
-        self.weights = weights
-        return self.learn(PackedBatch(tokens, loss_mask, documents, positions, starts), stored)
+        """several, slots: as `prepare` gives them. weights: (batch, length) float32, of the drafts of each token in the loss.
+        stored: the features of the batch, where they come from disk (train/features/disk.py)."""
+        self.weights, self.slots = weights, slots
+        return self.learn(PackedBatch(tokens, loss_mask, documents, positions, starts, several), stored)
+
+    def prepare(self, text: PackedBatch, step: int) -> dict[str, Any]:
+        """Arguments of `forward` that are counted or chosen, so that no device need be waited for where the batch is still
+        in the host's memory."""
+        starts = self.choose_starts(text, step)
+        chosen = {"slots": self.rows(self.counted(text, self.head.depth))} if starts is None else {"starts": starts}
+        return {"several": several_documents(text), **chosen}
+
+    def counted(self, text: PackedBatch, depth: int) -> Tensor:
+        """(depth, slots) bool: which drafts are in the loss."""
+        return torch.stack([draft_loss_mask(text, d).flatten() for d in range(1, depth + 1)])
 
     def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
         features, last = unpack(stored) if stored else self.read(text)
@@ -83,9 +99,9 @@ class DistillationModel(nn.Module):
 
     def compute_loss(self, text: PackedBatch, features: Tensor, last: Tensor) -> Outcome:
         """The head's loss on what `read` gave."""
-        outs = self.head(features, self.target.embed(text.tokens), text)
-        counted = torch.stack([draft_loss_mask(text, depth).flatten() for depth in range(1, len(outs) + 1)])
-        rows = self.rows(counted)
+        outs = self.drafts(features, self.target.embed(text.tokens), text)
+        counted = self.counted(text, len(outs))
+        rows = self.rows(counted) if self.slots is None else self.slots
         counted = counted[:, rows]
         states = [out.flatten(0, 1)[rows] for out in outs]
         last = last.roll(-1, dims=1).flatten(0, 1)[rows]  # the answer for slot p is the target's distribution at p + 1
@@ -95,19 +111,27 @@ class DistillationModel(nn.Module):
         items = self.items(counts)
         scale = torch.stack([torch.ones_like(decay) / items * decay, torch.zeros_like(decay)])  # a hit counts nothing
         learned, found = PartialGradients(self.head, states, self.twice), []
-        for start in reversed(range(0, max(1, len(rows)), self.chunk)):  # at least once: every weight must have a gradient
+        for start in reversed(
+            range(0, max(1, len(rows)), self.chunk)
+        ):  # at least once: every weight must have a gradient
             part = slice(start, start + self.chunk)
             answer = self.answers(last[part])
             given = None if weights is None else weights[part]
-            sums = [
-                learned.part(
-                    partial(self.depth_loss, depth + 1, answer, counted[depth, part], given), depth, part, scale[:, depth]
-                )
-                for depth in reversed(range(len(outs)))
-            ]
+            sums = []
+            for depth in reversed(range(len(outs))):
+                compute = partial(self.depth_loss, depth + 1, answer, counted[depth, part], given)
+                sums.append(learned.part(compute, depth, part, scale[:, depth]))
             found.append(torch.stack(sums[::-1], dim=1))
-        losses, hits = sum(reversed(found))
+        losses, hits = reduce(torch.add, reversed(found))
         return Outcome(learned.attach((decay * losses / items).sum()), hits, counts)
+
+    def drafts(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> Any:
+        """What the head makes of a batch. `compile_head` compiles it."""
+        return self.head(features, embeddings, text)
+
+    def compile_head(self, backend: str) -> None:
+        """torch.compile for the head's part of `forward`: not for the target, nor for what lies in this module's state."""
+        self.drafts = torch.compile(self.drafts, backend=backend)  # type: ignore[method-assign]
 
     def items(self, counts: Tensor) -> Tensor:
         """(depth,): by what each depth's sum of losses is divided."""
@@ -159,5 +183,6 @@ class DistillationModel(nn.Module):
         """The same objective for other weights, which is no part of what trains. Not of a model that FSDP has wrapped."""
         other = copy.copy(self)
         other._modules = self._modules | {"head": head}
-        other.num_items, other.weights, other.top_k = None, None, False
+        other.num_items, other.weights, other.slots, other.top_k = None, None, None, False
+        other.__dict__.pop("drafts", None)  # compiled for this head
         return other

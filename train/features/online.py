@@ -19,6 +19,11 @@ def online(packed: Packed, target: Target, layers: list[int], batch: int) -> Dat
     return packed
 
 
+def several_documents(text: PackedBatch) -> bool:
+    """Does a row of this batch hold more than one?"""
+    return bool((text.documents != text.documents[:, :1]).any())
+
+
 def read(target: Target, text: PackedBatch, layers: list[int]) -> tuple[Tensor, Tensor]:
     """The features (batch, length, width) and the last hidden state (batch, length, hidden) of a packed batch.
 
@@ -27,7 +32,7 @@ def read(target: Target, text: PackedBatch, layers: list[int]) -> tuple[Tensor, 
     if target.sharding == "tensor":  # its slices read one batch together: the rows of all processes
         rows = slice(len(text.tokens) * distributed.rank(), len(text.tokens) * (distributed.rank() + 1))
         text = PackedBatch(*gather(tuple(text[:4])))
-    packed = bool((text.documents != text.documents[:, :1]).any())
+    packed = several_documents(text) if text.several is None else text.several
     wanted = [*layers, target.num_layers]
     with torch.autocast(text.tokens.device.type, enabled=False):
         if packed and (not target.reads_trees or text.tokens.shape[1] > MASKED):
