@@ -43,7 +43,7 @@ class PackedBatch(NamedTuple):
     # drafts in blocks learns from some of them at a time.
     starts: Tensor | None = None
     several: bool | None = (
-        None  # does a row hold several documents? None: to be asked of the device, which is a wait for it
+        None  # does a row hold several documents? None: asked of the tensors, a wait for their device
     )
 
     def mask(self) -> Tensor:

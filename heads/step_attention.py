@@ -145,9 +145,8 @@ def text_scores(queries: Tensor, keys: Tensor, first: Tensor, steps_back: int, r
     block = scaled(queries[:, :, :, rows])
     scores = (block.flatten(2, 3) @ keys[:, :, :end].mT).unflatten(2, block.shape[2:4])
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    penalty = (
-        seen_text(first, rows, end, steps_back).to(scores.dtype).sub_(1).mul_(MASK_PENALTY)
-    )  # adding costs a quarter of masked_fill
+    seen = seen_text(first, rows, end, steps_back)
+    penalty = seen.to(scores.dtype).sub_(1).mul_(MASK_PENALTY)  # adding costs a quarter of masked_fill
     return scores.add_(penalty[:, None, None])
 
 

@@ -49,9 +49,7 @@ class DistillationModel(nn.Module):
         self.target: Target = target  # frozen, and no module: not a part of this one's state
         self.top_k = False  # are answers the target's k largest logits (features=disk, top_k)?
         self.weights: Tensor | None = None  # of the batch
-        self.slots: Tensor | None = (
-            None  # of the batch, those with a draft in the loss; None where they are to be found
-        )
+        self.slots: Tensor | None = None  # of the batch, those with a draft in the loss; None: to be found
         self.twice = False  # are logits computed once more in the backward pass? (train/gradients.py)
         self.progress = 0.0  # share of the training that is done; HeadTrainer sets it
         # (depth,) drafts in the loss of the whole step, over all its batches and processes, which HeadTrainer counts; None
@@ -111,9 +109,8 @@ class DistillationModel(nn.Module):
         items = self.items(counts)
         scale = torch.stack([torch.ones_like(decay) / items * decay, torch.zeros_like(decay)])  # a hit counts nothing
         learned, found = PartialGradients(self.head, states, self.twice), []
-        for start in reversed(
-            range(0, max(1, len(rows)), self.chunk)
-        ):  # at least once: every weight must have a gradient
+        starts = range(0, max(1, len(rows)), self.chunk)  # at least one: every weight must have a gradient
+        for start in reversed(starts):
             part = slice(start, start + self.chunk)
             answer = self.answers(last[part])
             given = None if weights is None else weights[part]
