@@ -33,15 +33,13 @@ class Blocks(NamedTuple):
     def of(cls, text: PackedBatch, slots: int) -> "Blocks":
         length, rows = text.tokens.shape[1], len(text.tokens)
         index = torch.arange(length, device=text.tokens.device).expand(rows, -1)
-        new = text.documents != text.documents.roll(1, dims=1)
-        first = torch.where(new, index, 0).cummax(1).values
         last = index if text.starts is None else text.starts
         size = blocks_at_a_time(slots)
         if text.starts is None:
             ends = [min(start + size, length) for start in range(0, length, size)]
         else:
             ends = text_ends(last, size, length)
-        return cls(first.gather(1, last.clamp(min=0)), last, slots, ends)
+        return cls(text.first().gather(1, last.clamp(min=0)), last, slots, ends)
 
 
 def blocks_at_a_time(slots: int) -> int:
@@ -61,6 +59,7 @@ def within(slots: int, causal: bool, window: int | None, device: torch.device) -
     return seen if window is None else seen & (back < window)
 
 
+@torch.compiler.disable  # as heads.step_attention.attend_steps
 def attend_blocks(
     q: Tensor,
     text: tuple[Tensor, Tensor],

@@ -48,8 +48,13 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        apply = RMSNormFunction.apply if torch.is_grad_enabled() else rms_norm
+        apply = RMSNormFunction.apply if keeps_for_backward() else rms_norm
         return apply(x, self.weight, self.eps)
+
+
+def keeps_for_backward() -> bool:
+    """Is a layer to choose what it keeps? torch.compile chooses itself, and cannot look into such a choice."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 class ResidualBlock(nn.Module):
@@ -164,7 +169,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if not torch.is_grad_enabled():
+        if not keeps_for_backward():
             return self.down_proj(F.silu(gate) * up)
         activated = SiLUAndMulFunction.apply(gate, up)
         storage = activated.untyped_storage()._cdata  # not the tensor, which the hooks would keep alive

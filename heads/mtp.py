@@ -166,12 +166,12 @@ class MTPHead(RecurrentHead):
     def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         hidden, after = features, embeddings.roll(-1, dims=1)
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], self.dtype)
-        attention, mask, steps, outs = self.layer.self_attn, text.mask(), [], []
+        attention, first, steps, outs = self.layer.self_attn, text.first(), [], []
         for _ in range(self.depth):
             fused = self.fuse(hidden, after)
             q, k, v, gate = attention.read(self.layer.input_layernorm(fused), cos, sin)
             steps.append((k, v))
-            attended = attention.gate_out(attend_steps(q, steps, mask), gate)
+            attended = attention.gate_out(attend_steps(q, steps, first), gate)
             outs.append(self.norm(self.layer.feed_forward(fused, attended)))
             hidden = shift_right(outs[-1], 1)
         return outs

@@ -171,7 +171,7 @@ class PEagleHead(BlockHead):
 
     def draft_blocks(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
         length, slots = text.tokens.shape[1], self.depth - 1
-        blocks, mask = Blocks.of(text, slots), text.mask()
+        blocks, firsts = Blocks.of(text, slots), text.first()
         begins = blocks.last.clamp(min=0)
         hidden, after = self.fuse(features), self.embed_tokens(text.tokens.roll(-1, dims=1))
         drafts, unknown = self.mask_inputs(len(begins), begins.shape[1] * slots)
@@ -184,7 +184,7 @@ class PEagleHead(BlockHead):
             q, k, v = attention.project(x, *of_text)
             drafts_q, *own = attention.project(y, *of_drafts)
             attended = attend_blocks(drafts_q, (k, v), (own[0], own[1]), blocks, causal=True)
-            hidden = layer.feed_forward(residual, attention.project_out(attend_steps(q, [(k, v)], mask)))
+            hidden = layer.feed_forward(residual, attention.project_out(attend_steps(q, [(k, v)], firsts)))
             drafts = layer.feed_forward(residual_y, attention.project_out(attended))
         first = hidden.gather(1, begins[..., None].expand(-1, -1, self.width))
         return torch.cat([first[:, :, None], drafts.unflatten(1, (-1, slots))], dim=2)

@@ -16,6 +16,7 @@ from tests.support.head_factory import make_head, objective
 from train import parity_gate
 from train.losses import soft
 from train.module import DistillationModel
+from train.runtime.cost import Live
 
 
 def states(head, target: Target, text: PackedBatch) -> list[torch.Tensor]:
@@ -266,24 +267,26 @@ def plainly(q, parts, mask):
 def test_attention_of_a_lesson_and_its_gradients(count, monkeypatch):
     monkeypatch.setattr("heads.step_attention.BLOCK", 7)
     torch.manual_seed(0)
-    length, mask = 25, batch(15, 10).mask()
+    length, text = 25, batch(15, 10)
     q = torch.randn(1, 6, length, 4, dtype=torch.float64)
     parts = [[torch.randn(1, 2, length, 4, dtype=torch.float64) for _ in range(2)] for _ in range(count)]
     found = []
-    for way in (steps.attend_steps, plainly):
+    for way, sees in ((steps.attend_steps, text.first()), (plainly, text.mask())):
         leaves = [q.clone().requires_grad_(), *(x.clone().requires_grad_() for pair in parts for x in pair)]
-        out = way(leaves[0], list(zip(leaves[1::2], leaves[2::2], strict=True)), mask)[:, :, count - 1 :]
+        out = way(leaves[0], list(zip(leaves[1::2], leaves[2::2], strict=True)), sees)[:, :, count - 1 :]
         (out * torch.linspace(-1, 1, 4)).sum().backward()
         found.append([out.detach(), *(leaf.grad for leaf in leaves)])
     torch.testing.assert_close(*found)
 
 
-def test_attention_of_a_lesson_keeps_no_scores():
-    length, kept = 300, []
+@pytest.mark.parametrize("count", [1, 3])
+def test_attention_of_a_lesson_keeps_neither_scores_nor_masks(count, monkeypatch):
+    monkeypatch.setattr("heads.step_attention.BLOCK", 25)
+    length = 300
     x = torch.randn(1, 1, length, 8, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        steps.attend_steps(x, [(x, x)] * 3, batch(length).mask())
-    assert kept and max(t.numel() for t in kept if t.is_floating_point()) < length * length
+    with Live([x]) as live:
+        out = steps.attend_steps(x, [(x, x)] * count, batch(length).first())
+    assert out.requires_grad and live.peak < 4 * length * length
 
 
 # -- files: strict ----------------------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ def test_planned_bytes_are_those_of_a_real_step(
 ):
     """The head's share is counted, the target's is estimated; real tensors are what both are held against."""
     if chunks:
-        monkeypatch.setattr("train.module.SMALL", 0)
         monkeypatch.setattr("train.module.CHUNK", 16)
         monkeypatch.setattr("train.module.ROWS", 16)
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")

@@ -27,10 +27,10 @@ from train.trainer import HeadTrainer, HeadTrainingArguments
 
 
 def make_trainer(target: Target, directory: Path, build=adamw, n_gpu: int = 0, **settings) -> HeadTrainer:
+    settings = {"max_steps": 1, "gradient_accumulation_steps": 1} | settings
     args = HeadTrainingArguments(
         output_dir=str(directory / "checkpoints" / "unfinished"),
         use_cpu=True,
-        max_steps=1,
         per_device_train_batch_size=2,
         remove_unused_columns=False,
         disable_tqdm=True,
@@ -44,7 +44,7 @@ def make_trainer(target: Target, directory: Path, build=adamw, n_gpu: int = 0, *
     return HeadTrainer(
         DistillationModel(head, target, soft),
         args,
-        train_dataset=EpochStream(packed, 2, 0),
+        train_dataset=EpochStream(packed, 2 * args.max_steps * args.gradient_accumulation_steps, 0),
         build_optimizer=build,
         measure=lambda head: {"acceptance_length": 1.0},
     )

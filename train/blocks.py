@@ -4,16 +4,18 @@ A depth counts by `depth_decay`^(d - 1), or by what it adds to the accepted leng
 and weights lie in its own order, (blocks, depth, ...), never on the grid of all slots.
 """
 
+from functools import partial, reduce
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from heads.base import BlockHead, DraftHead, PackedBatch, draft_loss_mask
 from heads.target import Target
 from inference.sampling import GOLDEN, mix, shift, wrap
+from train.gradients import PartialGradients
 from train.losses import Prediction, exact
-from train.module import SMALL, DistillationModel, Loss, Outcome
+from train.module import DistillationModel, Loss, Outcome
 
 
 class BlockDistillation(DistillationModel):
@@ -59,9 +61,12 @@ class BlockDistillation(DistillationModel):
         best = torch.where(useful, order, -1).topk(max(1, round(self.starts * length)), dim=1)
         return torch.where(best.values < 0, -1, best.indices).sort(1).values
 
+    def drafts(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
+        return self.head.draft_blocks(features, embeddings, text)
+
     def compute_loss(self, text: PackedBatch, features: Tensor, last: Tensor) -> Outcome:
         head, (batch, length) = self.head, text.tokens.shape
-        states = head.draft_blocks(features, self.target.embed(text.tokens), text).flatten(0, 1)
+        states = self.drafts(features, self.target.embed(text.tokens), text).flatten(0, 1)
         begins = torch.arange(length, device=last.device).expand(batch, -1) if text.starts is None else text.starts
         depths = torch.arange(1, head.depth + 1, device=last.device)
         # Of every draft: its slot; one on is where the target answers, two on is the token that it names.
@@ -75,19 +80,18 @@ class BlockDistillation(DistillationModel):
         places, counted, states = places[blocks], counted[blocks], states[blocks]
         answers = last.roll(-1, dims=1).flatten(0, 1)
         tokens = self.draft_tokens(text.tokens.roll(-2, dims=1).flatten())
-        sums = torch.zeros(2, head.depth, device=features.device)
-        size, small = max(1, self.chunk // head.depth), states[..., 0].numel() * self.target.vocab_size <= SMALL
-        for start in range(0, max(1, len(blocks)), size):  # at least once: every weight must have a gradient
-            part = slice(start, start + size)
-            given = answers[places[part]], tokens[places[part]], counted[part], states[part]
-            sums = sums + (
-                self.block_loss(*given) if small else checkpoint(self.block_loss, *given, use_reentrant=False)
-            )
-        losses, hits = sums
         counts = counted.sum(0)
-        weights = 1.0 if self.d_pace else self.depth_decay ** (depths - 1)
-        loss = (weights * losses / (counts if self.num_items is None else self.num_items).clamp(min=1)).sum()
-        return Outcome(loss, hits.detach(), counts)
+        weights = torch.ones(head.depth, device=depths.device) if self.d_pace else self.depth_decay ** (depths - 1)
+        items = self.items(counts)
+        scale = torch.stack([torch.ones_like(weights) / items * weights, torch.zeros_like(weights)])
+        learned, found = PartialGradients(head, [states], self.twice), []
+        size = max(1, self.chunk // head.depth)
+        for start in reversed(range(0, max(1, len(blocks)), size)):  # at least once: every weight must have a gradient
+            part = slice(start, start + size)
+            given = answers[places[part]], tokens[places[part]], counted[part]
+            found.append(learned.part(partial(self.block_loss, *given), 0, part, scale))
+        losses, hits = reduce(torch.add, reversed(found))
+        return Outcome(learned.attach((weights * losses / items).sum()), hits, counts)
 
     def draft_tokens(self, tokens: Tensor) -> Tensor:
         """Ids in the draft vocabulary, -1 for tokens that are not in it."""
@@ -99,8 +103,7 @@ class BlockDistillation(DistillationModel):
 
     def block_loss(self, last: Tensor, tokens: Tensor, counted: Tensor, states: Tensor) -> Tensor:
         """Per depth: sum of losses and number of hits, (2, depth), of states (blocks, depth, ...)."""
-        head, last = self.head, last.detach()
-        answer, best, able = self.answers(last)
+        head, (given, best, able) = self.head, self.answers(last)
         hidden, correction = states.split([head.width, head.correction], dim=-1)
         base = head.base_logits(hidden)
         draft = base
@@ -108,21 +111,20 @@ class BlockDistillation(DistillationModel):
             parts = zip(base.unbind(1), hidden.unbind(1), correction.unbind(1), strict=True)
             draft = torch.stack([head.correct(*part, depth) for depth, part in enumerate(parts, start=1)], dim=1)
 
+        flat = Prediction(given.logits.flatten(0, 1), given.features.flatten(0, 1), tokens.flatten())
+
         def compare(logits: Tensor) -> Tensor:
-            prediction = Prediction(logits.flatten(0, 1), hidden.flatten(0, 1))
-            return self.loss(prediction, Prediction(answer.flatten(0, 1), last.flatten(0, 1), tokens.flatten())).view(
-                counted.shape
-            )
+            return self.loss(Prediction(logits.flatten(0, 1), hidden.flatten(0, 1)), flat).view(counted.shape)
 
         share = self.base_weight * (1 - self.progress)
         if head.candidates:
-            loss = compare(base) + self.selector_weight * self.selector_loss(base, correction, answer, tokens)
+            loss = compare(base) + self.selector_weight * self.selector_loss(base, correction, given.logits, tokens)
         else:
             loss = compare(draft)
         if share > 0:
             loss = (1 - share) * loss + share * compare(base)
         if head.confident and self.confidence_weight:
-            loss = loss + self.confidence_weight * rating_loss(correction[..., -1], draft, answer)
+            loss = loss + self.confidence_weight * rating_loss(correction[..., -1], draft, given.logits)
         if self.d_pace:
             loss = loss * d_pace_weights(draft, tokens, counted)
         hits = (head.to_target_ids(draft.argmax(-1)) == best) & counted

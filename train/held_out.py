@@ -6,7 +6,7 @@ written by the target where the run's own text is.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,7 +60,8 @@ def rows(documents: Documents, length: int, seed: int) -> list[dict[str, Tensor]
 def agreement(distillation: DistillationModel, rows: Sequence[dict[str, Tensor]]) -> Agreement:
     """Row by row, as one step of training would have it."""
     head, target = distillation.head, distillation.target
-    texts = [PackedBatch(**{name: value[None].to(target.device) for name, value in row.items()}) for row in rows]
+    on_device: list[dict[str, Any]] = [{n: value[None].to(target.device) for n, value in row.items()} for row in rows]
+    texts = [PackedBatch(**row) for row in on_device]
     depths = range(1, head.depth + 1)
     counted = [torch.stack([draft_loss_mask(text, depth)[0] for depth in depths]) for text in texts]
     distillation.num_items = torch.stack([mask.sum(1) for mask in counted]).sum(0)

@@ -7,6 +7,7 @@ train/module.py. p is the target's distribution and q the draft's; where the dra
 distribution given that the token can be drafted.
 """
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -14,16 +15,28 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-class Prediction(NamedTuple):
+def exact(logits: Tensor) -> Tensor:
+    """In float32 at least: a softmax over a vocabulary is not for half precision."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class PredictionFields(NamedTuple):
     logits: Tensor  # (n, draft vocab)
     features: Tensor  # (n, width): the hidden states that the logits were made of; the target's are (n, hidden)
     # (n,) int64, of an answer: the tokens of the text as draft ids, -1 for those that have none.
     tokens: Tensor | None = None
 
 
-def exact(logits: Tensor) -> Tensor:
-    """In float32 at least: a softmax over a vocabulary is not for half precision."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+class Prediction(PredictionFields):
+    """An answer is compared with the drafts of all depths: its probabilities are computed once."""
+
+    @cached_property
+    def probabilities(self) -> Tensor:
+        return exact(self.logits).softmax(-1)
+
+    @cached_property
+    def log_probabilities(self) -> Tensor:
+        return exact(self.logits).log_softmax(-1)
 
 
 def hard(draft: Prediction, answer: Prediction) -> Tensor:
@@ -33,18 +46,18 @@ def hard(draft: Prediction, answer: Prediction) -> Tensor:
 
 def soft(draft: Prediction, answer: Prediction) -> Tensor:
     """Cross-entropy with the target's distribution (EAGLE-3, arXiv:2503.01840); its gradient is that of KL(p, q)."""
-    return -(exact(answer.logits).softmax(-1) * exact(draft.logits).log_softmax(-1)).sum(-1)
+    return -(answer.probabilities * exact(draft.logits).log_softmax(-1)).sum(-1)
 
 
 def reverse_kl(draft: Prediction, answer: Prediction) -> Tensor:
     """KL(q, p): a draft that cannot follow all of p keeps to its peaks (DistillSpec, arXiv:2310.08461)."""
-    q, p = exact(draft.logits).log_softmax(-1), exact(answer.logits).log_softmax(-1)
+    q, p = exact(draft.logits).log_softmax(-1), answer.log_probabilities
     return (q.exp() * (q - p)).sum(-1)
 
 
 def total_variation(draft: Prediction, answer: Prediction) -> Tensor:
     """1 - sum min(p, q): the chance that a draft is rejected by the token-wise rule (DistillSpec, arXiv:2310.08461)."""
-    return 0.5 * (exact(answer.logits).softmax(-1) - exact(draft.logits).softmax(-1)).abs().sum(-1)
+    return 0.5 * (answer.probabilities - exact(draft.logits).softmax(-1)).abs().sum(-1)
 
 
 def l1(draft: Prediction, answer: Prediction) -> Tensor:
@@ -76,20 +89,20 @@ def adaptive_lk(draft: Prediction, answer: Prediction, eta: float = 3.0) -> Tens
     (arXiv:2602.23881, section 3, where w is one per depth and batch; here one per draft)."""
     distance = total_variation(draft, answer)
     share = torch.exp(-eta * (1 - distance.detach()))
-    p = exact(answer.logits).log_softmax(-1)
+    p = answer.log_probabilities
     return share * (soft(draft, answer) + (p.exp() * p).sum(-1)) + (1 - share) * distance
 
 
 def lk(draft: Prediction, answer: Prediction) -> Tensor:
     """-log sum min(p, q): expected acceptance (arXiv:2602.23881). Its gradient is total variation's over the acceptance, so
     that it learns from a bad start too, where total variation has hardly any gradient."""
-    q, p = exact(draft.logits).log_softmax(-1), exact(answer.logits).log_softmax(-1)
+    q, p = exact(draft.logits).log_softmax(-1), answer.log_probabilities
     return -torch.minimum(q, p).logsumexp(-1)
 
 
 def top_k(draft: Prediction, answer: Prediction, k: int = 10) -> Tensor:
     """Cross-entropy over the target's k most probable tokens only, p not renormalised (HASS, arXiv:2408.15766)."""
-    p = exact(answer.logits).softmax(-1)
+    p = answer.probabilities
     best = p.topk(min(k, p.shape[-1]))
     return -(best.values * exact(draft.logits).log_softmax(-1).gather(-1, best.indices)).sum(-1)
 

@@ -1,32 +1,40 @@
 """From a batch of text to a loss: the head's drafts against the target's own distributions, not against labels.
 
-forward -> read (features of the batch) -> head -> chunk_loss (logits, loss and hits of some rows)
+forward -> read (features of the batch) -> head -> depth_loss (logits, loss and hits of some rows at one depth)
 """
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from heads.base import DraftHead, PackedBatch, draft_loss_mask
 from heads.target import Target
-from train.features.online import read
+from train.features.online import read, several_documents
 from train.features.storage import sparse, unpack
+from train.gradients import PartialGradients
 from train.losses import Prediction
 
 Loss = Callable[[Prediction, Prediction], Tensor]
 # The loss holds so many logits, or the logits of so many rows, at a time; fewer would read the lm_head once for very few.
 CHUNK, ROWS = 1 << 20, 256
-SMALL = 1 << 23  # up to so many logits of all depths, recomputing them in the backward saves nothing
 
 
 class Outcome(NamedTuple):
     loss: Tensor  # scalar
     hits: Tensor  # (depth,) drafts whose first guess is the target's
     counts: Tensor  # (depth,) drafts that were compared
+
+
+class Answers(NamedTuple):
+    """Of the target, at some slots (...)."""
+
+    given: Prediction  # logits (..., draft vocab)
+    best: Tensor  # (...) its best tokens
+    able: Tensor  # (...) bool: can those be drafted? Where they cannot, no draft would be right (EAGLE-3's code)
 
 
 class DistillationModel(nn.Module):
@@ -41,6 +49,8 @@ class DistillationModel(nn.Module):
         self.target: Target = target  # frozen, and no module: not a part of this one's state
         self.top_k = False  # are answers the target's k largest logits (features=disk, top_k)?
         self.weights: Tensor | None = None  # of the batch
+        self.slots: Tensor | None = None  # of the batch, those with a draft in the loss; None: to be found
+        self.twice = False  # are logits computed once more in the backward pass? (train/gradients.py)
         self.progress = 0.0  # share of the training that is done; HeadTrainer sets it
         # (depth,) drafts in the loss of the whole step, over all its batches and processes, which HeadTrainer counts; None
         # where one batch is the whole step.
@@ -55,13 +65,26 @@ class DistillationModel(nn.Module):
         documents: Tensor,
         positions: Tensor,
         starts: Tensor | None = None,
+        several: bool | None = None,
+        slots: Tensor | None = None,
         weights: Tensor | None = None,
         **stored: Tensor,
     ) -> Outcome:
-        """weights: (batch, length) float32, of the drafts of each token in the loss. stored: the features of the batch, where
-        they come from disk (train/features/disk.py)."""
-        self.weights = weights
-        return self.learn(PackedBatch(tokens, loss_mask, documents, positions, starts), stored)
+        """several, slots: as `prepare` gives them. weights: (batch, length) float32, of the drafts of each token in the loss.
+        stored: the features of the batch, where they come from disk (train/features/disk.py)."""
+        self.weights, self.slots = weights, slots
+        return self.learn(PackedBatch(tokens, loss_mask, documents, positions, starts, several), stored)
+
+    def prepare(self, text: PackedBatch, step: int) -> dict[str, Any]:
+        """Arguments of `forward` that are counted or chosen, so that no device need be waited for where the batch is still
+        in the host's memory."""
+        starts = self.choose_starts(text, step)
+        chosen = {"slots": self.rows(self.counted(text, self.head.depth))} if starts is None else {"starts": starts}
+        return {"several": several_documents(text), **chosen}
+
+    def counted(self, text: PackedBatch, depth: int) -> Tensor:
+        """(depth, slots) bool: which drafts are in the loss."""
+        return torch.stack([draft_loss_mask(text, d).flatten() for d in range(1, depth + 1)])
 
     def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
         features, last = unpack(stored) if stored else self.read(text)
@@ -74,27 +97,42 @@ class DistillationModel(nn.Module):
 
     def compute_loss(self, text: PackedBatch, features: Tensor, last: Tensor) -> Outcome:
         """The head's loss on what `read` gave."""
-        outs = self.head(features, self.target.embed(text.tokens), text)
-        counted = torch.stack([draft_loss_mask(text, depth).flatten() for depth in range(1, len(outs) + 1)])
-        rows = self.rows(counted)
+        outs = self.drafts(features, self.target.embed(text.tokens), text)
+        counted = self.counted(text, len(outs))
+        rows = self.rows(counted) if self.slots is None else self.slots
         counted = counted[:, rows]
         states = [out.flatten(0, 1)[rows] for out in outs]
         last = last.roll(-1, dims=1).flatten(0, 1)[rows]  # the answer for slot p is the target's distribution at p + 1
         weights = None if self.weights is None else self.weights.roll(-2, dims=1).flatten()[rows]
-        small = len(rows) * len(outs) * self.target.vocab_size <= SMALL
-        sums = torch.zeros(2, len(outs), device=features.device)
-        for start in range(0, max(1, len(rows)), self.chunk):  # at least once: every weight must have a gradient
-            part = slice(start, start + self.chunk)
-            some = [None if weights is None else weights[part], *(state[part] for state in states)]
-            if small:
-                sums = sums + self.chunk_loss(last[part], counted[:, part], *some)
-            else:
-                sums = sums + checkpoint(self.chunk_loss, last[part], counted[:, part], *some, use_reentrant=False)
-        losses, hits = sums
         counts = counted.sum(1)
         decay = self.depth_decay ** torch.arange(len(outs), device=features.device)
-        loss = (decay * losses / (counts if self.num_items is None else self.num_items).clamp(min=1)).sum()
-        return Outcome(loss, hits.detach(), counts)
+        items = self.items(counts)
+        scale = torch.stack([torch.ones_like(decay) / items * decay, torch.zeros_like(decay)])  # a hit counts nothing
+        learned, found = PartialGradients(self.head, states, self.twice), []
+        starts = range(0, max(1, len(rows)), self.chunk)  # at least one: every weight must have a gradient
+        for start in reversed(starts):
+            part = slice(start, start + self.chunk)
+            answer = self.answers(last[part])
+            given = None if weights is None else weights[part]
+            sums = []
+            for depth in reversed(range(len(outs))):
+                compute = partial(self.depth_loss, depth + 1, answer, counted[depth, part], given)
+                sums.append(learned.part(compute, depth, part, scale[:, depth]))
+            found.append(torch.stack(sums[::-1], dim=1))
+        losses, hits = reduce(torch.add, reversed(found))
+        return Outcome(learned.attach((decay * losses / items).sum()), hits, counts)
+
+    def drafts(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> Any:
+        """What the head makes of a batch. `compile_head` compiles it."""
+        return self.head(features, embeddings, text)
+
+    def compile_head(self, backend: str) -> None:
+        """torch.compile for the head's part of `forward`: not for the target, nor for what lies in this module's state."""
+        self.drafts = torch.compile(self.drafts, backend=backend)  # type: ignore[method-assign]
+
+    def items(self, counts: Tensor) -> Tensor:
+        """(depth,): by what each depth's sum of losses is divided."""
+        return (counts if self.num_items is None else self.num_items).clamp(min=1)
 
     def rows(self, counted: Tensor) -> Tensor:
         """Slots at which a draft of some depth counts, (n,), of `counted` (depth, slots): only these need logits."""
@@ -104,30 +142,25 @@ class DistillationModel(nn.Module):
         """The features that the head reads (batch, length, width), and the last hidden state, which gives the answers."""
         return read(self.target, text, self.head.layers)
 
-    def chunk_loss(self, last: Tensor, counted: Tensor, weights: Tensor | None, *states: Tensor) -> Tensor:
-        """Per depth: sum of losses and number of hits, (2, depth)."""
-        last = last.detach()  # no gradient reaches the target through its answers (train/joint.py)
-        answer, best, able = self.answers(last)
-        sums = []
-        for depth, (state, counts) in enumerate(zip(states, counted, strict=True), start=1):
-            draft = self.head.logits(state, depth)
-            learned = counts & able
-            hits = (self.head.to_target_ids(draft.argmax(-1)) == best) & counts
-            losses = self.loss(Prediction(draft, state), Prediction(answer, last))
-            loss = torch.where(learned, losses if weights is None else weights * losses, 0.0).sum()
-            sums.append(torch.stack([loss, hits.sum().to(loss.dtype)]))
-        return torch.stack(sums, dim=1)
+    def depth_loss(self, depth: int, answers: Answers, counts: Tensor, weights: Tensor | None, state: Tensor) -> Tensor:
+        """Sum of losses and number of hits, (2,), of drafts (n, width) of one depth. counts: (n,) bool."""
+        draft = self.head.logits(state, depth)
+        learned = counts & answers.able
+        hits = (self.head.to_target_ids(draft.argmax(-1)) == answers.best) & counts
+        losses = self.loss(Prediction(draft, state), answers.given)
+        loss = torch.where(learned, losses if weights is None else weights * losses, 0.0).sum()
+        return torch.stack([loss, hits.sum().to(loss.dtype)])
 
     @torch.no_grad()
-    def answers(self, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The target's logits (..., draft vocab) from its last hidden states, its best tokens (...), and whether those can be
-        drafted: where they cannot, no draft would be right (EAGLE-3's code)."""
+    def answers(self, last: Tensor) -> Answers:
+        """From the target's last hidden states; no gradient reaches the target through its answers (train/joint.py)."""
+        last = last.detach()
         answer = sparse(last, self.target.vocab_size) if self.top_k else self.target.logits(last)
         best, ids = answer.argmax(-1), self.head.draft_ids
         if ids is None:
-            return answer, best, torch.ones_like(best, dtype=torch.bool)
+            return Answers(Prediction(answer, last), best, torch.ones_like(best, dtype=torch.bool))
         able = torch.zeros(answer.shape[-1], dtype=torch.bool, device=ids.device).index_fill(0, ids, True)[best]
-        return answer[..., ids], best, able
+        return Answers(Prediction(answer[..., ids], last), best, able)
 
     @torch.no_grad()
     def guesses(
@@ -147,5 +180,6 @@ class DistillationModel(nn.Module):
         """The same objective for other weights, which is no part of what trains. Not of a model that FSDP has wrapped."""
         other = copy.copy(self)
         other._modules = self._modules | {"head": head}
-        other.num_items, other.weights, other.top_k = None, None, False
+        other.num_items, other.weights, other.slots, other.top_k = None, None, None, False
+        other.__dict__.pop("drafts", None)  # compiled for this head
         return other

@@ -57,7 +57,7 @@ def muon(
     parts = groups(others, adapter, learning_rate / head_multiplier, weight_decay)
     return MuonAdamW(
         torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=weight_decay),
-        torch.optim.AdamW(parts, learning_rate, betas, epsilon, weight_decay=0.0),
+        torch.optim.AdamW(parts, learning_rate, betas, epsilon, weight_decay=0.0, fused=fused(others)),
     )
 
 
@@ -73,7 +73,13 @@ def adamw(
     """AdamW for all of it, as the papers train; the arguments as in `muon`."""
     named, adapter = split(module)
     parts = groups(named, adapter, learning_rate / head_multiplier, weight_decay)
-    return torch.optim.AdamW(parts, learning_rate, betas, epsilon, weight_decay=0.0)
+    return torch.optim.AdamW(parts, learning_rate, betas, epsilon, weight_decay=0.0, fused=fused(named))
+
+
+def fused(parameters: list[nn.Parameter]) -> bool | None:
+    """One kernel for all weights on a GPU. On a CPU torch's default: the fused kernel gives other last digits, and saves 8 of
+    several hundred milliseconds a step."""
+    return True if parameters and all(parameter.is_cuda for parameter in parameters) else None
 
 
 def split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -8,13 +8,15 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from hydra.utils import instantiate
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from heads.base import DraftHead, PackedBatch, draft_loss_mask
@@ -30,15 +32,26 @@ NOT_HERE = {  # arguments of Trainer that would change nothing here, and what do
     "optim_args": "set the keys of conf/optimizer",
     "optim_target_modules": "choose optimizer=adamw or optimizer=muon",
     "label_smoothing_factor": "the labels are the target's own distributions: choose a loss",
+    **dict.fromkeys(
+        ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
+        "set trainer.compile_head, which leaves the target",
+    ),
     "eval_strategy": "set evaluate.eval_steps",
     "load_best_model_at_end": "set evaluate.keep_best",
 }
 
 
+@dataclass
 class HeadTrainingArguments(TrainingArguments):
-    """Raises ValueError for an argument that would be ignored."""
+    """Raises ValueError for an argument that would be ignored, and for a compiler that torch does not know."""
+
+    compile_head: str | None = None
 
     def __post_init__(self) -> None:
+        if self.compile_head is not None and self.compile_head not in (known := torch.compiler.list_backends(())):
+            raise ValueError(
+                f"trainer.compile_head={self.compile_head} is no backend of torch.compile: {', '.join(known)}"
+            )
         defaults = {field.name: field.default for field in fields(TrainingArguments)}
         for name, remedy in NOT_HERE.items():
             if (value := getattr(self, name)) != defaults[name]:
@@ -61,6 +74,7 @@ def arguments(settings: Any, target: Target, **strategy: Any) -> TrainingArgumen
         remove_unused_columns=False,
         disable_tqdm=True,
         train_sampling_strategy="sequential",  # train/data/row_order.py has the order
+        logging_nan_inf_filter=False,  # it waits for the loss of every batch, to hide one that is no number
         **strategy,
     )
 
@@ -96,6 +110,10 @@ class HeadTrainer(Trainer):
         self.folder = Path(args.output_dir).parent
         shard_on_cpus_too(args)
         super().__init__(distillation, args, **kwargs)
+        # ZeRO-3 takes a weight away as soon as its layer is done, and takes no gradient for it until the backward pass.
+        distillation.twice = self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.zero_stage == 3
+        if args.compile_head is not None:
+            distillation.compile_head(args.compile_head)
         self.add_callback(KeepCheckpoints())
         self.saving_since: float | None = None
         self.reset_counters()
@@ -121,14 +139,20 @@ class HeadTrainer(Trainer):
             self.saving_since = None
         batches, _ = super().get_batch_samples(*args)
         depths = range(1, self.distillation.head.depth + 1)
-        texts = [PackedBatch(*(batch.get(name) for name in PackedBatch._fields)) for batch in batches]
-        for number, text in enumerate(texts):
-            starts = self.distillation.choose_starts(text, self.state.global_step)
-            if starts is not None:
-                batches[number] |= {"starts": starts}
-                texts[number] = text._replace(starts=starts)
-        counts = [torch.stack([draft_loss_mask(text, depth).sum() for depth in depths]) for text in texts]
-        return batches, self.accelerator.reduce(torch.stack(counts).sum(0), "sum")
+        counts = torch.zeros(len(depths), dtype=torch.int64)
+        for number, batch in enumerate(batches):
+            text = PackedBatch(*(batch.get(name) for name in PackedBatch._fields))
+            known = self.distillation.prepare(text, self.state.global_step)
+            text = text._replace(starts=known.get("starts"))
+            counts += torch.stack([draft_loss_mask(text, depth).sum() for depth in depths])
+            batches[number] = send_to_device(batch | known, self.args.device, non_blocking=True)
+        return batches, self.accelerator.reduce(counts.to(self.args.device, non_blocking=True), "sum")
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Its batches stay in the host's memory until `get_batch_samples` has read them."""
+        loader: Any = super().get_train_dataloader()
+        loader.device = None
+        return loader
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self.distillation.progress = self.state.global_step / max(1, self.state.max_steps)

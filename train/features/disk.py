@@ -183,7 +183,8 @@ def shard(packed: Packed, target: Target, facts: dict, rows: range, batch: int) 
     found: dict[str, list[Tensor]] = {}
     for start in range(rows.start, rows.stop, batch):
         items = [packed[row] for row in range(start, min(start + batch, rows.stop))]
-        text = PackedBatch(**{name: torch.stack([item[name] for item in items]).to(target.device) for name in items[0]})
+        given: dict[str, Any] = {name: torch.stack([x[name] for x in items]).to(target.device) for name in items[0]}
+        text = PackedBatch(**given)
         features, last = read(target, text, facts["layers"])
         kept = {"features": features}
         if facts["top_k"] is None:

@@ -11,10 +11,17 @@ from heads.target.documents import read_documents
 from train.data.packing import Packed
 from train.runtime import distributed
 
+MASKED = 4096  # tokens: the mask of longer rows, length x length in the target's dtype, is what would not fit
+
 
 def online(packed: Packed, target: Target, layers: list[int], batch: int) -> Dataset:
     """The rows as they are."""
     return packed
+
+
+def several_documents(text: PackedBatch) -> bool:
+    """Does a row of this batch hold more than one?"""
+    return bool((text.documents != text.documents[:, :1]).any())
 
 
 def read(target: Target, text: PackedBatch, layers: list[int]) -> tuple[Tensor, Tensor]:
@@ -25,10 +32,10 @@ def read(target: Target, text: PackedBatch, layers: list[int]) -> tuple[Tensor, 
     if target.sharding == "tensor":  # its slices read one batch together: the rows of all processes
         rows = slice(len(text.tokens) * distributed.rank(), len(text.tokens) * (distributed.rank() + 1))
         text = PackedBatch(*gather(tuple(text[:4])))
-    packed = bool((text.documents != text.documents[:, :1]).any())
+    packed = several_documents(text) if text.several is None else text.several
     wanted = [*layers, target.num_layers]
     with torch.autocast(text.tokens.device.type, enabled=False):
-        if packed and not target.reads_trees:
+        if packed and (not target.reads_trees or text.tokens.shape[1] > MASKED):
             reading = read_documents(target, text.tokens, text.documents, wanted)
         else:
             mask = text.mask() if packed or (target.window and target.reads_trees) else None

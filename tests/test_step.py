@@ -1,0 +1,127 @@
+"""A training step: compiled it is the same step, and it never waits for its device."""
+
+import contextlib
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from heads import Target
+from heads.base import PackedBatch
+from tests.support.batches import batch
+from tests.support.head_factory import make_head, objective
+from tests.support.processes import SMALL, complaint
+from tests.test_trainer import make_trainer
+from train.module import DistillationModel
+
+# Compiled
+
+
+def learned(made: DistillationModel, text: PackedBatch) -> list[Tensor]:
+    made.zero_grad()
+    outcome = made(*text[:4], made.choose_starts(text, 0))
+    outcome.loss.backward()
+    return [outcome.loss.detach(), outcome.hits, *(p.grad for p in made.head.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "dflash"])
+def test_a_compiled_head_learns_the_same(fresh: Target, kind: str):
+    made, text, graphs = objective(kind, make_head(kind, fresh), fresh), batch(40, 25), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    plain = learned(made, text)
+    made.compile_head(backend)  # type: ignore[arg-type]
+    compiled = learned(made, text)
+    assert sum(node.op == "call_function" for graph in graphs for node in graph.graph.nodes) > 5
+    for ours, theirs in zip(compiled, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert not any("_orig_mod" in name for name in made.state_dict())
+    count = len(graphs)
+    learned(made.with_head(made.head), text)  # for measurements: not compiled
+    assert len(graphs) == count
+
+
+def test_a_compiled_run_is_resumed_and_saved(target: Target, tmp_path: Path):
+    settings: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "seed": 0}
+    found = {}
+    for name, backend, checkpoint in (
+        ("plain", None, None),
+        ("compiled", "aot_eager", None),
+        ("resumed", "aot_eager", 2),
+    ):
+        torch.manual_seed(0)
+        trainer = make_trainer(target, tmp_path / name, compile_head=backend, **settings)
+        before = checkpoint and str(tmp_path / f"compiled/checkpoints/checkpoint-{checkpoint}")
+        trainer.train(resume_from_checkpoint=before)
+        found[name] = load_file(tmp_path / name / "checkpoints/checkpoint-4/model.safetensors")
+        assert trainer.full_head().state_dict().keys() == trainer.distillation.head.state_dict().keys()
+    assert found["plain"].keys() == found["compiled"].keys() and not any("_orig_mod" in n for n in found["compiled"])
+    for name, tensor in found["plain"].items():
+        torch.testing.assert_close(found["compiled"][name], tensor, rtol=1e-4, atol=1e-5)
+        assert torch.equal(found["compiled"][name], found["resumed"][name])
+
+
+def test_a_compiler_that_is_none(here, tiny_path: Path, folder: Path):
+    given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out"]
+    ended = here("head=medusa", *given, "trainer.compile_head=gcc")
+    assert complaint(ended).startswith("trainer.compile_head=gcc is no backend of torch.compile: ")
+    ended = here("head=medusa", *given, "+trainer.torch_compile=true")
+    assert "set trainer.compile_head" in complaint(ended)
+
+
+# Waiting
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle3_1", "eagle", "hydra", "medusa", "mtp"])
+def test_a_batch_is_learned_without_asking_its_device(fresh: Target, kind: str, monkeypatch):
+    """On one that holds no numbers, where `item`, `tolist`, `bool` and `nonzero` have no answer."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # knows no such device
+    monkeypatch.setattr(DistillationModel, "check_logits", lambda *_: None, raising=False)
+    monkeypatch.setattr(Target, "check_logits", lambda *_: None)
+    head, text = make_head(kind, fresh).train(), batch(40, 25)
+    made = objective(kind, head, fresh)
+    known = made.prepare(text, 0)
+    assert known["several"] and len(known["slots"]) == made.counted(text, head.depth).any(0).sum()
+    elsewhere = Target(copy.deepcopy(fresh.model).to("meta"), fresh.tokenizer, "meta")
+    head = head.to("meta")
+    head.attach(elsewhere)
+    made = objective(kind, head, elsewhere)
+    slots = known["slots"].to("meta")
+    outcome = made(*(part.to("meta") for part in text[:4]), None, known["several"], slots)
+    outcome.loss.backward()
+    assert {p.grad.device.type for p in head.parameters() if p.grad is not None} == {"meta"}
+
+
+class Reads(TorchDispatchMode):
+    """Counts the numbers that Python asks a tensor for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_batch_more_asks_for_no_more(target: Target, tmp_path: Path, monkeypatch):
+    """What the trainer itself asks for, once a step and when it logs, whatever the batches of a step; what is asked of the
+    host's own copy of a batch stands apart."""
+    monkeypatch.setattr(DistillationModel, "prepare", lambda self, text, step: {"several": True})
+    counts = []
+    for batches in (1, 3):
+        settings = {"gradient_accumulation_steps": batches, "max_steps": 2, "logging_steps": 2, "save_strategy": "no"}
+        trainer = make_trainer(target, tmp_path / str(batches), logging_nan_inf_filter=False, **settings)
+        rows: Any = trainer.train_dataset
+        assert rows[0]  # which shuffles them
+        rows.order = rows.order.tolist()  # their order never leaves the host
+        with Reads() as reads:
+            trainer.train()
+        counts.append(reads.count)
+    assert counts[0] == counts[1]
