@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 from transformers import TrainerControl, TrainerState
 
 from tests.support.processes import Ended, complaint, end, program
-from train import search_judge
-from train.search import StopAt
-from train.search_plan import (
+from train.search import judge
+from train.search.plan import (
     Budget,
     Goal,
     Judged,
@@ -26,6 +25,7 @@ from train.search_plan import (
     shares,
     verdicts,
 )
+from train.search.search import StopAt
 
 SMALL = [
     "head=auto",
@@ -146,7 +146,7 @@ def test_why_the_slower_ones_are_dropped():
 def test_a_search_that_is_stopped_twice_is_the_one_that_was_not(given: list[str], here, tmp_path: Path, monkeypatch):
     """By Ctrl-C in the first candidate and killed in the second: the same weights, round by round, and the same winner. One
     candidate fails, which the others survive."""
-    monkeypatch.setattr(search_judge, "judged", lambda table, name, texts: pretended(name, len(texts)))
+    monkeypatch.setattr(judge, "judged", lambda table, name, texts: pretended(name, len(texts)))
     ended = here(*given, "output_dir=whole")
     assert ended.code == 0, ended.err
     with monkeypatch.context() as patch:
@@ -178,7 +178,7 @@ def interrupt(callback: StopAt, args: Any, state: TrainerState, control: Trainer
 
 
 def pretended(name: str, texts: int) -> Judged:
-    seconds = SECONDS[name.removesuffix(search_judge.FIXED)]
+    seconds = SECONDS[name.removesuffix(judge.FIXED)]
     return Judged([8.0] * texts, [seconds + 0.01 * number for number in range(texts)])
 
 

@@ -58,7 +58,7 @@ class Prepared(NamedTuple):
 @entry("train")
 def main(cfg: DictConfig) -> None:
     if HydraConfig.get().runtime.choices["head"] == "auto":
-        from train.search import search  # which trains with the functions below
+        from train.search.search import search  # which trains with the functions below
 
         search(cfg)
         return

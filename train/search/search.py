@@ -1,10 +1,10 @@
 """head=auto: which head is best for this target, text and device?
 
-Successive halving (train/search_plan.py): all candidates train on the same text, are judged by measured tokens/s on held-out
+Successive halving (train/search/plan.py): all candidates train on the same text, are judged by measured tokens/s on held-out
 prompts, and the slower half is dropped, round after round; the last one goes on to the end of the budget and is finished
 like any other run. All in one process, with the functions of train/run.py, so the target is loaded once.
 
-    OUTPUT/search.json       what every candidate measured in each round and why it was dropped (train/search_state.py)
+    OUTPUT/search.json       what every candidate measured in each round and why it was dropped (train/search/state.py)
     OUTPUT/search.html       the same as a page
     OUTPUT/candidates/NAME   checkpoints while it is in the race, and its head as it was judged last
     OUTPUT                   otherwise what every run leaves, of the winner
@@ -30,11 +30,11 @@ from train.finalize import finalize, save_final
 from train.run import Prepared, load, prepare, start_process, train, with_self_generated_text
 from train.runtime import checkpoints, distributed
 from train.runtime.run_state import CHECKPOINTS, CONFIG, as_saved, keep_finished, seconds_of
-from train.search_candidates import check_numbers, chosen, composed
-from train.search_judge import Judge
-from train.search_plan import Judged, check_enough, goal, parse_budget, round_sizes, shares, verdicts
-from train.search_report import announce, write_search_page
-from train.search_state import FILE, Round, State
+from train.search.candidates import check_numbers, chosen, composed
+from train.search.judge import Judge
+from train.search.plan import Judged, check_enough, goal, parse_budget, round_sizes, shares, verdicts
+from train.search.report import announce, write_search_page
+from train.search.state import FILE, Round, State
 from train.trainer import HeadTrainer
 
 PROBE = 6  # steps that tell what a step costs; the first is left out

@@ -15,7 +15,7 @@ from inference.evaluation import figures
 from inference.evaluation.benchmark import PLAIN, Benchmark, Contestant, Lines, Text
 from inference.evaluation.figures import Table
 from train.data.corpus import Corpus, prompts
-from train.search_plan import judged
+from train.search.plan import judged
 
 FIXED = ", fixed tree"
 

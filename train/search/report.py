@@ -14,7 +14,7 @@ from inference.evaluation.pages import write_page
 from inference.evaluation.plots import Bar
 from inference.evaluation.report import Figure
 from train.runtime.environment import versions
-from train.search_state import Round, State
+from train.search.state import Round, State
 
 HEADINGS = ["candidate", "steps", "tokens/s", "over plain", "tokens per forward", "fixed tree, tokens/s", "verdict"]
 
@@ -65,7 +65,8 @@ def figures(rounds: list[Round]) -> Iterator[Figure]:
 def write_search_page(file: Path, state: State, target: Target) -> None:
     values: dict[str, Any] = {
         "title": f"Which head is best for {target.name}?",
-        "where": f"{device_name(target.device)} · {str(target.dtype).removeprefix('torch.')} · {duration(state.seconds)} so far",
+        "where": f"{device_name(target.device)} · {str(target.dtype).removeprefix('torch.')} · "
+        f"{duration(state.seconds)} so far",
         "figures": list(figures(state.rounds)),
         "tables": [
             (f"Round {number + 1}: {this.note}", HEADINGS, list(rows(state, number)))

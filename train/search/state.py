@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from train.runtime.run_state import differences, write_atomically
-from train.search_plan import Goal
+from train.search.plan import Goal
 
 FILE = "search.json"
 
