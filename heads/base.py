@@ -42,9 +42,8 @@ class PackedBatch(NamedTuple):
     # (batch, n) int64: positions at which drafts begin, ascending, -1 for none; None where they begin everywhere. A head that
     # drafts in blocks learns from some of them at a time.
     starts: Tensor | None = None
-    several: bool | None = (
-        None  # does a row hold several documents? None: asked of the tensors, a wait for their device
-    )
+    # Does a row hold several documents? None: asked of the tensors, which waits for their device.
+    several: bool | None = None
 
     def mask(self) -> Tensor:
         """(batch, length, length) bool: the token itself and what stands before it in its own document."""
@@ -52,7 +51,7 @@ class PackedBatch(NamedTuple):
         causal = torch.ones(length, length, dtype=torch.bool, device=self.tokens.device).tril()
         return (self.documents[:, :, None] == self.documents[:, None, :]) & causal
 
-    def first(self) -> Tensor:
+    def document_starts(self) -> Tensor:
         """(batch, length) int64: the slot at which the document of each token begins. It says what `mask` does, in memory
         linear in the length: a token sees the slots from there to its own."""
         slots = torch.arange(self.tokens.shape[1], device=self.tokens.device)

@@ -39,7 +39,7 @@ class Blocks(NamedTuple):
             ends = [min(start + size, length) for start in range(0, length, size)]
         else:
             ends = text_ends(last, size, length)
-        return cls(text.first().gather(1, last.clamp(min=0)), last, slots, ends)
+        return cls(text.document_starts().gather(1, last.clamp(min=0)), last, slots, ends)
 
 
 def blocks_at_a_time(slots: int) -> int:

@@ -87,7 +87,7 @@ class EagleHead(RecurrentHead):
         if self.training and self.noise:
             hidden = hidden + (torch.rand_like(hidden) - 0.5) * self.noise * 512 / length
         cos, sin = self.rotary(text.positions, length, self.dtype)
-        first, steps, outs = text.first(), [], []
+        first, steps, outs = text.document_starts(), [], []
         for _ in range(self.depth):
             fused = self.fuse(hidden, next_embeddings)
             q, k, v = attention.project(fused, cos, sin)

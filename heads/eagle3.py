@@ -171,7 +171,7 @@ class Eagle3Head(RecurrentHead):
         hidden = self.fuse(features)
         next_embeddings = embeddings.to(hidden.dtype).roll(-1, dims=1)
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], hidden.dtype)
-        first, steps, outs = text.first(), [], []
+        first, steps, outs = text.document_starts(), [], []
         for _ in range(self.depth):
             q, k, v = self.midlayer.self_attn.project(self.midlayer.concat_inputs(next_embeddings, hidden), cos, sin)
             steps.append((k, v))

@@ -53,7 +53,9 @@ class PrefixLayer(nn.Module):
     def forward(self, hidden: Tensor, text: PackedBatch) -> Tensor:
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], hidden.dtype)
         q, k, v = self.layer.self_attn.project(self.layer.input_layernorm(hidden), cos, sin)
-        return self.feed_forward(hidden, self.layer.self_attn.project_out(attend_steps(q, [(k, v)], text.first())))
+        return self.feed_forward(
+            hidden, self.layer.self_attn.project_out(attend_steps(q, [(k, v)], text.document_starts()))
+        )
 
     def read(self, hidden: Tensor, cache: KVCache) -> Tensor:
         new = hidden.shape[1]

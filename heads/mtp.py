@@ -166,7 +166,7 @@ class MTPHead(RecurrentHead):
     def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         hidden, after = features, embeddings.roll(-1, dims=1)
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], self.dtype)
-        attention, first, steps, outs = self.layer.self_attn, text.first(), [], []
+        attention, first, steps, outs = self.layer.self_attn, text.document_starts(), [], []
         for _ in range(self.depth):
             fused = self.fuse(hidden, after)
             q, k, v, gate = attention.read(self.layer.input_layernorm(fused), cos, sin)

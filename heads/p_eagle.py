@@ -171,7 +171,7 @@ class PEagleHead(BlockHead):
 
     def draft_blocks(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
         length, slots = text.tokens.shape[1], self.depth - 1
-        blocks, firsts = Blocks.of(text, slots), text.first()
+        blocks, firsts = Blocks.of(text, slots), text.document_starts()
         begins = blocks.last.clamp(min=0)
         hidden, after = self.fuse(features), self.embed_tokens(text.tokens.roll(-1, dims=1))
         drafts, unknown = self.mask_inputs(len(begins), begins.shape[1] * slots)

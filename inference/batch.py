@@ -18,9 +18,8 @@ from inference.target_sampler import RuleSampler, TargetSampler
 from inference.trace import Trace, trace_rows
 from inference.verify import to_host
 
-ROOM = (
-    1024  # entries after its text that a row begins with, if its limit allows so many: most texts end long before that
-)
+# Entries after its text that a row begins with, if its limit allows so many: most texts end long before that.
+ROOM = 1024
 
 
 class Output(NamedTuple):

@@ -271,7 +271,7 @@ def test_attention_of_a_lesson_and_its_gradients(count, monkeypatch):
     q = torch.randn(1, 6, length, 4, dtype=torch.float64)
     parts = [[torch.randn(1, 2, length, 4, dtype=torch.float64) for _ in range(2)] for _ in range(count)]
     found = []
-    for way, sees in ((steps.attend_steps, text.first()), (plainly, text.mask())):
+    for way, sees in ((steps.attend_steps, text.document_starts()), (plainly, text.mask())):
         leaves = [q.clone().requires_grad_(), *(x.clone().requires_grad_() for pair in parts for x in pair)]
         out = way(leaves[0], list(zip(leaves[1::2], leaves[2::2], strict=True)), sees)[:, :, count - 1 :]
         (out * torch.linspace(-1, 1, 4)).sum().backward()
@@ -285,7 +285,7 @@ def test_attention_of_a_lesson_keeps_neither_scores_nor_masks(count, monkeypatch
     length = 300
     x = torch.randn(1, 1, length, 8, requires_grad=True)
     with Live([x]) as live:
-        out = steps.attend_steps(x, [(x, x)] * count, batch(length).first())
+        out = steps.attend_steps(x, [(x, x)] * count, batch(length).document_starts())
     assert out.requires_grad and live.peak < 4 * length * length
 
 

@@ -20,9 +20,8 @@ def test_text_beside_the_weights_is_found_for_its_weights_and_data_only(tmp_path
     ]
     assert self_generated.load_stored(target, "books", 1) is None
     self_generated.store(Documents.of(documents), "books", target, tmp_path / "one")
-    self_generated.store(
-        Documents.of(documents), "books", target, tmp_path / "other"
-    )  # not by the weights that lie there
+    # Not by the weights that lie there.
+    self_generated.store(Documents.of(documents), "books", target, tmp_path / "other")
     for tokens, found in ((20, documents[:1]), (21, documents), (29, documents)):
         assert list(self_generated.load_stored(target, "books", tokens)) == found
     assert self_generated.load_stored(target, "books", 30) is None

@@ -233,9 +233,8 @@ class Search:
     def train_to(self, name: str, this: Round) -> None:
         candidate, until = self.state.candidates[name], this.goals[name].until
         newest = checkpoints.newest(self.folder(name) / CHECKPOINTS)
-        there = (
-            newest is not None and checkpoints.step_of(Path(newest)) >= until
-        )  # stopped before it was saved as a head
+        # It may have been stopped before it was saved as a head.
+        there = newest is not None and checkpoints.step_of(Path(newest)) >= until
         cfg = self.config(name, self.folder(name), until if there else this.goals[name].of)
         cfg.evaluate.eval_steps = 0
         prepared, trainer = self.train(cfg, StopAt(until))
