@@ -146,9 +146,11 @@ def test_gate_sees_hidden_states_that_are_not_moved(target, kind, monkeypatch):
 def test_gate_sees_a_prefix_layer_that_reads_other_text(target, monkeypatch):
     """Hydra++'s layer looks at the whole row in training, the future included, and at the past alone in drafting."""
     head = make_head("hydra_pp", target)
-    monkeypatch.setattr(
-        PackedBatch, "mask", lambda text: torch.ones(1, text.tokens.shape[1], text.tokens.shape[1]).bool()
-    )
+
+    def everything(first: torch.Tensor, rows: slice, end: int) -> torch.Tensor:
+        return torch.ones(1, rows.stop - rows.start, end).bool()
+
+    monkeypatch.setattr("heads.step_attention.seen_text", everything)
     with pytest.raises(ValueError, match="parity gate: at depth 1"):
         parity_gate.check(head, target, PROMPT)
 

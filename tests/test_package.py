@@ -136,7 +136,8 @@ def test_help_of_a_command(foredraft: Program):
     shown = foredraft("train", "--help")
     assert shown.returncode == 0, shown.stderr
     assert (
-        "trainer.max_steps" not in shown.stderr and "head: dflash, dflash2, domino, draft_model, dspark" in shown.stdout
+        "trainer.max_steps" not in shown.stderr
+        and "head: auto, dflash, dflash2, domino, draft_model, dspark" in shown.stdout
     )
 
 

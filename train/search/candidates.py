@@ -25,11 +25,11 @@ def check_numbers(cfg: DictConfig) -> None:
 
 def chosen(cfg: DictConfig) -> dict[str, list[str]]:
     """What each candidate is given. ValueError or HydraException where one cannot be had."""
-    typed = [(re.split(r"[.=@]", o.lstrip("+~"))[0], o) for o in HydraConfig.get().overrides.task]
+    typed = [(group(override), override) for override in HydraConfig.get().overrides.task]
     for _, override in typed:
         if re.match(r"\+*trainer\.(max_steps|num_train_epochs)=", override):
             raise ValueError(f"{override}: head=auto trains as long as budget={cfg.budget} says, leave it out")
-    given = [override for group, override in typed if group not in OWN]
+    given = [override for name, override in typed if name not in OWN]
     known = {str(name): [*own, *given] for name, own in cfg.candidates.items()}
     names = list(known) if cfg.heads is None else list(cfg.heads)
     if not names or (unknown := [name for name in names if name not in known]):
@@ -37,11 +37,18 @@ def chosen(cfg: DictConfig) -> dict[str, list[str]]:
     for name in names:
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(f"candidates.{name} names a folder: take letters, digits and underscores")
-        check_candidate(cfg, name, known[name])
+        shared = [key for key in map(group, cfg.candidates[name]) if key in SHARED]
+        check_candidate(cfg, name, known[name], shared)
     return {name: known[name] for name in names}
 
 
-def check_candidate(cfg: DictConfig, name: str, overrides: list[str]) -> None:
+def group(override: str) -> str:
+    """The first part of its key: trainer of +trainer.max_steps=3."""
+    return re.split(r"[.=@]", override.lstrip("+~"))[0]
+
+
+def check_candidate(cfg: DictConfig, name: str, overrides: list[str], shared: list[str]) -> None:
+    """shared: the keys of SHARED that its own settings name, though what is typed may overrule them."""
     main = HydraConfig.instance().cfg  # which `check` replaces
     try:
         check("train", overrides, 0)
@@ -52,9 +59,8 @@ def check_candidate(cfg: DictConfig, name: str, overrides: list[str]) -> None:
     own = composed(overrides)
     if "candidates" in own:
         raise ValueError(f"candidates.{name} is given head=auto, which is no head")
-    for key in SHARED:
-        if own[key] != cfg[key]:
-            raise ValueError(f"candidates.{name} sets {key}, which all candidates must share")
+    if differ := [*shared, *(key for key in SHARED if own[key] != cfg[key])]:
+        raise ValueError(f"candidates.{name} sets {differ[0]}, which all candidates must share")
     if issubclass(get_class(own.objective._target_), JointDistillation):
         raise ValueError(
             f"candidates.{name} tunes the target too, whose text changes: it cannot be compared with others"
