@@ -43,7 +43,7 @@ class PackedBatch(NamedTuple):
     # drafts in blocks learns from some of them at a time.
     starts: Tensor | None = None
     # Does a row hold several documents? None: asked of the tensors, which waits for their device.
-    several: bool | None = None
+    multiple_documents: bool | None = None
 
     def mask(self) -> Tensor:
         """(batch, length, length) bool: the token itself and what stands before it in its own document."""

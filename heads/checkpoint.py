@@ -132,10 +132,10 @@ def drafting_dtype(head: DraftHead, target: Target) -> torch.dtype:
 def check_card(directory: Path) -> None:
     """Raise ValueError where the model card beside the weights was written for other weights."""
     card = directory / CARD
-    said = re.search(r"SHA-256 of the weights\W+([0-9a-f]{64})", card.read_text("utf-8")) if card.is_file() else None
-    if said and said[1] != weights_sha256(directory):
+    stated = re.search(r"SHA-256 of the weights\W+([0-9a-f]{64})", card.read_text("utf-8")) if card.is_file() else None
+    if stated and stated[1] != weights_sha256(directory):
         raise ValueError(
-            f"the weights in {directory} are not those of its {CARD} (SHA-256 {said[1][:12]}...): the download or the "
+            f"the weights in {directory} are not those of its {CARD} (SHA-256 {stated[1][:12]}...): the download or the "
             f"repository mixes two heads; fetch it again, or remove {CARD} if you changed the weights yourself"
         )
 

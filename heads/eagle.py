@@ -87,12 +87,12 @@ class EagleHead(RecurrentHead):
         if self.training and self.noise:
             hidden = hidden + (torch.rand_like(hidden) - 0.5) * self.noise * 512 / length
         cos, sin = self.rotary(text.positions, length, self.dtype)
-        first, steps, outs = text.document_starts(), [], []
+        document_starts, steps, outs = text.document_starts(), [], []
         for _ in range(self.depth):
             fused = self.fuse(hidden, next_embeddings)
             q, k, v = attention.project(fused, cos, sin)
             steps.append((k, v))
-            attended = attention.project_out(attend_steps(q, steps, first))
+            attended = attention.project_out(attend_steps(q, steps, document_starts))
             outs.append(self.layer.feed_forward(fused, attended))
             hidden = shift_right(outs[-1], 1)
         return outs

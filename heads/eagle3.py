@@ -171,11 +171,11 @@ class Eagle3Head(RecurrentHead):
         hidden = self.fuse(features)
         next_embeddings = embeddings.to(hidden.dtype).roll(-1, dims=1)
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], hidden.dtype)
-        first, steps, outs = text.document_starts(), [], []
+        document_starts, steps, outs = text.document_starts(), [], []
         for _ in range(self.depth):
             q, k, v = self.midlayer.self_attn.project(self.midlayer.concat_inputs(next_embeddings, hidden), cos, sin)
             steps.append((k, v))
-            attended = self.midlayer.self_attn.project_out(attend_steps(q, steps, first))
+            attended = self.midlayer.self_attn.project_out(attend_steps(q, steps, document_starts))
             outs.append(self.midlayer.feed_forward(self.residual(hidden), attended))
             hidden = shift_right(self.feed_back(outs[-1]), 1)
         return outs

@@ -166,12 +166,13 @@ class MTPHead(RecurrentHead):
     def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         hidden, after = features, embeddings.roll(-1, dims=1)
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], self.dtype)
-        attention, first, steps, outs = self.layer.self_attn, text.document_starts(), [], []
+        attention, document_starts = self.layer.self_attn, text.document_starts()
+        steps, outs = [], []
         for _ in range(self.depth):
             fused = self.fuse(hidden, after)
             q, k, v, gate = attention.read(self.layer.input_layernorm(fused), cos, sin)
             steps.append((k, v))
-            attended = attention.gate_out(attend_steps(q, steps, first), gate)
+            attended = attention.gate_out(attend_steps(q, steps, document_starts), gate)
             outs.append(self.norm(self.layer.feed_forward(fused, attended)))
             hidden = shift_right(outs[-1], 1)
         return outs

@@ -22,16 +22,18 @@ MASK_PENALTY = 1e30  # subtracted from a score that the mask forbids
 
 
 @torch.compiler.disable  # its loops over blocks would be compiled one by one
-def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], first: Tensor) -> Tensor:
+def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], doc_starts: Tensor) -> Tensor:
     """q (batch, heads, length, dim) of step i = len(steps) - 1; steps: keys and values (batch, kv heads, length, dim) of all
-    so far; first (batch, length) int64, where the document of each slot begins. Returns (batch, heads, length, dim)."""
+    so far; doc_starts (batch, length) int64, where the document of each slot begins. Returns (batch, heads, length, dim)."""
     (keys, values), drafted = steps[0], steps[1:]
     dtype = values.dtype  # under autocast, rotary positions may have promoted the others
     q, keys = q.to(dtype), keys.to(dtype)
     if not drafted:
         keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
         parts = [
-            attend_block(q[:, :, rows], keys[:, :, :end], values[:, :, :end], partial(added_mask, first, rows, dtype))
+            attend_block(
+                q[:, :, rows], keys[:, :, :end], values[:, :, :end], partial(added_mask, doc_starts, rows, dtype)
+            )
             for rows, end in blocks(q.shape[2])
         ]
         return torch.cat(parts, dim=2)
@@ -40,7 +42,7 @@ def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], first: Tensor) -
         torch.stack([pair[which].roll(age, 2) for age, pair in zip(ages, drafted, strict=True)], dim=3)
         for which in (0, 1)
     )
-    return StepAttention.apply(q, keys, values, draft_keys.to(dtype), draft_values, first)
+    return StepAttention.apply(q, keys, values, draft_keys.to(dtype), draft_values, doc_starts)
 
 
 def attend_block(q: Tensor, keys: Tensor, values: Tensor, make_mask: Callable[[], Tensor]) -> Tensor:
@@ -58,17 +60,18 @@ def attend_block(q: Tensor, keys: Tensor, values: Tensor, make_mask: Callable[[]
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
 
 
-def added_mask(first: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
+def added_mask(doc_starts: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
     """(batch, 1, rows, keys) to be added to the scores of step 0: bool, it would be made into this, and that be kept."""
-    hidden = ~seen_text(first, rows, rows.stop)[:, None]
+    hidden = ~seen_text(doc_starts, rows, rows.stop)[:, None]
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
-def seen_text(first: Tensor, rows: slice, end: int, steps_back: int = 0) -> Tensor:
+def seen_text(doc_starts: Tensor, rows: slice, end: int, steps_back: int = 0) -> Tensor:
     """(batch, rows, end) bool: the text that queries see whose drafts began `steps_back` slots earlier."""
-    begins = torch.arange(rows.start - steps_back, rows.stop - steps_back, device=first.device) % first.shape[1]
-    columns = torch.arange(end, device=first.device)
-    return (columns >= first[:, begins, None]) & (columns <= begins[:, None])
+    device, length = doc_starts.device, doc_starts.shape[1]
+    begins = torch.arange(rows.start - steps_back, rows.stop - steps_back, device=device) % length
+    columns = torch.arange(end, device=device)
+    return (columns >= doc_starts[:, begins, None]) & (columns <= begins[:, None])
 
 
 class StepAttention(torch.autograd.Function):
@@ -79,13 +82,13 @@ class StepAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, keys: Tensor, values: Tensor, draft_keys: Tensor, draft_values: Tensor, first: Tensor
+        ctx: Any, q: Tensor, keys: Tensor, values: Tensor, draft_keys: Tensor, draft_values: Tensor, doc_starts: Tensor
     ):
         queries = q.unflatten(1, (keys.shape[1], -1))
         draft = draft_scores(queries, draft_keys)
         out, norms = torch.empty_like(queries), draft.new_empty(draft.shape[:-1])
         for rows, end in blocks(q.shape[2]):
-            scores = text_scores(queries, keys, first, draft_keys.shape[3], rows, end)
+            scores = text_scores(queries, keys, doc_starts, draft_keys.shape[3], rows, end)
             top = torch.maximum(scores.amax(-1), draft[:, :, :, rows].amax(-1))[..., None]
             scores.sub_(top).exp2_()
             draft_weights = (draft[:, :, :, rows] - top).exp2()
@@ -95,13 +98,13 @@ class StepAttention(torch.autograd.Function):
             )
             out[:, :, :, rows] = attended / total
             norms[:, :, :, rows] = (top + total.log2())[..., 0]
-        ctx.save_for_backward(q, keys, values, draft_keys, draft_values, first, out, norms)
+        ctx.save_for_backward(q, keys, values, draft_keys, draft_values, doc_starts, out, norms)
         return out.flatten(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor):
-        q, keys, values, draft_keys, draft_values, first, out, norms = ctx.saved_tensors
+        q, keys, values, draft_keys, draft_values, doc_starts, out, norms = ctx.saved_tensors
         queries, out_gradient = (x.unflatten(1, (keys.shape[1], -1)) for x in (q, gradient))
         scale = q.shape[-1] ** -0.5
         # Softmax: a score's gradient is its weight times (the weight's gradient - this mean, one per query).
@@ -115,7 +118,7 @@ class StepAttention(torch.autograd.Function):
         )
         keys_gradient, values_gradient = (torch.zeros_like(x, dtype=norms.dtype) for x in (keys, values))
         for rows, end in blocks(q.shape[2]):
-            weights = text_scores(queries, keys, first, draft_keys.shape[3], rows, end)
+            weights = text_scores(queries, keys, doc_starts, draft_keys.shape[3], rows, end)
             weights.sub_(norms[:, :, :, rows, None]).exp2_()
             block_gradient = out_gradient[:, :, :, rows].flatten(2, 3)
             values_gradient[:, :, :end] += weights.to(q.dtype).flatten(2, 3).mT @ block_gradient
@@ -140,12 +143,12 @@ def blocks(length: int) -> Iterator[tuple[slice, int]]:
         yield slice(start, end), end
 
 
-def text_scores(queries: Tensor, keys: Tensor, first: Tensor, steps_back: int, rows: slice, end: int) -> Tensor:
+def text_scores(queries: Tensor, keys: Tensor, doc_starts: Tensor, steps_back: int, rows: slice, end: int) -> Tensor:
     """(batch, kv heads, group, rows, end) in float32 at least, of queries whose drafts began `steps_back` slots earlier."""
     block = scaled(queries[:, :, :, rows])
     scores = (block.flatten(2, 3) @ keys[:, :, :end].mT).unflatten(2, block.shape[2:4])
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    seen = seen_text(first, rows, end, steps_back)
+    seen = seen_text(doc_starts, rows, end, steps_back)
     penalty = seen.to(scores.dtype).sub_(1).mul_(MASK_PENALTY)  # adding costs a quarter of masked_fill
     return scores.add_(penalty[:, None, None])
 

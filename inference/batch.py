@@ -73,8 +73,8 @@ class Batch:
         cache = self.open_cache()
         if max(cache.lengths) + 2 * self.drafter.nodes > cache.capacity:
             staying = self.unfinished()
-            self.rows = [self.rows[number] for number in staying]
-            self.follow(staying, min(self.capacity(self.rows), 2 * cache.capacity))
+            needed = self.capacity([self.rows[number] for number in staying])
+            self.keep_rows(staying, min(needed, 2 * cache.capacity))
 
     def open_cache(self) -> TargetCache:
         assert self.cache is not None, "a step without a row"
@@ -141,11 +141,11 @@ class Batch:
         staying = self.unfinished()
         if not staying or 2 * len(staying) > len(self.rows) or self.open_cache().graphs.active:
             return
-        self.rows = [self.rows[number] for number in staying]
-        self.follow(staying, self.kept_capacity(len(staying)))
+        self.keep_rows(staying, self.kept_capacity(len(staying)))
 
-    def follow(self, staying: list[int], capacity: int) -> None:
-        """Everything else becomes that of `rows`, which are `staying` of those before."""
+    def keep_rows(self, staying: list[int], capacity: int) -> None:
+        """The batch becomes that of these rows, with room for `capacity` entries each."""
+        self.rows = [self.rows[number] for number in staying]
         order: list[int | None] = [*staying]
         self.open_cache().rearrange(order, capacity)
         self.sampler = self.new_sampler(self.rows)

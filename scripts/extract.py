@@ -69,10 +69,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send({"object": "list", "data": [{"id": self.server.target.name, "object": "model"}]})
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         target = self.server.target
         try:
-            tokens = json.loads(body)["prompt"]
+            tokens = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))))["prompt"]
             good = isinstance(tokens, list) and all(type(t) is int and 0 <= t < target.vocab_size for t in tokens)
             if not good or not 0 < len(tokens) <= (target.context or len(tokens)):
                 raise ValueError(f"a list of up to {target.context} token ids below {target.vocab_size}")

@@ -1,6 +1,5 @@
 """Heads that draft in blocks through a whole run: features on disk, stopped and continued, spread over processes."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -14,7 +13,7 @@ from tests.support import ROOT
 from tests.support.batches import batch_of
 from tests.support.feature_writer import rows
 from tests.support.head_factory import make_head, objective
-from tests.support.processes import ONE, SMALL_EAGLE3, TWO, end, torchrun
+from tests.support.processes import ONE, SMALL_EAGLE3, TWO, end, losses, torchrun
 from train.features import disk
 from train.trainer import HeadTrainer
 
@@ -26,10 +25,6 @@ DSPARK = ["head=dspark", "head.block_size=3", "head.num_layers=1", "head.draft_v
 @pytest.fixture
 def given(tiny_path: Path, folder: Path) -> list[str]:
     return [*RUN, f"target.path={tiny_path}", f"data.path={folder}"]
-
-
-def losses(directory: Path) -> list[float]:
-    return [entry["loss"] for entry in json.loads((directory / "history.json").read_text()) if "loss" in entry]
 
 
 @pytest.mark.parametrize("kind", ["p_eagle", "dspark pruned", "dflash2"])

@@ -1,5 +1,6 @@
 """Features from an engine: the losses of features=online, whatever dies meanwhile, and who is wrong behind an address."""
 
+import http.client
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.parse
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,7 +25,7 @@ from tests.support import ROOT
 from tests.support.architectures import FAMILIES, pair
 from tests.support.batches import batch_of, documents
 from tests.support.mortal_engine import LAYERS
-from tests.support.processes import ONE, SMALL_EAGLE3, complaint, end, program
+from tests.support.processes import ONE, SMALL_EAGLE3, complaint, end, losses, program
 from tests.support.tiny import tiny_config
 from train.data.packing import Packed
 from train.features import online
@@ -75,10 +77,6 @@ def alone(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     ended = end(program(*given, "output_dir=out", cwd=cwd))
     assert ended.code == 0, ended.err
     return cwd / "out"
-
-
-def losses(directory: Path) -> list[float]:
-    return [entry["loss"] for entry in json.loads((directory / "history.json").read_text()) if "loss" in entry]
 
 
 def served(url: str, *more: str) -> list[str]:
@@ -212,6 +210,24 @@ def test_an_engine_without_hidden_states_is_refused(path: str, message: str, tar
     with pytest.raises(EngineError, match=message):
         server(packed, target, [2], 1, f"http://127.0.0.1:{other.server_port}{path}", str(tmp_path), patience=30)
     other.shutdown()
+
+
+def test_bad_requests_are_answered_and_harm_nobody(engine: tuple[str, Path]):
+    address = urllib.parse.urlsplit(engine[0]).netloc
+    too_long = json.dumps({"prompt": [1] * 100_000})
+    for body in ("{", "[]", '{"prompt": "text"}', '{"prompt": []}', '{"prompt": [-1]}', '{"prompt": [true]}', too_long):
+        connection = http.client.HTTPConnection(address, timeout=30)
+        connection.request("POST", "/v1/completions", body)
+        answer = connection.getresponse()
+        assert answer.status == 400 and json.load(answer)["error"]["message"].startswith("prompt: "), body
+    connection = http.client.HTTPConnection(address, timeout=30)
+    connection.putrequest("POST", "/v1/completions")
+    connection.putheader("Content-Length", "many")
+    connection.endheaders()
+    assert connection.getresponse().status == 400
+    connection = http.client.HTTPConnection(address, timeout=30)
+    connection.request("GET", "/v1/models")
+    assert connection.getresponse().status == 200
 
 
 def test_nobody_there(target: Target, tmp_path: Path):

@@ -1,5 +1,6 @@
 """Each loss against its formula, and its gradient against differences."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -28,6 +29,10 @@ LOSSES = {
 def pair() -> tuple[Prediction, Prediction]:
     tokens = torch.tensor([0, 8, 3, 3, 5])
     return tuple(Prediction(2 * torch.randn(5, 9), 2 * torch.randn(5, 4), tokens) for _ in range(2))  # type: ignore[return-value]
+
+
+def cast(prediction: Prediction, dtype: torch.dtype) -> Prediction:
+    return replace(prediction, logits=prediction.logits.to(dtype), features=prediction.features.to(dtype))
 
 
 def formulas(draft: Prediction, answer: Prediction) -> dict[str, torch.Tensor]:
@@ -65,15 +70,15 @@ def test_a_loss_is_its_formula(name):
 
 @pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"adaptive_lk"}))  # whose share has no gradient
 def test_a_gradient_is_the_losss(name):
-    draft, answer = (said._replace(logits=said.logits.double(), features=said.features.double()) for said in pair())
-    inputs = tuple(tensor.requires_grad_() for tensor in draft[:2])
+    draft, answer = (cast(prediction, torch.float64) for prediction in pair())
+    inputs = draft.logits.requires_grad_(), draft.features.requires_grad_()
     assert torch.autograd.gradcheck(lambda logits, features: LOSSES[name](Prediction(logits, features), answer), inputs)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_half_precision_is_computed_in_float32(name):
-    draft, answer = (said._replace(logits=said.logits.bfloat16(), features=said.features.bfloat16()) for said in pair())
-    wide = [said._replace(logits=said.logits.float(), features=said.features.float()) for said in (draft, answer)]
+    draft, answer = (cast(prediction, torch.bfloat16) for prediction in pair())
+    wide = [cast(prediction, torch.float32) for prediction in (draft, answer)]
     loss = LOSSES[name](draft, answer)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, LOSSES[name](*wide))
@@ -93,7 +98,7 @@ def test_lk_learns_where_total_variation_hardly_does():
 def test_regression_refuses_heads_that_draft_no_features():
     draft, answer = pair()
     with pytest.raises(ValueError, match=r"loss=regression compares hidden states of width 4, this head's have 8"):
-        losses.regression(draft._replace(features=torch.zeros(5, 8)), answer)
+        losses.regression(replace(draft, features=torch.zeros(5, 8)), answer)
 
 
 def test_soft_is_the_forward_divergence_and_a_constant():
@@ -107,4 +112,4 @@ def test_a_sum_names_what_it_does_not_know():
     with pytest.raises(ValueError, match=r"loss.weights names \['l3'\]: it weighs some of hard, soft"):
         losses.weighted_sum(*pair(), weights={"l1": 1.0, "l3": 1.0})
     with pytest.raises(ValueError, match=r"loss=label learns from the tokens of the text"):
-        losses.label(*(said._replace(tokens=None) for said in pair()))
+        losses.label(*(replace(prediction, tokens=None) for prediction in pair()))

@@ -16,7 +16,7 @@ from heads.base import PackedBatch
 from tests.support.batches import batch
 from tests.support.head_factory import make_head, objective
 from tests.support.processes import SMALL, complaint
-from tests.test_trainer import make_trainer
+from tests.support.trainers import make_trainer
 from train.module import DistillationModel
 
 # Compiled
@@ -84,18 +84,17 @@ def test_a_compiler_that_is_none(here, tiny_path: Path, folder: Path):
 def test_a_batch_is_learned_without_asking_its_device(fresh: Target, kind: str, monkeypatch):
     """On one that holds no numbers, where `item`, `tolist`, `bool` and `nonzero` have no answer."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # knows no such device
-    monkeypatch.setattr(DistillationModel, "check_logits", lambda *_: None, raising=False)
     monkeypatch.setattr(Target, "check_logits", lambda *_: None)
     head, text = make_head(kind, fresh).train(), batch(40, 25)
     made = objective(kind, head, fresh)
     known = made.prepare(text, 0)
-    assert known["several"] and len(known["slots"]) == made.counted(text, head.depth).any(0).sum()
+    assert known["multiple_documents"] and len(known["slots"]) == made.counted(text, head.depth).any(0).sum()
     elsewhere = Target(copy.deepcopy(fresh.model).to("meta"), fresh.tokenizer, "meta")
     head = head.to("meta")
     head.attach(elsewhere)
     made = objective(kind, head, elsewhere)
     slots = known["slots"].to("meta")
-    outcome = made(*(part.to("meta") for part in text[:4]), None, known["several"], slots)
+    outcome = made(*(part.to("meta") for part in text[:4]), None, known["multiple_documents"], slots)
     outcome.loss.backward()
     assert {p.grad.device.type for p in head.parameters() if p.grad is not None} == {"meta"}
 
@@ -113,11 +112,11 @@ class Reads(TorchDispatchMode):
 def test_a_batch_more_asks_for_no_more(target: Target, tmp_path: Path, monkeypatch):
     """What the trainer itself asks for, once a step and when it logs, whatever the batches of a step; what is asked of the
     host's own copy of a batch stands apart."""
-    monkeypatch.setattr(DistillationModel, "prepare", lambda self, text, step: {"several": True})
+    monkeypatch.setattr(DistillationModel, "prepare", lambda self, text, step: {"multiple_documents": True})
     counts = []
     for batches in (1, 3):
         settings = {"gradient_accumulation_steps": batches, "max_steps": 2, "logging_steps": 2, "save_strategy": "no"}
-        trainer = make_trainer(target, tmp_path / str(batches), logging_nan_inf_filter=False, **settings)
+        trainer = make_trainer(target, tmp_path / str(batches), **settings)
         rows: Any = trainer.train_dataset
         assert rows[0]  # which shuffles them
         rows.order = rows.order.tolist()  # their order never leaves the host

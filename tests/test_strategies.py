@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from heads import Target
 from inference import generate, load_drafter
 from tests.support import ROOT
-from tests.support.processes import ONE, SMALL_EAGLE3, STEPS, TWO, end, program, torchrun
+from tests.support.processes import ONE, SMALL_EAGLE3, STEPS, TWO, end, losses, program, torchrun
 from tests.support.tiny import TEXT
 from train.data import self_generated
 from train.data.row_order import EpochStream
@@ -29,10 +29,6 @@ SPREAD = {  # a target in pieces beside it, and one that writes first, which all
     "ddp-512": "ddp,optimizer=adamw,target.sharding=fsdp,trainer.max_steps=4,self_generated_tokens=512",
     "ddp-disk": "ddp,optimizer=adamw,features.dtype=float32,features.shard_rows=4,features=disk",
 }
-
-
-def losses(directory: Path) -> list[float]:
-    return [entry["loss"] for entry in json.loads((directory / "history.json").read_text()) if "loss" in entry]
 
 
 @pytest.fixture(scope="module")

@@ -16,38 +16,11 @@ from heads.medusa import MedusaHead
 from heads.target import Target
 from tests.support.processes import SMALL, complaint
 from tests.support.tiny import TEXT
+from tests.support.trainers import make_trainer
 from train import checks, parity_gate
-from train.data.packing import Document, Packed
-from train.data.row_order import EpochStream
-from train.losses import soft
-from train.module import DistillationModel
+from train.data.packing import Document
 from train.optimizer import adamw, muon
 from train.runtime import distributed
-from train.trainer import HeadTrainer, HeadTrainingArguments
-
-
-def make_trainer(target: Target, directory: Path, build=adamw, n_gpu: int = 0, **settings) -> HeadTrainer:
-    settings = {"max_steps": 1, "gradient_accumulation_steps": 1} | settings
-    args = HeadTrainingArguments(
-        output_dir=str(directory / "checkpoints" / "unfinished"),
-        use_cpu=True,
-        per_device_train_batch_size=2,
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        report_to=[],
-        train_sampling_strategy="sequential",
-        **settings,
-    )
-    args._n_gpu = n_gpu  # what transformers finds on a machine with so many
-    packed = Packed([Document(list(range(1, 200)), [True] * 199)], 16, seed=0)
-    head = Eagle3Head.for_target(target, depth=2)
-    return HeadTrainer(
-        DistillationModel(head, target, soft),
-        args,
-        train_dataset=EpochStream(packed, 2 * args.max_steps * args.gradient_accumulation_steps, 0),
-        build_optimizer=build,
-        measure=lambda head: {"acceptance_length": 1.0},
-    )
 
 
 def test_one_process_uses_one_of_several_devices(target: Target, tmp_path: Path):

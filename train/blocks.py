@@ -84,7 +84,7 @@ class BlockDistillation(DistillationModel):
         weights = torch.ones(head.depth, device=depths.device) if self.d_pace else self.depth_decay ** (depths - 1)
         items = self.items(counts)
         scale = torch.stack([torch.ones_like(weights) / items * weights, torch.zeros_like(weights)])
-        learned, found = PartialGradients(head, [states], self.twice), []
+        learned, found = PartialGradients(head, [states], self.recompute), []
         size = max(1, self.chunk // head.depth)
         for start in reversed(range(0, max(1, len(blocks)), size)):  # at least once: every weight must have a gradient
             part = slice(start, start + size)

@@ -20,11 +20,11 @@ class PartialGradients:
     """Sums the gradients of parts, which autograd would visit from the last to the first: given in this order, the sums are
     autograd's to the last digit."""
 
-    def __init__(self, module: nn.Module, states: Sequence[Tensor], twice: bool):
-        """module: whose parameters the parts use. states: what they read, (n, ...) each. twice: leave the gradients to the
-        backward pass, and compute the parts there once more."""
+    def __init__(self, module: nn.Module, states: Sequence[Tensor], recompute: bool):
+        """module: whose parameters the parts use. states: what they read, (n, ...) each. recompute: leave the gradients to
+        the backward pass, and compute the parts there once more."""
         self.states, self.parameters = states, [p for p in module.parameters() if p.requires_grad]
-        self.twice, self.learns = twice, torch.is_grad_enabled() and not twice
+        self.recompute, self.learns = recompute, torch.is_grad_enabled() and not recompute
         self.of_states = [torch.zeros_like(state) for state in states] if self.learns else []
         self.of_parameters: list[Tensor | None] = [None] * len(self.parameters)
 
@@ -32,7 +32,7 @@ class PartialGradients:
         """What `compute` makes of states[number][rows]; each number of it counts `scale` in the loss."""
         state = self.states[number][rows]
         if not self.learns:
-            return checkpoint(compute, state, use_reentrant=False) if self.twice else compute(state)
+            return checkpoint(compute, state, use_reentrant=False) if self.recompute else compute(state)
         state = state.detach().requires_grad_()
         out = compute(state.view_as(state))  # no leaf: torch's FlopCounterMode cannot follow those into a module
         of_state, *found = torch.autograd.grad(out, [state, *self.parameters], scale, allow_unused=True)

@@ -7,8 +7,8 @@ train/module.py. p is the target's distribution and q the draft's; where the dra
 distribution given that the token can be drafted.
 """
 
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +20,14 @@ def exact(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-class PredictionFields(NamedTuple):
+@dataclass(frozen=True)
+class Prediction:
+    """An answer is compared with the drafts of all depths: its probabilities are computed once."""
+
     logits: Tensor  # (n, draft vocab)
     features: Tensor  # (n, width): the hidden states that the logits were made of; the target's are (n, hidden)
     # (n,) int64, of an answer: the tokens of the text as draft ids, -1 for those that have none.
     tokens: Tensor | None = None
-
-
-class Prediction(PredictionFields):
-    """An answer is compared with the drafts of all depths: its probabilities are computed once."""
 
     @cached_property
     def probabilities(self) -> Tensor:

@@ -50,7 +50,7 @@ class DistillationModel(nn.Module):
         self.top_k = False  # are answers the target's k largest logits (features=disk, top_k)?
         self.weights: Tensor | None = None  # of the batch
         self.slots: Tensor | None = None  # of the batch, those with a draft in the loss; None: to be found
-        self.twice = False  # are logits computed once more in the backward pass? (train/gradients.py)
+        self.recompute = False  # are logits computed once more in the backward pass? (train/gradients.py)
         self.progress = 0.0  # share of the training that is done; HeadTrainer sets it
         # (depth,) drafts in the loss of the whole step, over all its batches and processes, which HeadTrainer counts; None
         # where one batch is the whole step.
@@ -65,22 +65,22 @@ class DistillationModel(nn.Module):
         documents: Tensor,
         positions: Tensor,
         starts: Tensor | None = None,
-        several: bool | None = None,
+        multiple_documents: bool | None = None,
         slots: Tensor | None = None,
         weights: Tensor | None = None,
         **stored: Tensor,
     ) -> Outcome:
-        """several, slots: as `prepare` gives them. weights: (batch, length) float32, of the drafts of each token in the loss.
-        stored: the features of the batch, where they come from disk (train/features/disk.py)."""
+        """multiple_documents, slots: as `prepare` gives them. weights: (batch, length) float32, of each token's drafts in the
+        loss. stored: the features of the batch, where they come from disk (train/features/disk.py)."""
         self.weights, self.slots = weights, slots
-        return self.learn(PackedBatch(tokens, loss_mask, documents, positions, starts, several), stored)
+        return self.learn(PackedBatch(tokens, loss_mask, documents, positions, starts, multiple_documents), stored)
 
     def prepare(self, text: PackedBatch, step: int) -> dict[str, Any]:
         """Arguments of `forward` that are counted or chosen, so that no device need be waited for where the batch is still
         in the host's memory."""
         starts = self.choose_starts(text, step)
         chosen = {"slots": self.rows(self.counted(text, self.head.depth))} if starts is None else {"starts": starts}
-        return {"several": several_documents(text), **chosen}
+        return {"multiple_documents": several_documents(text), **chosen}
 
     def counted(self, text: PackedBatch, depth: int) -> Tensor:
         """(depth, slots) bool: which drafts are in the loss."""
@@ -108,7 +108,7 @@ class DistillationModel(nn.Module):
         decay = self.depth_decay ** torch.arange(len(outs), device=features.device)
         items = self.items(counts)
         scale = torch.stack([torch.ones_like(decay) / items * decay, torch.zeros_like(decay)])  # a hit counts nothing
-        learned, found = PartialGradients(self.head, states, self.twice), []
+        learned, found = PartialGradients(self.head, states, self.recompute), []
         starts = range(0, max(1, len(rows)), self.chunk)  # at least one: every weight must have a gradient
         for start in reversed(starts):
             part = slice(start, start + self.chunk)

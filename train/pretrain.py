@@ -197,18 +197,18 @@ def train(folder: Path, settings: dict[str, Any], args: TrainingArguments) -> No
 
 
 def announce(model: PreTrainedModel, windows: Windows, settings: dict[str, Any]) -> None:
-    """What is about to be done, in numbers."""
+    """What is about to be done, in numbers. Raises ValueError for a text shorter than a row."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tokens = settings["steps"] * settings["rows"] * settings["length"]
     there = len(windows) * settings["length"]
+    if not there:
+        raise ValueError(f"the text gives no row of target.length={settings['length']} tokens")
     print(
         f"a target of {parameters:,} parameters: {settings['steps']:,} steps read {tokens:,} tokens, the {there:,} there are "
-        f"{tokens / max(1, there):.1f} times; some {6 * parameters * tokens:.1e} operations, and {size(3 * 12 * parameters)} "
+        f"{tokens / there:.1f} times; some {6 * parameters * tokens:.1e} operations, and {size(3 * 12 * parameters)} "
         "of checkpoints",
         flush=True,
     )
-    if not len(windows):
-        raise ValueError(f"the text gives no row of target.length={settings['length']} tokens")
 
 
 def finish(folder: Path, model: PreTrainedModel, history: list[dict[str, Any]], settings: dict[str, Any]) -> None:

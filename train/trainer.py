@@ -111,7 +111,7 @@ class HeadTrainer(Trainer):
         shard_on_cpus_too(args)
         super().__init__(distillation, args, **kwargs)
         # ZeRO-3 takes a weight away as soon as its layer is done, and takes no gradient for it until the backward pass.
-        distillation.twice = self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.zero_stage == 3
+        distillation.recompute = self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.zero_stage == 3
         if args.compile_head is not None:
             distillation.compile_head(args.compile_head)
         self.add_callback(KeepCheckpoints())

@@ -113,11 +113,11 @@ class DFlashFormat(Format):
         how = f"right first drafts: {in_place:.0%} in place, {anchor_first:.0%} anchor first"
         if abs(in_place - anchor_first) >= CLEAR:
             head.lay_out(anchor_first > in_place)
-            said = f"as a text shows ({how})"
+            evidence = f"as a text shows ({how})"
         else:
-            said = f"as such files usually are, since a text does not show it ({how})"
+            evidence = f"as such files usually are, since a text does not show it ({how})"
         files.notes.append(
-            f"config.json does not say sample_from_anchor; it is taken as {head.sample_from_anchor}, {said}"
+            f"config.json does not say sample_from_anchor; it is taken as {head.sample_from_anchor}, {evidence}"
         )
 
 

@@ -143,9 +143,9 @@ def look_up(api: HfApi, repo: str, revision: str | None = None) -> Repository | 
 
 def check_replaceable(there: Repository, folder: Path, repo: str, private: bool, replace: bool) -> None:
     if there.private != private:
-        said, asked = ("private", "public") if there.private else ("public", "private")
+        actual, requested = ("private", "public") if there.private else ("public", "private")
         raise PushRefused(
-            f"{repo} is {said} and {asked} was asked for: set private={str(there.private).lower()}, or change it there"
+            f"{repo} is {actual} and {requested} was requested: set private={str(there.private).lower()}, or change it there"
         )
     for name, digest in there.digests.items():
         is_weights = name in WEIGHTS or name.endswith(".safetensors") or name.startswith("adapter_")

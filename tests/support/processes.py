@@ -1,5 +1,6 @@
 """The command line as users type it, in processes of its own, and what such a process says when it ends."""
 
+import json
 import os
 import re
 import socket
@@ -97,6 +98,11 @@ def end(process: subprocess.Popen) -> Ended:
     finally:
         process.kill()
     return Ended(process.returncode, out, err)
+
+
+def losses(directory: Path) -> list[float]:
+    """Of each log entry of the run in this folder."""
+    return [entry["loss"] for entry in json.loads((directory / "history.json").read_text()) if "loss" in entry]
 
 
 def printed(out: str) -> list[tuple[str, str, str]]:

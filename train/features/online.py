@@ -11,7 +11,7 @@ from heads.target.documents import read_documents
 from train.data.packing import Packed
 from train.runtime import distributed
 
-MASKED = 4096  # tokens: the mask of longer rows, length x length in the target's dtype, is what would not fit
+MAX_MASK_LENGTH = 4096  # tokens: the mask of longer rows, length x length in the target's dtype, is what would not fit
 
 
 def online(packed: Packed, target: Target, layers: list[int], batch: int) -> Dataset:
@@ -32,10 +32,10 @@ def read(target: Target, text: PackedBatch, layers: list[int]) -> tuple[Tensor, 
     if target.sharding == "tensor":  # its slices read one batch together: the rows of all processes
         rows = slice(len(text.tokens) * distributed.rank(), len(text.tokens) * (distributed.rank() + 1))
         text = PackedBatch(*gather(tuple(text[:4])))
-    packed = several_documents(text) if text.several is None else text.several
+    packed = several_documents(text) if text.multiple_documents is None else text.multiple_documents
     wanted = [*layers, target.num_layers]
     with torch.autocast(text.tokens.device.type, enabled=False):
-        if packed and (not target.reads_trees or text.tokens.shape[1] > MASKED):
+        if packed and (not target.reads_trees or text.tokens.shape[1] > MAX_MASK_LENGTH):
             reading = read_documents(target, text.tokens, text.documents, wanted)
         else:
             mask = text.mask() if packed or (target.window and target.reads_trees) else None

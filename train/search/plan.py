@@ -57,15 +57,15 @@ class Judged(NamedTuple):
     @property
     def error(self) -> float:
         """The standard error of `rate` over texts."""
-        return spread(self.parts)
+        return standard_error(self.parts)
 
     def behind(self, other: "Judged") -> tuple[float, float]:
         """How many tokens per second it is slower, and the standard error of that: on the same texts, so a text that is hard
         for both counts little."""
-        return other.rate - self.rate, spread([a - b for a, b in zip(self.parts, other.parts, strict=True)])
+        return other.rate - self.rate, standard_error([a - b for a, b in zip(self.parts, other.parts, strict=True)])
 
 
-def spread(parts: list[float]) -> float:
+def standard_error(parts: list[float]) -> float:
     """The standard error of a sum whose terms deviate by `parts`."""
     return math.sqrt(len(parts) / (len(parts) - 1) * sum(x * x for x in parts)) if len(parts) > 1 else 0.0
 

@@ -1,0 +1,42 @@
+"""A trainer of a small head, made as a run makes it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from heads.eagle3 import Eagle3Head
+from heads.target import Target
+from tests.support.configs import composed
+from train.data.packing import Document, Packed
+from train.data.row_order import EpochStream
+from train.losses import soft
+from train.module import DistillationModel
+from train.optimizer import adamw
+from train.trainer import HeadTrainer, arguments
+
+
+def make_trainer(
+    target: Target, directory: Path, build: Callable[..., Any] = adamw, n_gpu: int = 0, **settings: Any
+) -> HeadTrainer:
+    """n_gpu: what transformers finds on a machine with so many."""
+    settings = {
+        "bf16": False,
+        "per_device_train_batch_size": 2,
+        "max_steps": 1,
+        "gradient_accumulation_steps": 1,
+    } | settings
+    trainer = composed("train", f"output_dir={directory}").trainer
+    OmegaConf.set_struct(trainer, False)  # as +trainer.<name>= does
+    args = arguments(OmegaConf.merge(trainer, settings), target)
+    args._n_gpu = n_gpu
+    packed = Packed([Document(list(range(1, 200)), [True] * 199)], 16, seed=0)
+    head = Eagle3Head.for_target(target, depth=2)
+    return HeadTrainer(
+        DistillationModel(head, target, soft),
+        args,
+        train_dataset=EpochStream(packed, 2 * args.max_steps * args.gradient_accumulation_steps, 0),
+        build_optimizer=build,
+        measure=lambda head: {"acceptance_length": 1.0},
+    )
