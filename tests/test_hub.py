@@ -221,7 +221,7 @@ def test_the_config_is_read_before_weights_are_fetched(server, folder, target):
 
 def test_what_is_public_does_not_become_private_by_itself(server, folder):
     push(folder)
-    with pytest.raises(ValueError, match=f"{NAME} is public and private was asked for"):
+    with pytest.raises(ValueError, match=f"{NAME} is public and private was requested"):
         push(folder, private=True)
 
 
