@@ -227,12 +227,12 @@ def test_a_union_names_every_path_once_and_keeps_all_of_them():
                     assert tree.tokens[row, place] == source.tokens[row, node]
 
 
-class Told(Drafter):
-    """Drafts one branch and notes what it learns."""
+class OneBranch(Drafter):
+    """Drafts the same tokens in every step and keeps what it observes."""
 
     def __init__(self, draft: list[int]):
         self.drafted, self.depth, self.nodes = draft, len(draft), len(draft) + 1
-        self.heard: list = []
+        self.observed: list = []
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         pass
@@ -241,21 +241,21 @@ class Told(Drafter):
         return chains(step, [self.drafted] * len(step.text))
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
-        self.heard.append((paths, choices.tolist()))
+        self.observed.append((paths, choices.tolist()))
 
 
-def test_drafters_in_a_union_hear_of_their_own_nodes():
-    one, two = Told([10, 11]), Told([10, 12, 13])
+def test_drafters_in_a_union_observe_their_own_nodes():
+    one, two = OneBranch([10, 11]), OneBranch([10, 12, 13])
     both = begun(Union([one, two]))
     tree = both.propose(accepted([1, 2]), None)
     assert tree.tokens.tolist() == [[2, 10, 11, 12, 13]]
     both.observe([[0, 1, 3]], torch.tensor([[10, 12, 0, 14, 15]]))
-    assert one.heard == [([[0, 1]], [[10, 12, 0]])]
-    assert two.heard == [([[0, 1, 2]], [[10, 12, 14, 15]])]
+    assert one.observed == [([[0, 1]], [[10, 12, 0]])]
+    assert two.observed == [([[0, 1, 2]], [[10, 12, 14, 15]])]
 
 
 def test_a_union_gives_each_drafter_the_features_it_asked_for():
-    class Wants(Told):
+    class Wants(OneBranch):
         def propose(self, step, gumbel):
             self.got = step.features
             return root_only(step)
@@ -342,7 +342,7 @@ def timed(monkeypatch, drafter: AutoTree, seconds) -> AutoTree:
     return drafter
 
 
-class Useless(Told):
+class Useless(OneBranch):
     """A tree that is never right; what AutoTree needs of an inner drafter."""
 
     ranks = torch.arange(2)[None]
@@ -351,8 +351,8 @@ class Useless(Told):
         assert nodes > 1, "plain decoding asks no drafter"
 
 
-def nodes_of_steps(target: Target, drafter: AutoTree, count: int) -> list[int]:
-    ids, nodes = torch.tensor([prompt(9)]), []
+def nodes_of_steps(target: Target, drafter: AutoTree, count: int, batch: int = 1) -> list[int]:
+    ids, nodes = torch.tensor([prompt(9)] * batch), []
     while len(nodes) < count:
         seed = len(nodes)
         out = generate(target, drafter, ids, max_new_tokens=101, eos_token_id=-1, temperature=1.0, seed=seed)
@@ -387,6 +387,20 @@ def test_auto_drafts_where_it_pays(small, monkeypatch):
     drafter = timed(monkeypatch, AutoTree(itself, small, flat), lambda plan: 1.0 + 0.1 * plan.levels)
     nodes = nodes_of_steps(small, drafter, 60)
     assert nodes[-20:].count(5) >= 18  # all but a look at plain decoding
+
+
+@pytest.mark.parametrize(("cost", "then"), [(0.1, 5), (6.0, 1)])
+def test_auto_tries_no_full_tree_in_a_batch_of_another_size(small, monkeypatch, cost, then):
+    """What it gains is known by then; what it costs says the model, beside plain decoding."""
+
+    def costs(batch: int) -> Costs:
+        return Costs(read=dict.fromkeys(range(1, 9), 1.0), draft=[0.0, *[cost if batch > 1 else 0.1] * 4])
+
+    itself = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0)
+    drafter = AutoTree(itself, small, costs)
+    timed(monkeypatch, drafter, lambda plan: drafter.predicted(plan))
+    assert nodes_of_steps(small, drafter, 60)[-1] == 5
+    assert nodes_of_steps(small, drafter, 20, batch=2) == [1] * (TIMED + 1) + [then] * (20 - TIMED - 1)
 
 
 def test_costs_are_measured_once_and_kept(small, monkeypatch, tmp_path):

@@ -186,6 +186,8 @@ def test_another_model_is_refused(given: list[str], engine: tuple[str, Path], he
 class Answers(BaseHTTPRequestHandler):
     """Completions of an engine that extracts no hidden states."""
 
+    body = b'{"data": [{"id": "tiny"}], "choices": []}'
+
     def log_message(self, *words: Any) -> None:
         pass
 
@@ -196,7 +198,7 @@ class Answers(BaseHTTPRequestHandler):
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.send_response(200 if self.path.startswith("/v1/") else 404)
         self.end_headers()
-        self.wfile.write(b'{"data": [{"id": "tiny"}], "choices": []}')
+        self.wfile.write(self.body)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +230,22 @@ def test_bad_requests_are_answered_and_harm_nobody(engine: tuple[str, Path]):
     connection = http.client.HTTPConnection(address, timeout=30)
     connection.request("GET", "/v1/models")
     assert connection.getresponse().status == 200
+
+
+def test_an_engine_that_names_another_file_is_refused_and_the_file_stays(target: Target, tmp_path: Path):
+    mine = tmp_path / "mine.safetensors"
+    mine.write_text("not an engine's")
+
+    class Names(Answers):
+        body = json.dumps({"data": [{"id": "tiny"}], "kv_transfer_params": {"hidden_states_path": str(mine)}}).encode()
+
+    other = ThreadingHTTPServer(("127.0.0.1", 0), Names)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{other.server_port}/v1"
+    with pytest.raises(EngineError, match=r"names .*mine.safetensors, which is no file of this request"):
+        server(Packed(documents(40, 25), length=32, seed=0), target, [2], 1, url, str(tmp_path), patience=30)
+    other.shutdown()
+    assert mine.exists()
 
 
 def test_nobody_there(target: Target, tmp_path: Path):

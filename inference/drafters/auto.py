@@ -5,10 +5,11 @@
     seconds(N, D)  of a whole step: the median of those seen; of a tree not used yet, between plain decoding and the largest
                    tree as the cost model puts it (costs.py), which is measured once and kept
 
-The first steps use the largest tree, then none; from then on the tree of best gain / seconds, and now and then the largest
-and none again, after twice as many steps each time while the choice stays the same. Where plain decoding is best it decodes
-plainly, and looks again so rarely that looking costs one step in a hundred; where no tree could pay even if the drafter were
-as much better than seen as chance allows, the first steps end early. So a drafter which never helps costs next to nothing.
+The first steps use the largest tree, then none; another batch size, which gains the same and costs something else, begins
+with none. From then on it is the tree of best gain / seconds, and now and then the largest and none again, after twice as
+many steps each time while the choice stays the same. Where plain decoding is best it decodes plainly, and looks again so
+rarely that looking costs one step in a hundred; where no tree could pay even if the drafter were as much better than seen as
+chance allows, the first steps end early. So a drafter which never helps costs next to nothing.
 """
 
 import time
@@ -100,7 +101,9 @@ class AutoTree(Drafter):
         if self.untried:
             self.known[case] = self.costs(case.batch)
             missing = -(-(FIRST - len(self.seen)) // case.batch)  # every row of a step is one more that is seen
-            self.plans = [PLAIN] * (TIMED + 1) + [self.full] * max(TIMED + 1, missing)
+            # Where gains are known the costs decide at once: a server meets every size, and in large batches a full tree
+            # costs many plain steps.
+            self.plans = [PLAIN] * (TIMED + 1) + [self.full] * (max(TIMED + 1, missing) if missing > 0 else 0)
         self.use_next()
 
     def use_next(self) -> None:
