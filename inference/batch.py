@@ -49,7 +49,7 @@ class Batch:
         return [number for number, row in enumerate(self.rows) if row.finish_reason is None]
 
     def of_unfinished(self, counts: Tensor) -> Tensor:
-        """counts (batch,) as (batch, 1), 0 in rows that have ended. The device is told of those when one more has."""
+        """counts (batch,) as (batch, 1), 0 in rows that have ended. They are copied to the device when one more has."""
         ended = [row.finish_reason is not None for row in self.rows]
         if not any(ended):
             return counts[:, None]
@@ -81,7 +81,7 @@ class Batch:
         return self.cache
 
     def join(self, prompts: Prompts, last: LastPositions) -> list[Output]:
-        """The rows of prompts that have been read get their first tokens, and join where their texts go on; finished rows
+        """The rows of prompts that have been read get their first tokens, and join where their texts continue; finished rows
         leave."""
         chosen, traces = self.first_tokens(prompts, last)
         outputs = []
@@ -159,7 +159,7 @@ class Batch:
         return self.target.new_cache(len(rows), max(len(row.text) for row in rows))
 
     def keep(self, prefixes: PrefixCache, root: int, stepped: Sequence[bool]) -> None:
-        """Texts that have ended in this step go into the prefix cache: a conversation goes on from them."""
+        """Texts that have ended in this step go into the prefix cache: a conversation continues from them."""
         for number, row in enumerate(self.rows):
             if stepped[number] and row.finish_reason in ("stop", "length"):
                 readers = self.drafter.readers

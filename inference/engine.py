@@ -95,7 +95,7 @@ class Engine:
         self.reading = deque(prompts for prompts in self.reading if prompts.unfinished())
 
     def preempt(self) -> None:
-        """All rows wait again, first in line, to be read anew with their text so far: after an error in a step (out of
+        """All rows wait again, first in line, to be read again with their text so far: after an error in a step (out of
         memory, say), what it left behind is forgotten. Texts do not change by it."""
         self.waiting.extendleft(row for row in reversed(self.started()) if row.finish_reason is None)
         self.batch.rows, self.batch.cache = [], None

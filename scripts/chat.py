@@ -80,7 +80,7 @@ class Chat:
         try:
             engine.add(self.request(asked))
         except ValueError as error:
-            self.console.print(f"{error}; /new begins anew", style="red")
+            self.console.print(f"{error}; /new starts over", style="red")
             return
         writing = Writing(self.target, self.console, self.drafted)
         try:

@@ -100,12 +100,12 @@ def test_a_tree_wider_than_a_chain_says_why_not() -> None:
         DynamicTree(head, target, width=3)
 
 
-def test_a_chain_is_the_deepest_branch_and_its_drafter_hears_of_it() -> None:
-    heard = []
+def test_a_chain_is_the_deepest_branch_and_its_drafter_observes_it() -> None:
+    observed = []
 
     class Recorded(Random):
         def observe(self, paths: list[list[int]], choices: Tensor) -> None:
-            heard.append((paths, choices))
+            observed.append((paths, choices))
 
     drafter = Chain(Recorded())
     accepted = Accepted(torch.tensor([[5]]), torch.zeros(1, 1, 0), [1], [[5]])
@@ -114,7 +114,7 @@ def test_a_chain_is_the_deepest_branch_and_its_drafter_hears_of_it() -> None:
     # Random's parents are 0 0 0 1 1 3 3 5 5: the first of the deepest is node 7, below 5, 3, 1 and the root.
     assert drafter.places[0, :5].tolist() == [0, 1, 3, 5, 7] and tree.depths.tolist() == [[0, 1, 2, 3, 4]]
     drafter.observe([[0, 1]], torch.tensor([[11, 12, 13, 14, 15]]))
-    paths, choices = heard[0]
+    paths, choices = observed[0]
     assert paths == [[0, 1]] and choices.tolist() == [[11, 12, -1, 13, -1, 14, -1, 15, -1]]
 
 

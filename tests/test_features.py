@@ -17,7 +17,7 @@ from heads import Target
 from heads.base import PackedBatch
 from heads.eagle3 import Eagle3Head
 from tests.support import ROOT
-from tests.support.batches import batch_of, documents
+from tests.support.batches import batch, batch_of, documents
 from tests.support.feature_writer import LAYERS, rows
 from tests.support.tiny import tiny_config
 from train import losses
@@ -219,3 +219,13 @@ def test_two_hundred_shards_are_not_opened_at_the_start(target, whole: Path, tmp
     monkeypatch.setattr(disk, "checksum", lambda file: opened.append(str(file)))
     disk.StoredRows(packed, tmp_path, verify=True)
     assert not opened
+
+
+def test_documents_of_long_rows_are_read_one_by_one(target: Target, monkeypatch: pytest.MonkeyPatch):
+    """Where a mask of the whole row would not fit: no mask is made, and the features are the same."""
+    text = batch(40, 25)
+    masked = online.read(target, text, [2])
+    monkeypatch.setattr(online, "MAX_MASK_LENGTH", 8)
+    monkeypatch.delattr(PackedBatch, "mask")
+    for ours, theirs in zip(online.read(target, text, [2]), masked, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

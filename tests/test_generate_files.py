@@ -58,4 +58,4 @@ def test_a_chat_answers_line_by_line(tmp_path: Path):
     assert len(figures) == 3 and "\n" in ended.stdout
     first, second = ended.stdout.split(figures[0])[0], ended.stdout.split(figures[0])[1].split("6 tokens")[0]
     assert first.strip() == second.strip()  # /new: the same question in the same place
-    assert "reads 2048" in " ".join(ended.stdout.split()) and "/new begins anew" in " ".join(ended.stdout.split())
+    assert "reads 2048" in " ".join(ended.stdout.split()) and "/new starts over" in " ".join(ended.stdout.split())

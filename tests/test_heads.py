@@ -241,7 +241,7 @@ def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "hass"])
-def test_a_lesson_does_not_depend_on_the_blocks_it_is_read_in(target, kind, monkeypatch):
+def test_a_training_step_does_not_depend_on_the_blocks_it_is_read_in(target, kind, monkeypatch):
     distillation, text, found = DistillationModel(make_head(kind, target), target, soft), batch(20, 12), []
     for block in (256, 7):
         monkeypatch.setattr("heads.step_attention.BLOCK", block)
@@ -266,7 +266,7 @@ def plainly(q, parts, mask):
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_attention_of_a_lesson_and_its_gradients(count, monkeypatch):
+def test_step_attention_and_its_gradients(count, monkeypatch):
     monkeypatch.setattr("heads.step_attention.BLOCK", 7)
     torch.manual_seed(0)
     length, text = 25, batch(15, 10)
@@ -282,7 +282,7 @@ def test_attention_of_a_lesson_and_its_gradients(count, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_attention_of_a_lesson_keeps_neither_scores_nor_masks(count, monkeypatch):
+def test_step_attention_keeps_neither_scores_nor_masks(count, monkeypatch):
     monkeypatch.setattr("heads.step_attention.BLOCK", 25)
     length = 300
     x = torch.randn(1, 1, length, 8, requires_grad=True)

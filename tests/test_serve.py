@@ -154,8 +154,10 @@ def test_n_choices_have_seeds_of_their_own(client, target):
 
 def test_log_probabilities_are_the_target_s(client, target):
     facts = {"model": "tiny", "seed": 2, "max_tokens": 6}
-    told = client.chat.completions.create(**facts, messages=MESSAGES, logprobs=True, top_logprobs=2).choices[0].logprobs
-    assert len(told.content) == 6 and all(len(one.top_logprobs) == 2 for one in told.content)
+    answer = (
+        client.chat.completions.create(**facts, messages=MESSAGES, logprobs=True, top_logprobs=2).choices[0].logprobs
+    )
+    assert len(answer.content) == 6 and all(len(one.top_logprobs) == 2 for one in answer.content)
     ids = target.text_tokenizer(PROMPT).input_ids
     choice = client.completions.create(**facts, prompt=ids, logprobs=1).choices[0]
     at = target.read(torch.tensor([ids])).logits[0, -1].log_softmax(-1)

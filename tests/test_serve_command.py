@@ -33,16 +33,16 @@ def test_vllm_gets_the_target_and_the_exported_head(tiny_path, target, tmp_path)
     fake.write_text(FAKE)
     fake.chmod(0o755)
     facts = [f"target={tiny_path}", "target.device=cpu", "drafter=head", f"drafter.spec={tmp_path / 'head'}", "port=7"]
-    told = {"RECORD": str(tmp_path / "told"), "FOREDRAFT_API_KEY": "a-key", "TMPDIR": str(tmp_path)}
-    done = serve(tmp_path, "engine=vllm", *facts, "model=tiny", "max_rows=3", path=fake.parent, **told)
+    environment = {"RECORD": str(tmp_path / "record"), "FOREDRAFT_API_KEY": "a-key", "TMPDIR": str(tmp_path)}
+    done = serve(tmp_path, "engine=vllm", *facts, "model=tiny", "max_rows=3", path=fake.parent, **environment)
     assert done.returncode == 0, done.stderr
-    words = (tmp_path / "told").read_text().splitlines()
+    words = (tmp_path / "record").read_text().splitlines()
     assert words[:3] == ["serve", str(tiny_path), "--speculative-config"]
     config = json.loads(words[3])
     assert config["method"] == "eagle3" and config["num_speculative_tokens"] >= 1
     rest = dict(zip(words[4::2], words[5::2], strict=True))
     assert rest["--port"] == "7" and rest["--served-model-name"] == "tiny" and rest["--max-num-seqs"] == "3"
-    assert rest["--dtype"] == "float32" and "a-key" not in words and (tmp_path / "told.key").read_text() == "a-key"
+    assert rest["--dtype"] == "float32" and "a-key" not in words and (tmp_path / "record.key").read_text() == "a-key"
     assert json.loads((Path(config["model"]) / "config.json").read_text())["architectures"]
     with safe_open(Path(config["model"]) / "model.safetensors", "pt") as weights:
         assert any("midlayer" in name for name in weights.keys())  # noqa: SIM118  (it is no dict)

@@ -125,9 +125,9 @@ def test_results_of_tools_go_into_the_prompt(client):
         {"role": "tool", "tool_call_id": "1", "content": "done"},
     ]
     facts = {"model": "tiny", "max_tokens": 1}
-    told = client.chat.completions.create(**facts, messages=messages).usage.prompt_tokens
+    counted = client.chat.completions.create(**facts, messages=messages).usage.prompt_tokens
     shown = [*ASKED["messages"], {"role": "assistant", "content": "pair(kind)"}, {"role": "tool", "content": "done"}]
-    assert told == client.chat.completions.create(**facts, messages=shown).usage.prompt_tokens
+    assert counted == client.chat.completions.create(**facts, messages=shown).usage.prompt_tokens
 
 
 def test_tools_are_told_to_the_template_unless_they_may_not_be_called(client):

@@ -129,9 +129,9 @@ def test_how_often_beginnings_were_known_is_told(target):
     page = Metrics(worker)
     first, again = ask(worker, [Request(prompt, max_new_tokens=5) for _ in range(2)])
     assert first == again
-    told = dict(line.rsplit(" ", 1) for line in page.page().decode().splitlines() if not line.startswith("#"))
-    assert float(told["foredraft_prefix_cache_hit_rate"]) == 64 / 140
-    assert float(told["foredraft_prefix_cache_bytes"]) == 64 * 2 * 6 * 2 * 8 * 4
+    shown = dict(line.rsplit(" ", 1) for line in page.page().decode().splitlines() if not line.startswith("#"))
+    assert float(shown["foredraft_prefix_cache_hit_rate"]) == 64 / 140
+    assert float(shown["foredraft_prefix_cache_bytes"]) == 64 * 2 * 6 * 2 * 8 * 4
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def check_type(key: str, base: DictConfig, final: DictConfig) -> None:
         value = plain(final, key)
     except OmegaConfBaseException as error:
         raise HydraException(f"{key}: {first_line(error)}") from None
-    wrong = misfit(value, default)
+    wrong = type_mismatch(value, default)
     if wrong is not None:
         got, wanted = KINDS[type(wrong[0])], KINDS[type(wrong[1])]
         shown = json.dumps(value) if value is None or isinstance(value, bool) else value
@@ -231,14 +231,14 @@ def plain(cfg: DictConfig, key: str) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def misfit(value: Any, default: Any) -> tuple[Any, Any] | None:
+def type_mismatch(value: Any, default: Any) -> tuple[Any, Any] | None:
     """A value and the default whose type it lacks. A whole number is a number; a null default takes anything."""
     if default is None or (isinstance(default, float) and type(value) is int):
         return None
     if isinstance(default, list):
         value = value if isinstance(value, list) else [value]  # a list of one may go without brackets
         alike = len({type(item) for item in default}) == 1
-        return next((wrong for item in value if alike and (wrong := misfit(item, default[0]))), None)
+        return next((wrong for item in value if alike and (wrong := type_mismatch(item, default[0]))), None)
     return None if type(value) is type(default) else (value, default)
 
 

@@ -53,7 +53,7 @@ def trained_target(
     device: str | None = None,
     **loading: Any,
 ) -> Target:
-    """The target at `path`, which is trained first if it is not there; a training that was stopped there goes on.
+    """The target at `path`, which is trained first if it is not there; a training that was stopped there is resumed.
 
     config: a config.json; its vocab_size is that of the tokenizer, which is trained on the same text. more_text: see `texts`;
     the others: conf/experiment/train_target.yaml; loading: of Target.from_pretrained. Raises ValueError for a training with
@@ -115,7 +115,7 @@ def prepare(folder: Path, settings: dict[str, Any]) -> None:
     if file.exists() and (different := differences(json.loads(file.read_text()), settings)):
         raise ValueError(
             f"target.path={folder} holds a target whose training began with other settings ({'; '.join(different[:3])}): "
-            "give another target.path, the old settings to go on, or delete it"
+            "give another target.path, the old settings to resume, or delete it"
         )
     if (folder / TOKENS).exists():
         return

@@ -1,4 +1,4 @@
-"""Layouts of heads on disk: one class per published layout, and how one is told from another."""
+"""Layouts of heads on disk: one class per published layout, and how they are distinguished."""
 
 from heads.base import DraftHead
 from heads.formats.base import Format, HeadFiles, build

@@ -1,13 +1,13 @@
 """The model's own cache, for targets whose layers cannot branch: what decoding by chains reads over.
 
 Recurrent layers keep one state, which a read moves on and which nothing takes back; others mask or compress their keys by
-place. So the cache stands at a *committed* position, and a read of drafts goes on from a fork of it, which becomes the
+place. So the cache stands at a *committed* position, and a read of drafts starts from a fork of it, which becomes the
 committed one if all that was read is accepted:
 
     text      t t t t t t t a a r         t committed: in the state    a pending: accepted since, not yet in the state
     a read                  a a r d d d   r the root, d a chain of drafts, on a fork; no mask but the model's own
 
-longrope rotates a text by other angles from some length on (`Target.rope_boundary`), so there it is read anew: row by row,
+longrope rotates a text by other angles from some length on (`Target.rope_boundary`), so there it is read again: row by row,
 as a batch in one cache could not be.
 
 Where every layer can drop its newest entries (chunked or sparse attention, short convolutions) the fork is cropped instead,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from heads.target.model import Target
 
 # Of `reads_chains`: tokens read, and how far logits may differ, as a share of their largest. In half precision only what is
-# grossly wrong can be told from rounding.
+# grossly wrong can be distinguished from rounding.
 PROBE, TOLERANCE = 12, {torch.float32: 1e-4}
 # Attributes of transformers' layers that are only ever replaced by longer ones, never written into: forks share them.
 SHARED = {"keys", "values", "indexer_keys"}

@@ -4,7 +4,7 @@
     draft[D]   seconds of drafting D levels
 
 A step of N nodes and D levels takes their sum. The files lie in `FOREDRAFT_CACHE`, or in ~/.cache/foredraft as those of
-other libraries do. One that cannot be read or written is measured anew: it saves time, nothing else depends on it.
+other libraries do. One that cannot be read or written is measured again: it saves time, nothing else depends on it.
 """
 
 import copy

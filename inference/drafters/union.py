@@ -47,7 +47,7 @@ class Union(Drafter):
         return tree
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
-        """Each drafter hears of its own nodes: those of a path that it drafted too are the path's first ones."""
+        """Each drafter observes its own nodes: those of a path that it drafted too are the path's first ones."""
         nobodys = self.nodes
         for drafter, place in zip(self.drafters, self.places, strict=True):
             numbers = torch.arange(place.shape[1], device=place.device).expand_as(place)

@@ -1,7 +1,7 @@
 """Every decoder over every prompt, all in turn on each, repeat after repeat; what each text took is a line in a file.
 
-A line is written when it is known and found again by the next run of the same command, so a run that was stopped goes on.
-A decoder that fails is left out from there, with its reason; the others go on.
+A line is written when it is known and found again by the next run of the same command, so a run that was stopped continues.
+A decoder that fails is left out from there, with its reason; the others continue.
 """
 
 import json

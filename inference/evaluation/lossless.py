@@ -98,7 +98,7 @@ def audit(
     nodes: rows of the drafted one's forwards. seed: of both; the row of the divergence."""
     index = next((i for i, (a, b) in enumerate(zip(plain, drafted)) if a != b), None)
     if index is None:
-        assert len(plain) == len(drafted), "one text goes on where the other ends, with the same tokens before"
+        assert len(plain) == len(drafted), "one text continues where the other ends, with the same tokens before"
         return None
     text = prompt + plain[:index]
     one, many = (recompute_logits(target, text, len(prompt), size) for size in (1, nodes))

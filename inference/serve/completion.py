@@ -200,5 +200,5 @@ class Answer:
 
 
 def numbered(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls as they are streamed: parts of each are told apart by its number."""
+    """Calls as they are streamed: parts of each carry its number."""
     return [{"index": number, **call} for number, call in enumerate(calls)]

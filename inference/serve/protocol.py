@@ -98,7 +98,7 @@ class CommonRequest(BaseModel):
 
     @property
     def top_tokens(self) -> int | None:
-        """How many alternatives to each token are told of; None where nobody asks for log-probabilities."""
+        """How many alternatives to each token are returned; None without a request for log-probabilities."""
         return None
 
     def first_seed(self) -> int:

@@ -1,7 +1,7 @@
 """The thread that owns the engine. Others talk to it by `submit` and `cancel`; what a step gave goes back to their event
 loop, where it waits for its reader: one who reads slowly holds up nobody.
 
-A step that raises (out of memory, or a bug that one request meets) loses no request: all rows are read anew, half as many at
+A step that raises (out of memory, or a bug that one request meets) loses no request: all rows are read again, half as many at
 a time, until the one that fails alone is found.
 """
 
@@ -207,7 +207,7 @@ class Worker(threading.Thread):
         log.warning("a step of %d requests failed: %s", len(stepped), error)
         engine.preempt()
         for row, job in stepped:
-            if len(stepped) == 1 or len(row.new_tokens) != job.delivered:  # what was lost cannot be read anew
+            if len(stepped) == 1 or len(row.new_tokens) != job.delivered:  # what was lost cannot be read again
                 self.end(job, Failed("decoding this request failed; see the server's log"))
         if not stepped:
             raise error

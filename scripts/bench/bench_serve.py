@@ -1,8 +1,8 @@
 """Load on a server:  python scripts/bench/bench_serve.py 'serve=["drafter=DIRECTORY"]' clients=[1,4]
 
 N clients ask M questions each, first without drafts (`speculative: false`) and then with them: tokens/s of all together, the
-median time to the first token, and whether each text is what it is alone. With soak_minutes= the same questions go on and on,
-and the server's memory (resident, from /proc) is told. FOREDRAFT_API_KEY is given where it is set.
+median time to the first token, and whether each text is what it is alone. With soak_minutes= the same questions are repeated,
+and the server's memory (resident, from /proc) is shown. FOREDRAFT_API_KEY is given where it is set.
 """
 
 import os

@@ -232,7 +232,7 @@ def repeats(rows: Tensor, n: int = 4) -> Tensor:
 def settle(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tokens: Tensor, minutes: float, log: TextIO
 ) -> None:
-    """The second stage, on the model's own continuations of training text; half of each step goes on with plain text so
+    """The second stage, on the model's own continuations of training text; half of each step stays plain text so
     that it forgets little.
 
     A model this small, trained on text alone, is unlike the targets that people decode with in two ways. Decoded greedily it
@@ -248,7 +248,7 @@ def settle(
         starts = [random.randrange(len(tokens) - LENGTH) for _ in range(2 * rows)]
         text = torch.stack([tokens[at : at + LENGTH] for at in starts[:8]])
         beginnings = torch.stack([tokens[at : at + begun] for at in starts])
-        # A bf16 copy writes: autocast would cast every weight anew for each of the many short forwards.
+        # A bf16 copy writes: autocast would cast every weight again for each of the many short forwards.
         writer = Target(copy.deepcopy(model).to(torch.bfloat16).eval(), tokenizer, "the embedded target")
         greedy, cool = (
             generate(
@@ -317,7 +317,7 @@ def self_generated_text(directory: Path) -> None:
 
 
 def save(model: PreTrainedModel, output: Path) -> None:
-    """A bf16 copy; training itself goes on in float32."""
+    """A bf16 copy; training itself stays in float32."""
     copied = copy.deepcopy(model).to(torch.bfloat16)
     copied.config.use_cache = copied.generation_config.use_cache = True
     copied.save_pretrained(output)

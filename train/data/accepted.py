@@ -37,7 +37,7 @@ class LoggedRequests(Encoder):
         except (KeyError, TypeError):
             raise SkippedRow("no request as a server logs it") from None
         if not prompt or not ids:
-            raise SkippedRow("no tokens in it: the server logs them only where it is told to")
+            raise SkippedRow("no tokens in it: the server logs them with log_text=true only")
         if max(*prompt, *ids) >= len(self.tokenizer):
             raise SkippedRow("tokens of another target")
         flags = [0] * len(prompt) + [1] * len(ids)

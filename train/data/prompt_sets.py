@@ -35,7 +35,7 @@ class Question(NamedTuple):
 class Prompt(NamedTuple):
     category: str
     tokens: list[int]
-    ends: bool  # at an end token; a raw text goes on
+    ends: bool  # at an end token; a raw text continues
     cut: int = 0  # tokens of its beginning that were cut off, for the context to hold the rest and the answer
 
 

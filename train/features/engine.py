@@ -33,7 +33,7 @@ BUSY = (408, 409, 425, 429)  # with 5xx: statuses that may be others the next ti
 
 
 class EngineError(ValueError):
-    """One sentence for the user. A DataLoader makes a worker's exception anew from its traceback, which ends with it."""
+    """One sentence for the user. A DataLoader rebuilds a worker's exception from its traceback, which ends with it."""
 
     def __init__(self, message: str):
         super().__init__(message.strip().rsplit("EngineError: ", 1)[-1])

@@ -13,7 +13,7 @@ def prepare(report_to: list[str], directory: Path) -> None:
 
         os.environ.setdefault("WANDB_PROJECT", "foredraft")
         os.environ.setdefault("WANDB_DIR", str(directory))
-        kept = directory / "wandb_id"  # a resumed run goes on in the same curves
+        kept = directory / "wandb_id"  # a resumed run continues the same curves
         if not kept.exists():
             kept.write_text(uuid.uuid4().hex[:8])
         os.environ.setdefault("WANDB_RUN_ID", kept.read_text())

@@ -14,7 +14,7 @@ REPLICATED = {"single", "ddp"}  # strategies whose checkpoints are the same
 # What does not change a run: how rows are spread over processes (`rows_per_step` is compared), and where it is written.
 SPREAD = {"strategy", "processes", "trainer.per_device_train_batch_size", "trainer.gradient_accumulation_steps"}
 PLACES = {"output_dir"}
-# What a stopped run may go on with otherwise than it began: what is logged, measured and kept, and for how long it trains.
+# What may change when a stopped run is resumed: what is logged, measured and kept, and for how long it trains.
 FREE = {"evaluate", "push_to_hub", "push_private", "keep_checkpoints", "data.num_proc", "features.verify"}
 FREE |= {
     f"trainer.{name}"

@@ -54,7 +54,7 @@ class Judge:
         return len(self.texts) * (self.settings.repeats * (candidates + 1) + candidates) + 4 * candidates
 
     def measure(self, heads: dict[str, Path], file: Path) -> Measured:
-        """file: the lines of this round, by which a measurement that was stopped goes on."""
+        """file: the lines of this round, from which a measurement that was stopped resumes."""
         lines, failed = Lines(file), {}
         contestants = [Contestant(PLAIN, None)]
         for name, head in heads.items():

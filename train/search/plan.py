@@ -1,10 +1,10 @@
 """The arithmetic of head=auto: how a budget becomes steps, and how a round's measurements become a verdict.
 
 Successive halving (Jamieson and Talwalkar, arXiv:1502.07943, algorithm 1): every round gets the same part of the search's
-budget, its candidates get equal parts of that, and the better half goes on from where it is.
+budget, its candidates get equal parts of that, and the better half continues from where it is.
 
 Every candidate trains by the learning rate's schedule of the training that it would have if it won, cut short by its rounds:
-so the winner simply goes on, and rounds compare all heads at the same share of their training.
+so the winner simply continues, and rounds compare all heads at the same share of their training.
 """
 
 import math
@@ -129,7 +129,7 @@ def judged(table: Table, name: str, texts: Collection[int]) -> Judged:
 
 
 def verdicts(found: dict[str, Judged], keep: int) -> dict[str, str]:
-    """Of a round's candidates, why each one that does not go on is dropped. keep: how many go on."""
+    """Of a round's candidates, why each one that is dropped is. keep: how many stay."""
     ranked = sorted(found, key=lambda name: -found[name].rate)
     reasons = {}
     for name in ranked[keep:]:

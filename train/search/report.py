@@ -48,7 +48,7 @@ def verdict(state: State, number: int, name: str) -> str:
     reason = state.candidates[name].dropped
     if reason is not None and (number + 1 == len(state.rounds) or name not in state.rounds[number + 1].goals):
         return f"dropped: {reason.removeprefix(f'round {number + 1}: ')}"
-    return "goes on" if len(state.left) > 1 or number + 1 < len(state.rounds) else "wins"
+    return "continues" if len(state.left) > 1 or number + 1 < len(state.rounds) else "wins"
 
 
 def figures(rounds: list[Round]) -> Iterator[Figure]:

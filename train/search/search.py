@@ -1,7 +1,7 @@
 """head=auto: which head is best for this target, text and device?
 
 Successive halving (train/search/plan.py): all candidates train on the same text, are judged by measured tokens/s on held-out
-prompts, and the slower half is dropped, round after round; the last one goes on to the end of the budget and is finished
+prompts, and the slower half is dropped, round after round; the last one trains to the end of the budget and is finished
 like any other run. All in one process, with the functions of train/run.py, so the target is loaded once.
 
     OUTPUT/search.json       what every candidate measured in each round and why it was dropped (train/search/state.py)
@@ -69,7 +69,7 @@ def search(cfg: DictConfig) -> None:
 
 
 class StopAt(TrainerCallback):
-    """Ends this part of a training after a step, with a checkpoint to go on from."""
+    """Ends this part of a training after a step, with a checkpoint to resume from."""
 
     def __init__(self, step: int):
         self.step = step
@@ -267,7 +267,7 @@ class Search:
             shutil.copy(own / CONFIG, self.directory / CONFIG)
             (own / CHECKPOINTS).rename(self.directory / CHECKPOINTS)
         until = self.state.final.until
-        print(f"{name} goes on to step {until}, which ends the budget", flush=True)
+        print(f"{name} trains to step {until}, which ends the budget", flush=True)
         cfg = self.config(name, self.directory, until)
         prepared, trainer = self.train(cfg)
         finalize(cfg, trainer, prepared.data, prepared.held_out, prepared.directory)

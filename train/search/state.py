@@ -1,4 +1,4 @@
-"""What head=auto knows so far, in search.json: a search that was stopped goes on from it, and people read it."""
+"""What head=auto knows so far, in search.json: a search that was stopped resumes from it, and people read it."""
 
 import json
 import time
@@ -17,7 +17,7 @@ class Candidate:
     overrides: list[str]
     step_seconds: float | None = None  # of a training step
     steps: int = 0  # trained so far
-    dropped: str | None = None  # why it did not go on
+    dropped: str | None = None  # why it was dropped
 
 
 @dataclass
@@ -71,5 +71,5 @@ class State:
 
     @property
     def left(self) -> list[str]:
-        """The candidates that go on, in their order."""
+        """The candidates that are still in, in their order."""
         return [name for name, one in self.candidates.items() if one.dropped is None]
