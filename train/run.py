@@ -66,14 +66,15 @@ def main(cfg: DictConfig) -> None:
         print(f"{cfg.output_dir} holds a finished run of this config; delete it to train again", flush=True)
         return
     start_process(cfg)
-    target, data = load(cfg)
-    run = prepare(cfg, target, data)
-    trainer = train(cfg, run)
-    if not target.reads_collectively:
+    with distributed.lost_process_named():
+        target, data = load(cfg)
+        run = prepare(cfg, target, data)
+        trainer = train(cfg, run)
+        if not target.reads_collectively:
+            distributed.shutdown()
+        if trainer.measures:  # what follows is one process's work, unless the target needs all to read
+            finalize(cfg, trainer, run.data, run.held_out, run.directory)
         distributed.shutdown()
-    if trainer.measures:  # what follows is one process's work, unless the target needs all to read
-        finalize(cfg, trainer, run.data, run.held_out, run.directory)
-    distributed.shutdown()
 
 
 def start_process(cfg: DictConfig) -> None:
@@ -118,6 +119,7 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     directory, checkpoint = distributed.broadcast(
         open_directory(cfg, need_bytes) if distributed.rank() == 0 else (Path(), None)
     )
+    distributed.check_shared(directory, "output_dir")
     data, measured_on = with_self_generated_text(cfg, target, data, directory)
     counts = count_tokens(data.train, target.vocab_size)
     if head.pruned and cfg.init_from is None:  # to what the target writes, which is what the head will draft
