@@ -35,6 +35,7 @@ from train.data.row_order import EpochStream
 from train.data.self_generated import self_generate
 from train.finalize import finalize
 from train.runtime import distributed, loggers, strategy
+from train.runtime.budget import predicted
 from train.runtime.callbacks import Measure, Progress, StopOnSignal
 from train.runtime.memory import keep_freed, out_of_memory_named
 from train.runtime.run_state import done_before, open_directory, rows_per_step
@@ -204,7 +205,10 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
     trainer.remove_callback(PrinterCallback)
     strategy.check_distributed_type(cfg.strategy.name, trainer.accelerator.distributed_type)
     named = out_of_memory_named(
-        cfg.trainer.per_device_train_batch_size, cfg.length, f"target={target.name} head={run.head.kind}"
+        cfg.trainer.per_device_train_batch_size,
+        cfg.length,
+        f"target={target.name} head={run.head.kind} strategy={cfg.strategy.name} gpus={distributed.world_size()}",
+        lambda: predicted(cfg, target),
     )
     try:
         with named:
