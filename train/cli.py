@@ -4,8 +4,8 @@
     def main(cfg: DictConfig) -> None: ...
 
 The whole command line is checked before anything runs (train/config_check.py); --help is written by train/config_help.py.
-Exit codes: 0 done, 1 a bug (with its traceback), 2 bad input, 130 interrupted. FOREDRAFT_TRACE=1 shows the traceback
-of bad input too.
+Exit codes: 0 done, 1 a bug (with its traceback), 2 bad input or a lost process, 130 interrupted. FOREDRAFT_TRACE=1
+shows the traceback of bad input too.
 """
 
 import errno
