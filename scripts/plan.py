@@ -10,22 +10,12 @@ from typing import Any, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from heads.target import Target, loading
+from heads.target import loading
 from heads.target.loading import resolve_dtype
 from heads.target.sharding import COLLECTIVE
 from train.cli import entry
-from train.runtime.cost import BITS, Body, Head, study
-
-GIB = 2**30
-RESERVE = 1.5  # GiB per GPU for the driver's context, NCCL's buffers and the allocator's gaps
-SHARDS = {  # of a head's weights, gradients and optimizer state: which lie in pieces, one per process?
-    "single": (False, False, False),
-    "ddp": (False, False, False),
-    "zero1": (False, False, True),
-    "zero2": (False, True, True),
-    "zero3": (True, True, True),
-    "fsdp": (True, True, True),
-}
+from train.runtime.budget import SHARDS, lines
+from train.runtime.cost import BITS, study
 
 
 def read_config(target: str) -> Any:
@@ -40,53 +30,6 @@ def read_config(target: str) -> Any:
         raise ValueError(
             f"target={target}: {reason}; a saved config.json, or one of scripts/targets, will do"
         ) from error
-
-
-def lines(cfg: DictConfig, head: Head, body: Body, layers: int, target: Target) -> dict[str, tuple[float, str]]:
-    """GiB per GPU and how each came to be."""
-    pieces = SHARDS[cfg.strategy.name]
-    n = cfg.gpus
-
-    def part(size: int, cut: bool, what: str) -> tuple[float, str]:
-        return size / GIB / (n if cut else 1), what + (f", one of {n} shards" if cut and n > 1 else "")
-
-    bits = (
-        f"{BITS[cfg.target.quantization]} bits per weight"
-        if cfg.target.quantization
-        else str(target.dtype).removeprefix("torch.")
-    )
-    sharding = cfg.target.sharding if n > 1 else None
-    rows = cfg.rows * (n if sharding == "tensor" else 1)  # a slice of a layer reads the rows of all
-    captured = rows * cfg.length * (layers + 1) * target.hidden_size * 2
-    held = {
-        "fsdp": ((body.weights + body.ends) / n, f"one of {n} pieces on every GPU"),
-        "tensor": (body.weights / n + body.ends, f"one of {n} slices on every GPU, embedding and lm_head whole"),
-    }.get(str(sharding), (body.weights + body.ends, "whole on every GPU"))
-    found = {
-        "target weights": (
-            held[0] / GIB,
-            f"{body.parameters / 1e9:.2f}B parameters in {bits}, {held[1]}",
-        ),
-        "target at work": (
-            body.working * rows / cfg.rows / GIB,
-            f"one layer on {rows} x {cfg.length} tokens, its mask",
-        ),
-        "features": (captured / GIB, f"{layers} layers and the last, {rows} x {cfg.length} x {target.hidden_size}"),
-        "head weights": part(head.weights, pieces[0], "float32"),
-        "gradients": part(head.gradients, pieces[1], "float32"),
-        "optimizer state": part(head.optimizer, pieces[2], cfg.optimizer._target_.rpartition(".")[2]),
-        "activations": (head.activations / GIB, "counted in one forward and backward"),
-        "reserve": (RESERVE, "driver, NCCL, gaps"),
-    }
-    if pieces[0] and n > 1:
-        found["gathered weights"] = (
-            head.weights / GIB * (0.5 if cfg.bf16 else 1),
-            "whole during a batch",
-        )
-    if sharding == "fsdp":
-        gathered = 2 * body.weights / target.num_layers + body.ends
-        found["gathered target"] = (gathered / GIB, "a layer at work and the next one, embedding and lm_head")
-    return found
 
 
 def remedies(cfg: DictConfig) -> list[list[str]]:

@@ -36,9 +36,13 @@ def test_all_that_the_package_is_made_of_is_copied():
 
 
 def test_what_is_installed_exists():
-    (extras,) = (line for line in lines("RUN") if "pip install" in line)
-    named = re.search(r"\.\[(.*?)\]", extras)
-    assert named and set(named[1].split(",")) <= PROJECT["project"]["optional-dependencies"].keys()
+    (install,) = (line for line in lines("RUN") if "pip install" in line)
+    assert '".[$EXTRAS]"' in install
+    (served,) = (line.partition("=")[2] for line in lines("ARG") if line.startswith("EXTRAS="))
+    trained = re.search(r"--build-arg EXTRAS=(\S+)", (ROOT / "scripts" / "kubernetes.yaml").read_text())
+    assert trained
+    for extras in (served, trained[1]):
+        assert set(extras.split(",")) <= PROJECT["project"]["optional-dependencies"].keys()
 
 
 def test_the_container_serves_and_not_as_root():

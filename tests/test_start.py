@@ -10,14 +10,17 @@ import sys
 import termios
 from pathlib import Path
 
+import hydra
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from heads import Target, save_head
 from heads.eagle3 import Eagle3Head
+from scripts import plan
 from tests.support import ROOT
 from tests.support.processes import ONE, SMALL_EAGLE3, complaint, end, program
+from train.cli import CONF
 from train.runtime import run_state
 from train.trainer import HeadTrainer
 
@@ -63,6 +66,23 @@ def test_a_run_goes_on_with_other_loggers_and_measurements_and_for_longer(capsys
         run_state.check_same_run(Path("out"), before, now)
 
 
+def test_a_damaged_shard_that_a_loaders_worker_meets_is_named(here, tiny_path: Path, folder: Path, tmp_path: Path):
+    given = [*SHORT, f"target.path={tiny_path}", f"data.path={folder}", "features=disk", "features.path=stored"]
+    ended = here(*given, "output_dir=out")
+    assert ended.code == 0, ended.err
+    with (tmp_path / "stored/shard-00000.safetensors").open("r+b") as shard:
+        shard.seek(-9, os.SEEK_END)
+        shard.write(b"\x55" * 9)
+    said = complaint(end(program(*given, "output_dir=again", "trainer.dataloader_num_workers=2", cwd=tmp_path)))
+    assert said == (
+        "stored/shard-00000.safetensors is damaged, its checksum is not the manifest's; delete it and the manifest, and both "
+        "are written again"
+    )
+    for name in ("shard-00000.safetensors", "manifest.json"):
+        (tmp_path / "stored" / name).unlink()
+    assert here(*given, "output_dir=again").code == 0
+
+
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA"), RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory")]
 )
@@ -74,7 +94,12 @@ def test_out_of_memory_says_which_setting_to_change(error, here, tiny_path: Path
     given = [*SHORT, f"target.path={tiny_path}", f"data.path={folder}"]
     said = complaint(here(*given, "output_dir=out"))
     assert said.startswith("out of memory with trainer.per_device_train_batch_size=4 and length=64: halve the first")
-    assert f"foredraft plan target={tiny_path} head=eagle3 rows=4 length=64" in said
+    command = f"foredraft plan target={tiny_path} head=eagle3 strategy=single gpus=1 rows=4 length=64"
+    counted = re.search(rf"; its steps are counted at (.*) GiB, and `{command}` says what fits$", said)
+    with hydra.initialize_config_dir(str(CONF), version_base=None):
+        settings = ["head.draft_vocab_size=128", "bf16=false", "target.dtype=float32"]
+        planned = hydra.compose("plan", [f"target.path={tiny_path}", *command.split()[3:], *settings])
+    assert counted and counted[1] == f"{plan.plan(planned)['total']:.2f}"
     said = complaint(here(*given, "output_dir=one", "trainer.per_device_train_batch_size=1"))
     assert "features=disk" in said and "halve" not in said
 

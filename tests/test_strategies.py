@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
 from heads import Target
@@ -171,6 +172,12 @@ def test_an_engine_that_cannot_work_says_why(environment, name, optimizer, messa
         monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=re.escape(message)):
         strategy.check(name, optimizer)
+
+
+def test_a_strategy_that_accelerate_was_told_otherwise_says_so():
+    strategy.check_distributed_type("fsdp", DistributedType.FSDP)
+    with pytest.raises(ValueError, match=r"strategy=ddp became FSDP: with accelerate launch take --multi_gpu"):
+        strategy.check_distributed_type("ddp", DistributedType.FSDP)
 
 
 def test_more_processes_than_rows(given: list[str], tmp_path: Path):

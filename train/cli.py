@@ -4,8 +4,8 @@
     def main(cfg: DictConfig) -> None: ...
 
 The whole command line is checked before anything runs (train/config_check.py); --help is written by train/config_help.py.
-Exit codes: 0 done, 1 a bug (with its traceback), 2 bad input, 130 interrupted. FOREDRAFT_TRACE=1 shows the traceback
-of bad input too.
+Exit codes: 0 done, 1 a bug (with its traceback), 2 bad input or a lost process, 130 interrupted. FOREDRAFT_TRACE=1
+shows the traceback of bad input too.
 """
 
 import errno
@@ -31,6 +31,7 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 from train.config_check import Plan, first_line, make_plan, search_path
 from train.config_help import describe
 
+WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
 HERE = Path(__file__).resolve().parent
 # In a wheel both lie inside this package (pyproject.toml), in a checkout beside it.
 CONF, SCRIPTS = (HERE / name if (HERE / name).is_dir() else HERE.parent / name for name in ("conf", "scripts"))
@@ -150,10 +151,17 @@ def sentence(error: BaseException, folder: str) -> str | None:
     if isinstance(error, InterpolationResolutionError | MissingMandatoryValue):
         return first_line(error)
     if isinstance(error, ValueError | OSError):
-        return str(error)
+        return raised_by_worker(error) or str(error)
     if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
         return str(error)  # a key that no constructor knows, from a yaml or `+key=value`
     return None
+
+
+def raised_by_worker(error: BaseException) -> str:
+    """What a DataLoader's worker said: torch raises its error again, with the worker's traceback as the message. Empty for
+    an error that is not a worker's."""
+    text = str(error)
+    return text.rpartition(f"\n{type(error).__name__}: ")[2].strip() if WORKER.match(text) else ""
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -177,6 +185,8 @@ def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> li
     is drafter=head drafter.spec=DIRECTORY, and a prompt is text whatever characters are in it. several: of a program that
     takes a list of drafters, drafter=A is drafters=[A]."""
     key, _, value = argument.partition("=")
+    if key == "--local_rank":
+        return []  # DeepSpeed's launcher adds it; the variable LOCAL_RANK, which it sets too, says the same
     if key == "drafter" and several:
         return [f"drafters={value if value.startswith('[') else f'[{value}]'}"]
     if key == "prompt" and value != "null" and value[:1] not in ("'", '"'):

@@ -35,6 +35,7 @@ from train.data.row_order import EpochStream
 from train.data.self_generated import self_generate
 from train.finalize import finalize
 from train.runtime import distributed, loggers, strategy
+from train.runtime.budget import predicted
 from train.runtime.callbacks import Measure, Progress, StopOnSignal
 from train.runtime.memory import keep_freed, out_of_memory_named
 from train.runtime.run_state import done_before, open_directory, rows_per_step
@@ -66,14 +67,15 @@ def main(cfg: DictConfig) -> None:
         print(f"{cfg.output_dir} holds a finished run of this config; delete it to train again", flush=True)
         return
     start_process(cfg)
-    target, data = load(cfg)
-    run = prepare(cfg, target, data)
-    trainer = train(cfg, run)
-    if not target.reads_collectively:
+    with distributed.lost_process_named():
+        target, data = load(cfg)
+        run = prepare(cfg, target, data)
+        trainer = train(cfg, run)
+        if not target.reads_collectively:
+            distributed.shutdown()
+        if trainer.measures:  # what follows is one process's work, unless the target needs all to read
+            finalize(cfg, trainer, run.data, run.held_out, run.directory)
         distributed.shutdown()
-    if trainer.measures:  # what follows is one process's work, unless the target needs all to read
-        finalize(cfg, trainer, run.data, run.held_out, run.directory)
-    distributed.shutdown()
 
 
 def start_process(cfg: DictConfig) -> None:
@@ -118,6 +120,7 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     directory, checkpoint = distributed.broadcast(
         open_directory(cfg, need_bytes) if distributed.rank() == 0 else (Path(), None)
     )
+    distributed.check_shared(directory, "output_dir")
     data, measured_on = with_self_generated_text(cfg, target, data, directory)
     counts = count_tokens(data.train, target.vocab_size)
     if head.pruned and cfg.init_from is None:  # to what the target writes, which is what the head will draft
@@ -202,7 +205,10 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
     trainer.remove_callback(PrinterCallback)
     strategy.check_distributed_type(cfg.strategy.name, trainer.accelerator.distributed_type)
     named = out_of_memory_named(
-        cfg.trainer.per_device_train_batch_size, cfg.length, f"target={target.name} head={run.head.kind}"
+        cfg.trainer.per_device_train_batch_size,
+        cfg.length,
+        f"target={target.name} head={run.head.kind} strategy={cfg.strategy.name} gpus={distributed.world_size()}",
+        lambda: predicted(cfg, target),
     )
     try:
         with named:

@@ -60,11 +60,11 @@ class Ended(NamedTuple):
     err: str
 
 
-def program(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen:
-    """`python train/run.py` with these arguments. One thread: sums of floats come out alike in every run."""
+def start(*command: str, cwd: Path, **environment: str) -> subprocess.Popen:
+    """One thread: sums of floats come out alike in every run."""
     inherited = {name: value for name, value in os.environ.items() if name != "FOREDRAFT_TRACE"}
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "train" / "run.py"), *arguments],
+        command,
         cwd=cwd,
         env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment,
         stdout=subprocess.PIPE,
@@ -73,17 +73,26 @@ def program(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen:
     )
 
 
+def program(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen:
+    """`python train/run.py` with these arguments."""
+    return start(sys.executable, str(ROOT / "train" / "run.py"), *arguments, cwd=cwd, **environment)
+
+
 def torchrun(*arguments: str, cwd: Path) -> subprocess.Popen:
     """Two processes on this machine, on a port that is free."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    return subprocess.Popen(
-        [*command, "--rdzv-endpoint", "localhost:0", *arguments],
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return start(*command, "--rdzv-endpoint", "localhost:0", *arguments, cwd=cwd)
+
+
+def until(process: subprocess.Popen, text: str) -> str:
+    """What the process prints up to a line that begins so."""
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if line.startswith(text):
+            return said
+    raise AssertionError(f"{text!r} was never printed: {said}{process.communicate()[1]}")
 
 
 def free_port() -> int:

@@ -34,6 +34,7 @@ from heads.target import Target
 from train.data.packing import Packed
 from train.features.online import read
 from train.features.storage import DTYPES, store
+from train.runtime import distributed
 
 MANIFEST = "manifest.json"
 OWNER = ("target_hash", "layers", "dtype", "top_k", "data_hash", "shard_rows", "target")
@@ -71,12 +72,12 @@ def disk(
         )
     directory = Path(path)
     facts = describe(packed, target, layers, dtype, top_k, shard_rows)
+    distributed.check_shared(directory, "features.path")
     if (directory / MANIFEST).exists():
         compare(json.loads((directory / MANIFEST).read_text()), facts, directory)
     else:
-        # torchrun's own variables: a process group may not exist yet, and is not needed.
-        rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        write(packed, target, facts, directory, batch, rank, processes)
+        rank = distributed.rank()
+        write(packed, target, facts, directory, batch, rank, distributed.world_size())
         wait_for([directory / name for name in names(facts)])
         if rank == 0:
             write_manifest(facts, directory)
@@ -271,7 +272,8 @@ class StoredRows(Dataset):
         if self.verify and remembered(file) != sha256:
             if checksum(file) != sha256:
                 raise ValueError(
-                    f"{file} is damaged, its checksum is not the manifest's: delete both and it is written again"
+                    f"{file} is damaged, its checksum is not the manifest's; delete it and the manifest, and both are "
+                    "written again"
                 )
             remember(file, file, sha256)
 

@@ -9,14 +9,20 @@ import contextlib
 import datetime
 import functools
 import os
+import re
+import time
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
 TIMEOUT = datetime.timedelta(days=7)
+SEEN_WITHIN = 10  # seconds, until a network file system shows a new file everywhere
 
 
 def rank() -> int:
@@ -63,6 +69,45 @@ def main_process_first() -> Iterator[None]:
     yield
     if rank() == 0:
         barrier()
+
+
+def check_shared(directory: Path, setting: str) -> None:
+    """Raise ValueError, in every process, unless all of them see the files that one puts into `directory`, which is made
+    where it does not exist. setting: what names it. Every process must call this."""
+    if world_size() == 1:
+        return
+    file = directory / f".{broadcast(uuid.uuid4().hex)}"
+    if rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    barrier()
+    until = time.monotonic() + SEEN_WITHIN
+    while not (seen := file.exists()) and time.monotonic() < until:
+        time.sleep(0.1)
+    sees = int(all_reduce(torch.tensor(float(seen))))
+    if rank() == 0:
+        file.unlink()
+    if sees < world_size():
+        raise ValueError(
+            f"{setting}={directory} is one directory for only {sees} of the {world_size()} processes: give an absolute path "
+            "on a file system that all nodes share"
+        )
+
+
+@contextlib.contextmanager
+def lost_process_named() -> Iterator[None]:
+    """Raise ConnectionError where another process has ended: torch raises a RuntimeError, which gloo gives no class of its
+    own."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world_size() == 1 or not (isinstance(error, dist.DistError) or "gloo/transport" in str(error)):
+            raise
+        reason = re.sub(r"^\[.*?\] ", "", str(error)).partition(". ")[0].splitlines()[0]
+        raise ConnectionError(
+            f"process {rank()} of {world_size()} lost another one, whose own output says why ({reason}): the same command on "
+            "all nodes resumes from the newest checkpoint"
+        ) from error
 
 
 def shutdown() -> None:

@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -33,9 +33,9 @@ def peak_memory(device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def out_of_memory_named(rows: int, length: int, plan: str) -> Iterator[None]:
+def out_of_memory_named(rows: int, length: int, plan: str, predicted: Callable[[], float]) -> Iterator[None]:
     """Raise ValueError, with the setting to change, where a batch of `rows` rows does not fit. plan: arguments of
-    scripts/plan.py."""
+    scripts/plan.py; predicted: the GiB that it counts."""
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's has no class of its own
@@ -46,7 +46,12 @@ def out_of_memory_named(rows: int, length: int, plan: str) -> Iterator[None]:
             remedy = f"lower length={length}, or {remedy}"
         if rows > 1:
             remedy = "halve the first and double trainer.gradient_accumulation_steps, which trains the same"
+        counted = ""
+        with contextlib.suppress(
+            ValueError, RuntimeError
+        ):  # a head that cannot be planned; no memory for the count itself
+            counted = f"its steps are counted at {predicted():.2f} GiB, and "
         raise ValueError(
-            f"out of memory with trainer.per_device_train_batch_size={rows} and length={length}: {remedy}; `foredraft plan "
-            f"{plan} rows={rows} length={length}` says what fits"
+            f"out of memory with trainer.per_device_train_batch_size={rows} and length={length}: {remedy}; {counted}"
+            f"`foredraft plan {plan} rows={rows} length={length}` says what fits"
         ) from error

@@ -48,7 +48,8 @@ def shard_on_cpus_too(args: TrainingArguments) -> None:
 
 
 def check_distributed_type(strategy: str, kind: DistributedType) -> None:
-    """accelerate falls back to DDP without a word; here it must not."""
+    """accelerate falls back to DDP without a word; here it must not. Raises ValueError where what `accelerate launch` was
+    told to do is at odds with the strategy."""
     wanted = {
         "single": DistributedType.NO,
         "fsdp": DistributedType.FSDP,
@@ -56,7 +57,11 @@ def check_distributed_type(strategy: str, kind: DistributedType) -> None:
     }
     several = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     fits = kind in several if strategy == "ddp" else kind == wanted[strategy]
-    assert fits, f"strategy={strategy} became {kind}"
+    if not fits:
+        raise ValueError(
+            f"strategy={strategy} became {kind.value}: with accelerate launch take --multi_gpu, which starts processes and "
+            "no more, and strategy= for the rest"
+        )
 
 
 def forget_sharding(strategy: str) -> None:

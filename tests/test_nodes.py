@@ -1,0 +1,299 @@
+"""Many nodes, which are one machine here: what scripts/slurm.sh, scripts/kubernetes.yaml, accelerate launch and DeepSpeed's
+launcher start, and what becomes of the run where the time is up, a node dies or a pod is evicted."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.support import ROOT
+from tests.support.processes import SMALL_EAGLE3, TWO, Ended, end, free_port, start, torchrun, until
+from train.runtime import checkpoints
+
+PYTHON = sys.executable
+# Without a schedule the steps are the same however many follow: runs are stopped at any of them.
+STEADY = ["trainer.lr_scheduler_type=constant", "trainer.warmup_steps=0", "trainer.save_steps=10"]
+NO_END = "trainer.max_steps=100000"
+
+SRUN = """import os, signal, subprocess, sys
+assert sys.argv[1] == "--kill-on-bad-exit=1"
+tasks = [subprocess.Popen(sys.argv[2:]) for _ in range(int(os.environ["SLURM_NNODES"]))]
+signal.signal(signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for task in tasks])
+open(os.environ["TASKS"], "w").write(" ".join(str(task.pid) for task in tasks))
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+SCONTROL = """import os, sys
+if sys.argv[1:] == ["show", "hostnames", "node[1-2]"]:
+    print("localhost\\nlocalhost")
+else:
+    open(os.environ["REQUEUED"], "a").write(" ".join(sys.argv[1:]) + "\\n")
+"""
+TORCHRUN = "import runpy; runpy.run_module('torch.distributed.run', run_name='__main__')\n"
+
+
+class Cluster(NamedTuple):
+    """A folder that all nodes share, and what a user gives for a run in it."""
+
+    shared: Path
+    given: list[str]
+
+    @property
+    def step(self) -> int:
+        """Of the newest checkpoint."""
+        newest = checkpoints.newest(self.shared / "out/checkpoints")
+        assert newest is not None
+        return checkpoints.step_of(Path(newest))
+
+    def history(self, name: str) -> list[tuple[int, float]]:
+        entries = json.loads((self.shared / name / "history.json").read_text())
+        return [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_path: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    data = [f"target.path={tiny_path}", f"data.path={folder}", "evaluate.eval_steps=0"]
+    given = [*SMALL_EAGLE3, TWO, *STEADY, *data, "optimizer=adamw", "strategy=ddp"]
+    return Cluster(tmp_path_factory.mktemp("shared"), given)
+
+
+class Stopped(NamedTuple):
+    """How a run ended, whether Slurm has it again, and at which step it can be resumed."""
+
+    ended: Ended
+    requeued: str
+    step: int
+
+
+def slurm(cluster: Cluster, job: int) -> subprocess.Popen:
+    """The job's script, as Slurm starts it on the first of two nodes of one accelerator each."""
+    shims = cluster.shared / "shims"
+    shims.mkdir(exist_ok=True)
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "torchrun": TORCHRUN}.items():
+        (shims / name).write_text(f"#!{PYTHON}\n{text}")
+        (shims / name).chmod(0o755)
+    facts = {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "1",
+    }
+    facts |= {"TASKS": str(cluster.shared / "tasks"), "REQUEUED": str(cluster.shared / "requeued")}
+    script = ["bash", "scripts/slurm.sh", *cluster.given, NO_END, f"output_dir={cluster.shared / 'out'}"]
+    return start(*script, cwd=ROOT, **facts, PATH=f"{shims}:{os.environ['PATH']}")
+
+
+@pytest.fixture(scope="module")
+def job() -> int:
+    """Its number gives a port that is free."""
+    for number in range(os.getpid() % 10000, 20000):
+        with socket.socket() as free:
+            if free.connect_ex(("127.0.0.1", 10000 + number)) != 0:
+                return number
+    raise AssertionError("no port is free")
+
+
+def after(process: subprocess.Popen, cluster: Cluster, said: str) -> Stopped:
+    ended = end(process)
+    requeued = cluster.shared / "requeued"
+    text = requeued.read_text() if requeued.exists() else ""
+    return Stopped(ended._replace(out=said + ended.out), text, cluster.step)
+
+
+@pytest.fixture(scope="module")
+def timed_out(cluster: Cluster, job: int) -> Stopped:
+    process = slurm(cluster, job)
+    said = until(process, "step 3/")
+    process.send_signal(signal.SIGUSR1)
+    return after(process, cluster, said)
+
+
+@pytest.fixture(scope="module")
+def bereft(cluster: Cluster, job: int, timed_out: Stopped) -> Stopped:
+    """The job again, of which a node dies."""
+    process = slurm(cluster, job)
+    said = until(process, f"step {timed_out.step + 3}/")
+    agent = int((cluster.shared / "tasks").read_text().split()[1])
+    workers = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    for pid in (agent, *map(int, workers)):
+        os.kill(pid, signal.SIGKILL)
+    return after(process, cluster, said)
+
+
+@pytest.fixture(scope="module")
+def manifest() -> dict[str, dict]:
+    return {part["kind"]: part for part in yaml.safe_load_all((ROOT / "scripts/kubernetes.yaml").read_text())}
+
+
+def pod(manifest: dict[str, dict], index: int, port: int, given: list[str]) -> subprocess.Popen:
+    """The container's command, as the kubelet starts it, but with one accelerator, and another run at its end."""
+    container = manifest["Job"]["spec"]["template"]["spec"]["containers"][0]
+    assert container["command"] == ["torchrun"]
+    options = container["args"][: container["args"].index("train.run") + 1]
+    text = (
+        " ".join(options).replace("$(JOB_COMPLETION_INDEX)", str(index)).replace("proc-per-node=8", "proc-per-node=1")
+    )
+    text = text.replace("foredraft-0.foredraft", "localhost").replace("=29500", f"={port}")
+    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    return start(PYTHON, "-m", "torch.distributed.run", *text.split(), *given, cwd=ROOT, **environment)
+
+
+@pytest.fixture(scope="module")
+def evicted(cluster: Cluster, bereft: Stopped, manifest: dict[str, dict]) -> tuple[Stopped, Ended]:
+    """The same run in two pods, one of which Kubernetes evicts."""
+    port, given = free_port(), [*cluster.given, NO_END, f"output_dir={cluster.shared / 'out'}"]
+    pods = [pod(manifest, index, port, given) for index in (0, 1)]
+    said = until(pods[0], f"step {bereft.step + 3}/")
+    pods[1].send_signal(signal.SIGTERM)
+    return after(pods[0], cluster, said), end(pods[1])
+
+
+@pytest.fixture(scope="module")
+def finished(cluster: Cluster, evicted: tuple[Stopped, Ended]) -> Stopped:
+    """The same run by accelerate on two machines, three steps further, which are its last."""
+    last = evicted[0].step + 3
+    options = f"--num_machines 2 --num_processes 2 --main_process_ip localhost --main_process_port {free_port()}"
+    machines = [
+        start(
+            *(PYTHON, "-m", "accelerate.commands.launch", "--multi_gpu", *options.split(), "--machine_rank", rank),
+            *(
+                str(ROOT / "train/run.py"),
+                *cluster.given,
+                f"trainer.max_steps={last}",
+                "evaluate.prompts=3",
+                "output_dir=out",
+            ),
+            cwd=cluster.shared,
+        )
+        for rank in ("0", "1")
+    ]
+    ended = [end(machine) for machine in machines]
+    assert [one.code for one in ended] == [0, 0], ended
+    return Stopped(ended[0], "", last)
+
+
+@pytest.fixture(scope="module")
+def unbroken(cluster: Cluster, finished: Stopped) -> Path:
+    """As many steps on one node of two processes, by DeepSpeed's launcher where there is one."""
+    given = [str(ROOT / "train/run.py"), *cluster.given, f"trainer.max_steps={finished.step}", "output_dir=unbroken"]
+    if importlib.util.find_spec("deepspeed") is None:
+        process = torchrun(*given, cwd=cluster.shared)
+    else:
+        options = ["--num_gpus", "2", "--master_port", str(free_port())]
+        process = start(PYTHON, "-m", "deepspeed.launcher.runner", *options, *given, cwd=cluster.shared)
+    ended = end(process)
+    assert ended.code == 0, ended.err
+    return cluster.shared / "unbroken"
+
+
+def test_when_slurms_time_is_up_the_run_saves_and_is_queued_again(timed_out: Stopped, job: int):
+    ended, requeued, step = timed_out
+    assert ended.code == 0, ended.err
+    assert f"stopped at step {step}; the same command resumes from there" in ended.out and step >= 3
+    assert requeued == f"requeue {job}\n"
+
+
+def test_a_node_that_dies_ends_the_run_with_a_sentence(cluster: Cluster, timed_out: Stopped, bereft: Stopped):
+    ended, requeued, step = bereft
+    assert f"resuming from {cluster.shared}/out/checkpoints/checkpoint-{timed_out.step}\n" in ended.out
+    assert ended.code != 0 and requeued == timed_out.requeued  # Slurm itself queues it again
+    (said,) = re.findall(r"^error: (.*)", ended.err, re.M)
+    assert re.match(r"process \d of 2 lost another one, whose own output says why \(.* by peer", said)
+    assert said.endswith("the same command on all nodes resumes from the newest checkpoint")
+    assert f'File "{ROOT}/train' not in ended.err and step >= timed_out.step  # torchrun's own traceback alone
+
+
+def test_an_evicted_pod_stops_all_pods_at_one_step(bereft: Stopped, evicted: tuple[Stopped, Ended]):
+    (first, _, step), second = evicted
+    assert f"/checkpoint-{bereft.step}\n" in first.out and step >= bereft.step + 3
+    assert f"stopped at step {step}; the same command resumes from there" in first.out
+    assert first.code != 0 and second.code != 0  # so that both are restarted
+    assert "stopping after this step ..." in second.err and "error: " not in first.err + second.err
+
+
+def test_by_whatever_launcher_and_with_whatever_stops_it_is_the_same_run(
+    cluster: Cluster, evicted: tuple[Stopped, Ended], finished: Stopped, unbroken: Path
+):
+    assert f"resuming from out/checkpoints/checkpoint-{evicted[0].step}\n" in finished.ended.out
+    assert (
+        "resuming with other settings: evaluate.prompts is 2 there, 3 here; trainer.max_steps is 100000 there, "
+        f"{finished.step} here" in finished.ended.out
+    )
+    losses = cluster.history("out")
+    assert losses == cluster.history("unbroken") and [step for step, _ in losses] == [*range(1, finished.step + 1)]
+    weights = [load_file(run / "head/model.safetensors") for run in (cluster.shared / "out", unbroken)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+# The files themselves
+
+
+def test_slurm_gives_the_run_time_to_save():
+    text = (ROOT / "scripts/slurm.sh").read_text()
+    given = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", text, re.M))
+    assert {"requeue", "nodes", "gpus-per-node", "time"} <= given.keys() and given["open-mode"] == "append"
+    seconds = re.fullmatch(r"B:USR1@(\d+)", given["signal"])
+    patience = re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT=(\d+)", text)
+    assert seconds and patience and 30 < int(patience[1]) < int(seconds[1])
+
+
+def test_the_pods_of_the_manifest_find_each_other_and_their_volume(manifest: dict[str, dict]):
+    job, service = manifest["Job"]["spec"], manifest["Service"]
+    template, name = job["template"]["spec"], manifest["Job"]["metadata"]["name"]
+    (container,) = template["containers"]
+    args = dict(arg.removeprefix("--").partition("=")[::2] for arg in container["args"])
+    assert job["completionMode"] == "Indexed" and job["completions"] == job["parallelism"] == int(args["nnodes"])
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["selector"] == {"job-name": name}
+    assert template["subdomain"] == service["metadata"]["name"]
+    assert args["master-addr"] == f"{name}-0.{template['subdomain']}"
+    assert int(args["nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    patience = {entry["name"]: int(entry["value"]) for entry in container["env"]}["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    assert 30 < patience < template["terminationGracePeriodSeconds"] and template["restartPolicy"] == "OnFailure"
+    volumes = {volume["name"]: volume for volume in template["volumes"]}
+    mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    assert "persistentVolumeClaim" in mounted["/data"] and "emptyDir" in mounted["/dev/shm"]
+    assert all(args[key].startswith("/data/") for key in ("data.path", "output_dir"))
+    assert (ROOT / f"conf/experiment/{args['experiment']}.yaml").is_file()
+    assert f"\nUSER {template['securityContext']['fsGroup']}\n" in (ROOT / "scripts/docker/Dockerfile").read_text()
+
+
+# Bad input
+
+SHARED = """import os, sys
+from pathlib import Path
+import torch.distributed as dist
+from train.runtime import distributed
+os.environ["RANK"] = "1" if os.fork() == 0 else "0"
+dist.init_process_group("gloo")
+distributed.SEEN_WITHIN = 0.5
+distributed.check_shared(Path(sys.argv[1]), "output_dir")
+try:
+    distributed.check_shared(Path(sys.argv[1]) / sys.argv[2 + distributed.rank()], "output_dir")
+except ValueError as error:
+    print(distributed.rank(), error)
+dist.destroy_process_group()
+if distributed.rank() == 0:
+    os.wait()
+"""
+
+
+def test_nodes_that_do_not_share_the_output_are_told_so(tmp_path: Path):
+    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ended = end(start(PYTHON, "-c", SHARED, str(tmp_path), "a", "b", cwd=tmp_path, **environment))
+    assert sorted(ended.out.splitlines()) == [
+        f"{rank} output_dir={tmp_path / name} is one directory for only 1 of the 2 processes: give an absolute path on a "
+        "file system that all nodes share"
+        for rank, name in enumerate("ab")
+    ], ended.err
+    assert not list(tmp_path.rglob(".*"))  # what was looked for
