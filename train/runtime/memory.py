@@ -47,9 +47,8 @@ def out_of_memory_named(rows: int, length: int, plan: str, predicted: Callable[[
         if rows > 1:
             remedy = "halve the first and double trainer.gradient_accumulation_steps, which trains the same"
         counted = ""
-        with contextlib.suppress(
-            ValueError, RuntimeError
-        ):  # a head that cannot be planned; no memory for the count itself
+        # A head may be none that can be planned, and there may be no memory for the count itself.
+        with contextlib.suppress(ValueError, RuntimeError):
             counted = f"its steps are counted at {predicted():.2f} GiB, and "
         raise ValueError(
             f"out of memory with trainer.per_device_train_batch_size={rows} and length={length}: {remedy}; {counted}"
