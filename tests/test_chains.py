@@ -1,10 +1,12 @@
 """Promise: a target that reads no trees is drafted for by chains, and writes what it writes alone."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from heads import Target
 from heads.base import PackedBatch
@@ -151,6 +153,27 @@ def test_pending_tokens_are_committed_when_they_are_many() -> None:
         seen.append(len(text) - cache.rows[0].committed)
     assert cache.lengths == [len(text)] and cache.rows[0].text.shape[1] == len(text)
     assert max(seen) == MAX_PENDING + 2 and min(seen) == 2
+
+
+@torch.no_grad()
+def test_a_short_read_is_no_padded_chunk(monkeypatch) -> None:
+    """What the model's own delta rule is asked for, and that it is the same reading."""
+    target, asked = pair("qwen3_5").target, []
+    rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
+
+    def spy(*tensors: Tensor, **facts: Any) -> Any:
+        asked.append(facts.get("chunk_size"))
+        return rule(*tensors, **facts)
+
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", spy)
+    tokens = torch.tensor([PROMPTS[0] * 4])
+    long, state = target.read_on(tokens, 0, None)
+    first, after = target.read_on(tokens[:, :20], 0, None)
+    second, _ = target.read_on(tokens[:, 20:27], 20, after)
+    target.read_on(tokens[:, :1], tokens.shape[1], state)
+    assert asked == [None, 20, 7]
+    short = torch.cat([first.logits, second.logits], 1)
+    assert (long.logits[:, :27] - short).abs().max() < 1e-5 * long.logits.abs().max()
 
 
 STACKED = ["qwen3_5", "lfm2", "falcon_h1", "granite_h", "mamba2"]
