@@ -58,7 +58,7 @@ def test_from_a_target_to_the_figures(tmp_path: Path, tiny_path: Path):
     assert all(0 < read["GatedDeltaNet"] < read["all"] for read in found["reads"].values())
     assert list(found["drafters"]) == ["chain_7", "chain_7_early"]
     for drafter in found["drafters"].values():
-        assert drafter["identical"] == 1 and 1 <= drafter["acceptance T=0"] <= 8
+        assert drafter["identical"] == 1 and 1 <= drafter["T=0"] <= 8
     assert len(found["speeds"]) == 2 * 2 * (1 + 2 * 2)  # temperatures, batches, plain and drafters with each value
     for line in found["speeds"]:
         assert line["tokens/s"] > 0 and line["lowest"] <= line["speedup"] <= line["highest"]

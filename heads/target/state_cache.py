@@ -66,6 +66,13 @@ class StateCache:
         self.lengths = lengths
         self.starts = torch.tensor(lengths, device=self.device)[:, None]
 
+    @property
+    def behind(self) -> bool:
+        """Is so much pending of a lone row that it is to be committed? The read of a root alone does that, and gains a token,
+        where a read before the next chain's gains none."""
+        alone = self.batch == 1 and self.stack is None and self.rows[0].state is not None
+        return alone and self.rows[0].pending > MAX_PENDING
+
     def set_bucket(self, room: int) -> None:
         """Nothing is captured here."""
 
@@ -137,7 +144,7 @@ class StateCache:
         early = real if boundary is None or length > boundary else min(real, boundary - length)
         if boundary is not None and row.committed <= boundary < length:
             self.read_text(row, target)
-        elif row.state is not None and length - row.committed > MAX_PENDING:
+        elif nodes > 1 and row.state is not None and row.pending > MAX_PENDING:
             _, row.state = target.read_on(row.text[:, row.committed :], row.committed, row.state, keep_logits=1)
             row.committed = length
         # A lone root is always accepted, so what it does to the state may stay.

@@ -2,7 +2,8 @@
 
 Trains a small target of Qwen3.5's structure and an EAGLE-3 head for it, then decodes held-out prompts plainly and with its
 chains, all in turn: acceptance length, identity in float32, speed for every value of MAX_PENDING, alone and in a batch, and
-where the time of a step and of a read goes. Times are medians. It writes hybrid.json.
+where the time of a step and of a read goes. Times are medians, and on a CPU with OMP_NUM_THREADS=1 of the processor, which
+others on the machine do not lengthen. It writes hybrid.json.
 """
 
 import json
@@ -29,7 +30,7 @@ from heads.target import stacked_cache, state_cache
 from heads.target.device import device_name, synchronise
 from inference import generate, load_drafter
 from inference.drafters.base import Drafter
-from inference.evaluation.measure import REPETITIVE, acceptance, distinct, float32, identical, run, texts
+from inference.evaluation.measure import REPETITIVE, acceptance, distinct, float32, run, texts
 from scripts.bench import compare
 from train.cli import SCRIPTS, entry
 from train.data.corpus import prompts
@@ -47,13 +48,14 @@ def main(cfg: DictConfig) -> None:
     held_out = instantiate(cfg.data, tokenizer=target.text_tokenizer).test
     rows = prompts(target.text_tokenizer, held_out, cfg.prompts, cfg.prompt_tokens)
     loops = [distinct(text) < REPETITIVE for text in texts(run(target, None, rows, **limits(cfg)))]
-    rows = [row for row, loop in zip(rows, loops, strict=True) if not loop]
-    where = f"{target.dtype}, {device_name(target.device)}"
-    print(f"{sum(loops)} of {len(loops)} prompts end in loops and are left out; {where}", flush=True)
+    rows = [row for row, loop in zip(rows, loops, strict=True) if not loop] or rows
+    print(
+        f"{sum(loops)} of {len(loops)} greedy texts are loops; {target.dtype}, {device_name(target.device)}", flush=True
+    )
     if len(rows) < max(cfg.batches):
         raise ValueError(f"batches={list(cfg.batches)} need as many prompts: prompts={cfg.prompts} leave {len(rows)}")
-    found: dict[str, Any] = {"reads": reads(target)}
-    found["drafters"] = {name: gained(cfg, target, head, name, rows) for name in map(str, cfg.drafters)}
+    found: dict[str, Any] = {"prompts": len(rows), "loops": sum(loops), "reads": reads(target)}
+    found["drafters"] = gained(cfg, target, head, rows)
     found["speeds"] = speeds(cfg, target, head, rows)
     (output / "hybrid.json").write_text(json.dumps(found, indent=1) + "\n")
 
@@ -124,23 +126,31 @@ def reads(target: Target, repeats: int = 9) -> dict[int, dict[str, float]]:
 
 
 def now(target: Target) -> float:
+    if target.device.type == "cpu" and torch.get_num_threads() == 1:
+        return time.process_time()
     synchronise(target.device)
     return time.perf_counter()
 
 
-def gained(cfg: DictConfig, target: Target, head: str, name: str, rows: list[list[int]]) -> dict[str, float]:
-    """Tokens per step, and the share of texts that are the target's own in float32 at every value of MAX_PENDING."""
-    exact, found, same = float32(target), dict[str, float](), list[float]()
+def gained(cfg: DictConfig, target: Target, head: str, rows: list[list[int]]) -> dict[str, dict[str, float]]:
+    """Of every drafter the tokens per step, and the share of texts that are the target's own in float32, at every value of
+    MAX_PENDING."""
+    exact, proven = float32(target), rows[: cfg.proven_prompts]
     assert exact is not None
-    drafter, prover = (load_drafter(head, one, **cfg.drafters[name]) for one in (target, exact))
-    for label, temperature in TEMPERATURES.items():
-        settings = limits(cfg) | {"temperature": temperature}
-        found[f"acceptance {label}"] = acceptance(run(target, drafter, rows, **settings))
-        for most in cfg.pending:
-            with max_pending(most):
-                same.append(identical(exact, prover, rows[: cfg.proven_prompts], **settings))
-    found["identical"] = sum(same) / len(same)
-    print(f"{name:24}" + "  ".join(f"{what} {value:.3f}" for what, value in found.items()), flush=True)
+    settings = {label: limits(cfg) | {"temperature": temperature} for label, temperature in TEMPERATURES.items()}
+    own = {label: texts(run(exact, None, proven, **how)) for label, how in settings.items()}
+    found: dict[str, dict[str, float]] = {}
+    for name, given in cfg.drafters.items():
+        drafter, prover = (load_drafter(head, one, **given) for one in (target, exact))
+        same: list[bool] = []
+        for label, how in settings.items():
+            for most in cfg.pending:
+                with max_pending(most):
+                    drafted = texts(run(exact, prover, proven, **how))
+                same += [text == plain for text, plain in zip(drafted, own[label], strict=True)]
+        found[name] = {label: acceptance(run(target, drafter, rows, **how)) for label, how in settings.items()}
+        found[name]["identical"] = sum(same) / len(same)
+        print(f"{name:16}" + "  ".join(f"{what} {value:.3f}" for what, value in found[name].items()), flush=True)
     return found
 
 
@@ -170,15 +180,17 @@ def speeds(cfg: DictConfig, target: Target, head: str, rows: list[list[int]]) ->
 
 
 def decode(target: Target, drafter: Drafter | None, ids: Tensor, **settings: Any) -> dict[str, float]:
-    """Tokens per second, the target's forwards of a step, and its milliseconds per stage."""
+    """Tokens per second, milliseconds of a step, the target's forwards in it, and the share of each stage."""
     forwards: list[None] = []
     hook = target.model.register_forward_pre_hook(lambda module, given: forwards.append(None))
     began = now(target)
     out = generate(target, drafter, ids, timings=True, **settings)
     seconds, steps = now(target) - began, len(out.steps)
     hook.remove()
-    found = {"tokens/s": sum(map(len, out.new_tokens)) / seconds, "forwards": (len(forwards) - len(ids)) / steps}
-    return found | {f"{stage} ms": 1e3 * spent / steps for stage, spent in out.seconds.items()}
+    whole = sum(out.seconds.values())
+    found = {"tokens/s": sum(map(len, out.new_tokens)) / seconds, "step ms": 1e3 * seconds / steps}
+    found["forwards"] = (len(forwards) - len(ids)) / steps
+    return found | {stage: spent / whole for stage, spent in out.seconds.items()}
 
 
 if __name__ == "__main__":
