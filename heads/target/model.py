@@ -248,7 +248,7 @@ class Target:
         if mask is not None:  # only rows that are read together may reach beyond the context, by their padding
             positions = positions if self.context is None else positions.clamp(max=self.context - 1)
             facts["attention_mask"] = self._shape_mask(mask, None, None)
-        if self._takes_chunk_size and 1 < tokens.shape[1] < CHUNK:  # padding to 64 is a third of a read of 8 on a CPU
+        if self._takes_chunk_size and 1 < tokens.shape[1] < CHUNK:  # on a CPU padding is a quarter of a read of 8
             facts["chunk_size"] = tokens.shape[1]
         reading, out = self._forward(tokens.clamp(min=0), positions, layers, keep_logits, facts)
         return reading, None if self._past is None else out.get(self._past)

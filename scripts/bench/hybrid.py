@@ -48,12 +48,14 @@ def main(cfg: DictConfig) -> None:
     held_out = instantiate(cfg.data, tokenizer=target.text_tokenizer).test
     rows = prompts(target.text_tokenizer, held_out, cfg.prompts, cfg.prompt_tokens)
     loops = [distinct(text) < REPETITIVE for text in texts(run(target, None, rows, **limits(cfg)))]
-    rows = [row for row, loop in zip(rows, loops, strict=True) if not loop] or rows
-    print(
-        f"{sum(loops)} of {len(loops)} greedy texts are loops; {target.dtype}, {device_name(target.device)}", flush=True
-    )
+    kept = [row for row, loop in zip(rows, loops, strict=True) if not loop]
+    rows = kept if len(kept) >= max(cfg.batches) else rows
+    where = f"{target.dtype}, {device_name(target.device)}"
+    print(f"{sum(loops)} of {len(loops)} greedy texts are loops; {len(rows)} prompts are measured; {where}", flush=True)
     if len(rows) < max(cfg.batches):
-        raise ValueError(f"batches={list(cfg.batches)} need as many prompts: prompts={cfg.prompts} leave {len(rows)}")
+        raise ValueError(
+            f"batches={list(cfg.batches)} need as many prompts, and prompts={cfg.prompts} gives {len(rows)}"
+        )
     found: dict[str, Any] = {"prompts": len(rows), "loops": sum(loops), "reads": reads(target)}
     found["drafters"] = gained(cfg, target, head, rows)
     found["speeds"] = speeds(cfg, target, head, rows)
