@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from heads.target import stacked_cache, state_cache
-from scripts.bench.hybrid import READS, max_pending
+from scripts.bench.hybrid import READS, max_pending, of_pending
 from tests.support import ROOT
 from tests.support.hybrids import LINEAR, SIZES
 from tests.support.tiny import TEXT, VOCAB
@@ -61,6 +61,15 @@ def test_from_a_target_to_the_figures(tmp_path: Path, tiny_path: Path):
     together = [line for line in found["speeds"] if line["batch"] == 2 and line["drafter"] == "chain_7"]
     few, many = (line["forwards"] for line in together[:2])
     assert few > many  # with more that may be pending, fewer reads commit
+    assert len(found["pending"]) == 2 * 2 * 2
+
+
+def test_what_a_value_is_worth_is_compared_on_the_same_text_with_the_same_drafter():
+    alike = {"temperature": "T=0", "batch": 1}
+    rates = {("a", 4): [10.0, 100.0], ("a", 8): [30.0, 300.0], ("b", 4): [5.0, 6.0], ("b", 8): [15.0, 18.0]}
+    lines = [{"drafter": name, "pending": most, "rates": some, **alike} for (name, most), some in rates.items()]
+    found = of_pending([{"drafter": "plain", "pending": 0, "rates": [1.0, 1.0], **alike}, *lines])
+    assert [(line["pending"], line["share"]) for line in found] == [(4, [0.5] * 3), (8, [1.5] * 3)]
 
 
 def test_a_value_of_max_pending_is_that_of_both_files_and_is_taken_back():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, quantiles
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ def main(cfg: DictConfig) -> None:
     found: dict[str, Any] = {"prompts": len(rows), "loops": sum(loops), "reads": reads(target)}
     found["drafters"] = gained(cfg, target, head, rows)
     found["speeds"] = speeds(cfg, target, head, rows)
+    found["pending"] = of_pending(found["speeds"])
     (output / "hybrid.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -176,9 +177,29 @@ def speeds(cfg: DictConfig, target: Target, head: str, rows: list[list[int]]) ->
             line |= {what: median(one[what] for one in some) for what in some[0]}
             pairs = zip(some, taken[PLAIN, 0], strict=True)
             ratios = [one["tokens/s"] / plain["tokens/s"] for one, plain in pairs]
-            lines.append(line | {"speedup": median(ratios), "lowest": min(ratios), "highest": max(ratios)})
-            print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{v:>3}" for k, v in lines[-1].items()))
+            line |= {"speedup": median(ratios), "lowest": min(ratios), "highest": max(ratios)}
+            lines.append(line | {"rates": [one["tokens/s"] for one in some]})
+            print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{v:>3}" for k, v in line.items()), flush=True)
     return lines
+
+
+def of_pending(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each value of MAX_PENDING is worth: tokens/s as a share of the mean over all values, on the same text with the
+    same drafter; median and quartiles."""
+    shares: dict[tuple[str, int, int], list[float]] = {}
+    drafted = [line for line in lines if line["drafter"] != PLAIN]
+    for line in drafted:
+        key = ("temperature", "batch", "drafter")
+        alike = [other["rates"] for other in drafted if all(other[part] == line[part] for part in key)]
+        means = [mean(rates) for rates in zip(*alike, strict=True)]
+        place = line["temperature"], line["batch"], line["pending"]
+        shares.setdefault(place, []).extend(rate / usual for rate, usual in zip(line["rates"], means, strict=True))
+    found = []
+    for (label, batch, most), some in shares.items():
+        low, middle, high = quantiles(some) if len(some) > 1 else some * 3
+        print(f"{label}, {batch} at a time, at most {most:2} pending: {middle:.3f} ({low:.3f} to {high:.3f})")
+        found.append({"temperature": label, "batch": batch, "pending": most, "share": [low, middle, high]})
+    return found
 
 
 def decode(target: Target, drafter: Drafter | None, ids: Tensor, **settings: Any) -> dict[str, float]:
