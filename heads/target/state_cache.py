@@ -7,6 +7,8 @@ committed one if all that was read is accepted:
     text      t t t t t t t a a r         t committed: in the state    a pending: accepted since, not yet in the state
     a read                  a a r d d d   r the root, d a chain of drafts, on a fork; no mask but the model's own
 
+With too much pending of a lone row, the next step drafts nothing: a read of the root alone commits it all (`behind`).
+
 longrope rotates a text by other angles from some length on (`Target.rope_boundary`), so there it is read anew: row by row,
 as a batch in one cache could not be.
 
