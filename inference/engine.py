@@ -174,7 +174,8 @@ class Engine:
         if self.prefixes is not None:
             self.batch.keep(self.prefixes, self.root, [count > 0 for count in counts])
         texts = [row.text for row in self.batch.rows]
-        self.batch.accepted = Accepted(verification.tokens[:, :width], features, counts, texts, device_counts)
+        kept_tokens = verification.tokens[:, :width]
+        self.batch.accepted = Accepted(kept_tokens, features, counts, texts, device_counts, cache.behind)
         self.clock.lap("host")
         return outputs
 

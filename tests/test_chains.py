@@ -1,20 +1,25 @@
 """Promise: a target that reads no trees is drafted for by chains, and writes what it writes alone."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from heads import Target
 from heads.base import PackedBatch
 from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
+from heads.target import state_cache
 from heads.target.state_cache import MAX_PENDING, StateCache, can_crop, fork
 from inference import Engine, Request, generate
 from inference.drafters import AutoTree, Chain, DraftModel, DynamicTree, Lookahead, StaticTree, SuffixDrafter, Union
 from inference.drafters.base import Accepted
 from inference.drafters.ngram import NgramDrafter
+from inference.generation import Generation
+from inference.tree import TokenTree
 from scripts.bench.families import Knowing
 from tests.support import architectures
 from tests.support.architectures import VOCAB
@@ -151,6 +156,71 @@ def test_pending_tokens_are_committed_when_they_are_many() -> None:
         seen.append(len(text) - cache.rows[0].committed)
     assert cache.lengths == [len(text)] and cache.rows[0].text.shape[1] == len(text)
     assert max(seen) == MAX_PENDING + 2 and min(seen) == 2
+
+
+@torch.no_grad()
+def test_a_step_without_drafts_commits_what_is_pending_and_the_head_misses_nothing(monkeypatch) -> None:
+    target, calls = pair("qwen3_5").target, []
+    torch.manual_seed(1)
+    head, forward = Eagle3Head.for_target(target, depth=3).eval(), target.model.forward
+    monkeypatch.setattr(target.model, "forward", lambda *args, **facts: calls.append(0) or forward(*args, **facts))
+    assert target.reads_chains
+
+    def decode(most: int) -> tuple[Generation, dict[int, list]]:
+        """What it wrote, and what was drafted after a text of each length."""
+        drafter, drafted = DynamicTree(head, target, nodes=4, depth=3, min_probability=0), dict[int, list]()
+        propose = drafter.propose
+
+        def spy(accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+            tree = propose(accepted, gumbel)
+            drafted[len(accepted.text[0])] = tree.tokens.tolist()
+            return tree
+
+        monkeypatch.setattr(drafter, "propose", spy)
+        monkeypatch.setattr(state_cache, "MAX_PENDING", most)
+        calls.clear()
+        return generate(target, drafter, *batch([0]), max_new_tokens=60, eos_token_id=-1), drafted
+
+    (caught_up, some), (never, every) = decode(5), decode(1000)
+    assert len(calls) == 1 + len(never.steps) and all(step.nodes == 4 for step in never.steps)
+    alone = [step.nodes for step in caught_up.steps].count(1)
+    assert alone >= 5 and len(some) == len(caught_up.steps) - alone
+    assert caught_up.new_tokens == never.new_tokens
+    assert {length: every[length] for length in some} == some
+
+
+@torch.no_grad()
+def test_a_step_gains_a_token_where_it_commits(monkeypatch) -> None:
+    """No read of a text alone does nothing but commit."""
+    target, calls = pair("qwen3_5").target, []
+    settings = {"max_new_tokens": 100, "eos_token_id": -1}
+    answer = generate(target, None, *batch([0]), **settings).new_tokens[0]
+    forward = target.model.forward
+    monkeypatch.setattr(target.model, "forward", lambda *args, **facts: calls.append(0) or forward(*args, **facts))
+    drafted = generate(target, Knowing([PROMPTS[0] + answer], VOCAB), *batch([0]), **settings)
+    assert drafted.new_tokens == [answer] and len(calls) == 1 + len(drafted.steps)
+    assert 1 in [step.nodes for step in drafted.steps[:-1]]
+
+
+@torch.no_grad()
+def test_a_short_read_is_no_padded_chunk(monkeypatch) -> None:
+    """What the model's own delta rule is asked for, and that it is the same reading."""
+    target, asked = pair("qwen3_5").target, []
+    rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
+
+    def spy(*tensors: Tensor, **facts: Any) -> Any:
+        asked.append(facts.get("chunk_size"))
+        return rule(*tensors, **facts)
+
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", spy)
+    tokens = torch.tensor([PROMPTS[0] * 4])
+    long, state = target.read_on(tokens, 0, None)
+    first, after = target.read_on(tokens[:, :20], 0, None)
+    second, _ = target.read_on(tokens[:, 20:27], 20, after)
+    target.read_on(tokens[:, :1], tokens.shape[1], state)
+    assert asked == [None, 20, 7]
+    short = torch.cat([first.logits, second.logits], 1)
+    assert (long.logits[:, :27] - short).abs().max() < 1e-5 * long.logits.abs().max()
 
 
 STACKED = ["qwen3_5", "lfm2", "falcon_h1", "granite_h", "mamba2"]

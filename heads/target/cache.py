@@ -78,6 +78,8 @@ class KVCache(Cache):
     captured (cuda_graphs.py): they see so many columns, and learn from `starts` alone where the text ends.
     """
 
+    behind = False  # see StateCache: here nothing is ever pending
+
     def __init__(
         self,
         layers: int,

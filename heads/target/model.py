@@ -24,7 +24,7 @@ from heads.target.loading import (
 from heads.target.reading import Reading
 from heads.target.sharding import COLLECTIVE, arguments, full_tensor
 from heads.target.state_cache import StateCache, reads_chains, reads_rows
-from heads.target.support import check_supported, longrope_boundary, why_no_trees
+from heads.target.support import CHUNK, check_supported, longrope_boundary, takes_chunk_size, why_no_trees
 
 TargetCache = KVCache | StateCache
 
@@ -52,6 +52,7 @@ class Target:
         self._parameters = set(inspect.signature(model.forward).parameters)
         pasts = ("past_key_values", "cache_params", "state")  # the names of their caches; OpenAI's first GPT keeps none
         self._past = next((name for name in pasts if name in self._parameters), None)
+        self._takes_chunk_size = self.device.type == "cpu" and takes_chunk_size(model)
         # Texts longer than this are rotated by other angles from their beginning on (longrope).
         self.rope_boundary: int | None = longrope_boundary(self.config)
         # Not from `to_dict`, which leaves out what a config computes and knows no second names (GPT-2's n_positions).
@@ -247,6 +248,8 @@ class Target:
         if mask is not None:  # only rows that are read together may reach beyond the context, by their padding
             positions = positions if self.context is None else positions.clamp(max=self.context - 1)
             facts["attention_mask"] = self._shape_mask(mask, None, None)
+        if self._takes_chunk_size and 1 < tokens.shape[1] < CHUNK:  # on a CPU padding is a quarter of a read of 8
+            facts["chunk_size"] = tokens.shape[1]
         reading, out = self._forward(tokens.clamp(min=0), positions, layers, keep_logits, facts)
         return reading, None if self._past is None else out.get(self._past)
 

@@ -7,6 +7,8 @@ committed one if all that was read is accepted:
     text      t t t t t t t a a r         t committed: in the state    a pending: accepted since, not yet in the state
     a read                  a a r d d d   r the root, d a chain of drafts, on a fork; no mask but the model's own
 
+With too much pending of a lone row, the next step drafts nothing: a read of the root alone commits it all (`behind`).
+
 longrope rotates a text by other angles from some length on (`Target.rope_boundary`), so there it is read again: row by row,
 as a batch in one cache could not be.
 
@@ -65,6 +67,13 @@ class StateCache:
     def set_lengths(self, lengths: list[int]) -> None:
         self.lengths = lengths
         self.starts = torch.tensor(lengths, device=self.device)[:, None]
+
+    @property
+    def behind(self) -> bool:
+        """Is so much pending of a lone row that it is to be committed? The read of a root alone does that, and gains a token,
+        where a read before the next chain's gains none."""
+        alone = self.batch == 1 and self.stack is None and self.rows[0].state is not None
+        return alone and self.rows[0].pending > MAX_PENDING
 
     def set_bucket(self, room: int) -> None:
         """Nothing is captured here."""
@@ -137,7 +146,7 @@ class StateCache:
         early = real if boundary is None or length > boundary else min(real, boundary - length)
         if boundary is not None and row.committed <= boundary < length:
             self.read_text(row, target)
-        elif row.state is not None and length - row.committed > MAX_PENDING:
+        elif nodes > 1 and row.state is not None and row.pending > MAX_PENDING:
             _, row.state = target.read_on(row.text[:, row.committed :], row.committed, row.state, keep_logits=1)
             row.committed = length
         # A lone root is always accepted, so what it does to the state may stay.

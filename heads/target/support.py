@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 # The layer types, as transformers names them, that remember keys and values alone and whose masks we know how to cut.
 BRANCHING = {"full_attention", "sliding_attention"}
+CHUNK = 64  # tokens of a chunk, where transformers' gated delta rule is told nothing else
 
 
 def check_supported(model: PreTrainedModel) -> None:
@@ -65,3 +66,10 @@ def longrope_boundary(config: PreTrainedConfig) -> int | None:
     boundary = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
     context = getattr(config, "max_position_embeddings", None)
     return None if boundary is None or (context is not None and context <= boundary) else boundary
+
+
+def takes_chunk_size(model: PreTrainedModel) -> bool:
+    """Do recurrent layers of it take `chunk_size` from the keywords of its forward? Those of transformers with a gated delta
+    rule do, where no kernel replaces it, and pad whatever they read to whole chunks."""
+    sources = {inspect.getmodule(type(part)) for part in model.modules()}
+    return any("torch_chunk_gated_delta_rule" in vars(source) for source in sources if source is not None)

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from heads.target import Target
-from inference.drafters.base import Accepted, Drafter, NoDrafter, Wrapper
+from inference.drafters.auto import merge
+from inference.drafters.base import Accepted, Drafter, NoDrafter, Wrapper, root_only, select
+from inference.sampling import Sampling
 from inference.tree import TokenTree, chain
 
 
@@ -21,7 +23,31 @@ def readable(drafter: Drafter, target: Target) -> Drafter:
             stacklevel=4,
         )
         return NoDrafter()
-    return Chain(drafter) if drafter.branches else drafter
+    return CatchUp(Chain(drafter) if drafter.branches else drafter)
+
+
+class CatchUp(Wrapper):
+    """Drafts nothing in a step that lets the target's state catch up with the text (`StateCache.behind`)."""
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        self.waiting: list[Accepted] = []
+        super().begin(batch, capacity, sampling)
+
+    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+        self.waiting = [select(piece, rows) for piece in self.waiting]
+        super().select_rows(rows, capacity, sampling)
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        self.waiting.append(accepted)
+        self.waits = accepted.behind
+        if self.waits:
+            return root_only(accepted)
+        merged, self.waiting = merge(self.waiting), []
+        return self.inner.propose(merged, gumbel)
+
+    def observe(self, paths: list[list[int]], choices: Tensor) -> None:
+        if not self.waits:
+            super().observe(paths, choices)
 
 
 class Chain(Wrapper):
