@@ -111,7 +111,7 @@ DSPARK = {  # SpecForge's, for Qwen3-4B
     "sliding_window": None,
     "vocab_size": 151936,
 }
-UNKNOWN = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+UNKNOWN = {"model_type": "kimi_k3", "auto_map": {"AutoConfig": "configuration_kimi_k3.KimiK3Config"}}
 
 
 @pytest.mark.parametrize("config, loaded", [(QWEN, "ok: chains"), (PHI, "ok: chains")], ids=["qwen3.5", "phi-4-mini"])

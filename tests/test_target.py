@@ -1,10 +1,15 @@
 """How a target is loaded."""
 
+import copy
+import json
+
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from heads import Target
+from heads.target.sharding import left_whole
+from tests.support.architectures import FAMILIES
 from tests.support.tiny import tiny_config
 
 
@@ -23,3 +28,21 @@ def test_attention_that_takes_no_mask_of_ours_is_refused(named):
     model.config._attn_implementation = named
     with pytest.raises(ValueError, match=f"attn_implementation={named} .*attn_implementation=sdpa"):
         Target(model)
+
+
+@torch.no_grad()
+def test_kimi_k2_is_read_as_the_deepseek_v3_that_it_is(tmp_path):
+    """Its files name a kind that transformers has not, and code of their own, of which nothing is run or asked."""
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["deepseek_v3"]), dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    own = {
+        "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+        "AutoTokenizer": "tokenization_kimi.TikTokenTokenizer",
+    }
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "kimi_k2", "auto_map": own}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": own}))
+    target, tokens = Target.from_pretrained(tmp_path, dtype="float32", device="cpu"), torch.arange(9)[None]
+    assert type(target.model) is type(model) and target.tokenizer is None
+    torch.testing.assert_close(target.read(tokens).logits, model(tokens).logits)
+    assert set(left_whole(str(tmp_path))) == {"model.embed_tokens", "lm_head"}

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from heads.target import attention
 from heads.target.cache import KVCache
 from heads.target.loading import (
+    SAME_KIND,
     check_exists,
     has_bfloat16_products,
     model_class,
@@ -101,13 +102,16 @@ class Target:
         if sharding is not None:
             kwargs |= arguments(path, sharding, quantization)
         try:
-            config = read_config(path, revision, kwargs.get("trust_remote_code", False))
+            trusted = kwargs.setdefault("trust_remote_code", False)  # where nothing is said, transformers would ask
+            config = read_config(path, revision, trusted)
+            if config.model_type in SAME_KIND.values():
+                kwargs["model_type"] = config.model_type  # the file may say another
             model = model_class(config).from_pretrained(path, dtype=dtype, revision=revision, **kwargs)
         except (OSError, json.JSONDecodeError) as error:
             reason = str(error).strip().split("\n")[0]
             raise ValueError(f"target {path} cannot be loaded: {reason}") from error
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trusted)
         except (OSError, ValueError, KeyError):
             tokenizer = None  # decoding and drafting need only ids; what needs text raises an error of its own
         if quantization is None and sharding is None and "device_map" not in kwargs:
