@@ -118,6 +118,7 @@ NAMED = LLAMA3 | {"architectures": ["LlamaForCausalLMEagle3"]}
 MIXTRAL = {k: v for k, v in LLAMA3.items() if k != "draft_vocab_size"} | {"model_type": "mixtral", "vocab_size": 32000}
 MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "rope_theta": 1000000.0}
 YARN = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+DYNAMIC = {"alpha": 1000.0, "beta_fast": 32, "factor": 1.0, "mscale": 1.0, "type": "dynamic"}  # AngelSlim's for Hunyuan
 PARTIAL = {"partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"}
 
 SPECULATORS = {
@@ -156,6 +157,7 @@ TAKEN: dict[str, tuple[dict, Any, str]] = {
     "full vocabulary": (NAMED | {"draft_vocab_size": 128256}, "midlayer", "max_position"),
     "mrope": (NAMED | MROPE, "midlayer", "rope_parameters"),
     "yarn": (NAMED | {"rope_scaling": YARN, "rope_theta": 50000.0}, "midlayer", "yarn"),
+    "dynamic rope": (NAMED | {"rope_scaling": DYNAMIC, "rope_theta": 1e6}, "midlayer", "the default one up to .*1000000"),
     "partial rope": (NAMED | {"rope_parameters": PARTIAL, "partial_rotary_factor": 0.25}, "midlayer", "0.25"),
     "EAGLE-1 of model_type mixtral": (MIXTRAL, eagle1, "max_position_embeddings"),
     "EAGLE-1 in vLLM's first layout": ({"model_type": "eagle", "model": MIXTRAL}, eagle1, "max_position_embeddings"),

@@ -40,10 +40,14 @@ def layer_settings(
     if "rope_theta" in settings and new.get("rope_theta", settings["rope_theta"]) != settings["rope_theta"]:
         raise files.error(f"config.json says rope_theta={settings['rope_theta']} and rope_parameters={new}")
     rope = llama_config.rope_parameters(settings)
-    if rope["rope_type"] not in llama_config.ROPES:
+    if rope["rope_type"] == "dynamic":
+        files.notes.append(f"a dynamic rope is the default one up to max_position_embeddings, and so it is taken: {rope}")
+        kept = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        settings["rope_parameters"] = {"rope_type": "default"} | kept
+    elif rope["rope_type"] not in llama_config.ROPES:
         raise files.error(
-            f"config.json says a rope of type {rope['rope_type']}, whose angles depend on the length of the whole text: a "
-            f"cached key would have the wrong ones; heads here have one of {', '.join(llama_config.ROPES)}"
+            f"config.json says a rope of type {rope['rope_type']}, which no layer here has: one of "
+            f"{', '.join(llama_config.ROPES)}; choose a head with one of these"
         )
     if not settings.get("max_position_embeddings"):  # the first EAGLE called it max_sequence_length
         settings["max_position_embeddings"] = settings.get("max_sequence_length") or target.context or 2048
