@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from heads import Target
+from heads.target.loading import read_config
 from heads.target.sharding import left_whole
 from tests.support.architectures import FAMILIES
 from tests.support.tiny import tiny_config
@@ -44,5 +45,6 @@ def test_kimi_k2_is_read_as_the_deepseek_v3_that_it_is(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": own}))
     target, tokens = Target.from_pretrained(tmp_path, dtype="float32", device="cpu"), torch.arange(9)[None]
     assert type(target.model) is type(model) and target.tokenizer is None
+    assert read_config(tmp_path / "config.json").kv_lora_rank == model.config.kv_lora_rank  # a file alone, for a plan
     torch.testing.assert_close(target.read(tokens).logits, model(tokens).logits)
     assert set(left_whole(str(tmp_path))) == {"model.embed_tokens", "lm_head"}

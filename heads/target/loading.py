@@ -89,9 +89,10 @@ def read_config(path: str | Path, revision: str | None = None, trust_remote_code
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except ValueError as error:
-        named = PreTrainedConfig.get_config_dict(path, revision=revision)[0].get("model_type")
+        facts, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
+        named = facts.pop("model_type", None)
         if named in SAME_KIND:
-            return AutoConfig.from_pretrained(path, revision=revision, model_type=SAME_KIND[named])
+            return AutoConfig.for_model(SAME_KIND[named], **facts)
         if "custom code" in str(error):
             reason = "its kind is none that transformers has, and it brings code of its own: choose another target"
         else:

@@ -38,6 +38,7 @@ class Target:
     """
 
     quantization: str | None = None  # how `from_pretrained` packed its weights
+    no_tokenizer: str = "it was made without one"  # why it has none, where it has none
     sharding: str | None = None  # and how it shards them over devices (heads/target/sharding.py)
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = ""):
@@ -112,12 +113,14 @@ class Target:
             raise ValueError(f"target {path} cannot be loaded: {reason}") from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trusted)
-        except (OSError, ValueError, KeyError):
-            tokenizer = None  # decoding and drafting need only ids; what needs text raises an error of its own
+        except Exception as error:  # what transformers raises where there is none, or a package is missing, differs by kind
+            tokenizer, reason = None, str(error).strip().split("\n")[0]  # decoding and drafting need only ids
         if quantization is None and sharding is None and "device_map" not in kwargs:
             model = model.to(device)
         target = cls(model, tokenizer, name=path)
         target.quantization, target.sharding = quantization, sharding
+        if tokenizer is None:
+            target.no_tokenizer = reason
         if tokenizer is not None and len(tokenizer) > target.vocab_size:
             raise ValueError(
                 f"the tokenizer of {path} knows {len(tokenizer)} tokens, its model only {target.vocab_size}: "
@@ -129,7 +132,9 @@ class Target:
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
         """Its tokenizer, for what reads or writes text; ValueError where it has none."""
         if self.tokenizer is None:
-            raise ValueError(f"target {self.name} has no tokenizer, and this reads or writes text: save one beside it")
+            raise ValueError(
+                f"target {self.name} has no tokenizer ({self.no_tokenizer}), which text needs: save one beside it"
+            )
         return self.tokenizer
 
     @property

@@ -44,6 +44,8 @@ def why_no_trees(model: PreTrainedModel) -> str | None:
         return (
             f"model_type {config.model_type} has {', '.join(kinds) or 'recurrent'} layers, where drafts cannot branch"
         )
+    if getattr(config, "num_hidden_layers", None) is None:
+        return f"model_type {config.model_type} is several transformers, one in the other, so drafts cannot branch"
     if getattr(config, "alibi", None):
         return f"model_type {config.model_type} has alibi, which places keys by their column, so drafts cannot branch"
     boundary = longrope_boundary(config)

@@ -65,9 +65,10 @@ def main(cfg: DictConfig) -> None:
 
 def sources(cfg: DictConfig) -> Iterator[tuple[str, Callable[[], Cells]]]:
     """The name and the cells of every row."""
-    for folder, cells in ((cfg.targets, target_cells), (cfg.heads, head_cells)):
-        for file in sorted(Path(folder).glob("*.json")) if folder else ():
-            yield file.stem, partial(cells, json.loads(file.read_text()), cfg.new_tokens)
+    for file in sorted(Path(cfg.targets).glob("*.json")) if cfg.targets else ():
+        yield file.stem, partial(target_cells, json.loads(file.read_text()), cfg.new_tokens)
+    for file in sorted(Path(cfg.heads).glob("*.json")) if cfg.heads else ():
+        yield file.stem, partial(head_cells, json.loads(file.read_text()), cfg.new_tokens, file.stem)
     if cfg.families:
         for name, kind in families().items():
             yield name, partial(family_cells, partial(small_family, kind), cfg.new_tokens)
