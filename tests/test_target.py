@@ -48,3 +48,29 @@ def test_kimi_k2_is_read_as_the_deepseek_v3_that_it_is(tmp_path):
     assert read_config(tmp_path / "config.json").kv_lora_rank == model.config.kv_lora_rank  # a file alone, for a plan
     torch.testing.assert_close(target.read(tokens).logits, model(tokens).logits)
     assert set(left_whole(str(tmp_path))) == {"model.embed_tokens", "lm_head"}
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("You need to install sacremoses"), TypeError("expected str, not NoneType")]
+)
+def test_a_tokenizer_that_cannot_be_loaded_is_missed_where_text_is_read(tmp_path, monkeypatch, error):
+    """transformers asks for packages, or fails on files that are not there, each kind of tokenizer in its own way."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
+    monkeypatch.setattr("heads.target.model.AutoTokenizer.from_pretrained", fail)
+    target = Target.from_pretrained(tmp_path, device="cpu")
+    with pytest.raises(ValueError, match=rf"has no tokenizer \({error}\), which text needs"):
+        target.text_tokenizer  # noqa: B018
+
+
+def test_a_model_that_needs_another_package_is_refused_by_its_name(tmp_path, monkeypatch):
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ImportError("TimmWrapperModel requires the timm library\nbut it was not found")
+
+    LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
+    with pytest.raises(ValueError, match=r"cannot be loaded: TimmWrapperModel requires the timm library$"):
+        Target.from_pretrained(tmp_path, device="cpu")

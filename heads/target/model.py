@@ -108,12 +108,14 @@ class Target:
             if config.model_type in SAME_KIND.values():
                 kwargs["model_type"] = config.model_type  # the file may say another
             model = model_class(config).from_pretrained(path, dtype=dtype, revision=revision, **kwargs)
-        except (OSError, json.JSONDecodeError) as error:
+        except (OSError, ImportError, json.JSONDecodeError) as error:  # some models need further packages
             reason = str(error).strip().split("\n")[0]
             raise ValueError(f"target {path} cannot be loaded: {reason}") from error
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trusted)
-        except Exception as error:  # what transformers raises where there is none, or a package is missing, differs by kind
+        except (
+            Exception
+        ) as error:  # what transformers raises where there is none, or a package is missing, differs by kind
             tokenizer, reason = None, str(error).strip().split("\n")[0]  # decoding and drafting need only ids
         if quantization is None and sharding is None and "device_map" not in kwargs:
             model = model.to(device)

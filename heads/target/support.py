@@ -24,6 +24,11 @@ def check_supported(model: PreTrainedModel) -> None:
             f"model_type {config.model_type} has use_bidirectional_attention: a draft would change the text before it; "
             "choose a target without"
         )
+    if getattr(config, "num_hidden_layers", None) is None:  # BLT, of several transformers one in the other
+        raise ValueError(
+            f"the config of model_type {config.model_type} has no num_hidden_layers: transformers cannot make a cache for "
+            "it, and its own generate fails; choose another target"
+        )
     output = model.get_output_embeddings()
     read, written = model.get_input_embeddings().num_embeddings, None if output is None else output.weight.shape[0]
     if output is None or (written != read and output.weight.is_floating_point()):
@@ -44,8 +49,6 @@ def why_no_trees(model: PreTrainedModel) -> str | None:
         return (
             f"model_type {config.model_type} has {', '.join(kinds) or 'recurrent'} layers, where drafts cannot branch"
         )
-    if getattr(config, "num_hidden_layers", None) is None:
-        return f"model_type {config.model_type} is several transformers, one in the other, so drafts cannot branch"
     if getattr(config, "alibi", None):
         return f"model_type {config.model_type} has alibi, which places keys by their column, so drafts cannot branch"
     boundary = longrope_boundary(config)

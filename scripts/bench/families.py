@@ -18,11 +18,20 @@ from inference.sampling import Sampling
 from inference.tree import TokenTree
 from scripts.bench.shrink import CONTEXT
 
-# What default configs leave out, and their models need.
+# What default configs leave out or shrink must keep, and their models need.
 LEFT_OUT: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 4]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "falcon_h1": {"mamba_d_head": 16},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"num_hidden_layers": 8, "layer_types": ["mamba", "mamba", "mamba", "attention"] * 2},
+    "helium": {"head_dim": 8},  # its heads are as wide together as its hidden states
+    "hrm_text": {"num_layers_per_stack": 1},  # of 8 cycles
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
 }
 PROMPTS = (40, 5, 21)  # tokens; with what is written, texts cross every window and chunk
 

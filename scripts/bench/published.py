@@ -81,7 +81,7 @@ def checked(cells: Cells) -> dict[str, str]:
         try:
             detail = work()
             found[name] = "ok" if detail is None else f"ok: {detail}"
-        except ValueError as error:
+        except (ValueError, ImportError) as error:  # of a package that the model needs
             found[name] = "refused: " + str(error).split("\n")[0]
         except Exception as error:  # what a user would get as a traceback
             found[name] = f"FAILS: {type(error).__name__}: {str(error).strip()}".split("\n")[0]

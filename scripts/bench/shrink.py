@@ -52,6 +52,8 @@ SIZES: dict[str, int] = {
     "index_topk": 24,
     "index_n_heads": 16,  # fewer, and their scores tie at 0
     "index_head_dim": 16,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,
@@ -97,6 +99,8 @@ DROPPED = {"_source", "_partial", "quantization_config", "auto_map", "_name_or_p
 IMAGES: dict[str, Any] = {  # of the part that reads images, which no text prompt reaches
     "depth": 1,
     "num_hidden_layers": 1,
+    "num_heads": 4,
+    "num_attention_heads": 4,
     "image_size": 28,
     "patch_size": 14,
     "hidden_size": HIDDEN,
@@ -116,12 +120,17 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
     """The same model, small. Per-layer settings keep their first `LAYERS` entries."""
     full = config.get("num_hidden_layers")
     small = {name: part(name, value, config) for name, value in config.items() if name not in DROPPED}
+    # Layers that share the keys of those before need one of every kind on both sides.
+    shared = bool(config.get("num_kv_shared_layers"))
+    layers = 12 if shared else LAYERS
+    if shared:
+        small["num_kv_shared_layers"] = layers // 2
     if full is not None:
-        small["num_hidden_layers"] = min(LAYERS, full)
+        small["num_hidden_layers"] = min(layers, full)
         for name, value in small.items():
             by_layer = isinstance(value, list) or (isinstance(value, str) and "pattern" in name)
             if by_layer and full <= len(value) <= full + 1 and name != "architectures":
-                small[name] = value[: LAYERS + len(value) - full]
+                small[name] = value[: layers + len(value) - full]
     few = (config.get("num_key_value_heads") or 0) < (config.get("num_attention_heads") or 0)
     for name in ("num_key_value_heads", "num_global_key_value_heads"):
         if config.get(name):
