@@ -18,6 +18,11 @@ def check_supported(model: PreTrainedModel) -> None:
             f"model_type {config.model_type} is an encoder, whose tokens see what comes after them: a draft would "
             "change the text before it; choose a decoder (or is_decoder=True in its config, if it was trained as one)"
         )
+    if getattr(config, "causal", None) is False or "target_mapping" in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"model_type {config.model_type} writes a token in the place of a mask (XLM, XLNet), not after what it has read: "
+            "choose a decoder (or causal=True in its config, if it was trained as one)"
+        )
     # Gemma 4 says "vision": among the tokens of an image only, and here there are none.
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise ValueError(

@@ -32,6 +32,8 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
     "hrm_text": {"num_layers_per_stack": 1},  # of 8 cycles
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"head_dim": 8},
 }
 PROMPTS = (40, 5, 21)  # tokens; with what is written, texts cross every window and chunk
 

@@ -211,6 +211,9 @@ def block(config: dict[str, Any]) -> dict[str, Tensor]:
     for i in range(inner["num_hidden_layers"]):
         found |= layer(inner, f"layers.{i}", HIDDEN) | {f"layers.{i}.input_layernorm.weight": random(HIDDEN)}
         found |= {f"layers.{i}.self_attn.{name}.weight": random(dim) for name in ("q_norm", "k_norm")}
+    rows = own.get("draft_vocab_size") or VOCAB
+    if rows < VOCAB:
+        found |= {"lm_head.weight": random(rows, HIDDEN), "d2t": torch.arange(rows).div(20, rounding_mode="floor")}
     rank = own.get("markov_rank") or 0
     if rank:
         found |= {f"markov_head.markov_w{i}.weight": random(VOCAB, rank) for i in (1, 2)}
