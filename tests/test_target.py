@@ -7,9 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from heads import Target
+from heads import Target, load_head, save_head
+from heads.eagle3 import Eagle3Head
 from heads.target.loading import read_config
 from heads.target.sharding import left_whole
+from inference import drafter_for, generate
 from tests.support.architectures import FAMILIES
 from tests.support.tiny import tiny_config
 
@@ -74,3 +76,26 @@ def test_a_model_that_needs_another_package_is_refused_by_its_name(tmp_path, mon
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
     with pytest.raises(ValueError, match=r"cannot be loaded: TimmWrapperModel requires the timm library$"):
         Target.from_pretrained(tmp_path, device="cpu")
+
+
+@torch.no_grad()
+def test_a_target_may_read_tokens_that_it_never_writes(tmp_path):
+    """Llama-3.2-Vision: its embedding has rows for images beyond those of its lm_head."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_config(initializer_range=0.3)).eval()
+    written = model.config.vocab_size
+    model.model.embed_tokens = torch.nn.Embedding(written + 8, model.config.hidden_size)
+    target = Target(copy.deepcopy(model))
+    assert target.vocab_size == written
+    prompt = torch.arange(3, 12)[None]
+    theirs = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    head = Eagle3Head.for_target(target, depth=3, layers=[0, 1])
+    settings = {"max_new_tokens": 12, "eos_token_id": -1}
+    assert (
+        generate(target, drafter_for(head.eval(), target), prompt, **settings).new_tokens[0] == theirs[0, 9:].tolist()
+    )
+    save_head(head, tmp_path, target)
+    assert load_head(tmp_path, target).config.vocab_size == written
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, written + 9, bias=False)
+    with pytest.raises(ValueError, match="all that it writes must be what it can read next"):
+        Target(model)

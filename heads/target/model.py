@@ -123,9 +123,10 @@ class Target:
         target.quantization, target.sharding = quantization, sharding
         if tokenizer is None:
             target.no_tokenizer = reason
-        if tokenizer is not None and len(tokenizer) > target.vocab_size:
+        read = target.model.get_input_embeddings().num_embeddings
+        if tokenizer is not None and len(tokenizer) > read:
             raise ValueError(
-                f"the tokenizer of {path} knows {len(tokenizer)} tokens, its model only {target.vocab_size}: "
+                f"the tokenizer of {path} knows {len(tokenizer)} tokens, its model only {read}: "
                 "they do not belong together; take both from the same directory"
             )
         return target
@@ -141,7 +142,10 @@ class Target:
 
     @property
     def vocab_size(self) -> int:
-        return self.model.get_input_embeddings().num_embeddings
+        """Tokens that it writes; some read more (the image tokens of Llama-3.2-Vision)."""
+        output = self.model.get_output_embeddings().weight  # packed, it does not say how many
+        read = self.model.get_input_embeddings().num_embeddings
+        return min(read, output.shape[0]) if output.is_floating_point() else read
 
     @property
     def hidden_size(self) -> int:

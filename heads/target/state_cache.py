@@ -196,7 +196,13 @@ def reads_chains(target: "Target") -> bool:
     except Exception:  # some take one token at a time over a cache, each in words of its own (ProphetNet)
         return False
     for number in range(nodes, PROBE):
-        single.append(one_by_one.read_chains(target, tokens[:, number : number + 1]).logits)
+        try:
+            single.append(one_by_one.read_chains(target, tokens[:, number : number + 1]).logits)
+        except Exception as error:  # CPM-Ant wants all of the text again
+            kind = target.config.model_type
+            raise ValueError(
+                f"model_type {kind} cannot read on from its cache ({error}): choose another target"
+            ) from error
         one_by_one.commit([[0]])
     return alike(at_once, torch.cat(single, 1))
 

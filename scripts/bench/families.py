@@ -32,8 +32,18 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
     "hrm_text": {"num_layers_per_stack": 1},  # of 8 cycles
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "lfm2_moe": {"num_hidden_layers": 8, "layer_types": ["conv", "conv", "conv", "full_attention"] * 2},
+    "longcat_flash": {"head_dim": 8},  # of the rotated part
     "ministral": {"head_dim": 16},
-    "nemotron": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 8},
+    "xmod": {"default_language": "en_XX"},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 24,
+        "indexer_compress_ratio": 4,
+    },
 }
 PROMPTS = (40, 5, 21)  # tokens; with what is written, texts cross every window and chunk
 

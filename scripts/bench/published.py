@@ -82,7 +82,7 @@ def checked(cells: Cells) -> dict[str, str]:
             detail = work()
             found[name] = "ok" if detail is None else f"ok: {detail}"
         except (ValueError, ImportError) as error:  # of a package that the model needs
-            found[name] = "refused: " + str(error).split("\n")[0]
+            found[name] = "refused: " + str(error).strip().split("\n")[0]
         except Exception as error:  # what a user would get as a traceback
             found[name] = f"FAILS: {type(error).__name__}: {str(error).strip()}".split("\n")[0]
         if not found[name].startswith("ok"):
@@ -131,6 +131,10 @@ def small_target(published: dict[str, Any]) -> Target:
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and "norm" not in name:  # at the usual 0.02 keys look alike: no wrong mask would show
             torch.nn.init.normal_(parameter, std=0.15)
+    if model_class(model.config) is not model_class(
+        config
+    ):  # the text part of a wrapper, which is not saved alone (Mllama)
+        return Target(model)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         target = Target.from_pretrained(folder, dtype="float32", device="cpu")
