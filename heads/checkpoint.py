@@ -30,7 +30,7 @@ def fingerprint(target: Target) -> dict:
     same whatever dtype the target was loaded in."""
     ids = range(0, target.vocab_size, max(1, target.vocab_size // 64))
     stored = stored_embeddings(target, ids)
-    rows = target.embeddings[:: ids.step].detach().cpu() if stored is None else stored
+    rows = target.embeddings[: ids.stop : ids.step].detach().cpu() if stored is None else stored
     digest = hashlib.sha256(rows.to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()).hexdigest()[:16]
     facts = {"name": target.name, "model_type": target.config.model_type, "vocab_size": target.vocab_size}
     return facts | {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "embedding_digest": digest}
@@ -54,7 +54,7 @@ def stored_embeddings(target: Target, ids: range) -> Tensor | None:
     with safe_open(path, framework="pt") as checkpoint:
         for name in checkpoint.keys():  # noqa: SIM118 -- it is no dict
             rows = checkpoint.get_slice(name)
-            if name.endswith(suffix) and rows.get_shape() == [target.vocab_size, target.hidden_size]:
+            if name.endswith(suffix) and rows.get_shape() == [embedding.num_embeddings, target.hidden_size]:
                 return torch.stack([rows[i] for i in ids])
     return None
 

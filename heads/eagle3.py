@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 
 from heads import llama_config
 from heads.base import PackedBatch, RecurrentHead, shift_right
+from heads.latent_attention import LatentAttention
 from heads.layers import MLP, Attention, RMSNorm, Rotary
 from heads.step_attention import attend_steps
 from heads.target import Target
@@ -31,7 +32,7 @@ class MidLayer(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(config, 2 * width)
+        self.self_attn = (LatentAttention if config.kv_lora_rank else Attention)(config, 2 * width)
         self.mlp = MLP(config)
         self.hidden_norm, self.input_layernorm = RMSNorm(width, eps), RMSNorm(width, eps)
         self.post_attention_layernorm = RMSNorm(width, eps)
@@ -112,6 +113,11 @@ class Eagle3Head(RecurrentHead):
         return head.to(target.device)
 
     @property
+    def latent(self) -> bool:
+        """Has its layer multi-head latent attention?"""
+        return isinstance(self.midlayer.self_attn, LatentAttention)
+
+    @property
     def projections(self) -> list[nn.Linear]:
         return [self.lm_head]
 
@@ -130,7 +136,7 @@ class Eagle3Head(RecurrentHead):
 
     def to_config(self) -> dict:
         return llama_config.to_json(self.config) | {
-            "architectures": ["LlamaForCausalLMEagle3"],
+            "architectures": ["Eagle3DeepseekV2ForCausalLM" if self.latent else "LlamaForCausalLMEagle3"],
             "draft_vocab_size": self.lm_head.out_features,
             "target_hidden_size": self.config.hidden_size,
             "norm_before_residual": self.norm_before_residual,

@@ -15,11 +15,20 @@ from heads.target import Target
 ROPES = ("default", "linear", "llama3", "yarn", "longrope")  # that a head may have
 NEEDED = ("hidden_size", "num_attention_heads")
 COPIED = (*NEEDED, "intermediate_size", "num_key_value_heads", "rms_norm_eps", "vocab_size")
+# Of a layer of multi-head latent attention (heads/latent_attention.py), whose head_dim is that of the rotated part.
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 COPIED_IF_THERE = ("head_dim", "max_position_embeddings", "bos_token_id", "eos_token_id")
 
 
 class LayerConfig(LlamaConfig):
-    """A Llama config whose hidden size need not be a multiple of its number of attention heads, since it has a head_dim."""
+    """A Llama config whose hidden size need not be a multiple of its number of attention heads, since it has a head_dim; and
+    that may have latent attention."""
+
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
 
     def validate_architecture(self) -> None:
         pass
@@ -45,7 +54,7 @@ def from_json(settings: dict[str, Any]) -> LlamaConfig:
     """The layer that a config.json describes. Only what shapes it is read: published files carry settings of their target
     and of other classes along. Raises KeyError for a size that is missing."""
     copied = {name: settings[name] for name in (*COPIED, "attention_bias") if name in NEEDED or name in settings}
-    copied |= {name: settings[name] for name in COPIED_IF_THERE if settings.get(name) is not None}
+    copied |= {name: settings[name] for name in (*COPIED_IF_THERE, *LATENT) if settings.get(name) is not None}
     rope = rope_parameters(settings)
     return LayerConfig(num_hidden_layers=1, tie_word_embeddings=False, rope_parameters=rope, **copied)
 
@@ -54,13 +63,15 @@ def to_json(config: LlamaConfig) -> dict[str, Any]:
     """What config.json says of the layer. Llama's defaults are written out too: engines differ on defaults."""
     names = (*COPIED, "head_dim", "max_position_embeddings", "rope_parameters")
     settings = config.to_diff_dict() | {name: getattr(config, name) for name in names}
+    settings = {name: value for name, value in settings.items() if name not in LATENT or value is not None}
     rope = dict(config.rope_parameters)
     settings["rope_theta"] = rope.pop("rope_theta")  # for engines on transformers 4, which know no rope_parameters
     if rope.get("rope_type", "default") != "default":
         settings["rope_scaling"] = rope
     if "partial_rotary_factor" in rope:
         settings["partial_rotary_factor"] = rope["partial_rotary_factor"]
-    return settings | {"model_type": "llama", "num_hidden_layers": 1, "tie_word_embeddings": False}
+    kind = "deepseek_v3" if "kv_lora_rank" in settings else "llama"
+    return settings | {"model_type": kind, "num_hidden_layers": 1, "tie_word_embeddings": False}
 
 
 def rope_parameters(settings: dict[str, Any]) -> dict[str, Any]:

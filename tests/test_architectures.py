@@ -247,7 +247,11 @@ CHAINS: dict[str, tuple[hf.PreTrainedConfig, str]] = {
 UNFIT: dict[str, tuple[hf.PreTrainedConfig, str]] = {
     "bert": (hf.BertConfig(**HALF), "an encoder"),
     "roberta": (hf.RobertaConfig(**HALF), "an encoder"),
-    "moshi": (hf.MoshiConfig(**HALF), "32001 tokens and writes 32000"),
+    "xlm": (hf.XLMConfig(n_layers=1, emb_dim=32, n_heads=2, n_words=50), "a token in the place of a mask"),
+    "xlnet": (
+        hf.XLNetConfig(n_layer=1, d_model=32, n_head=2, d_inner=32, vocab_size=50),
+        "a token in the place of a mask",
+    ),
     "gemma3_text": (hf.Gemma3TextConfig(**HALF, use_bidirectional_attention=True), "use_bidirectional_attention"),
 }
 
@@ -269,5 +273,5 @@ def test_a_model_that_cannot_branch_says_why(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", UNFIT)
 def test_a_model_that_writes_no_text_is_refused_by_name(model_type: str) -> None:
     config, reason = UNFIT[model_type]
-    with pytest.raises(ValueError, match=rf"^model_type {model_type} (has|is|reads) {reason}\b"):
+    with pytest.raises(ValueError, match=rf"^model_type {model_type} (has|is|writes) {reason}\b"):
         Target(on_meta(config))

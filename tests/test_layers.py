@@ -1,12 +1,16 @@
-"""What layers keep for their gradients: as little as they say, and the same gradients."""
+"""What layers compute, and what they keep for their gradients: as little as they say, and the same gradients."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import DeepseekV3Config, LlamaConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from heads.layers import MLP, RMSNorm
+from heads.latent_attention import LatentAttention
+from heads.layers import MLP, RMSNorm, Rotary
+from heads.llama_config import LATENT, LayerConfig
+from heads.target.attention import attend
 from train.runtime.cost import Live
 
 WIDTH, INNER, ROWS = 16, 48, 10
@@ -62,3 +66,32 @@ def test_a_norm_whose_input_is_given_learns_its_weight():
     norm = RMSNorm(WIDTH, 1e-5)
     norm(torch.ones(1, WIDTH)).sum().backward()
     torch.testing.assert_close(norm.weight.grad, torch.ones(WIDTH), atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("query", [None, 6])
+@pytest.mark.parametrize("yarn", [False, True])
+def test_latent_attention_is_deepseeks(query: int | None, yarn: bool):
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    if yarn:
+        scale = {"factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 8}
+        rope |= {"rope_type": "yarn"} | scale
+    sizes = dict(zip(LATENT, (query, 5, 6, 4, 7), strict=True)) | {
+        "hidden_size": WIDTH,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+    }
+    theirs_config = DeepseekV3Config(**sizes, rope_parameters=dict(rope), rms_norm_eps=1e-6, max_position_embeddings=64)
+    theirs_config._attn_implementation = "eager"
+    theirs = DeepseekV3Attention(theirs_config, 0).eval()
+    for parameter in theirs.parameters():
+        parameter.data = torch.randn_like(parameter)
+    config = LayerConfig(**sizes, head_dim=4, rope_parameters=dict(rope), rms_norm_eps=1e-6, max_position_embeddings=64)
+    ours = LatentAttention(config, WIDTH)
+    ours.load_state_dict(theirs.state_dict())
+    x, positions = torch.randn(2, ROWS, WIDTH), torch.arange(ROWS).repeat(2, 1) + 3
+    hidden = torch.full((ROWS, ROWS), -torch.inf).triu(1)[None, None]
+    expected, _ = theirs(x, DeepseekV3RotaryEmbedding(theirs_config)(x, positions), hidden)
+    q, k, v = ours.project(x, *Rotary(config)(positions, 64, x.dtype))
+    torch.testing.assert_close(ours.project_out(attend(q, k, v, None)), expected, atol=1e-5, rtol=1e-5)

@@ -7,11 +7,13 @@ import hydra
 import pytest
 import torch
 from omegaconf import DictConfig
+from transformers import LlamaForCausalLM
 
 from heads import Target, adapter
 from heads.base import PackedBatch
 from heads.eagle3 import Eagle3Head
 from scripts import plan
+from tests.support.tiny import tiny_config
 from train.cli import spelled_out
 from train.losses import soft
 from train.module import DistillationModel
@@ -71,6 +73,13 @@ def test_planned_bytes_are_those_of_a_real_step(
     assert gib["target weights"] == sum(p.nbytes for p in target.model.parameters())
     working = gib["activations"] + gib["features"]
     assert working == pytest.approx(live.peak, rel=0.02)
+
+
+def test_tied_weights_are_counted_once(small: DictConfig, tmp_path: Path):
+    model = LlamaForCausalLM(tiny_config(tie_word_embeddings=True))
+    model.save_pretrained(tmp_path)
+    lines = plan.plan(DictConfig({**small, "target": {**small.target, "path": str(tmp_path)}}))["gib"]
+    assert lines["target weights"][0] * plan.GIB == sum(parameter.nbytes for parameter in model.parameters())
 
 
 def test_the_sum_is_the_sum(planned: dict):

@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from heads import Target
-from scripts.bench.families import families, family_cells
+from scripts.bench.families import default_settings, families, family_cells
 from scripts.bench.published import checked, small_family, target_cells
 from scripts.bench.published_heads import head_cells
 from scripts.bench.shrink import CONTEXT, HIDDEN, VOCAB, shrink
@@ -111,7 +111,7 @@ DSPARK = {  # SpecForge's, for Qwen3-4B
     "sliding_window": None,
     "vocab_size": 151936,
 }
-UNKNOWN = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+UNKNOWN = {"model_type": "kimi_k3", "auto_map": {"AutoConfig": "configuration_kimi_k3.KimiK3Config"}}
 
 
 @pytest.mark.parametrize("config, loaded", [(QWEN, "ok: chains"), (PHI, "ok: chains")], ids=["qwen3.5", "phi-4-mini"])
@@ -157,6 +157,24 @@ def test_a_head_that_is_not_known_is_refused() -> None:
 def test_a_family_decodes_as_transformers_does() -> None:
     found = checked(family_cells(partial(small_family, families()["qwen3_5_text"]), new_tokens=8))
     assert found == {"loads": "ok: chains"} | dict.fromkeys(("as transformers", "greedy", "T=1"), "ok")
+
+
+def test_what_transformers_cannot_cache_is_refused() -> None:
+    found = checked(family_cells(partial(small_family, families()["blt"]), new_tokens=4))
+    assert found["loads"].startswith("refused: the config of model_type blt has no num_hidden_layers")
+
+
+def test_default_configs_are_made_whole_and_small() -> None:
+    """A string of a layer's length, positions too few for the text, settings of single layers, and what is left out."""
+    assert shrink({"num_hidden_layers": 12, "attention_type": "block_sparse"})["attention_type"] == "block_sparse"
+    assert (
+        shrink({"num_hidden_layers": 12, "hybrid_override_pattern": "M-M*M-M-M*M-"})["hybrid_override_pattern"]
+        == "M-M*M-M-"
+    )
+    layers = shrink({"num_hidden_layers": 40, "per_layer_config": {"02": {"kv_lora_rank": 1024}, "30": {}}})
+    assert layers["per_layer_config"] == {"02": {"kv_lora_rank": 16}}
+    assert default_settings(families()["blenderbot"])["max_position_embeddings"] == CONTEXT
+    assert default_settings(families()["dots1"])["n_routed_experts"] == 8
 
 
 def test_another_text_than_the_targets_fails() -> None:

@@ -19,7 +19,8 @@ from heads.checkpoint import fingerprint, write_head
 from heads.eagle3 import Eagle3Head
 from heads.formats import engines
 from inference import generate, load_drafter
-from scripts.bench.published_heads import eagle1, layer, random
+from scripts.bench.published import train
+from scripts.bench.published_heads import LATENT, eagle1, layer, random
 from tests.support.tiny import VOCAB, tiny_config
 
 H, MLP, DRAFT = 32, 64, 200
@@ -48,7 +49,7 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
     wide = config.get("head_dim", 0) * config.get("num_attention_heads", 0) not in (0, config.get("hidden_size"))
     uneven = config.get("hidden_size", 0) % config.get("num_attention_heads", 1) != 0
     few = config.get("num_key_value_heads", 1) < config.get("num_attention_heads", 1)
-    small = {
+    small = LATENT | {
         "hidden_size": H,
         "target_hidden_size": H,
         "intermediate_size": MLP,
@@ -118,8 +119,21 @@ NAMED = LLAMA3 | {"architectures": ["LlamaForCausalLMEagle3"]}
 MIXTRAL = {k: v for k, v in LLAMA3.items() if k != "draft_vocab_size"} | {"model_type": "mixtral", "vocab_size": 32000}
 MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "rope_theta": 1000000.0}
 YARN = {"type": "yarn", "factor": 64.0, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+DYNAMIC = {"alpha": 1000.0, "beta_fast": 32, "factor": 1.0, "mscale": 1.0, "type": "dynamic"}  # AngelSlim's for Hunyuan
 PARTIAL = {"partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"}
 
+MLA = NAMED | {  # TorchSpec's for Kimi-K2.5
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+    "model_type": "kimi_k2",
+    "num_key_value_heads": 32,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rope_theta": 50000.0,
+    "rope_scaling": YARN,
+}
 SPECULATORS = {
     "architectures": ["Eagle3Speculator"],
     "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},  # a class under no name, which nothing loads
@@ -135,6 +149,10 @@ SPECULATORS = {
 
 def ids(layer_ids: list[int] | None, **more: Any) -> dict[str, Any]:
     return {"eagle_config": {IDS: layer_ids, "use_aux_hidden_state": True} | more}
+
+
+def llama_layer(config: dict[str, Any]) -> dict[str, Tensor]:
+    return eagle3({name: value for name, value in config.items() if name not in LATENT}, "midlayer")
 
 
 # name -> config, weights (of the shrunken config), what the warning says.
@@ -156,6 +174,13 @@ TAKEN: dict[str, tuple[dict, Any, str]] = {
     "full vocabulary": (NAMED | {"draft_vocab_size": 128256}, "midlayer", "max_position"),
     "mrope": (NAMED | MROPE, "midlayer", "rope_parameters"),
     "yarn": (NAMED | {"rope_scaling": YARN, "rope_theta": 50000.0}, "midlayer", "yarn"),
+    "latent attention": (MLA, "midlayer", "rope_parameters: the head says .*yarn"),
+    "its target's latent attention, said along": (MLA, llama_layer, "rope_parameters: the head says .*yarn"),
+    "dynamic rope": (
+        NAMED | {"rope_scaling": DYNAMIC, "rope_theta": 1e6},
+        "midlayer",
+        "the default one up to .*1000000",
+    ),
     "partial rope": (NAMED | {"rope_parameters": PARTIAL, "partial_rotary_factor": 0.25}, "midlayer", "0.25"),
     "EAGLE-1 of model_type mixtral": (MIXTRAL, eagle1, "max_position_embeddings"),
     "EAGLE-1 in vLLM's first layout": ({"model_type": "eagle", "model": MIXTRAL}, eagle1, "max_position_embeddings"),
@@ -186,6 +211,32 @@ def test_a_head_of_others_is_exported_and_loads_again_with_its_own_rope(tmp_path
     again, said = load(tmp_path / "ours", target)
     assert len(said) == 1 and again.config.rope_parameters == head.config.rope_parameters
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in head.state_dict().items())
+
+
+def test_a_head_with_latent_attention_trains_and_is_exported_for_vllm_alone(tmp_path):
+    config, target = shrink(MLA), tiny_target(8)
+    head, _ = load(write(tmp_path / "theirs", config, eagle3(config, "midlayer")), target)
+    head.float().requires_grad_(True)
+    train(head, target, steps=1)
+    export = engines.vllm(head, target)
+    write_head(head, tmp_path / "ours", target, export.layout, export.layout.weight_files)
+    saved = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert saved["architectures"] == ["Eagle3DeepseekV2ForCausalLM"] and saved["kv_lora_rank"] == LATENT["kv_lora_rank"]
+    again, _ = load(tmp_path / "ours", target)
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in head.state_dict().items())
+    for engine in (engines.sglang, engines.speculators, engines.eagle):
+        with pytest.raises(ValueError, match="no EAGLE-3 head with multi-head latent attention: vLLM does"):
+            engine(head, target)
+
+
+@pytest.mark.parametrize(
+    "change, message", [({"v_head_dim": 99}, "wider than its keys"), ({"kv_lora_rank": "x"}, "no size")]
+)
+def test_latent_attention_that_no_layer_has_is_refused(tmp_path, change, message):
+    config = shrink(MLA)
+    write(tmp_path, config | change, eagle3(config, "midlayer"))
+    with pytest.raises(ValueError, match=message):
+        load_head(tmp_path, tiny_target(8))
 
 
 def test_a_head_of_ours_must_have_the_targets_rope(tmp_path):
@@ -309,7 +360,6 @@ REFUSED: dict[str, tuple[dict, str]] = {
         {"architectures": ["LlamaEagleSpeculator"], "model_type": "llama_eagle"},
         "EAGLE-1 in the first",
     ),
-    "MLA": ({"architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 512}, "multi-head latent attention"),
     "a class of its own": ({"auto_map": {"AutoModel": "modeling.Head"}}, "names code of its own"),
 }
 

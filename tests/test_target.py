@@ -1,10 +1,18 @@
 """How a target is loaded."""
 
+import copy
+import json
+
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from heads import Target
+from heads import Target, load_head, save_head
+from heads.eagle3 import Eagle3Head
+from heads.target.loading import read_config
+from heads.target.sharding import left_whole
+from inference import drafter_for, generate
+from tests.support.architectures import FAMILIES
 from tests.support.tiny import tiny_config
 
 
@@ -22,4 +30,72 @@ def test_attention_that_takes_no_mask_of_ours_is_refused(named):
     model = LlamaForCausalLM(tiny_config())
     model.config._attn_implementation = named
     with pytest.raises(ValueError, match=f"attn_implementation={named} .*attn_implementation=sdpa"):
+        Target(model)
+
+
+@torch.no_grad()
+def test_kimi_k2_is_read_as_the_deepseek_v3_that_it_is(tmp_path):
+    """Its files name a kind that transformers has not, and code of their own, of which nothing is run or asked."""
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["deepseek_v3"]), dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    own = {
+        "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+        "AutoTokenizer": "tokenization_kimi.TikTokenTokenizer",
+    }
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "kimi_k2", "auto_map": own}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": own}))
+    target, tokens = Target.from_pretrained(tmp_path, dtype="float32", device="cpu"), torch.arange(9)[None]
+    assert type(target.model) is type(model) and target.tokenizer is None
+    assert read_config(tmp_path / "config.json").kv_lora_rank == model.config.kv_lora_rank  # a file alone, for a plan
+    torch.testing.assert_close(target.read(tokens).logits, model(tokens).logits)
+    assert set(left_whole(str(tmp_path))) == {"model.embed_tokens", "lm_head"}
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("You need to install sacremoses"), TypeError("expected str, not NoneType")]
+)
+def test_a_tokenizer_that_cannot_be_loaded_is_missed_where_text_is_read(tmp_path, monkeypatch, error):
+    """transformers asks for packages, or fails on files that are not there, each kind of tokenizer in its own way."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise error
+
+    LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
+    monkeypatch.setattr("heads.target.model.AutoTokenizer.from_pretrained", fail)
+    target = Target.from_pretrained(tmp_path, device="cpu")
+    with pytest.raises(ValueError, match=rf"has no tokenizer \({error}\), which text needs"):
+        target.text_tokenizer  # noqa: B018
+
+
+def test_a_model_that_needs_another_package_is_refused_by_its_name(tmp_path, monkeypatch):
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ImportError("TimmWrapperModel requires the timm library\nbut it was not found")
+
+    LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
+    with pytest.raises(ValueError, match=r"cannot be loaded: TimmWrapperModel requires the timm library$"):
+        Target.from_pretrained(tmp_path, device="cpu")
+
+
+@torch.no_grad()
+def test_a_target_may_read_tokens_that_it_never_writes(tmp_path):
+    """Llama-3.2-Vision: its embedding has rows for images beyond those of its lm_head."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_config(initializer_range=0.3)).eval()
+    written = model.config.vocab_size
+    model.model.embed_tokens = torch.nn.Embedding(written + 8, model.config.hidden_size)
+    target = Target(copy.deepcopy(model))
+    assert target.vocab_size == written
+    prompt = torch.arange(3, 12)[None]
+    theirs = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    head = Eagle3Head.for_target(target, depth=3, layers=[0, 1])
+    settings = {"max_new_tokens": 12, "eos_token_id": -1}
+    assert (
+        generate(target, drafter_for(head.eval(), target), prompt, **settings).new_tokens[0] == theirs[0, 9:].tolist()
+    )
+    save_head(head, tmp_path, target)
+    assert load_head(tmp_path, target).config.vocab_size == written
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, written + 9, bias=False)
+    with pytest.raises(ValueError, match="all that it writes must be what it can read next"):
         Target(model)

@@ -101,7 +101,10 @@ def build(layout: Format, files: HeadFiles, target: Target) -> DraftHead:
         with torch.device("meta"):
             head = layout.kind.from_config(config)
     except KeyError as error:
-        raise files.error(f"config.json has no {error}, which a {layout.kind.__name__} needs") from None
+        raise files.error(
+            f"config.json has no {error}, which a head of kind {layout.kind.kind} needs: add it as the head was trained "
+            "(a trainer's recipe is not a head's config.json)"
+        ) from None
     expected = {layout.disk_name(name): tensor for name, tensor in head.state_dict().items()}
     weights = complete_vocabulary(files, layout.complete_weights(files, head, target), head, target.vocab_size)
     problems = weight_problems(weights, expected)

@@ -16,6 +16,7 @@ from heads.target import Target
 from heads.target.sharding import full_tensor
 
 ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "CosyVoice3Eagle3LlamaForCausalLM"}
+LATENT_ARCHITECTURES = {"Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"}
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Flags that the weights show where config.json is silent.
 SHOWN_BY = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
@@ -42,7 +43,7 @@ class Eagle3Format(Format):
 
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:
-        named = ARCHITECTURES & set(files.config.get("architectures") or [])
+        named = (ARCHITECTURES | LATENT_ARCHITECTURES) & set(files.config.get("architectures") or [])
         prefixes = (name for name in ("midlayer", "layers.0") if any(k.startswith(f"{name}.") for k in files.weights))
         layer = next(prefixes, "")
         # SafeAILab's own files say LlamaForCausalLM; these are what tells them from EAGLE-1.
@@ -54,7 +55,7 @@ class Eagle3Format(Format):
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         config = files.config
-        settings = layer_settings(files, config, target)
+        settings = layer_settings(files, config, target, latent=True)
         check_settings(files, config, {"bias": False, "target_hidden_size": config["hidden_size"]})
         flags = {name: config.get(name) for name in FLAGS} | eagle_flags(files)
         return settings | self.shared_config(files, flags, target) | {"foredraft": config.get("foredraft", {})}

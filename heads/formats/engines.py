@@ -118,6 +118,7 @@ def speculators(head: DraftHead, target: Target) -> Export:
         return Export(SpeculatorsPEagle(), VLLM_P_EAGLE, note)
     if not isinstance(head, Eagle3Head):
         raise unsupported("the speculators package", head)
+    check_llama_layer("the speculators package", head)
     return Export(SpeculatorsFormat(), "vllm serve {head}", "vLLM finds the target by the name in config.json.")
 
 
@@ -183,8 +184,14 @@ def check_full_vocabulary(engine: str, head: DraftHead) -> None:
         raise ValueError(f"{engine} knows no pruned vocabulary: train this head with head.draft_vocab_size=null")
 
 
+def check_llama_layer(engine: str, head: Eagle3Head) -> None:
+    if head.latent:
+        raise ValueError(f"{engine} reads no EAGLE-3 head with multi-head latent attention: vLLM does")
+
+
 def check_layer_flags(engine: str, head: Eagle3Head, known: tuple[str, ...] = ()) -> None:
-    """Raise ValueError for flags that the engine does not know and would ignore silently."""
+    """Raise ValueError for flags that the engine does not know and would ignore silently, and for another attention."""
+    check_llama_layer(engine, head)
     config = head.to_config()
     used = [name for name in FLAGS if config[name] and name not in known]
     if used:

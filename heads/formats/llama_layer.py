@@ -8,14 +8,16 @@ from heads.target import Target
 
 # What our decoder layer does, and no other.
 LAYER = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
+LATENT_WEIGHT = "self_attn.kv_a_proj_with_mqa.weight"  # shows such a layer; config.json may only repeat its target's
 SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 def layer_settings(
-    files: HeadFiles, settings: dict[str, Any], target: Target, count: int | None = None
+    files: HeadFiles, settings: dict[str, Any], target: Target, count: int | None = None, latent: bool = False
 ) -> dict[str, Any]:
     """`settings` with what is missing filled in. What is odd and taken as it is goes to `files.notes`: the weights decide
     how many layers there are and whether projections have biases, and rope and context length are the head's own.
+    latent: may it have multi-head latent attention?
 
     Raises ValueError for a layer that cannot be drafted with here."""
     if count is None:
@@ -23,10 +25,13 @@ def layer_settings(
     else:
         files.check_count("num_hidden_layers", count)
     check_settings(files, settings, LAYER)
-    settings = dict(settings)
-    for name in SIZES:
+    shown = any(name.endswith(LATENT_WEIGHT) for name in files.weights)
+    settings = {name: value for name, value in settings.items() if shown or name not in llama_config.LATENT}
+    for name in (*SIZES, *llama_config.LATENT):
         if settings.get(name) is not None and (type(settings[name]) is not int or settings[name] < 1):
             raise files.error(f"config.json says {name}={settings[name]!r}, which is no size")
+    if shown:
+        settings["head_dim"] = rotated_dim(files, settings, latent)
     heads = settings["num_attention_heads"]
     if heads % (settings.get("num_key_value_heads") or heads):
         raise files.error(f"{heads} attention heads cannot share {settings['num_key_value_heads']} key/value heads")
@@ -40,10 +45,16 @@ def layer_settings(
     if "rope_theta" in settings and new.get("rope_theta", settings["rope_theta"]) != settings["rope_theta"]:
         raise files.error(f"config.json says rope_theta={settings['rope_theta']} and rope_parameters={new}")
     rope = llama_config.rope_parameters(settings)
-    if rope["rope_type"] not in llama_config.ROPES:
+    if rope["rope_type"] == "dynamic":
+        files.notes.append(
+            f"a dynamic rope is the default one up to max_position_embeddings, and so it is taken: {rope}"
+        )
+        kept = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        settings["rope_parameters"] = {"rope_type": "default"} | kept
+    elif rope["rope_type"] not in llama_config.ROPES:
         raise files.error(
-            f"config.json says a rope of type {rope['rope_type']}, whose angles depend on the length of the whole text: a "
-            f"cached key would have the wrong ones; heads here have one of {', '.join(llama_config.ROPES)}"
+            f"config.json says a rope of type {rope['rope_type']}, which no layer here has: one of "
+            f"{', '.join(llama_config.ROPES)}; choose a head with one of these"
         )
     if not settings.get("max_position_embeddings"):  # the first EAGLE called it max_sequence_length
         settings["max_position_embeddings"] = settings.get("max_sequence_length") or target.context or 2048
@@ -51,3 +62,18 @@ def layer_settings(
         settings.setdefault("attention_bias", True)
     settings.setdefault("vocab_size", target.vocab_size)
     return settings
+
+
+def rotated_dim(files: HeadFiles, settings: dict[str, Any], known: bool) -> int:
+    """The rotated part of a key of multi-head latent attention; ValueError where the layer cannot be drafted with. known: can
+    the head have such a layer?"""
+    if not known:
+        raise files.error(
+            "its layer has multi-head latent attention, which only EAGLE-3 heads have here: choose another"
+        )
+    values, keys = settings["v_head_dim"], settings["qk_nope_head_dim"] + settings["qk_rope_head_dim"]
+    if values > keys:
+        raise files.error(
+            f"config.json says v_head_dim={values}, wider than its keys of {keys}: no layer here has that"
+        )
+    return settings["qk_rope_head_dim"]

@@ -50,7 +50,10 @@ class PEagleFormat(Eagle3Format):
         )
         token = next((config[name] for name in TOKEN if config.get(name) is not None), None)
         if token is None:
-            raise files.error(f"config.json names no {TOKEN[0]}, the token that is read where a draft has no text yet")
+            raise files.error(
+                f"config.json names no {TOKEN[0]}, the token that is read where a draft has no text yet: add it (SpecForge "
+                "trains with its --mask-token-id, or else with the tokenizer's padding token)"
+            )
         if type(token) is not int or not 0 <= token < target.vocab_size:
             raise files.error(
                 f"config.json says {TOKEN[0]}={token}, which is no row of the target's {target.vocab_size} embeddings"

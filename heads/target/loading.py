@@ -80,11 +80,19 @@ def quantization_config(name: str, dtype: str | torch.dtype) -> Any:
     return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 
 
+# Kinds of other code that are one of transformers' own, name for name: it reads Kimi-K2.5's text model so itself.
+SAME_KIND = {"kimi_k2": "deepseek_v3"}
+
+
 def read_config(path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
     """A model's config.json. Raises ValueError where transformers does not know the kind, or would run code of others."""
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except ValueError as error:
+        facts, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
+        named = facts.pop("model_type", None)
+        if named in SAME_KIND:
+            return AutoConfig.for_model(SAME_KIND[named], **facts)
         if "custom code" in str(error):
             reason = "its kind is none that transformers has, and it brings code of its own: choose another target"
         else:

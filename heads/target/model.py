@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from heads.target import attention
 from heads.target.cache import KVCache
 from heads.target.loading import (
+    SAME_KIND,
     check_exists,
     has_bfloat16_products,
     model_class,
@@ -37,6 +38,7 @@ class Target:
     """
 
     quantization: str | None = None  # how `from_pretrained` packed its weights
+    no_tokenizer: str = "it was made without one"  # why it has none, where it has none
     sharding: str | None = None  # and how it shards them over devices (heads/target/sharding.py)
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = ""):
@@ -102,22 +104,28 @@ class Target:
         if sharding is not None:
             kwargs |= arguments(path, sharding, quantization)
         try:
-            config = read_config(path, revision, kwargs.get("trust_remote_code", False))
+            trusted = kwargs.setdefault("trust_remote_code", False)  # where nothing is said, transformers would ask
+            config = read_config(path, revision, trusted)
+            if config.model_type in SAME_KIND.values():
+                kwargs["model_type"] = config.model_type  # the file may say another
             model = model_class(config).from_pretrained(path, dtype=dtype, revision=revision, **kwargs)
-        except (OSError, json.JSONDecodeError) as error:
+        except (OSError, ImportError, json.JSONDecodeError) as error:  # some models need further packages
             reason = str(error).strip().split("\n")[0]
             raise ValueError(f"target {path} cannot be loaded: {reason}") from error
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
-        except (OSError, ValueError, KeyError):
-            tokenizer = None  # decoding and drafting need only ids; what needs text raises an error of its own
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trusted)
+        except Exception as error:  # none there, or a package is missing: what transformers raises differs by kind
+            tokenizer, reason = None, str(error).strip().split("\n")[0]  # decoding and drafting need only ids
         if quantization is None and sharding is None and "device_map" not in kwargs:
             model = model.to(device)
         target = cls(model, tokenizer, name=path)
         target.quantization, target.sharding = quantization, sharding
-        if tokenizer is not None and len(tokenizer) > target.vocab_size:
+        if tokenizer is None:
+            target.no_tokenizer = reason
+        read = target.model.get_input_embeddings().num_embeddings
+        if tokenizer is not None and len(tokenizer) > read:
             raise ValueError(
-                f"the tokenizer of {path} knows {len(tokenizer)} tokens, its model only {target.vocab_size}: "
+                f"the tokenizer of {path} knows {len(tokenizer)} tokens, its model only {read}: "
                 "they do not belong together; take both from the same directory"
             )
         return target
@@ -126,12 +134,17 @@ class Target:
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
         """Its tokenizer, for what reads or writes text; ValueError where it has none."""
         if self.tokenizer is None:
-            raise ValueError(f"target {self.name} has no tokenizer, and this reads or writes text: save one beside it")
+            raise ValueError(
+                f"target {self.name} has no tokenizer ({self.no_tokenizer}), which text needs: save one beside it"
+            )
         return self.tokenizer
 
     @property
     def vocab_size(self) -> int:
-        return self.model.get_input_embeddings().num_embeddings
+        """Tokens that it writes; some read more (the image tokens of Llama-3.2-Vision)."""
+        output = self.model.get_output_embeddings().weight  # packed, it does not say how many
+        read = self.model.get_input_embeddings().num_embeddings
+        return min(read, output.shape[0]) if output.is_floating_point() else read
 
     @property
     def hidden_size(self) -> int:

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
+
+from heads.target.loading import model_class, read_config
 
 COLLECTIVE = ("fsdp", "tensor")
 KINDS = ("layers", *COLLECTIVE)
@@ -50,7 +51,8 @@ def arguments(path: str, sharding: str, quantization: str | None) -> dict[str, A
 def left_whole(path: str) -> dict[str, str]:
     """The model's own plan, but for what heads read beside the model, each process its own rows: embedding and lm_head."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        config = read_config(path)
+        model = model_class(config).from_config(config)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     return {name: "replicate" for name, module in model.named_modules() if module in ends}
 

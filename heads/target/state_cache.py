@@ -200,9 +200,18 @@ def reads_chains(target: "Target") -> bool:
     together, one_by_one = (StateCache(1, PROBE, target.device) for _ in range(2))
     for cache in (together, one_by_one):
         cache.read_prompts(target, text, [text.shape[1]])
-    at_once, single = together.read_chains(target, tokens[:, nodes:]).logits, []
+    try:
+        at_once, single = together.read_chains(target, tokens[:, nodes:]).logits, []
+    except Exception:  # some take one token at a time over a cache, each in words of its own (ProphetNet)
+        return False
     for number in range(nodes, PROBE):
-        single.append(one_by_one.read_chains(target, tokens[:, number : number + 1]).logits)
+        try:
+            single.append(one_by_one.read_chains(target, tokens[:, number : number + 1]).logits)
+        except Exception as error:  # CPM-Ant wants all of the text again
+            kind = target.config.model_type
+            raise ValueError(
+                f"model_type {kind} cannot read on from its cache ({error}): choose another target"
+            ) from error
         one_by_one.commit([[0]])
     return alike(at_once, torch.cat(single, 1))
 
@@ -250,10 +259,11 @@ def fork(state: Any) -> Any:
     if not isinstance(state, Cache):
         return copy.deepcopy(state)
     twin = copy.copy(state)
+    vars(twin).update({name: cloned(value) for name, value in vars(state).items() if name != "layers"})  # MiniMax's
     twin.layers = [copy.copy(layer) for layer in state.layers]
     for layer in twin.layers:
         for name, value in vars(layer).items():
-            if name not in SHARED and isinstance(value, Tensor | dict):
+            if name not in SHARED and isinstance(value, Tensor | dict | list):
                 vars(layer)[name] = cloned(value)
     return twin
 
@@ -261,4 +271,6 @@ def fork(state: Any) -> Any:
 def cloned(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: cloned(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [cloned(part) for part in value]
     return value.clone() if isinstance(value, Tensor) else value

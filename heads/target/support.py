@@ -19,18 +19,28 @@ def check_supported(model: PreTrainedModel) -> None:
             f"model_type {config.model_type} is an encoder, whose tokens see what comes after them: a draft would "
             "change the text before it; choose a decoder (or is_decoder=True in its config, if it was trained as one)"
         )
+    if getattr(config, "causal", None) is False or "target_mapping" in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"model_type {config.model_type} writes a token in the place of a mask (XLM, XLNet), not after what it has read: "
+            "choose a decoder (or causal=True in its config, if it was trained as one)"
+        )
     # Gemma 4 says "vision": among the tokens of an image only, and here there are none.
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise ValueError(
             f"model_type {config.model_type} has use_bidirectional_attention: a draft would change the text before it; "
             "choose a target without"
         )
+    if getattr(config, "num_hidden_layers", None) is None:  # BLT, of several transformers one in the other
+        raise ValueError(
+            f"the config of model_type {config.model_type} has no num_hidden_layers: transformers cannot make a cache for "
+            "it, and its own generate fails; choose another target"
+        )
     output = model.get_output_embeddings()
     read, written = model.get_input_embeddings().num_embeddings, None if output is None else output.weight.shape[0]
-    if output is None or (written != read and output.weight.is_floating_point()):
+    if output is None or (written > read and output.weight.is_floating_point()):
         raise ValueError(
-            f"model_type {config.model_type} reads {read} tokens and writes {written or 'none'}: what it writes must "
-            "be what it reads next; choose a text model"
+            f"model_type {config.model_type} reads {read} tokens and writes {written or 'none'}: all that it writes "
+            "must be what it can read next; choose a text model"
         )
 
 

@@ -1,10 +1,10 @@
 """Targets of any size with random weights: what decoding costs there, not what drafting gains."""
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from heads.target import Target
-from heads.target.loading import resolve_dtype
+from heads.target.loading import model_class, read_config, resolve_dtype
 
 
 def random_target(
@@ -36,8 +36,8 @@ def random_target(
 
 def shaped_target(path: str, dtype: str = "bfloat16", device: str | None = None, seed: int = 0) -> Target:
     """A model of the shape that a config.json describes, without a tokenizer."""
-    config = AutoConfig.from_pretrained(path)
+    config = read_config(path)
     torch.manual_seed(seed)
     with torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")):
-        model = AutoModelForCausalLM.from_config(config, dtype=resolve_dtype(dtype))
+        model = model_class(config).from_config(config, dtype=resolve_dtype(dtype))
     return Target(model, name=path)

@@ -16,7 +16,35 @@ from inference import generate
 from inference.drafters.base import Accepted, Drafter, chains
 from inference.sampling import Sampling
 from inference.tree import TokenTree
+from scripts.bench.shrink import CONTEXT
 
+# What default configs leave out or shrink must keep, and their models need.
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 4]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dbrx": {"attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10000.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "falcon_h1": {"mamba_d_head": 16},
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"num_hidden_layers": 8, "layer_types": ["mamba", "mamba", "mamba", "attention"] * 2},
+    "helium": {"head_dim": 8},  # its heads are as wide together as its hidden states
+    "hrm_text": {"num_layers_per_stack": 1},  # of 8 cycles
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "lfm2_moe": {"num_hidden_layers": 8, "layer_types": ["conv", "conv", "conv", "full_attention"] * 2},
+    "longcat_flash": {"head_dim": 8},  # of the rotated part
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 8},
+    "xmod": {"default_language": "en_XX"},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 24,
+        "indexer_compress_ratio": 4,
+    },
+}
 PROMPTS = (40, 5, 21)  # tokens; with what is written, texts cross every window and chunk
 
 
@@ -27,7 +55,11 @@ def families() -> dict[str, type[PreTrainedConfig]]:
 def default_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     """What a config says by default; not what it computes of that, which shrinks otherwise."""
     said = {"model_type", *(field.name for field in dataclasses.fields(kind))}
-    settings = {name: value for name, value in kind().to_dict().items() if name in said}
+    settings = {name: value for name, value in kind().to_dict().items() if name in said} | LEFT_OUT.get(
+        kind.model_type, {}
+    )
+    for name in {"max_position_embeddings", "n_positions", "n_ctx", "max_target_positions"} & settings.keys():
+        settings[name] = max(settings[name] or 0, CONTEXT)  # for all of the text
     if settings.get("is_decoder") is False:  # encoders that can be decoders
         settings["is_decoder"] = True
     return settings
@@ -95,7 +127,7 @@ def decode(target: Target, prompts: list[list[int]], temperature: float, new_tok
         ids = torch.tensor([[0] * (width - len(prompts[row])) + prompts[row] for row in rows])
         mask = torch.tensor([[0] * (width - len(prompts[row])) + [1] * len(prompts[row]) for row in rows])
         drafter = Knowing([answers[row] for row in rows], target.vocab_size)
-        for what, one in (("drafted", drafter), ("plain", None)):
+        for what, one in (("drafted", drafter), ("plain", None))[: len(rows)]:  # one row alone was plain above
             found = generate(target, one, ids, mask, seed=rows, **settings)
             check(found.new_tokens, [alone[row] for row in rows], f"{what}, {len(rows)} rows")
 

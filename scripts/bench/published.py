@@ -65,9 +65,10 @@ def main(cfg: DictConfig) -> None:
 
 def sources(cfg: DictConfig) -> Iterator[tuple[str, Callable[[], Cells]]]:
     """The name and the cells of every row."""
-    for folder, cells in ((cfg.targets, target_cells), (cfg.heads, head_cells)):
-        for file in sorted(Path(folder).glob("*.json")) if folder else ():
-            yield file.stem, partial(cells, json.loads(file.read_text()), cfg.new_tokens)
+    for file in sorted(Path(cfg.targets).glob("*.json")) if cfg.targets else ():
+        yield file.stem, partial(target_cells, json.loads(file.read_text()), cfg.new_tokens)
+    for file in sorted(Path(cfg.heads).glob("*.json")) if cfg.heads else ():
+        yield file.stem, partial(head_cells, json.loads(file.read_text()), cfg.new_tokens, file.stem)
     if cfg.families:
         for name, kind in families().items():
             yield name, partial(family_cells, partial(small_family, kind), cfg.new_tokens)
@@ -80,8 +81,8 @@ def checked(cells: Cells) -> dict[str, str]:
         try:
             detail = work()
             found[name] = "ok" if detail is None else f"ok: {detail}"
-        except ValueError as error:
-            found[name] = "refused: " + str(error).split("\n")[0]
+        except (ValueError, ImportError) as error:  # of a package that the model needs
+            found[name] = "refused: " + str(error).strip().split("\n")[0]
         except Exception as error:  # what a user would get as a traceback
             found[name] = f"FAILS: {type(error).__name__}: {str(error).strip()}".split("\n")[0]
         if not found[name].startswith("ok"):
@@ -130,6 +131,10 @@ def small_target(published: dict[str, Any]) -> Target:
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and "norm" not in name:  # at the usual 0.02 keys look alike: no wrong mask would show
             torch.nn.init.normal_(parameter, std=0.15)
+    if model_class(model.config) is not model_class(
+        config
+    ):  # the text part of a wrapper, which is not saved alone (Mllama)
+        return Target(model)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         target = Target.from_pretrained(folder, dtype="float32", device="cpu")

@@ -17,6 +17,11 @@ from scripts.bench.shrink import CONTEXT, DROPPED, HIDDEN, VOCAB
 
 MLP, DRAFT = 64, 100
 IDS = "eagle_aux_hidden_state_layer_ids"
+DEPTHS = {
+    "gpt-oss-120b": 36,
+    "step-3.5-flash": 45,
+}  # of targets, by a part of the head's name, where its ids do not tell
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 LLAMA: dict[str, Any] = {  # what files that were not seen whole do not say
     "hidden_size": HIDDEN,
     "intermediate_size": MLP,
@@ -27,14 +32,15 @@ LLAMA: dict[str, Any] = {  # what files that were not seen whole do not say
 }
 
 
-def head_cells(published: dict[str, Any], new_tokens: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The columns of a head, each of which needs those before it."""
+def head_cells(published: dict[str, Any], new_tokens: int, name: str = "") -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The columns of a head, each of which needs those before it. name: of its file, which tells what the file may not."""
     held: dict[str, Any] = {}
     config = {name: value for name, value in published.items() if name not in DROPPED}
-    config = shrink(filled(config) if published.get("_partial") else config)
+    config = shrink(filled(config, name.lower()) if published.get("_partial") else config)
+    depth = next((layers for part, layers in DEPTHS.items() if part in name.lower()), None)
 
     def loads() -> str:
-        held["target"] = target = a_target(layer_ids(config))
+        held["target"] = target = a_target(layer_ids(config), depth)
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(config))
             save_file(weights(config), Path(folder) / "model.safetensors")
@@ -66,32 +72,38 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
     few = (config.get("num_key_value_heads") or 1) < attention
     known = config.get("vocab_size") or 100_000  # of a file that was not seen whole
     full = (config.get("draft_vocab_size") or 0) >= known
-    small = LLAMA | {
-        "target_hidden_size": HIDDEN,
-        "num_attention_heads": 7 if uneven else 4,
-        "num_key_value_heads": (1 if uneven else 2) if few else 4,
-        "head_dim": 16 if wide else 8,
-        "draft_vocab_size": VOCAB if full else DRAFT,
-    }
+    small = (
+        LLAMA
+        | LATENT
+        | {
+            "target_hidden_size": HIDDEN,
+            "num_attention_heads": 7 if uneven else 4,
+            "num_key_value_heads": (1 if uneven else 2) if few else 4,
+            "head_dim": 16 if wide else 8,
+            "draft_vocab_size": VOCAB if full else DRAFT,
+        }
+    )
     found = config | {key: value for key, value in small.items() if config.get(key) is not None}
     if "mask_token_id" in found:
         found["mask_token_id"] = VOCAB - 2
     return found | ({"dflash_config": shrink(found["dflash_config"])} if found.get("dflash_config") else {})
 
 
-def filled(config: dict[str, Any]) -> dict[str, Any]:
+def filled(config: dict[str, Any], name: str) -> dict[str, Any]:
     """A file that was not seen whole, with the usual values in the place of what was not seen. Kinds that one key tells
     stay as they are."""
     if "medusa_num_heads" in config:
         return config
     if is_block(config):
+        config = config if "dflash_config" in config else {"mask_token_id": VOCAB - 2} | config
         inner = LLAMA | config.get("transformer_layer_config", {})
         return config | {"transformer_layer_config": inner} if "speculators_model_type" in config else LLAMA | config
-    if config.get("speculators_model_type") == "eagle3" or "speculators_config" in config:
+    if "transformer_layer_config" in config or "speculators_config" in config:
         inner = LLAMA | (config.get("transformer_layer_config") or {})
         usual = {"speculators_model_type": "eagle3", "norm_before_residual": True, "draft_vocab_size": DRAFT}
         return usual | config | {"transformer_layer_config": inner}
-    return LLAMA | config
+    eagle3 = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT} if "eagle3" in name else {}
+    return LLAMA | eagle3 | config
 
 
 def layer_ids(config: dict[str, Any]) -> list[int]:
@@ -102,11 +114,12 @@ def layer_ids(config: dict[str, Any]) -> list[int]:
     return []
 
 
-def a_target(ids: list[int]) -> Target:
-    """A Llama with as many layers as the head's layer ids point to, in either of the two countings of three ids."""
+def a_target(ids: list[int], depth: int | None) -> Target:
+    """A Llama of this depth, or with as many layers as the head's layer ids point to, in either of the two countings of three
+    ids."""
     sizes = range(max(ids, default=0) + 1, max(ids, default=0) + 8)
     usual = (n for n in sizes if ids in ([2, n // 2, n - 3], [1, n // 2 - 1, n - 4]))
-    layers = next(usual, max(8, max(ids, default=0) + 3))
+    layers = depth or next(usual, max(8, max(ids, default=0) + 3))
     config = LlamaConfig(**LLAMA, num_hidden_layers=layers, max_position_embeddings=CONTEXT, initializer_range=0.1)
     return Target(LlamaForCausalLM(config), name=f"a Llama of {layers} layers")
 
@@ -136,17 +149,34 @@ def linear(name: str, rows: int, width: int = HIDDEN) -> dict[str, Tensor]:
 def layer(config: dict[str, Any], prefix: str, width: int) -> dict[str, Tensor]:
     heads = config.get("num_attention_heads") or LLAMA["num_attention_heads"]
     dim, kv = config.get("head_dim") or HIDDEN // heads, config.get("num_key_value_heads") or heads
-    shapes = {
+    attention = {
         "self_attn.q_proj": (heads * dim, width),
         "self_attn.k_proj": (kv * dim, width),
         "self_attn.v_proj": (kv * dim, width),
         "self_attn.o_proj": (HIDDEN, heads * dim),
+    }
+    shapes = latent_attention(config, width) if config.get("kv_lora_rank") else attention
+    shapes |= {
         "mlp.gate_proj": (MLP, HIDDEN),
         "mlp.up_proj": (MLP, HIDDEN),
         "mlp.down_proj": (HIDDEN, MLP),
         "post_attention_layernorm": (HIDDEN,),
     }
     return {f"{prefix}.{name}.weight": random(*shape) for name, shape in shapes.items()}
+
+
+def latent_attention(config: dict[str, Any], width: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of DeepSeek's projections."""
+    heads, (query, latent, plain, rotated, value) = config["num_attention_heads"], (config[name] for name in LATENT)
+    return {
+        "self_attn.q_a_proj": (query, width),
+        "self_attn.q_a_layernorm": (query,),
+        "self_attn.q_b_proj": (heads * (plain + rotated), query),
+        "self_attn.kv_a_proj_with_mqa": (latent + rotated, width),
+        "self_attn.kv_a_layernorm": (latent,),
+        "self_attn.kv_b_proj": (heads * (plain + value), latent),
+        "self_attn.o_proj": (HIDDEN, heads * value),
+    }
 
 
 def eagle3(config: dict[str, Any]) -> dict[str, Tensor]:
@@ -181,6 +211,9 @@ def block(config: dict[str, Any]) -> dict[str, Tensor]:
     for i in range(inner["num_hidden_layers"]):
         found |= layer(inner, f"layers.{i}", HIDDEN) | {f"layers.{i}.input_layernorm.weight": random(HIDDEN)}
         found |= {f"layers.{i}.self_attn.{name}.weight": random(dim) for name in ("q_norm", "k_norm")}
+    rows = own.get("draft_vocab_size") or VOCAB
+    if rows < VOCAB:
+        found |= {"lm_head.weight": random(rows, HIDDEN), "d2t": torch.arange(rows).div(20, rounding_mode="floor")}
     rank = own.get("markov_rank") or 0
     if rank:
         found |= {f"markov_head.markov_w{i}.weight": random(VOCAB, rank) for i in (1, 2)}

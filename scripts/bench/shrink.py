@@ -52,6 +52,8 @@ SIZES: dict[str, int] = {
     "index_topk": 24,
     "index_n_heads": 16,  # fewer, and their scores tie at 0
     "index_head_dim": 16,
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
     "linear_num_key_heads": 2,
@@ -83,10 +85,22 @@ SIZES |= dict.fromkeys(("n_layer", "n_layers", "num_layers", "encoder_layers", "
 SIZES |= dict.fromkeys(("num_encoder_layers", "num_decoder_layers", "num_blocks"), 2)
 SIZES |= dict.fromkeys(("n_positions", "n_ctx", "max_seq_len", "max_target_positions"), CONTEXT)
 SIZES |= dict.fromkeys(("rotary_dim", "d_head", "dim_head", "kv_channels"), HIDDEN // 4)
+# Parts that read or write text.
+TEXTS = {
+    "text_config",
+    "llm_config",
+    "language_config",
+    "patcher_config",
+    "encoder_config",
+    "decoder_config",
+    "global_config",
+}
 DROPPED = {"_source", "_partial", "quantization_config", "auto_map", "_name_or_path", "_attn_implementation"}
-IMAGES = {  # of the part that reads images, which no text prompt reaches
+IMAGES: dict[str, Any] = {  # of the part that reads images, which no text prompt reaches
     "depth": 1,
     "num_hidden_layers": 1,
+    "num_heads": 4,
+    "num_attention_heads": 4,
     "image_size": 28,
     "patch_size": 14,
     "hidden_size": HIDDEN,
@@ -98,6 +112,7 @@ IMAGES = {  # of the part that reads images, which no text prompt reaches
     "vision_output_dim": HIDDEN,
     "intermediate_size": 48,
     "deepstack_visual_indexes": 0,
+    "per_layer_config": {},
 }
 
 
@@ -105,11 +120,17 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
     """The same model, small. Per-layer settings keep their first `LAYERS` entries."""
     full = config.get("num_hidden_layers")
     small = {name: part(name, value, config) for name, value in config.items() if name not in DROPPED}
+    # Layers that share the keys of those before need one of every kind on both sides.
+    shared = bool(config.get("num_kv_shared_layers"))
+    layers = 12 if shared else LAYERS
+    if shared:
+        small["num_kv_shared_layers"] = layers // 2
     if full is not None:
-        small["num_hidden_layers"] = min(LAYERS, full)
+        small["num_hidden_layers"] = min(layers, full)
         for name, value in small.items():
-            if isinstance(value, list | str) and full <= len(value) <= full + 1 and name != "architectures":
-                small[name] = value[: LAYERS + len(value) - full]
+            by_layer = isinstance(value, list) or (isinstance(value, str) and "pattern" in name)
+            if by_layer and full <= len(value) <= full + 1 and name != "architectures":
+                small[name] = value[: layers + len(value) - full]
     few = (config.get("num_key_value_heads") or 0) < (config.get("num_attention_heads") or 0)
     for name in ("num_key_value_heads", "num_global_key_value_heads"):
         if config.get(name):
@@ -120,7 +141,7 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def part(name: str, value: Any, config: dict[str, Any]) -> Any:
-    if name in ("text_config", "llm_config", "language_config") and isinstance(value, dict):
+    if name in TEXTS and isinstance(value, dict):
         return shrink(value)
     if name == "vision_config" and isinstance(value, dict):
         kept = {key: entry for key, entry in value.items() if key not in DROPPED}
@@ -128,6 +149,8 @@ def part(name: str, value: Any, config: dict[str, Any]) -> Any:
         return small | ({"deepstack_visual_indexes": [0]} if "deepstack_visual_indexes" in kept else {})
     if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict):
         return rope(value, config)
+    if name == "per_layer_config" and isinstance(value, dict):
+        return {layer: shrink(entry) for layer, entry in value.items() if int(layer) < LAYERS}
     if name == "linear_attn_config" and isinstance(value, dict):
         layers = {key: [n for n in value[key] if n <= LAYERS] for key in ("full_attn_layers", "kda_layers")}
         return value | layers | {"head_dim": 8, "num_heads": 4}
@@ -141,7 +164,7 @@ def part(name: str, value: Any, config: dict[str, Any]) -> Any:
 def rope(value: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     """Rope of a head of `ROTATED` dimensions; what divides them keeps its proportions."""
     if any(isinstance(entry, dict) for entry in value.values()):
-        return {name: rope(entry, config) for name, entry in value.items()}
+        return {name: entry and rope(entry, config) for name, entry in value.items()}
     share = value.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
     pairs = math.floor(config_head_dim(config) * share) // 2
     small = {name: SIZES.get(name, entry) for name, entry in value.items() if name != "mrope_section"}

@@ -48,6 +48,14 @@ CONFIGS: dict[str, hf.PreTrainedConfig] = {
         first_k_dense_replace=1,
     ),
     "bloom": hf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3),
+    # Its states stand beside the layers of its cache.
+    "minimax": hf.MiniMaxConfig(
+        **SIZES,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["full_attention", "linear_attention"],
+    ),
     "openai-gpt": hf.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3),
     # Texts longer than 30 are rotated otherwise; transformers' generate reads them anew there.
     "phi3": hf.Phi3Config(

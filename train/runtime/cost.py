@@ -136,7 +136,9 @@ def study(cfg: DictConfig, config: PretrainedConfig, dtype: torch.dtype) -> tupl
     # Fake tensors cannot be moved, and have nowhere to go.
     unmoved = patch.object(nn.Module, "to", lambda self, *args, **kwargs: self)
     with FakeTensorMode(), no_init_weights(), unmoved, patch("heads.block_attention.text_ends", whole_text):
-        target = ConfigOnlyTarget(model_class(config).from_config(config, dtype=dtype), name=cfg.target.path)
+        model = model_class(config).from_config(config, dtype=dtype)
+        model.tie_weights()  # which it leaves where no weights are initialised
+        target = ConfigOnlyTarget(model, name=cfg.target.path)
         return study_head(cfg, target), study_target(cfg, target), target
 
 
