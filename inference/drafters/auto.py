@@ -84,7 +84,8 @@ class AutoTree(Drafter):
 
     def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
         self.inner.select_rows(rows, capacity, sampling)
-        self.waiting = [select(piece, rows) for piece in self.waiting]
+        if self.waiting:  # as one piece, since rows may join often while it decodes plainly
+            self.waiting = [select(merge(self.waiting), rows)]
         self.plan_for(Case(len(rows), sampling.temperature is None))
 
     @property
