@@ -21,8 +21,12 @@ class LatentAttention(Attention):
     def __init__(self, config: LlamaConfig, width: int):
         nn.Module.__init__(self)
         self.heads, self.rank = config.num_attention_heads, config.kv_lora_rank
-        self.plain, self.rotated, self.value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-        self.dim = self.plain + self.rotated
+        self.nope_dim, self.rope_dim, self.value_dim = (
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+        )
+        self.dim = self.nope_dim + self.rope_dim
         if config.q_lora_rank is None:
             self.q_proj = nn.Linear(width, self.heads * self.dim, bias=False)
         else:
@@ -30,27 +34,27 @@ class LatentAttention(Attention):
             self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)
             self.q_b_proj = nn.Linear(config.q_lora_rank, self.heads * self.dim, bias=False)
         self.low_rank = config.q_lora_rank is not None
-        self.kv_a_proj_with_mqa = nn.Linear(width, self.rank + self.rotated, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(width, self.rank + self.rope_dim, bias=False)
         self.kv_a_layernorm = RMSNorm(self.rank, config.rms_norm_eps)
-        self.kv_b_proj = nn.Linear(self.rank, self.heads * (self.plain + self.value), bias=False)
-        self.o_proj = nn.Linear(self.heads * self.value, config.hidden_size, bias=False)
-        self.sharpness = sharpness(config.rope_parameters)
+        self.kv_b_proj = nn.Linear(self.rank, self.heads * (self.nope_dim + self.value_dim), bias=False)
+        self.o_proj = nn.Linear(self.heads * self.value_dim, config.hidden_size, bias=False)
+        self.score_scale = score_scale(config.rope_parameters)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (batch, heads, length, dim) each, positions applied; values are padded with zeros."""
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.low_rank else self.q_proj(x)
-        latent, shared = self.kv_a_proj_with_mqa(x).split([self.rank, self.rotated], dim=-1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope_dim], dim=-1)
         kv = self.kv_b_proj(self.kv_a_layernorm(latent))
         q, kv = (states.unflatten(-1, (self.heads, -1)).transpose(1, 2) for states in (q, kv))
-        q, turned = q.split([self.plain, self.rotated], dim=-1)
-        k, v = kv.split([self.plain, self.value], dim=-1)
-        turned, shared = rotate_pairs(turned, cos, sin), rotate_pairs(shared[:, None], cos, sin)
-        q = torch.cat([q, turned], dim=-1) * self.sharpness
-        k = torch.cat([k, shared.expand(-1, self.heads, -1, -1)], dim=-1)
-        return q, k, F.pad(v, (0, self.dim - self.value))
+        q, q_rope = q.split([self.nope_dim, self.rope_dim], dim=-1)
+        k, v = kv.split([self.nope_dim, self.value_dim], dim=-1)
+        q_rope, k_rope = rotate_pairs(q_rope, cos, sin), rotate_pairs(k_rope[:, None], cos, sin)
+        q = torch.cat([q, q_rope], dim=-1) * self.score_scale
+        k = torch.cat([k, k_rope.expand(-1, self.heads, -1, -1)], dim=-1)
+        return q, k, F.pad(v, (0, self.dim - self.value_dim))
 
     def project_out(self, out: Tensor) -> Tensor:
-        return super().project_out(out[..., : self.value])
+        return super().project_out(out[..., : self.value_dim])
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -59,7 +63,7 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin)
 
 
-def sharpness(rope: dict) -> float:
+def score_scale(rope: dict) -> float:
     """What yarn's `mscale_all_dim` multiplies all scores by (DeepSeek-V3's code)."""
     factor, share = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0.0)
     return (0.1 * share * math.log(factor) + 1) ** 2 if rope["rope_type"] == "yarn" and factor > 1 and share else 1.0

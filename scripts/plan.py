@@ -14,8 +14,8 @@ from heads.target import loading
 from heads.target.loading import resolve_dtype
 from heads.target.sharding import COLLECTIVE
 from train.cli import entry
-from train.runtime.budget import SHARDS, lines
 from train.runtime.cost import BITS, study
+from train.runtime.memory_plan import SHARDS, memory_per_gpu
 
 
 def read_config(target: str) -> Any:
@@ -55,7 +55,7 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
     dtype = torch.bfloat16 if cfg.target.dtype == "auto" else resolve_dtype(cfg.target.dtype)
     head, body, target = study(cfg, config, dtype)
     layers = len(head.layers)
-    found = lines(cfg, head, body, layers, target)
+    found = memory_per_gpu(cfg, head, body, layers, target)
     flops = (body.flops + head.flops * cfg.supervised_fraction) / (cfg.rows * cfg.length)
     rate = cfg.gpus * cfg.gpu_tflops * 1e12 * cfg.efficiency / flops
     return {

@@ -18,7 +18,7 @@ from train.cli import spelled_out
 from train.losses import soft
 from train.module import DistillationModel
 from train.optimizer import adamw
-from train.runtime import budget
+from train.runtime import memory_plan
 from train.runtime.cost import Live
 
 CONF = str(Path(__file__).resolve().parent.parent / "conf")
@@ -66,7 +66,7 @@ def test_planned_bytes_are_those_of_a_real_step(
     optimizer = adamw(distillation, set(), 1e-3, (0.9, 0.95))
     optimizer.step()
     lines = plan.plan(DictConfig({**small, "bf16": bf16}))["gib"]
-    gib = {name: size * budget.GIB for name, (size, _) in lines.items()}
+    gib = {name: size * memory_plan.GIB for name, (size, _) in lines.items()}
     assert gib["head weights"] == sum(t.nbytes for t in [*head.parameters(), *head.buffers()])
     state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
     assert gib["optimizer state"] == sum(t.nbytes for t in state)
@@ -79,7 +79,7 @@ def test_tied_weights_are_counted_once(small: DictConfig, tmp_path: Path):
     model = LlamaForCausalLM(tiny_config(tie_word_embeddings=True))
     model.save_pretrained(tmp_path)
     lines = plan.plan(DictConfig({**small, "target": {**small.target, "path": str(tmp_path)}}))["gib"]
-    assert lines["target weights"][0] * budget.GIB == sum(parameter.nbytes for parameter in model.parameters())
+    assert lines["target weights"][0] * memory_plan.GIB == sum(parameter.nbytes for parameter in model.parameters())
 
 
 def test_the_sum_is_the_sum(planned: dict):
@@ -90,10 +90,10 @@ def test_the_sum_is_the_sum(planned: dict):
     assert planned["disk"] == 500_000_000 * 4 * 32 * 2  # three layers and the last one, hidden 32, bfloat16
 
 
-@pytest.mark.parametrize("strategy", budget.SHARDS)
+@pytest.mark.parametrize("strategy", memory_plan.SHARDS)
 def test_shards_are_shares(strategy: str, small: DictConfig, planned: dict):
     one, eight = planned["gib"], plan.plan(DictConfig({**small, "strategy": {"name": strategy}, "gpus": 8}))["gib"]
-    for name, cut in zip(("head weights", "gradients", "optimizer state"), budget.SHARDS[strategy], strict=True):
+    for name, cut in zip(("head weights", "gradients", "optimizer state"), memory_plan.SHARDS[strategy], strict=True):
         assert eight[name][0] == pytest.approx(one[name][0] / (8 if cut else 1))
 
 
@@ -148,7 +148,7 @@ def test_an_adapter_makes_the_target_keep_what_it_made(small: DictConfig, tiny_p
     with Live(target.model.parameters()) as live:
         reading = target.read(torch.zeros(ROWS, LENGTH, dtype=torch.long), layers=[target.num_layers], keep_logits=1)
         kept = live.now - reading.features.nbytes
-    more = (ways["medusa2"]["activations"][0] - ways["medusa"]["activations"][0]) * budget.GIB
+    more = (ways["medusa2"]["activations"][0] - ways["medusa"]["activations"][0]) * memory_plan.GIB
     # On fake tensors attention makes its mask anew in every layer, which counts in so small a model only.
     assert 0 < kept <= more < 2 * kept
 

@@ -35,9 +35,9 @@ from train.data.row_order import EpochStream
 from train.data.self_generated import self_generate
 from train.finalize import finalize
 from train.runtime import distributed, loggers, strategy
-from train.runtime.budget import predicted
 from train.runtime.callbacks import Measure, Progress, StopOnSignal
 from train.runtime.memory import keep_freed, out_of_memory_named
+from train.runtime.memory_plan import planned_memory
 from train.runtime.run_state import done_before, open_directory, rows_per_step
 from train.start import init_from
 from train.trainer import HeadTrainer, arguments
@@ -208,7 +208,7 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
         cfg.trainer.per_device_train_batch_size,
         cfg.length,
         f"target={target.name} head={run.head.kind} strategy={cfg.strategy.name} gpus={distributed.world_size()}",
-        lambda: predicted(cfg, target),
+        lambda: planned_memory(cfg, target),
     )
     try:
         with named:

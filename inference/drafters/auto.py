@@ -104,7 +104,8 @@ class AutoTree(Drafter):
             missing = -(-(FIRST - len(self.seen)) // case.batch)  # every row of a step is one more that is seen
             # Where gains are known the costs decide at once: a server meets every size, and in large batches a full tree
             # costs many plain steps.
-            self.plans = [PLAIN] * (TIMED + 1) + [self.full] * (max(TIMED + 1, missing) if missing > 0 else 0)
+            full = max(TIMED + 1, missing) if missing > 0 else 0
+            self.plans = [PLAIN] * (TIMED + 1) + [self.full] * full
         self.use_next()
 
     def use_next(self) -> None:

@@ -55,9 +55,8 @@ def families() -> dict[str, type[PreTrainedConfig]]:
 def default_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     """What a config says by default; not what it computes of that, which shrinks otherwise."""
     said = {"model_type", *(field.name for field in dataclasses.fields(kind))}
-    settings = {name: value for name, value in kind().to_dict().items() if name in said} | LEFT_OUT.get(
-        kind.model_type, {}
-    )
+    settings = {name: value for name, value in kind().to_dict().items() if name in said}
+    settings |= LEFT_OUT.get(kind.model_type, {})
     for name in {"max_position_embeddings", "n_positions", "n_ctx", "max_target_positions"} & settings.keys():
         settings[name] = max(settings[name] or 0, CONTEXT)  # for all of the text
     if settings.get("is_decoder") is False:  # encoders that can be decoders

@@ -131,9 +131,8 @@ def small_target(published: dict[str, Any]) -> Target:
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and "norm" not in name:  # at the usual 0.02 keys look alike: no wrong mask would show
             torch.nn.init.normal_(parameter, std=0.15)
-    if model_class(model.config) is not model_class(
-        config
-    ):  # the text part of a wrapper, which is not saved alone (Mllama)
+    # The text part of a wrapper is not saved alone (Mllama).
+    if model_class(model.config) is not model_class(config):
         return Target(model)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

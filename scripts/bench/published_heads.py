@@ -17,10 +17,8 @@ from scripts.bench.shrink import CONTEXT, DROPPED, HIDDEN, VOCAB
 
 MLP, DRAFT = 64, 100
 IDS = "eagle_aux_hidden_state_layer_ids"
-DEPTHS = {
-    "gpt-oss-120b": 36,
-    "step-3.5-flash": 45,
-}  # of targets, by a part of the head's name, where its ids do not tell
+# Layers of targets, by a part of the head's name, where its ids do not tell.
+DEPTHS = {"gpt-oss-120b": 36, "step-3.5-flash": 45}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 LLAMA: dict[str, Any] = {  # what files that were not seen whole do not say
     "hidden_size": HIDDEN,
@@ -72,17 +70,15 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
     few = (config.get("num_key_value_heads") or 1) < attention
     known = config.get("vocab_size") or 100_000  # of a file that was not seen whole
     full = (config.get("draft_vocab_size") or 0) >= known
-    small = (
-        LLAMA
-        | LATENT
-        | {
-            "target_hidden_size": HIDDEN,
-            "num_attention_heads": 7 if uneven else 4,
-            "num_key_value_heads": (1 if uneven else 2) if few else 4,
-            "head_dim": 16 if wide else 8,
-            "draft_vocab_size": VOCAB if full else DRAFT,
-        }
-    )
+    small = {
+        **LLAMA,
+        **LATENT,
+        "target_hidden_size": HIDDEN,
+        "num_attention_heads": 7 if uneven else 4,
+        "num_key_value_heads": (1 if uneven else 2) if few else 4,
+        "head_dim": 16 if wide else 8,
+        "draft_vocab_size": VOCAB if full else DRAFT,
+    }
     found = config | {key: value for key, value in small.items() if config.get(key) is not None}
     if "mask_token_id" in found:
         found["mask_token_id"] = VOCAB - 2

@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,14 +86,18 @@ def torchrun(*arguments: str, cwd: Path) -> subprocess.Popen:
 
 
 def until(process: subprocess.Popen, text: str) -> str:
-    """What the process prints up to a line that begins so."""
+    """What the process prints up to a line that begins so; it is killed where that does not come."""
     assert process.stdout is not None
-    said = ""
-    for line in process.stdout:
-        said += line
-        if line.startswith(text):
-            return said
-    raise AssertionError(f"{text!r} was never printed: {said}{process.communicate()[1]}")
+    printed, too_long = "", threading.Timer(300, process.kill)
+    too_long.start()
+    try:
+        for line in process.stdout:
+            printed += line
+            if line.startswith(text):
+                return printed
+    finally:
+        too_long.cancel()
+    raise AssertionError(f"{text!r} was never printed: {printed}{process.communicate()[1]}")
 
 
 def free_port() -> int:

@@ -18,7 +18,9 @@ SHARDS = {  # of a head's weights, gradients and optimizer state: which lie in p
 }
 
 
-def lines(cfg: DictConfig, head: Head, body: Body, layers: int, target: Target) -> dict[str, tuple[float, str]]:
+def memory_per_gpu(
+    cfg: DictConfig, head: Head, body: Body, layers: int, target: Target
+) -> dict[str, tuple[float, str]]:
     """GiB per GPU and how each came to be."""
     pieces = SHARDS[cfg.strategy.name]
     n = cfg.gpus
@@ -65,7 +67,7 @@ def lines(cfg: DictConfig, head: Head, body: Body, layers: int, target: Target) 
     return found
 
 
-def predicted(cfg: DictConfig, target: Target) -> float:
+def planned_memory(cfg: DictConfig, target: Target) -> float:
     """GiB that scripts/plan.py counts on each device of a run that trains with `cfg`, as conf/train.yaml describes it."""
     asked = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(asked, dict)
@@ -78,4 +80,4 @@ def predicted(cfg: DictConfig, target: Target) -> float:
     }
     made = OmegaConf.create(plan)
     head, body, empty = study(made, loading.read_config(target.name), target.dtype)
-    return sum(size for size, _ in lines(made, head, body, len(head.layers), empty).values())
+    return sum(size for size, _ in memory_per_gpu(made, head, body, len(head.layers), empty).values())
