@@ -103,31 +103,31 @@ def job() -> int:
     raise AssertionError("no port is free")
 
 
-def after(process: subprocess.Popen, cluster: Cluster, said: str) -> Stopped:
+def after(process: subprocess.Popen, cluster: Cluster, printed: str) -> Stopped:
     ended = end(process)
     requeued = cluster.shared / "requeued"
     text = requeued.read_text() if requeued.exists() else ""
-    return Stopped(ended._replace(out=said + ended.out), text, cluster.step)
+    return Stopped(ended._replace(out=printed + ended.out), text, cluster.step)
 
 
 @pytest.fixture(scope="module")
 def timed_out(cluster: Cluster, job: int) -> Stopped:
     process = slurm(cluster, job)
-    said = until(process, "step 3/")
+    printed = until(process, "step 3/")
     process.send_signal(signal.SIGUSR1)
-    return after(process, cluster, said)
+    return after(process, cluster, printed)
 
 
 @pytest.fixture(scope="module")
-def bereft(cluster: Cluster, job: int, timed_out: Stopped) -> Stopped:
+def lost_node(cluster: Cluster, job: int, timed_out: Stopped) -> Stopped:
     """The job again, of which a node dies."""
     process = slurm(cluster, job)
-    said = until(process, f"step {timed_out.step + 3}/")
+    printed = until(process, f"step {timed_out.step + 3}/")
     agent = int((cluster.shared / "tasks").read_text().split()[1])
     workers = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     for pid in (agent, *map(int, workers)):
         os.kill(pid, signal.SIGKILL)
-    return after(process, cluster, said)
+    return after(process, cluster, printed)
 
 
 @pytest.fixture(scope="module")
@@ -149,13 +149,13 @@ def pod(manifest: dict[str, dict], index: int, port: int, given: list[str]) -> s
 
 
 @pytest.fixture(scope="module")
-def evicted(cluster: Cluster, bereft: Stopped, manifest: dict[str, dict]) -> tuple[Stopped, Ended]:
+def evicted(cluster: Cluster, lost_node: Stopped, manifest: dict[str, dict]) -> tuple[Stopped, Ended]:
     """The same run in two pods, one of which Kubernetes evicts."""
     port, given = free_port(), [*cluster.given, NO_END, f"output_dir={cluster.shared / 'out'}"]
     pods = [pod(manifest, index, port, given) for index in (0, 1)]
-    said = until(pods[0], f"step {bereft.step + 3}/")
+    printed = until(pods[0], f"step {lost_node.step + 3}/")
     pods[1].send_signal(signal.SIGTERM)
-    return after(pods[0], cluster, said), end(pods[1])
+    return after(pods[0], cluster, printed), end(pods[1])
 
 
 @pytest.fixture(scope="module")
@@ -203,19 +203,19 @@ def test_when_slurms_time_is_up_the_run_saves_and_is_queued_again(timed_out: Sto
     assert requeued == f"requeue {job}\n"
 
 
-def test_a_node_that_dies_ends_the_run_with_a_sentence(cluster: Cluster, timed_out: Stopped, bereft: Stopped):
-    ended, requeued, step = bereft
+def test_a_node_that_dies_ends_the_run_with_a_sentence(cluster: Cluster, timed_out: Stopped, lost_node: Stopped):
+    ended, requeued, step = lost_node
     assert f"resuming from {cluster.shared}/out/checkpoints/checkpoint-{timed_out.step}\n" in ended.out
     assert ended.code != 0 and requeued == timed_out.requeued  # Slurm itself queues it again
-    (said,) = re.findall(r"^error: (.*)", ended.err, re.M)
-    assert re.match(r"process \d of 2 lost another one, whose own output says why \(.* by peer", said)
-    assert said.endswith("the same command on all nodes resumes from the newest checkpoint")
+    (printed,) = re.findall(r"^error: (.*)", ended.err, re.M)
+    assert re.match(r"process \d of 2 lost another one, whose own output says why \(.* by peer", printed)
+    assert printed.endswith("the same command on all nodes resumes from the newest checkpoint")
     assert f'File "{ROOT}/train' not in ended.err and step >= timed_out.step  # torchrun's own traceback alone
 
 
-def test_an_evicted_pod_stops_all_pods_at_one_step(bereft: Stopped, evicted: tuple[Stopped, Ended]):
+def test_an_evicted_pod_stops_all_pods_at_one_step(lost_node: Stopped, evicted: tuple[Stopped, Ended]):
     (first, _, step), second = evicted
-    assert f"/checkpoint-{bereft.step}\n" in first.out and step >= bereft.step + 3
+    assert f"/checkpoint-{lost_node.step}\n" in first.out and step >= lost_node.step + 3
     assert f"stopped at step {step}; the same command resumes from there" in first.out
     assert first.code != 0 and second.code != 0  # so that both are restarted
     assert "stopping after this step ..." in second.err and "error: " not in first.err + second.err
