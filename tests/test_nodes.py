@@ -270,30 +270,31 @@ def test_the_pods_of_the_manifest_find_each_other_and_their_volume(manifest: dic
 
 # Bad input
 
-SHARED = """import os, sys
+SHARED = """import sys
 from pathlib import Path
 import torch.distributed as dist
 from train.runtime import distributed
-os.environ["RANK"] = "1" if os.fork() == 0 else "0"
-dist.init_process_group("gloo")
+both, own = map(Path, sys.argv[1:])
+dist.init_process_group("gloo", f"file://{both}/rendezvous", rank=distributed.rank(), world_size=2)
 distributed.SEEN_WITHIN = 0.5
-distributed.check_shared(Path(sys.argv[1]), "output_dir")
+distributed.check_shared(both, "output_dir")
 try:
-    distributed.check_shared(Path(sys.argv[1]) / sys.argv[2 + distributed.rank()], "output_dir")
+    distributed.check_shared(own, "output_dir")
 except ValueError as error:
-    print(distributed.rank(), error)
-dist.destroy_process_group()
-if distributed.rank() == 0:
-    os.wait()
+    print(error)
+distributed.shutdown()
 """
 
 
 def test_nodes_that_do_not_share_the_output_are_told_so(tmp_path: Path):
-    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    ended = end(start(PYTHON, "-c", SHARED, str(tmp_path), "a", "b", cwd=tmp_path, **environment))
-    assert sorted(ended.out.splitlines()) == [
-        f"{rank} output_dir={tmp_path / name} is one directory for only 1 of the 2 processes: give an absolute path on a "
-        "file system that all nodes share"
-        for rank, name in enumerate("ab")
-    ], ended.err
+    directories = [tmp_path / "a", tmp_path / "b"]
+    nodes = [
+        start(PYTHON, "-c", SHARED, str(tmp_path), str(own), cwd=tmp_path, RANK=str(rank), WORLD_SIZE="2")
+        for rank, own in enumerate(directories)
+    ]
+    for own, ended in zip(directories, map(end, nodes), strict=True):
+        assert ended.out == (
+            f"output_dir={own} is one directory for only 1 of the 2 processes: give an absolute path on a file system that "
+            "all nodes share\n"
+        ), ended.err
     assert not list(tmp_path.rglob(".*"))  # what was looked for
