@@ -108,18 +108,21 @@ class Batch:
         return chosen, trace_rows(rows, roots, verification, logits)
 
     def add(self, prompts: Prompts, new: list[int], features: Tensor) -> None:
-        """These of the rows that have been read join the batch. features: (rows, 1, width), of the positions before their
-        roots."""
-        staying, rows = self.unfinished(), [prompts.rows[number] for number in new]
-        self.rows = [*(self.rows[number] for number in staying), *rows]
-        order = [*staying, *[None] * len(new)]
+        """These of the rows that have been read join the batch, in the places of finished ones as far as there are any, so
+        that nothing of the others is copied. features: (rows, 1, width), of the positions before their roots."""
+        order, places = self.places_for([prompts.rows[number] for number in new])
+        failed = [place for place in places if place < len(self.rows) and self.rows[place].finish_reason == "error"]
+        joining = dict(zip(places, (prompts.rows[number] for number in new), strict=True))
+        self.rows = [joining[place] if old is None else self.rows[old] for place, old in enumerate(order)]
         self.sampler = self.new_sampler(self.rows)
         begun = self.cache is not None
         if self.cache is None and len(new) == len(prompts.rows):
             self.cache = prompts.cache
         else:
             cache: Any = self.rearrange(order)
-            cache.adopt(len(staying), prompts.cache, new)
+            for place in failed:  # no mask hides a NaN
+                cache.erase(place)
+            cache.adopt(places, prompts.cache, new)
         capacity, sampling = self.open_cache().capacity, self.sampler.sampling
         if begun:
             self.drafter.select_rows(order, capacity, sampling)
@@ -127,12 +130,27 @@ class Batch:
             self.drafter.begin(len(order), capacity, sampling)
         for reader, cache in zip(self.drafter.readers, prompts.caches, strict=True):
             assert reader.cache is not None
-            reader.cache.adopt(len(staying), cache, new)
-        roots = features.new_tensor([[row.text[-1]] for row in rows], dtype=torch.int64)
-        fresh = Accepted(roots, features[new], [1] * len(new), [row.text for row in rows])
+            for place in failed:
+                reader.cache.erase(place)
+            reader.cache.adopt(places, cache, new)
+        roots = features.new_tensor([[joining[place].text[-1]] for place in places], dtype=torch.int64)
+        fresh = Accepted(roots, features[new], [1] * len(new), [joining[place].text for place in places])
         if self.open_cache().graphs.active:  # as wide as what a step gives: one graph drafts after both
             fresh = widened(fresh, 1 + self.drafter.depth)
-        self.accepted = stacked(select(self.accepted, [*staying]), fresh) if staying else fresh
+        self.accepted = fresh if len(new) == len(order) else placed(select(self.accepted, order), places, fresh)
+
+    def places_for(self, rows: Sequence[Row]) -> tuple[list[int | None], list[int]]:
+        """Which of its rows the batch will be, None being a new one, and where these new ones will be."""
+        staying, order = self.unfinished(), list[int | None](range(len(self.rows)))
+        ended = [number for number in range(len(self.rows)) if self.rows[number].finish_reason is not None]
+        places = [*ended, *range(len(order), len(order) + len(rows))][: len(rows)]
+        for place in places:
+            order[place : place + 1] = [None]
+        size, most = len(order) * self.room([*self.rows, *rows]), self.max_cache_tokens
+        if 2 * (len(staying) + len(rows)) <= len(order) or (most is not None and size > most):
+            order = [*staying, *[None] * len(rows)]
+            places = list(range(len(staying), len(order)))
+        return order, places
 
     @torch.inference_mode()
     def drop_finished(self) -> None:
@@ -201,8 +219,10 @@ def widened(accepted: Accepted, width: int) -> Accepted:
     return accepted._replace(tokens=pad(accepted.tokens, (0, more)), features=pad(accepted.features, (0, 0, 0, more)))
 
 
-def stacked(first: Accepted, second: Accepted) -> Accepted:
-    """The rows of both, one after the other."""
-    first, second = widened(first, second.tokens.shape[1]), widened(second, first.tokens.shape[1])
-    tokens, features = torch.cat([first.tokens, second.tokens]), torch.cat([first.features, second.features])
-    return Accepted(tokens, features, [*first.counts, *second.counts], [*first.text, *second.text])
+def placed(accepted: Accepted, places: Sequence[int], fresh: Accepted) -> Accepted:
+    """The same with these rows in these places."""
+    accepted, fresh = widened(accepted, fresh.tokens.shape[1]), widened(fresh, accepted.tokens.shape[1])
+    accepted.tokens[places], accepted.features[places] = fresh.tokens, fresh.features
+    for place, count, text in zip(places, fresh.counts, fresh.text, strict=True):
+        accepted.counts[place], accepted.text[place] = count, text
+    return accepted

@@ -1,12 +1,17 @@
 """What a server asks of the engine: rows that leave early, fail or wait for room do not change the texts of others."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from heads import Target
+from heads.eagle3 import Eagle3Head
+from heads.target import cuda_graphs
 from inference import Engine, Request, SamplingParams
-from inference.drafters import Drafter, DraftModel, NgramDrafter
+from inference.drafters import Drafter, DraftModel, DynamicTree, NgramDrafter
 from tests.support.batches import prompt
+from tests.support.tape import Tape
 
 
 def ids(length: int, seed: int) -> list[int]:
@@ -22,9 +27,11 @@ def drafters(target: Target) -> list[Drafter]:
     return [NgramDrafter(), DraftModel(target, target, nodes=5, depth=3, width=2, min_probability=0)]
 
 
-def run(engine: Engine, asked: list[Request], between=lambda step: None) -> tuple[list[list[int]], list[str | None]]:
-    """Texts and reasons; between(step) is called before each step."""
-    texts, reasons = {request: [] for request in asked}, dict.fromkeys(asked)
+def run(
+    engine: Engine, asked: list[Request], between=lambda step: None, *late: Request
+) -> tuple[list[list[int]], list[str | None]]:
+    """Texts and reasons; between(step) is called before each step, and adds those that come late."""
+    texts, reasons = {request: [] for request in (*asked, *late)}, dict.fromkeys((*asked, *late))
     for request in asked:
         engine.add(request)
     step = 0
@@ -56,7 +63,7 @@ def test_a_cancelled_request_frees_its_row_at_once(target, alone, number):
             sizes.append([row.request for row in engine.batch.rows])
 
     texts, _ = run(engine, asked, between)
-    assert sizes == [[asked[0], asked[2], asked[3]]]
+    assert sizes == [[asked[0], asked[3], asked[2]]]  # its very place
     assert len(texts[1]) < len(alone[1]) and texts[1] == alone[1][: len(texts[1])]
     assert [texts[0], *texts[2:]] == [alone[0], *alone[2:]]
 
@@ -89,6 +96,37 @@ def test_logits_that_are_not_numbers_end_their_row_alone(target, alone, monkeypa
     assert texts[1] == alone[1][: len(texts[1])] and [texts[0], *texts[2:]] == [alone[0], *alone[2:]]
 
 
+def test_the_place_of_a_broken_row_is_clean(target, alone, monkeypatch):
+    """All that is read in it is not a number, until a late request takes it."""
+    head = Eagle3Head.for_target(target, depth=3).eval()
+    engine = Engine(target, DynamicTree(head, target, nodes=8, depth=3, width=2, min_probability=0))
+    late, read, now = Request(ids(3, 9), max_new_tokens=9), type(target).read, [0]
+    expected, _ = run(Engine(target), [late])
+
+    def poisoned(self, tokens, positions=None, mask=None, cache=None, *args, **kwargs):
+        reading = read(self, tokens, positions, mask, cache, *args, **kwargs)
+        if cache is engine.batch.cache and now[0] > 1 and engine.batch.rows[1].request is asked[1]:
+            reading.logits[1] = reading.features[1] = float("nan")
+            for block in cache.blocks.values():
+                block[:, :, 1] = float("nan")
+        return reading
+
+    def between(step: int) -> None:
+        now[0] = step
+        if step == 5:
+            engine.add(late)
+        if step == 7:
+            assert [row.request for row in engine.batch.rows] == [asked[0], late, asked[2]]
+            (reader,) = engine.drafter.readers  # NaN there would spoil the drafts, and not the text
+            assert all(block.isfinite().all() for block in reader.cache.blocks.values())
+
+    monkeypatch.setattr(type(target), "read", poisoned)
+    asked = requests()[:3]
+    texts, reasons = run(engine, asked, between, late)
+    assert reasons == ["length", "error", "length", "length"]
+    assert [texts[0], *texts[2:]] == [alone[0], alone[2], *expected]
+
+
 @pytest.mark.parametrize("number", range(2))
 def test_rows_that_are_read_anew_write_the_same(target, alone, number):
     engine = Engine(target, drafters(target)[number], max_rows=3)
@@ -106,6 +144,30 @@ def test_finished_rows_leave_though_nobody_joins(target, alone, number):
 
     assert run(engine, requests(), between)[0] == alone
     assert {4, 2} <= sizes or {4, 1} <= sizes
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_who_joins_takes_a_finished_row_s_place_and_nothing_is_copied(target, alone, captured, monkeypatch):
+    if captured:
+        monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
+    asked = [
+        replace(request, max_new_tokens=number) for number, request in zip((16, 20, 5, 9), requests(), strict=True)
+    ]
+    engine, seen = Engine(target, drafters(target)[1], max_rows=3), []
+
+    def between(step: int) -> None:
+        if step:
+            (reader,) = engine.drafter.readers
+            blocks = [*engine.batch.cache.blocks.values(), *reader.cache.blocks.values()]
+            rows = [asked.index(row.request) for row in engine.batch.rows]
+            seen.append((rows, [block.data_ptr() for block in blocks], len(engine.batch.cache.graphs.graphs)))
+
+    texts, _ = run(engine, asked, between)
+    assert texts == [text[: request.max_new_tokens] for text, request in zip(alone, asked, strict=True)]
+    rows, pointers, graphs = zip(*seen, strict=True)
+    assert list(dict.fromkeys(map(tuple, rows))) == [(0, 1, 2), (0, 1, 3)]
+    assert all(one == pointers[-1] for one in pointers[1:])
+    assert list(graphs) == sorted(graphs) and (graphs[-1] > 0) == captured
 
 
 def test_a_full_cache_lets_requests_wait(target, alone):

@@ -105,14 +105,13 @@ class KVCache(Cache):
         self.static_starts = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
 
     def rearrange(self, rows: list[int | None], capacity: int) -> None:
-        """The batch becomes these of its rows, None being an empty one, with room for `capacity` entries. It copies, and
-        what was captured is lost, since it knows addresses only."""
-        if capacity == self.capacity and len(rows) == self.batch:
-            if all(row is None for row in rows):
-                self.clear()
-                return
-            if rows == list(range(self.batch)):
-                return
+        """The batch becomes these of its rows, None being an empty one, with room for `capacity` entries. Where every row
+        stays in its place nothing is copied. Else what was captured is lost, since it knows addresses only."""
+        lengths = [0 if row is None else self.lengths[row] for row in rows]
+        if (len(rows), capacity) == (self.batch, self.capacity) and all(row in (None, n) for n, row in enumerate(rows)):
+            self.kv_bucket = None
+            self.set_lengths(lengths)
+            return
         new, old = [n for n, row in enumerate(rows) if row is not None], [row for row in rows if row is not None]
         filled = max((self.lengths[row] for row in old), default=0)
         for key, block in self.blocks.items():
@@ -122,7 +121,6 @@ class KVCache(Cache):
             self.blocks[key] = grown
         for layer in self.layers:
             layer.is_initialized = False  # its views are of the old blocks
-        lengths = [0 if row is None else self.lengths[row] for row in rows]
         self.resize(len(rows), capacity)
         self.kv_bucket = None
         self.set_lengths(lengths)
@@ -132,16 +130,19 @@ class KVCache(Cache):
         for block in self.blocks.values():
             block[:, :, row] = 0
 
-    def adopt(self, first: int, other: "KVCache", rows: list[int]) -> None:
-        """The rows from `first` on, which are empty, become these of another cache's rows."""
-        lengths = [other.lengths[row] for row in rows]
+    def adopt(self, places: list[int], other: "KVCache", rows: list[int]) -> None:
+        """The rows in these places, which are empty, become these of another cache's rows."""
+        lengths = [*self.lengths]
         for key, block in other.blocks.items():
             if key not in self.blocks:
                 layers, pair, _, heads, _, dim = block.shape
                 self.blocks[key] = block.new_zeros(layers, pair, self.batch, heads, self.capacity, dim)
-            copied = block[:, :, rows, :, : max(lengths)]
-            self.blocks[key][:, :, first : first + len(rows), :, : max(lengths)] = copied
-        self.set_lengths([*self.lengths[:first], *lengths])
+            for place, row in zip(places, rows, strict=True):
+                length = other.lengths[row]
+                self.blocks[key][:, :, place, :, :length] = block[:, :, row, :, :length]
+        for place, row in zip(places, rows, strict=True):
+            lengths[place] = other.lengths[row]
+        self.set_lengths(lengths)
 
     def copy_out(self, row: int, start: int, end: int) -> dict[tuple, Tensor]:
         """Copies of a row's entries start .. end - 1, (layers, 1 or 2, heads, entries, dim) each."""

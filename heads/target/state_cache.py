@@ -98,10 +98,12 @@ class StateCache:
         if self.stack is not None:
             self.stack.erase(row)
 
-    def adopt(self, first: int, other: "StateCache", rows: list[int]) -> None:
-        """The rows from `first` on, which are empty, become these of another cache's rows."""
-        self.rows = [*self.rows[:first], *(other.rows[row] for row in rows)]
-        self.set_lengths([*self.lengths[:first], *(other.lengths[row] for row in rows)])
+    def adopt(self, places: list[int], other: "StateCache", rows: list[int]) -> None:
+        """The rows in these places, which are empty, become these of another cache's rows."""
+        lengths = [*self.lengths]
+        for place, row in zip(places, rows, strict=True):
+            self.rows[place], lengths[place] = other.rows[row], other.lengths[row]
+        self.set_lengths(lengths)
 
     def mask(self, among: Tensor) -> Tensor:
         """As it is: what a token of a chain sees, the model's own masks say."""
