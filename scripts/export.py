@@ -38,8 +38,7 @@ def main(cfg: DictConfig) -> None:
     print(f"{out}: {export.layout.title}")
     if export.note:
         print(export.note)
-    depth = head.depth
-    print(f"use it: {export.use.format(target=target.name, head=out, depth=depth, method=head.kind)}")
+    print(f"use it: {export.command(head, target.name, str(out))}")
 
 
 if __name__ == "__main__":

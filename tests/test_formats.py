@@ -679,6 +679,30 @@ def test_sglang_gets_the_bias_it_insists_on(deep, tmp_path):
     assert all(torch.equal(tensor, state[name]) for name, tensor in head.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("engine", "kind", "words"),
+    [
+        ("vllm", "eagle3", '"method": "eagle3", "model": "H", "num_speculative_tokens": 4'),
+        ("vllm", "dflash", '"method": "dflash", "model": "H", "num_speculative_tokens": 7'),
+        ("vllm", "dflash2", '"method": "dflash", "model": "H", "num_speculative_tokens": 7'),
+        (
+            "sglang",
+            "eagle3",
+            "--speculative-algorithm EAGLE3 --speculative-draft-model-path H --speculative-num-steps 4 ",
+        ),
+        ("sglang", "dflash", "--speculative-algorithm DFLASH --speculative-draft-model-path H"),
+        ("sglang", "domino", "--speculative-algorithm DOMINO --speculative-draft-model-path H"),
+    ],
+)
+def test_an_engine_is_started_in_its_own_words(deep, engine, kind, words):
+    """SGLang counts the root's slot among a block's draft tokens: without a number it takes the size from config.json."""
+    head = build_head(kind, deep)
+    command = getattr(engines, engine)(head, deep).command(head, "T", "H")
+    assert words in command and ("--speculative-num-draft-tokens" in command) == (
+        (engine, kind) == ("sglang", "eagle3")
+    )
+
+
 def test_what_an_engine_dropped_or_learnt_is_said(deep):
     assert "0.33 removed them" in engines.vllm(ours("medusa", deep), deep).note
     assert "fc_norm, norm_output: SGLang reads it since" in engines.sglang(ours("eagle3.1", deep), deep).note

@@ -36,20 +36,27 @@ VLLM = """vllm serve {target} --speculative-config '{{"method": "{method}", "mod
 VLLM_P_EAGLE = """vllm serve {target} --speculative-config '{{"method": "eagle3", "model": "{head}", \
 "parallel_drafting": true, "num_speculative_tokens": {depth}}}'"""
 VLLM_MTP = """vllm serve {head} --speculative-config '{{"method": "mtp", "num_speculative_tokens": {depth}}}'"""
-SGLANG = """python -m sglang.launch_server --model-path {target} --speculative-algorithm {method} \
---speculative-draft-model-path {head} --speculative-num-steps {depth} --speculative-eagle-topk 4 \
+# Of a family of drafters there is one method, whatever the head's architecture.
+VLLM_DFLASH2 = VLLM.replace("{method}", "dflash")
+# SGLang takes its algorithms in capitals. Of a block it finds the size in config.json: `--speculative-num-draft-tokens`
+# would count the root's slot too.
+SGLANG_BLOCK = """python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \
+--speculative-draft-model-path {head}"""
+SGLANG = f"""{SGLANG_BLOCK} --speculative-num-steps {{depth}} --speculative-eagle-topk 4 \
 --speculative-num-draft-tokens 16"""
-
-SGLANG_BLOCK = """python -m sglang.launch_server --model-path {target} --speculative-algorithm {method} \
---speculative-draft-model-path {head} --speculative-num-draft-tokens {depth}"""
 
 EA_MODEL = "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{head}')"
 
 
 class Export(NamedTuple):
     layout: Format
-    use: str  # the command that loads it; {target} and {head} are places
+    use: str  # the command that loads it, with places; see `command`
     note: str = ""  # what the engine does not do, or no longer does
+
+    def command(self, head: DraftHead, target: str, directory: str) -> str:
+        """The command for this head, which has been written to this directory, and the target of this name."""
+        names = {"method": head.kind, "algorithm": head.kind.upper()}
+        return self.use.format(target=target, head=directory, depth=head.depth, **names)
 
 
 def vllm(head: DraftHead, target: Target) -> Export:
@@ -65,7 +72,7 @@ def vllm(head: DraftHead, target: Target) -> Export:
     if type(head) is DFlashHead:
         return Export(DFlashFormat(), VLLM, "vLLM drafts a chain, no tree.")
     if isinstance(head, DFlash2Head):
-        return Export(DFlash2Format(), VLLM, "vLLM drafts a chain, no tree.")
+        return Export(DFlash2Format(), VLLM_DFLASH2, "vLLM drafts a chain, no tree.")
     if isinstance(head, DSparkHead):
         check_vanilla("vLLM", head)
         return Export(SpeculatorsDSpark(), VLLM, "vLLM drafts a chain, no tree.")

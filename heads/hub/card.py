@@ -185,6 +185,6 @@ def model_card(metrics: dict, head: dict, data: dict | None) -> str:
         dtype=metrics.get("dtype"),
         percent=percent,
         vllm=VLLM.format(method="eagle3", **facts),
-        sglang=SGLANG.format(method="EAGLE3", **facts),
+        sglang=SGLANG.format(algorithm="EAGLE3", **facts),
         data=[(key, str(value)) for key, value in (data or {}).items() if value is not None],
     )

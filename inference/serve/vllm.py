@@ -34,8 +34,7 @@ def serve_command(target: Target, drafter: str, name: str, host: str, port: int,
         export = vllm(head, target)
         folder = tempfile.mkdtemp(prefix="foredraft-vllm-")
         write_head(head, folder, target, export.layout, export.layout.weight_files)
-        places = {"target": shlex.quote(target.name), "head": folder, "depth": head.depth, "method": head.kind}
-        command = shlex.split(export.use.format(**places))
+        command = shlex.split(export.command(head, shlex.quote(target.name), folder))
     dtype = str(target.dtype).removeprefix("torch.")
     rest = {"dtype": dtype, "served-model-name": name, "host": host, "port": port, "max-num-seqs": max_rows}
     return command + [word for key, value in rest.items() for word in (f"--{key}", str(value))]

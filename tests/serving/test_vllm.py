@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from heads import Target, load_head
-from heads.base import PackedBatch, RecurrentHead
+from heads.base import BlockHead, DraftHead, PackedBatch, ParallelHead
 from inference.drafters import drafter_for
 from inference.evaluation.measure import per_depth, run
 from train.data import stdlib
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
 PYTHON = Path(os.environ.get("FOREDRAFT_VLLM_ENV", ROOT / ".venv-vllm")) / "bin" / "python"
 EMBEDDED = ROOT / "scripts" / "embedded_target"
-KINDS = ("eagle3", "eagle", "medusa")
+KINDS = ("eagle3", "eagle", "medusa", "dflash", "dflash2", "dspark", "p_eagle")
 DEPTH, PROMPTS, NEW_TOKENS = 3, 24, 128  # a chain of 3 over 3,072 tokens: 1,000 drafts below an acceptance length of 3
 SHORT = ("trainer.max_steps=60", "length=256", "data.max_files=150", "evaluate.eval_steps=0", "evaluate.proof=false")
 FEW = ("evaluate.prompts=4", "evaluate.timed_prompts=1", "evaluate.new_tokens=16")
@@ -107,15 +107,14 @@ def export(heads: Path, kind: str, name: str, folder: Path) -> Path:
     return folder / "export"
 
 
-def chain(head: Path, target: Target, rows: list[list[int]]) -> tuple[list[list[int]], list[float]]:
-    """Our own texts, and the share of steps that accept d drafts of a chain, d = 1 .. DEPTH."""
-    loaded = load_head(head, target)
-    if isinstance(loaded, RecurrentHead):
-        drafter = drafter_for(loaded, target, width=1, depth=DEPTH, nodes=DEPTH + 1, min_probability=0)
+def chain(head: DraftHead, target: Target, rows: list[list[int]], depth: int) -> tuple[list[list[int]], list[float]]:
+    """Our own texts, and the share of steps that accept d drafts of a chain, d = 1 .. depth."""
+    if isinstance(head, ParallelHead):
+        drafter = drafter_for(head, target, accuracies=[[1.0]] * depth, nodes=depth + 1)
     else:
-        drafter = drafter_for(loaded, target, accuracies=[[1.0]] * DEPTH, nodes=DEPTH + 1)
+        drafter = drafter_for(head, target, width=1, depth=depth, nodes=depth + 1, min_probability=0)
     out = run(target, drafter, rows, max_new_tokens=NEW_TOKENS, eos_token_id=-1)
-    return [row for generation in out for row in generation.new_tokens], per_depth(out, DEPTH)
+    return [row for generation in out for row in generation.new_tokens], per_depth(out, depth)
 
 
 @pytest.mark.parametrize(
@@ -125,15 +124,24 @@ def chain(head: Path, target: Target, rows: list[list[int]]) -> tuple[list[list[
         ("eagle3", "speculators", "eagle3"),
         ("eagle", "vllm", "eagle"),
         ("medusa", "vllm", "medusa"),
+        ("dflash", "vllm", "dflash"),
+        ("dflash2", "vllm", "dflash2"),
+        ("dspark", "vllm", "dspark"),
+        ("p_eagle", "vllm", "eagle3"),
     ],
 )
 def test_the_engine_accepts_what_we_predict(heads, embedded, rows, plain, tmp_path, kind, name, method):
     exported = export(heads, kind, name, tmp_path)
-    out = decode(tmp_path, rows, {"method": method, "model": str(exported), "num_speculative_tokens": DEPTH})
+    head = load_head(exported, embedded)
+    depth = (
+        head.depth if isinstance(head, BlockHead) else DEPTH
+    )  # slots of a shorter block would see fewer of the others
+    speculative = {"method": method, "model": str(exported), "num_speculative_tokens": depth}
+    out = decode(tmp_path, rows, speculative | ({"parallel_drafting": True} if kind == "p_eagle" else {}))
     assert out["texts"] == plain
     drafts = out["counted"]["drafts"]
     theirs = [count / drafts for count in out["counted"]["accepted_tokens_per_pos"]]
-    texts, ours = chain(exported, embedded, rows)
+    texts, ours = chain(head, embedded, rows, depth)
     print(f"{kind} as {name}: {drafts} drafts, accepted per position {theirs} in vLLM, {ours} here")
     assert drafts >= 1000 and texts == plain
     assert theirs == pytest.approx(ours, rel=0.05)
