@@ -159,9 +159,22 @@ def test_a_family_decodes_as_transformers_does() -> None:
     assert found == {"loads": "ok: chains"} | dict.fromkeys(("as transformers", "greedy", "T=1"), "ok")
 
 
-def test_what_transformers_cannot_cache_is_refused() -> None:
-    found = checked(family_cells(partial(small_family, families()["blt"]), new_tokens=4))
-    assert found["loads"].startswith("refused: the config of model_type blt has no num_hidden_layers")
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("blt", "the config of model_type blt has no num_hidden_layers"),
+        ("cpmant", "model_type cpmant cannot read on from its cache ("),
+    ],
+)
+def test_what_transformers_cannot_cache_is_refused(family: str, reason: str) -> None:
+    found = checked(family_cells(partial(small_family, families()[family]), new_tokens=4))
+    assert found["loads"].startswith(f"refused: {reason}")
+
+
+@pytest.mark.filterwarnings("ignore:.*decoded plainly")
+def test_a_family_that_takes_a_token_at_a_time_over_a_cache_is_decoded_plainly() -> None:
+    found = checked(family_cells(partial(small_family, families()["prophetnet"]), new_tokens=6))
+    assert found == {"loads": "ok: decoded plainly"} | dict.fromkeys(("as transformers", "greedy", "T=1"), "ok")
 
 
 def test_default_configs_are_made_whole_and_small() -> None:

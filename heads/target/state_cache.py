@@ -204,6 +204,8 @@ def reads_chains(target: "Target") -> bool:
         cache.read_prompts(target, text, [text.shape[1]])
     try:
         at_once, single = together.read_chains(target, tokens[:, nodes:]).logits, []
+    except torch.OutOfMemoryError:
+        raise
     except Exception:  # some take one token at a time over a cache, each in words of its own (ProphetNet)
         return False
     for number in range(nodes, PROBE):

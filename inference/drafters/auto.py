@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from heads.target import Target
-from inference.drafters.base import Accepted, Drafter, root_only, select, unpadded
+from inference.drafters.base import Accepted, Drafter, concatenate, root_only, select
 from inference.drafters.costs import SIZES, CostModel, Costs, Tree
 from inference.drafters.grown import GrownTree
 from inference.sampling import Sampling
@@ -85,7 +85,7 @@ class AutoTree(Drafter):
     def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
         self.inner.select_rows(rows, capacity, sampling)
         if self.waiting:  # as one piece, since rows may join often while it decodes plainly
-            self.waiting = [select(merge(self.waiting), rows)]
+            self.waiting = [select(concatenate(self.waiting), rows)]
         self.plan_for(Case(len(rows), sampling.temperature is None))
 
     @property
@@ -133,7 +133,7 @@ class AutoTree(Drafter):
         self.waiting.append(accepted)
         if self.plan == PLAIN:
             return root_only(accepted)
-        merged, self.waiting = merge(self.waiting), []
+        merged, self.waiting = concatenate(self.waiting), []
         self.inner.resize(*self.plan)
         return self.inner.propose(merged, gumbel)
 
@@ -202,24 +202,3 @@ class AutoTree(Drafter):
             return False
         spread = pvariance([len(ranks) for ranks in self.seen])
         return self.choose(doubt=2 * sqrt((spread + 1 / count) / count)) == PLAIN
-
-
-def merge(pieces: list[Accepted]) -> Accepted:
-    """What several steps accepted, as one: each row's tokens of all pieces, one after the other."""
-    if len(pieces) == 1:
-        return pieces[0]
-    first, last = pieces[0], pieces[-1]
-    counts = [sum(piece.counts[row] for piece in pieces) if last.counts[row] else 0 for row in range(len(first.counts))]
-    if all(unpadded(piece) for piece in pieces):
-        tokens, features = torch.cat([p.tokens for p in pieces], 1), torch.cat([p.features for p in pieces], 1)
-        return Accepted(tokens, features, counts, last.text)
-    tokens = first.tokens.new_zeros(len(counts), max(counts))
-    features = first.features.new_zeros(len(counts), max(counts), first.features.shape[-1])
-    for row, total in enumerate(counts):
-        at = 0
-        for piece in pieces if total else ():
-            count = piece.counts[row]
-            tokens[row, at : at + count] = piece.tokens[row, :count]
-            features[row, at : at + count] = piece.features[row, :count]
-            at += count
-    return Accepted(tokens, features, counts, last.text)

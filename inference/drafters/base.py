@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from heads.target.cache import to_device
@@ -130,6 +131,27 @@ def select(accepted: Accepted, rows: list[int | None]) -> Accepted:
     index = [row or 0 for row in rows]
     counts = [0 if row is None else accepted.counts[row] for row in rows]
     return Accepted(accepted.tokens[index], accepted.features[index], counts, [accepted.text[row] for row in index])
+
+
+def concatenate(pieces: Sequence[Accepted]) -> Accepted:
+    """What several steps accepted, as one: each row's tokens of all pieces, one after the other."""
+    if len(pieces) == 1:
+        return pieces[0]
+    first, last = pieces[0], pieces[-1]
+    counts = [sum(piece.counts[row] for piece in pieces) if last.counts[row] else 0 for row in range(len(first.counts))]
+    if all(unpadded(piece) for piece in pieces):
+        tokens, features = torch.cat([p.tokens for p in pieces], 1), torch.cat([p.features for p in pieces], 1)
+        return Accepted(tokens, features, counts, last.text)
+    tokens = first.tokens.new_zeros(len(counts), max(counts))
+    features = first.features.new_zeros(len(counts), max(counts), first.features.shape[-1])
+    for row, total in enumerate(counts):
+        at = 0
+        for piece in pieces if total else ():
+            count = piece.counts[row]
+            tokens[row, at : at + count] = piece.tokens[row, :count]
+            features[row, at : at + count] = piece.features[row, :count]
+            at += count
+    return Accepted(tokens, features, counts, last.text)
 
 
 def root_only(accepted: Accepted) -> TokenTree:

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from heads.target import Target
-from inference.drafters.auto import merge
-from inference.drafters.base import Accepted, Drafter, NoDrafter, Wrapper, root_only, select
+from inference.drafters.base import Accepted, Drafter, NoDrafter, Wrapper, concatenate, root_only, select
 from inference.sampling import Sampling
 from inference.tree import TokenTree, chain
 
@@ -42,7 +41,7 @@ class CatchUp(Wrapper):
         self.waits = accepted.behind
         if self.waits:
             return root_only(accepted)
-        merged, self.waiting = merge(self.waiting), []
+        merged, self.waiting = concatenate(self.waiting), []
         return self.inner.propose(merged, gumbel)
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:

@@ -41,11 +41,12 @@ class Asker:
     def ask(self, number: int, speculative: bool = True) -> Answer:
         """The answer to a question; the number of a request asks it again after all others."""
         number %= self.cfg.questions
+        shortest, longest = self.cfg.max_tokens
         began, first, text, tokens = time.perf_counter(), 0.0, "", 0
         stream = self.client.completions.create(
             model=self.model,
             prompt=PROMPTS[number % len(PROMPTS)] + f"f{number}",
-            max_tokens=self.cfg.max_tokens,
+            max_tokens=shortest + 17 * number % (longest - shortest + 1),
             temperature=self.cfg.temperature,
             seed=number,
             stream=True,
