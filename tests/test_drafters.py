@@ -31,6 +31,7 @@ from inference.drafters import (
     SuffixDrafter,
     Union,
     auto,
+    costs,
     drafter_for,
 )
 from inference.drafters.auto import FIRST, PLAIN, TIMED
@@ -414,6 +415,25 @@ def test_costs_are_measured_once_and_kept(small, monkeypatch, tmp_path):
     for file in tmp_path.rglob("*.json"):
         file.write_text("{")  # of a program that was killed, say
     assert CostModel(eagle(small), small)(2) != first
+
+
+def test_a_disturbed_measurement_makes_no_tree_dearer_than_a_larger_one(small, monkeypatch):
+    given = {"read": {"1": 20.0, "2": 9.0, "4": 21.0, "8": 10.0}, "draft": [0.0, 3.0, 2.0, 2.5]}
+    monkeypatch.setattr(costs, "kept", lambda what, *rest: given[what])
+    found = CostModel(eagle(small), small)(1)
+    assert found == Costs(read={1: 9.0, 2: 9.0, 4: 10.0, 8: 10.0}, draft=[0.0, 2.0, 2.0, 2.5])
+
+
+def test_sizes_are_timed_in_turn(monkeypatch):
+    """A disturbance of one round is no size's alone."""
+    now, order = [0.0], []
+
+    def work() -> None:
+        now[0] += 1.0 + order[-1] + (50.0 if len(order) in (4, 5, 6) else 0.0)
+
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: now[0])
+    assert costs.fastest([1, 2, 4], order.append, work, torch.device("cpu")) == [2.0, 3.0, 5.0]
+    assert order == [1, 2, 4] * costs.REPEATS
 
 
 def test_short_words_name_drafters(target, tiny_path):

@@ -13,7 +13,8 @@ import importlib.metadata
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,7 +82,8 @@ class CostModel:
         if batch not in self.known:
             read = kept("read", batch, self.read_facts(), lambda: self.measure_read(batch))
             draft = kept("draft", batch, self.draft_facts(), lambda: self.measure_draft(batch))
-            self.known[batch] = Costs({int(size): seconds for size, seconds in read.items()}, list(draft))
+            sizes = map(int, read)
+            self.known[batch] = Costs(dict(zip(sizes, undisturbed(read.values()), strict=True)), undisturbed(draft))
         return self.known[batch]
 
     def read_facts(self) -> dict[str, Any]:
@@ -113,20 +115,17 @@ class CostModel:
         engine = Engine(self.target, drafter)
         text = [0] * max(1, min(TEXT, (self.target.context or 2 * TEXT) - TEXT))
 
-        def step() -> None:
-            # At first, and where the context is short. A step with a prompt is never the fastest.
-            if not engine.has_work:
+        def prepare(size: int) -> None:
+            if not engine.has_work:  # at first, and where the context is short
                 for seed in range(batch):
                     engine.add(Request(text, max_new_tokens=TEXT, seed=seed))
                 engine.step()
-            engine.step()
-
-        found = {}
-        for size in sorted({1, self.nodes, *(size for size in SIZES if size < self.nodes)}):
             drafter.resize(size)
-            found[str(size)] = fastest(step, self.target.device)
+
+        sizes = sorted({1, self.nodes, *(size for size in SIZES if size < self.nodes)})
+        found = fastest(sizes, prepare, engine.step, self.target.device)
         engine.close()
-        return found
+        return dict(zip(map(str, sizes), found, strict=True))
 
     @torch.inference_mode()
     def measure_draft(self, batch: int) -> list[float]:
@@ -139,24 +138,35 @@ class CostModel:
         # Nothing is likely after made-up features, and every level is to be timed.
         if not isinstance(probe, StaticTree):
             probe.cache = probe.should_stop = None
-        seconds = [0.0]
-        for levels in range(1, self.levels + 1):
+
+        def prepare(levels: int) -> None:
             probe.begin(batch, TEXT, Sampling.of([SamplingParams()] * batch, target.vocab_size))
             probe.resize(self.nodes, levels)
-            seconds.append(fastest(lambda: probe.propose(fake, None), target.device))
-        return seconds
+
+        levels = range(1, self.levels + 1)
+        return [0.0, *fastest(levels, prepare, lambda: probe.propose(fake, None), target.device)]
 
 
-def fastest(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds."""
-    times = []
+def fastest(
+    sizes: Sequence[int], prepare: Callable[[int], None], work: Callable[[], Any], device: torch.device
+) -> list[float]:
+    """Seconds of the work at each size, after prepare(size). The sizes take turns, so that what disturbs the machine for a
+    while does not fall on one of them alone."""
+    times: list[list[float]] = [[] for _ in sizes]
     for _ in range(REPEATS):
-        synchronise(device)
-        start = time.perf_counter()
-        work()
-        synchronise(device)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+        for size, seen in zip(sizes, times, strict=True):
+            prepare(size)
+            synchronise(device)
+            start = time.perf_counter()
+            work()
+            synchronise(device)
+            seen.append(time.perf_counter() - start)
+    return [min(seen[1:]) for seen in times]
+
+
+def undisturbed(seconds: Iterable[float]) -> list[float]:
+    """None costs more than a larger one: a tree could be padded to that."""
+    return list(accumulate(reversed(list(seconds)), min))[::-1]
 
 
 def kept(what: str, batch: int, facts: dict[str, Any], measure: Callable[[], Any]) -> Any:
