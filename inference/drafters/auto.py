@@ -6,10 +6,11 @@
                    tree as the cost model puts it (costs.py), which is measured once and kept
 
 The first steps use the largest tree, then none; another batch size, which gains the same and costs something else, begins
-with none. From then on it is the tree of best gain / seconds, and now and then the largest and none again, after twice as
-many steps each time while the choice stays the same. Where plain decoding is best it decodes plainly, and looks again so
-rarely that looking costs one step in a hundred; where no tree could pay even if the drafter were as much better than seen as
-chance allows, the first steps end early. So a drafter which never helps costs next to nothing.
+with none. From then on it is the tree of best gain / seconds, unless the last choice is nearly as good, and now and then the
+largest again (and every fourth time none), after twice as many steps each time while the choice stays the same. Where plain
+decoding is best it decodes plainly, and looks again so rarely that looking costs one step in a hundred; where no tree could
+pay even if the drafter were as much better than seen as chance allows, the first steps end early. So a drafter which never
+helps costs next to nothing.
 """
 
 import time
@@ -33,8 +34,11 @@ FIRST, REMEMBER = 24, 64  # full steps at first (of fewer, what a tree gains is 
 FEWEST = 6  # full steps after which a drafter may be seen not to help
 # Steps until it looks again: at first; at most, where it drafts; at most, where it does not.
 EXPLORE, OFTEN, RARELY = 16, 64, 1024
-TIMED = 3  # steps of a tree before their median counts
-MARGIN = 1.03  # what speculation must promise over plain decoding: nearer lies what the measured costs are wrong by
+TIMED, TIMES = 3, 15  # steps of a tree before their median counts; steps whose median it is
+# What speculation must promise over plain decoding, and another tree over the last one: nearer lies what the measured costs
+# are wrong by, and every tree that is tried costs some steps.
+MARGIN = 1.03
+PLAIN_LOOKS = 4  # of so many looks at the largest tree one is at plain decoding too, where it drafts
 
 
 class Plan(NamedTuple):
@@ -63,7 +67,7 @@ class AutoTree(Drafter):
         self.paths: dict[bool, deque[list[int]]] = {}
         self.taken: dict[tuple[Case, Plan], deque[float]] = {}  # seconds of whole steps
         self.case: Case | None = None
-        self.pause, self.best = EXPLORE, PLAIN
+        self.pause, self.best, self.looks = EXPLORE, PLAIN, 0
         self.plans: list[Plan] = []  # of the next steps, the next one last
         self.untried = False  # are these the first ones of a batch size?
         self.use(self.full)
@@ -119,7 +123,8 @@ class AutoTree(Drafter):
             else:
                 self.pause = min(2 * self.pause, OFTEN) if best == self.best else EXPLORE
             self.best = best
-            looks = [self.full] if best == PLAIN else [PLAIN, self.full]
+            self.looks += 1
+            looks = [self.full] if best == PLAIN or self.looks % PLAIN_LOOKS else [PLAIN, self.full]
             self.plans = looks + [best] * self.pause if self.timed(best) else [best] * (TIMED + 1)
         self.use(self.plans.pop())
 
@@ -148,7 +153,7 @@ class AutoTree(Drafter):
         now = time.perf_counter()
         if self.started is not None:
             seconds = now - self.started
-            self.taken.setdefault(self.of_case(self.last), deque(maxlen=2 * TIMED + 1)).append(seconds)
+            self.taken.setdefault(self.of_case(self.last), deque(maxlen=TIMES)).append(seconds)
         self.started = now
 
     def of_case(self, plan: Plan) -> tuple[Case, Plan]:
@@ -191,8 +196,8 @@ class AutoTree(Drafter):
         sizes = [size for size in SIZES if 1 < size < self.full.nodes] + [self.full.nodes]
         plans = [Plan(size, levels) for size in sizes for levels in range(1, self.full.levels + 1) if levels < size]
         speed = {plan: (1 + gains[plan.levels][plan.nodes - 1] + doubt) / self.seconds(plan) for plan in plans}
-        # The smallest of those that are as good: it leaves most of the device to others.
-        best = next(plan for plan in plans if speed[plan] * MARGIN >= max(speed.values()))
+        best = max(plans, key=lambda plan: speed[plan])
+        best = self.best if MARGIN * speed.get(self.best, 0.0) >= speed[best] else best
         return best if speed[best] > MARGIN / self.seconds(PLAIN) else PLAIN
 
     def is_hopeless(self) -> bool:
