@@ -170,6 +170,40 @@ def test_who_joins_takes_a_finished_row_s_place_and_nothing_is_copied(target, al
     assert list(graphs) == sorted(graphs) and (graphs[-1] > 0) == captured
 
 
+@pytest.mark.parametrize(("most", "rows"), [(None, 3), (2 * (20 + 24 + 2), 2)])
+def test_finished_rows_leave_where_a_long_text_needs_their_room(target, most, rows):
+    """One ends, its place is taken; another has ended, and stays as long as there is room for it."""
+    asked = [Request(ids(5, row), max_new_tokens=tokens) for row, tokens in enumerate((20, 3, 3))]
+    late, sizes = Request(ids(20, 3), max_new_tokens=24), []
+    expected = [run(Engine(target), [request])[0][0] for request in (*asked, late)]
+    engine = Engine(target, max_cache_tokens=most)
+
+    def between(step: int) -> None:
+        if step == 5:
+            engine.add(late)
+        if step > 6:
+            sizes.append(len(engine.batch.rows))
+            assert most is None or engine.batch.cache.batch * engine.batch.cache.capacity <= most
+
+    texts, _ = run(engine, asked, between, late)
+    assert texts == expected and sizes[0] == rows
+
+
+def test_a_batch_of_mostly_finished_rows_shrinks_when_one_joins(target):
+    asked = [Request(ids(5, row), max_new_tokens=20 if row == 2 else 3) for row in range(6)]
+    late, sizes = Request(ids(7, 9), max_new_tokens=6), []
+    expected = [run(Engine(target), [request])[0][0] for request in (*asked, late)]
+    engine = Engine(target, NgramDrafter())
+
+    def between(step: int) -> None:
+        if step == 5:
+            engine.add(late)
+        sizes.append(len(engine.batch.rows))
+
+    texts, _ = run(engine, asked, between, late)
+    assert texts == expected and list(dict.fromkeys(sizes)) == [0, 6, 2]
+
+
 def test_a_full_cache_lets_requests_wait(target, alone):
     most = []
     engine = Engine(target, max_cache_tokens=2 * (14 + 28 + 2))  # two rows of the longest
