@@ -174,7 +174,7 @@ class DFlashHead(BlockHead):
             config["block_size"],
             own["mask_token_id"],
             sample_from_anchor=own["sample_from_anchor"],
-            causal=own["causal"],
+            causal=own.get("causal", False),
             window=config["sliding_window"],
             layer_types=config["layer_types"],
             draft_vocab_size=config["draft_vocab_size"],
@@ -204,8 +204,9 @@ class DFlashHead(BlockHead):
                 "target_layer_ids": [layer - 1 for layer in self.layers],
                 "mask_token_id": self.mask_token_id,
                 "sample_from_anchor": self.sample_from_anchor,
-                "causal": self.causal,  # vLLM's name, then JetSpec's
-                "causal_head": self.causal,
+                # vLLM's name, then JetSpec's. Left out where it is not so: vLLM would take a no for sliding layers too, and
+                # they are causal.
+                **({"causal": True, "causal_head": True} if self.causal else {}),
             },
         }
 

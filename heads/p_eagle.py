@@ -35,7 +35,7 @@ class PEagleHead(BlockHead):
     t2d."""
 
     kind = "p_eagle"
-    format = "P-EAGLE as vLLM reads it (PeagleLlamaForCausalLM)"
+    format = "P-EAGLE as vLLM reads it (LlamaForCausalLMEagle3 with mask_hidden)"
     disk_prefixes: ClassVar[dict[str, str]] = {"blocks.": "layers."}
 
     def __init__(
@@ -127,7 +127,8 @@ class PEagleHead(BlockHead):
 
     def to_config(self) -> dict:
         return llama_config.to_json(self.config) | {
-            "architectures": ["PeagleLlamaForCausalLM"],
+            # vLLM's method eagle3 puts Eagle3 before a name without it, so that PeagleLlamaForCausalLM is none that it has.
+            "architectures": ["LlamaForCausalLMEagle3"],
             "num_hidden_layers": self.cache_layers,
             "draft_vocab_size": self.lm_head.out_features,
             "target_hidden_size": self.width,

@@ -133,7 +133,6 @@ SETTINGS = [
     ("specforge_domino", "dflash_config.gru_hidden_dim", 9, "prefix_gru.weight_hh_l0 is"),
     ("speculators_dflash", "aux_hidden_state_layer_ids", [2, 9], r"reads layers \[2, 9\]"),
     ("speculators_dflash", "draft_vocab_size", 200, "d2t is missing; lm_head.weight is missing; t2d is missing"),
-    ("speculators_dflash", "sliding_window_non_causal", True, "sliding_window_non_causal=True"),
     ("zlab_dflash2", "dflash_config.output_multiplier", 2.0, "output_multiplier=2.0"),
     ("zlab_dflash2", "dflash_config.conv_group_size", 16, "kernel_projection.weight is"),
     ("p_eagle", "ptd_token_id", golden.V, "pard_token=320, which is no row"),
@@ -222,6 +221,7 @@ ROUND = [
         (kind, name)
         for kind in ("dflash", "dflash anchor first", "jetspec")
         for name in ("vllm", "sglang", "speculators")
+        if (kind, name) != ("dflash anchor first", "speculators")  # refused: it has a window
     ),
     *(("dspark", name) for name in ("vllm", "sglang", "speculators")),
     *(("p_eagle", name) for name in ("vllm", "speculators")),
@@ -230,6 +230,43 @@ ROUND = [
     *((kind, "speculators") for kind in ("dflash pruned", "dspark pruned")),
     *((kind, "sglang") for kind in ("dspark gated", "dspark rnn", "domino", "domino in place")),
 ]
+
+
+def vllm_causal(config: dict, layer: int) -> bool:
+    """Is a layer causal inside a block for vLLM 0.32? Its rule for a config.json of DFlash, written down anew."""
+    if "sliding_window_non_causal" in config:  # of the speculators package
+        return not config["sliding_window_non_causal"]
+    said = config["dflash_config"].get("causal")
+    return config["layer_types"][layer] == "sliding_attention" if said is None else said
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (kind, name)
+        for kind, name in ROUND
+        if kind.startswith(("dflash", "jetspec")) and name in ("vllm", "speculators")
+    ],
+)
+def test_vllm_masks_a_block_as_it_was_trained(deep, tmp_path, kind, name):
+    head = make_head(kind, deep)
+    export = export_of(name, head, deep)
+    write_head(head, tmp_path, deep, export.layout, export.layout.weight_files)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for layer in range(head.cache_layers):
+        assert vllm_causal(config, layer) == head.masking(layer)[0]
+
+
+def test_a_window_that_vllm_would_take_for_another_is_refused(deep, tmp_path):
+    with pytest.raises(ValueError, match=r"causal in all layers or in none, .* \(head.window=\d+\): format=vllm"):
+        export_of("speculators", make_head("dflash anchor first", deep), deep)
+    config, weights, file = make("speculators_dflash", deep)
+    layer = config["transformer_layer_config"]
+    sliding = ["sliding_attention"] * layer["num_hidden_layers"]
+    layer |= {"layer_types": sliding, "sliding_window": 4, "use_sliding_window": True}
+    config["sliding_window_non_causal"] = True
+    with pytest.raises(ValueError, match="sliding_window_non_causal=True"):
+        read_head(write(tmp_path, config, weights, file), deep)
 
 
 def export_of(name: str, head, target: Target):

@@ -115,6 +115,11 @@ def sglang(head: DraftHead, target: Target) -> Export:
 
 
 def speculators(head: DraftHead, target: Target) -> Export:
+    if isinstance(head, DFlashHead) and head.window is not None and not head.causal:
+        raise ValueError(
+            f"vLLM reads heads of the speculators package as causal in all layers or in none, and this one is in its sliding "
+            f"layers alone (head.window={head.window}): format=vllm"
+        )
     if isinstance(head, DSparkHead):
         check_vanilla("vLLM", head)
         return Export(SpeculatorsDSpark(), "vllm serve {head}", "vLLM finds the target by the name in config.json.")

@@ -22,7 +22,7 @@ EMBEDDINGS = "embed_tokens.weight"
 
 
 class PEagleFormat(Eagle3Format):
-    title = "P-EAGLE as vLLM reads it (PeagleLlamaForCausalLM)"
+    title = "P-EAGLE as vLLM reads it (LlamaForCausalLMEagle3 with mask_hidden)"
     kind = PEagleHead
 
     def __init__(self, layer: str = "layers.0"):

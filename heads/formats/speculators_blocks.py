@@ -4,7 +4,7 @@ block's settings stand flat, and layers are numbered as hidden states, one more 
 from typing import Any, Self
 
 from heads.base import DraftHead
-from heads.dflash import DFlashHead
+from heads.dflash import SLIDING, DFlashHead
 from heads.dspark import DSparkHead
 from heads.formats.base import HeadFiles, check_settings
 from heads.formats.dflash import DFlashFormat, layer_ids, markov_settings
@@ -25,10 +25,12 @@ class SpeculatorsDFlash(DFlashFormat):
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         config, layer = files.config, files.config["transformer_layer_config"] or {}
-        check_settings(files, config, {"sliding_window_non_causal": False})
         check_settings(files, config, {"target_hidden_size": layer["hidden_size"]})
         ids = layer_ids(files, config[IDS], target, counted_from=1)
-        return self.shared_config(files, layer, config | {"target_layer_ids": ids}, target)
+        shared = self.shared_config(files, layer, config | {"target_layer_ids": ids}, target)
+        if SLIDING in shared["layer_types"]:
+            check_settings(files, config, {"sliding_window_non_causal": False})
+        return shared
 
     def usual_layout(self, files: HeadFiles) -> bool:
         return self.kind is DSparkHead
@@ -48,7 +50,8 @@ class SpeculatorsDFlash(DFlashFormat):
             "target_hidden_size": None,  # the head is as wide as the target
             IDS: head.layers,
             "causal": head.causal,
-            "sliding_window_non_causal": False,
+            # Of sliding layers in speculators, of all in vLLM, which does not read `causal`; see engines.speculators.
+            "sliding_window_non_causal": not head.causal and head.window is None,
             "tie_word_embeddings": False,
             **{name: own[name] for name in (*NAMES, *MARKOV) if name in own},
         }

@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
 PYTHON = Path(os.environ.get("FOREDRAFT_VLLM_ENV", ROOT / ".venv-vllm")) / "bin" / "python"
 EMBEDDED = ROOT / "scripts" / "embedded_target"
-KINDS = ("eagle3", "eagle", "medusa", "dflash", "dflash2", "dspark", "p_eagle")
+# DSpark and DFlash-2 need vLLM's second model runner, which its build for a CPU has not.
+KINDS = ("eagle3", "eagle", "medusa", "dflash", "jetspec", "p_eagle")
 DEPTH, PROMPTS, NEW_TOKENS = 3, 24, 128  # a chain of 3 over 3,072 tokens: 1,000 drafts below an acceptance length of 3
 SHORT = ("trainer.max_steps=60", "length=256", "data.max_files=150", "evaluate.eval_steps=0", "evaluate.proof=false")
 FEW = ("evaluate.prompts=4", "evaluate.timed_prompts=1", "evaluate.new_tokens=16")
@@ -125,9 +126,10 @@ def chain(head: DraftHead, target: Target, rows: list[list[int]], depth: int) ->
         ("eagle", "vllm", "eagle"),
         ("medusa", "vllm", "medusa"),
         ("dflash", "vllm", "dflash"),
-        ("dflash2", "vllm", "dflash2"),
-        ("dspark", "vllm", "dspark"),
+        ("dflash", "speculators", "dflash"),
+        ("jetspec", "vllm", "dflash"),
         ("p_eagle", "vllm", "eagle3"),
+        ("p_eagle", "speculators", "eagle3"),
     ],
 )
 def test_the_engine_accepts_what_we_predict(heads, embedded, rows, plain, tmp_path, kind, name, method):
