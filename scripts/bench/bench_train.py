@@ -2,9 +2,9 @@
 
 Tokens per second of the trainer's own steps, the process's peak memory, and model-flops utilisation: products of the
 target's forward and of the head's forward and backward per second, as a share of what one large matrix product reaches on
-this device. With `baseline`, speculators 0.9.0 trains its EAGLE-3 in the same run: same target, rows, length, steps, dtype
-and threads, from hidden states on disk; foredraft runs the target, or reads such states too with features=disk. The
-baseline's start-up is not counted: its time is the difference of two runs.
+this device. With `baseline`, speculators 0.9.0 trains its EAGLE-3 or DFlash in the same run: same target, rows, length,
+steps, dtype and threads, from hidden states on disk; foredraft runs the target, or reads such states too with features=disk.
+The baseline's start-up is not counted: its time is the difference of two runs.
 """
 
 import json
@@ -27,7 +27,6 @@ from heads import Target
 from train.cli import entry
 from train.data.corpus import Document, Packed
 from train.data.row_order import EpochStream
-from train.module import DistillationModel
 from train.runtime.memory import keep_freed, peak_memory
 from train.trainer import HeadTrainer, arguments
 
@@ -59,7 +58,7 @@ def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
     documents = [Document(row, [True] * len(row)) for row in tokens.tolist()]
     more = {"counts": torch.bincount(tokens.flatten(), minlength=target.vocab_size)}
     head = instantiate(cfg.head, target=target, **(more if "draft_vocab_size" in cfg.head else {}))
-    distillation = DistillationModel(head, target, instantiate(cfg.loss))
+    distillation = instantiate(cfg.objective, head=head, target=target, loss=instantiate(cfg.loss))
     args = arguments(cfg.trainer, target)
     packed = Packed(documents, cfg.length, cfg.seed)
     dataset = instantiate(cfg.features)(packed, target, head.layers, cfg.trainer.per_device_train_batch_size)
@@ -103,22 +102,19 @@ def train_baseline(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dic
         write_rows(target, layers, tokens, folder)
         command = [cfg.baseline, *([cfg.baseline_driver] if cfg.baseline_driver else ["-m", "speculators"]), "train"]
         settings = {
-            "speculator-type": "eagle3",
             "verifier-name-or-path": target.name,
             "data-path": folder,
             "hidden-states-path": folder / "hidden_states",
             "on-missing": "raise",
-            "draft-vocab-size": min(cfg.head.draft_vocab_size or target.vocab_size, target.vocab_size),
-            "token-freq-path": folder / "token_freq.pt",
             "total-seq-len": cfg.length,
             "num-workers": 0,
-            "ttt-steps": cfg.head.depth,
             "hidden-states-dtype": str(target.dtype).removeprefix("torch."),
             "loss-implementation": "eager",
             "draft-attn-impl": "sdpa",
             "lr": cfg.trainer.learning_rate,
         }
-        command += [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+        settings |= of_kind(cfg, target, folder)
+        command += [word for key, value in settings.items() for word in (f"--{key}", *str(value).split(" "))]
         command += ["--target-layer-ids", *map(str, layers)]
         runs = [
             timed([*command, "--epochs", str(n), "--save-path", str(folder / f"out{n}")], cfg.threads)
@@ -127,6 +123,28 @@ def train_baseline(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dic
     trained = EPOCHS * tokens.numel()
     seconds = runs[1][0] - runs[0][0]
     return {"tokens_per_second": trained / seconds, "peak_gib": runs[0][1] / 2**30}
+
+
+def of_kind(cfg: DictConfig, target: Target, folder: Path) -> dict[str, Any]:
+    """What speculators is told of the head, of the two kinds that are compared. Raises ValueError for another."""
+    if cfg.head._target_.endswith("Eagle3Head.for_target"):
+        return {
+            "speculator-type": "eagle3",
+            "draft-vocab-size": min(cfg.head.draft_vocab_size or target.vocab_size, target.vocab_size),
+            "token-freq-path": folder / "token_freq.pt",
+            "ttt-steps": cfg.head.depth,
+        }
+    if not cfg.head._target_.endswith("DFlashHead.for_target"):
+        raise ValueError(f"head={cfg.head._target_} is not compared with speculators: head=eagle3 or head=dflash")
+    return {
+        "speculator-type": "dflash",
+        "block-size": cfg.head.block_size,
+        "num-layers": cfg.head.num_layers,
+        "mask-token-id": cfg.head.mask_token_id or 0,
+        "full-attention-indices": " ".join(map(str, range(cfg.head.num_layers))),
+        "max-anchors": round(cfg.objective.starts * cfg.length),
+        "per-position-loss-weight": "fixed-exp-decay",
+    }
 
 
 def head_layers(cfg: DictConfig, target: Target) -> list[int]:
