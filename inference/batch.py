@@ -81,8 +81,7 @@ class Batch:
         return self.cache
 
     def join(self, prompts: Prompts, last: LastPositions) -> list[Output]:
-        """The rows of prompts that have been read get their first tokens, and join where their texts continue; finished rows
-        leave."""
+        """The rows of prompts that have been read get their first tokens, and join where their texts continue."""
         chosen, traces = self.first_tokens(prompts, last)
         outputs = []
         for row, token in zip(prompts.rows, chosen, strict=True):
@@ -110,17 +109,18 @@ class Batch:
     def add(self, prompts: Prompts, new: list[int], features: Tensor) -> None:
         """These of the rows that have been read join the batch, in the places of finished ones as far as there are any, so
         that nothing of the others is copied. features: (rows, 1, width), of the positions before their roots."""
-        order, places = self.places_for([prompts.rows[number] for number in new])
+        rows = [prompts.rows[number] for number in new]
+        order, places = self.places_for(rows)
         failed = [place for place in places if place < len(self.rows) and self.rows[place].finish_reason == "error"]
-        joining = dict(zip(places, (prompts.rows[number] for number in new), strict=True))
-        self.rows = [joining[place] if old is None else self.rows[old] for place, old in enumerate(order)]
+        arriving = iter(rows)
+        self.rows = [next(arriving) if old is None else self.rows[old] for old in order]
         self.sampler = self.new_sampler(self.rows)
         begun = self.cache is not None
         if self.cache is None and len(new) == len(prompts.rows):
             self.cache = prompts.cache
         else:
             cache: Any = self.rearrange(order)
-            for place in failed:  # no mask hides a NaN
+            for place in failed:  # read again after it ended, it may have left NaN again, which no mask hides
                 cache.erase(place)
             cache.adopt(places, prompts.cache, new)
         capacity, sampling = self.open_cache().capacity, self.sampler.sampling
@@ -133,24 +133,22 @@ class Batch:
             for place in failed:
                 reader.cache.erase(place)
             reader.cache.adopt(places, cache, new)
-        roots = features.new_tensor([[joining[place].text[-1]] for place in places], dtype=torch.int64)
-        fresh = Accepted(roots, features[new], [1] * len(new), [joining[place].text for place in places])
+        roots = features.new_tensor([[row.text[-1]] for row in rows], dtype=torch.int64)
+        fresh = Accepted(roots, features[new], [1] * len(new), [row.text for row in rows])
         if self.open_cache().graphs.active:  # as wide as what a step gives: one graph drafts after both
             fresh = widened(fresh, 1 + self.drafter.depth)
         self.accepted = fresh if len(new) == len(order) else placed(select(self.accepted, order), places, fresh)
 
     def places_for(self, rows: Sequence[Row]) -> tuple[list[int | None], list[int]]:
-        """Which of its rows the batch will be, None being a new one, and where these new ones will be."""
-        staying, order = self.unfinished(), list[int | None](range(len(self.rows)))
-        ended = [number for number in range(len(self.rows)) if self.rows[number].finish_reason is not None]
-        places = [*ended, *range(len(order), len(order) + len(rows))][: len(rows)]
-        for place in places:
-            order[place : place + 1] = [None]
-        size, most = len(order) * self.room([*self.rows, *rows]), self.max_cache_tokens
-        if 2 * (len(staying) + len(rows)) <= len(order) or (most is not None and size > most):
-            order = [*staying, *[None] * len(rows)]
-            places = list(range(len(staying), len(order)))
-        return order, places
+        """Which of its rows the batch will be, None being a new one, and where these new ones will be, ascending. Finished
+        rows beyond those stay too, unless they would be half of the batch, or take memory that there is not."""
+        staying = self.unfinished()
+        needed = len(staying) + len(rows)
+        count, most = max(len(self.rows), needed), self.max_cache_tokens
+        if 2 * needed <= count or (most is not None and count * self.room([*self.rows, *rows]) > most):
+            return [*staying, *[None] * len(rows)], list(range(len(staying), needed))
+        places = [number for number in range(count) if number not in staying][: len(rows)]
+        return [None if number in places else number for number in range(count)], places
 
     @torch.inference_mode()
     def drop_finished(self) -> None:

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from heads import Target, save_head
 from heads.base import DraftHead
 from inference.drafters import Drafter
-from tests.support import names
+from tests.support import golden, names
 from tests.support.drafters import build_drafter
 from tests.support.head_factory import KINDS, make_head
 from tests.support.processes import Ended
@@ -48,6 +48,19 @@ def tiny_path(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def target(tiny_path) -> Target:
     return Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def deep(tmp_path_factory) -> Target:
+    """Eight layers: deep enough for the paper's choice of three."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_config(num_hidden_layers=golden.N))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 2.0)
+    path = tmp_path_factory.mktemp("deep")
+    model.save_pretrained(path)
+    return Target.from_pretrained(path, dtype="float32", device="cpu")
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
-from transformers import LlamaForCausalLM
 
 from heads import Target, load_head
 from heads.checkpoint import read_head, write_head
@@ -20,7 +19,6 @@ from heads.p_eagle import PEagleHead
 from tests.support import golden, golden_blocks
 from tests.support.batches import PROMPT
 from tests.support.head_factory import make_head
-from tests.support.tiny import tiny_config
 from train import parity_gate
 from train.cli import CONF
 
@@ -36,12 +34,6 @@ GOLDEN: dict[str, tuple] = {
     "speculators_dflash": ("dflash", [2, 4], 4, False, False),
     "speculators_dspark": ("dspark", [2, 4], 4, True, False),
 }
-
-
-@pytest.fixture(scope="module")
-def deep() -> Target:
-    torch.manual_seed(0)
-    return Target(LlamaForCausalLM(tiny_config(num_hidden_layers=golden.N)), name="a target of eight layers")
 
 
 def make(name: str, target: Target) -> golden.Golden:

@@ -34,7 +34,7 @@ FIRST, REMEMBER = 24, 64  # full steps at first (of fewer, what a tree gains is 
 FEWEST = 6  # full steps after which a drafter may be seen not to help
 # Steps until it looks again: at first; at most, where it drafts; at most, where it does not.
 EXPLORE, OFTEN, RARELY = 16, 64, 1024
-TIMED, TIMES = 3, 15  # steps of a tree before their median counts; steps whose median it is
+TIMED, RECENT = 3, 15  # steps of a tree before their median counts; the newest ones, of which it is the median
 # What speculation must promise over plain decoding, and another tree over the last one: nearer lies what the measured costs
 # are wrong by, and every tree that is tried costs some steps.
 MARGIN = 1.03
@@ -153,7 +153,7 @@ class AutoTree(Drafter):
         now = time.perf_counter()
         if self.started is not None:
             seconds = now - self.started
-            self.taken.setdefault(self.of_case(self.last), deque(maxlen=TIMES)).append(seconds)
+            self.taken.setdefault(self.of_case(self.last), deque(maxlen=RECENT)).append(seconds)
         self.started = now
 
     def of_case(self, plan: Plan) -> tuple[Case, Plan]:

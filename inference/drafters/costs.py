@@ -83,7 +83,9 @@ class CostModel:
             read = kept("read", batch, self.read_facts(), lambda: self.measure_read(batch))
             draft = kept("draft", batch, self.draft_facts(), lambda: self.measure_draft(batch))
             sizes = map(int, read)
-            self.known[batch] = Costs(dict(zip(sizes, undisturbed(read.values()), strict=True)), undisturbed(draft))
+            self.known[batch] = Costs(
+                dict(zip(sizes, non_decreasing(read.values()), strict=True)), non_decreasing(draft)
+            )
         return self.known[batch]
 
     def read_facts(self) -> dict[str, Any]:
@@ -164,8 +166,8 @@ def fastest(
     return [min(seen[1:]) for seen in times]
 
 
-def undisturbed(seconds: Iterable[float]) -> list[float]:
-    """None costs more than a larger one: a tree could be padded to that."""
+def non_decreasing(seconds: Iterable[float]) -> list[float]:
+    """By ascending size; one that was measured slower than a larger one was disturbed, or had better be padded to that."""
     return list(accumulate(reversed(list(seconds)), min))[::-1]
 
 

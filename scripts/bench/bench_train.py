@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from safetensors.torch import save_file
@@ -36,6 +37,7 @@ EPOCHS = 4  # of the baseline that are timed
 @entry("bench_train")
 def main(cfg: DictConfig) -> None:
     torch.set_num_threads(cfg.threads)
+    of_kind = baseline_settings(cfg) if cfg.baseline else {}
     keep_freed()
     target: Target = instantiate(cfg.target)
     batch = cfg.trainer.per_device_train_batch_size
@@ -43,7 +45,7 @@ def main(cfg: DictConfig) -> None:
     tokens = torch.randint(target.vocab_size, (cfg.steps * batch, cfg.length), generator=generator)
     results = {"foredraft": train(cfg, target, tokens)}
     if cfg.baseline:
-        results["speculators"] = train_baseline(cfg, target, tokens)
+        results["speculators"] = train_baseline(cfg, target, tokens, of_kind)
     for name, found in results.items():
         print(f"{name:12}" + "  ".join(f"{key} {value:,.4g}" for key, value in found.items()), flush=True)
     if cfg.baseline:
@@ -93,9 +95,9 @@ def top_speed(target: Target, size: int = 2048, repeats: int = 5) -> float:
     return 2 * size**3 / best
 
 
-def train_baseline(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, float]:
+def train_baseline(cfg: DictConfig, target: Target, tokens: torch.Tensor, of_kind: dict[str, Any]) -> dict[str, float]:
     """speculators on the same rows, run for one epoch and for EPOCHS more: the difference is training alone. Several, since
-    starting takes as long as an epoch and varies."""
+    starting takes as long as an epoch and varies. of_kind: see `baseline_settings`."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         layers = list(cfg.head.layers or head_layers(cfg, target))
@@ -112,10 +114,15 @@ def train_baseline(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dic
             "loss-implementation": "eager",
             "draft-attn-impl": "sdpa",
             "lr": cfg.trainer.learning_rate,
+            "target-layer-ids": layers,
+            **of_kind,
         }
-        settings |= of_kind(cfg, target, folder)
-        command += [word for key, value in settings.items() for word in (f"--{key}", *str(value).split(" "))]
-        command += ["--target-layer-ids", *map(str, layers)]
+        if "ttt-steps" in settings:  # the vocabulary of EAGLE-3 may be pruned
+            vocab = target.vocab_size
+            settings["draft-vocab-size"] = min(cfg.head.draft_vocab_size or vocab, vocab)
+            settings["token-freq-path"] = folder / "token_freq.pt"
+        for key, value in settings.items():
+            command += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
         runs = [
             timed([*command, "--epochs", str(n), "--save-path", str(folder / f"out{n}")], cfg.threads)
             for n in (1, 1 + EPOCHS)
@@ -125,26 +132,22 @@ def train_baseline(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dic
     return {"tokens_per_second": trained / seconds, "peak_gib": runs[0][1] / 2**30}
 
 
-def of_kind(cfg: DictConfig, target: Target, folder: Path) -> dict[str, Any]:
+def baseline_settings(cfg: DictConfig) -> dict[str, Any]:
     """What speculators is told of the head, of the two kinds that are compared. Raises ValueError for another."""
-    if cfg.head._target_.endswith("Eagle3Head.for_target"):
+    kind = HydraConfig.get().runtime.choices["head"]
+    if kind == "eagle3":
+        return {"speculator-type": kind, "ttt-steps": cfg.head.depth}
+    if kind == "dflash":
         return {
-            "speculator-type": "eagle3",
-            "draft-vocab-size": min(cfg.head.draft_vocab_size or target.vocab_size, target.vocab_size),
-            "token-freq-path": folder / "token_freq.pt",
-            "ttt-steps": cfg.head.depth,
+            "speculator-type": kind,
+            "block-size": cfg.head.block_size,
+            "num-layers": cfg.head.num_layers,
+            "mask-token-id": cfg.head.mask_token_id or 0,
+            "full-attention-indices": list(range(cfg.head.num_layers)),
+            "max-anchors": round(cfg.objective.starts * cfg.length),
+            "per-position-loss-weight": "fixed-exp-decay",
         }
-    if not cfg.head._target_.endswith("DFlashHead.for_target"):
-        raise ValueError(f"head={cfg.head._target_} is not compared with speculators: head=eagle3 or head=dflash")
-    return {
-        "speculator-type": "dflash",
-        "block-size": cfg.head.block_size,
-        "num-layers": cfg.head.num_layers,
-        "mask-token-id": cfg.head.mask_token_id or 0,
-        "full-attention-indices": " ".join(map(str, range(cfg.head.num_layers))),
-        "max-anchors": round(cfg.objective.starts * cfg.length),
-        "per-position-loss-weight": "fixed-exp-decay",
-    }
+    raise ValueError(f"head={kind} is not compared with speculators here: head=eagle3, head=dflash, or baseline=null")
 
 
 def head_layers(cfg: DictConfig, target: Target) -> list[int]:

@@ -135,9 +135,8 @@ def chain(head: DraftHead, target: Target, rows: list[list[int]], depth: int) ->
 def test_the_engine_accepts_what_we_predict(heads, embedded, rows, plain, tmp_path, kind, name, method):
     exported = export(heads, kind, name, tmp_path)
     head = load_head(exported, embedded)
-    depth = (
-        head.depth if isinstance(head, BlockHead) else DEPTH
-    )  # slots of a shorter block would see fewer of the others
+    # Of a block all: the slots of a shorter one would see fewer of the others.
+    depth = head.depth if isinstance(head, BlockHead) else DEPTH
     speculative = {"method": method, "model": str(exported), "num_speculative_tokens": depth}
     out = decode(tmp_path, rows, speculative | ({"parallel_drafting": True} if kind == "p_eagle" else {}))
     assert out["texts"] == plain

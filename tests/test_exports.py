@@ -1,0 +1,201 @@
+"""What is written for an engine: it is whole, the engine reads it as it is meant, and the gate lets nothing else pass."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+
+from heads import Target, save_head
+from heads.checkpoint import read_head, write_head
+from heads.eagle3 import Eagle3Head
+from heads.formats import engines
+from heads.hydra import HydraHead
+from tests.support import golden
+from tests.support.head_factory import build_head
+from train import publish
+from train.cli import CONF
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+OURS: dict[str, tuple[str, dict[str, Any]]] = {  # kinds of conf/head, and what is changed in their yaml
+    "eagle3": ("eagle3", {"depth": 3, "draft_vocab_size": golden.VD}),
+    "eagle3 full vocabulary": ("eagle3", {"depth": 3, "draft_vocab_size": None}),
+    "eagle3.1": ("eagle3_1", {"depth": 3, "draft_vocab_size": golden.VD}),
+    "eagle1": ("eagle", {"depth": 3}),
+    "eagle1 with bias": ("eagle", {"depth": 3, "bias": True}),
+    "medusa": ("medusa", {"depth": 3, "blocks": 2}),
+    "medusa pruned": ("medusa", {"depth": 3, "draft_vocab_size": golden.VD}),
+    "hydra": ("hydra", {"depth": 3, "mlp_layers": 2, "dropout": 0.1}),
+    "hydra_pp": ("hydra_pp", {"depth": 3, "mlp_layers": 2, "dropout": 0.1}),
+}
+
+
+def ours(name: str, target: Target):
+    kind, changes = OURS[name]
+    head = build_head(kind, target, **changes)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return head.eval().to(torch.bfloat16)  # coarser than float32: a cast on the way would show
+
+
+def choices(name: str) -> list[str]:
+    """The formats of `scripts/export.py` that take a head of this kind."""
+    known = {
+        "medusa": ["vllm", "medusa"],
+        "medusa pruned": ["vllm"],
+        "hydra": ["hydra"],
+        "hydra_pp": ["hydra"],
+        "eagle1": ["vllm", "eagle"],
+        "eagle1 with bias": ["sglang", "eagle"],
+    }
+    if name in known:
+        return known[name]
+    return ["vllm", "speculators", "sglang"] if name == "eagle3.1" else ["vllm", "speculators", "sglang", "eagle"]
+
+
+ROUND = [(kind, name) for kind in OURS for name in choices(kind)]
+
+
+@pytest.mark.parametrize(("kind", "name"), ROUND)
+def test_round_trips_are_equal_to_the_bit(deep, tmp_path, kind, name):
+    head = ours(kind, deep)
+    export = instantiate(OmegaConf.load(CONF / "publish" / "format" / f"{name}.yaml"))(head, deep)
+    write_head(head, tmp_path, deep, export.layout, export.layout.weight_files)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", *export.layout.weight_files}
+    again = read_head(tmp_path, deep)
+    assert again.state_dict().keys() == head.state_dict().keys() and again.dtype == head.dtype
+    assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in head.state_dict().items())
+    assert (again.layers, again.depth) == (head.layers, head.depth)
+    for file in export.layout.weight_files:  # each of them alone too
+        other = tmp_path / file.replace(".", "-")
+        other.mkdir()
+        (tmp_path / file).rename(other / file)
+        (other / "config.json").write_text((tmp_path / "config.json").read_text())
+        assert torch.equal(next(iter(read_head(other, deep).parameters())), next(iter(head.parameters())))
+
+
+def test_both_numberings_of_fused_layers_are_written(deep, tmp_path):
+    """vLLM reads the first, SGLang the second, and each counts in its own way."""
+    save_head(ours("eagle3", deep), tmp_path, deep)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config[IDS] == [2, 4, 5] and config["eagle_config"][IDS] == [1, 3, 4]
+    assert config["rope_theta"] == golden.ROPE == config["rope_parameters"]["rope_theta"]
+    assert config["max_position_embeddings"] == 256 and config["norm_before_residual"] is False
+
+
+def test_no_vocabulary_map_is_written_where_nothing_is_pruned(deep, tmp_path):
+    save_head(ours("eagle3 full vocabulary", deep), tmp_path, deep)
+    assert not {"d2t", "t2d"} & load_file(tmp_path / "model.safetensors").keys()
+
+
+REFUSED = [
+    ("medusa", "sglang", "SGLang reads no medusa heads"),
+    ("medusa", "speculators", "speculators package reads no medusa"),
+    ("medusa", "eagle", "reads no medusa"),
+    ("medusa", "hydra", "reads no medusa"),
+    ("eagle3", "medusa", "reads no eagle3"),
+    ("eagle3", "hydra", "reads no eagle3"),
+    ("hydra", "vllm", "vLLM reads no hydra"),
+    ("hydra_pp", "sglang", "SGLang reads no hydra_pp"),
+    ("medusa pruned", "medusa", "knows no pruned vocabulary"),
+    ("eagle1 with bias", "vllm", "vLLM's EAGLE-1 has no fc.bias"),
+    ("eagle1", "speculators", "reads no eagle heads"),
+    ("eagle3.1", "eagle", "knows no fc_norm, norm_output"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "message"), REFUSED)
+def test_what_an_engine_cannot_draft_with_is_not_written(deep, kind, name, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(engines, name)(ours(kind, deep), deep)
+
+
+def test_layers_that_an_engine_does_not_read_are_said(deep):
+    head = Eagle3Head.for_target(deep, 3, [1, 3, 5])
+    with pytest.raises(ValueError, match=r"reads hidden states \[2, 4, 5\] .* this head reads \[1, 3, 5\]"):
+        engines.eagle(head, deep)
+    with pytest.raises(ValueError, match="fuses three layers"):
+        engines.sglang(Eagle3Head.for_target(deep, 3, [1, 5]), deep)
+    with pytest.raises(ValueError, match="hidden state 0"):
+        engines.sglang(Eagle3Head.for_target(deep, 3, [0, 3, 5]), deep)
+
+
+def test_layers_that_zankners_code_would_tie_are_not_written(deep):
+    head = HydraHead.for_target(deep, depth=2, mlp_layers=4, prefix=True)
+    engines.hydra(head, deep)  # still alike, all of them
+    with torch.no_grad():
+        head.hydra_mlp[1][5].linear.bias.add_(1)
+    with pytest.raises(ValueError, match=r"one block in place of layers 3, 5, 7 of hydra_mlp\.1"):
+        engines.hydra(head, deep)
+
+
+def test_sglang_gets_the_bias_it_insists_on(deep, tmp_path):
+    """Of zeros where the head has none: it drafts the same."""
+    head = ours("eagle1", deep)
+    export = engines.sglang(head, deep)
+    write_head(head, tmp_path, deep, export.layout, export.layout.weight_files)
+    assert json.loads((tmp_path / "config.json").read_text())["bias"] is True
+    state = read_head(tmp_path, deep).state_dict()
+    assert not state.pop("fc.bias").any() and state.keys() == head.state_dict().keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in head.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("engine", "kind", "words"),
+    [
+        ("vllm", "eagle3", '"method": "eagle3", "model": "H", "num_speculative_tokens": 4'),
+        ("vllm", "dflash", '"method": "dflash", "model": "H", "num_speculative_tokens": 7'),
+        ("vllm", "dflash2", '"method": "dflash", "model": "H", "num_speculative_tokens": 7'),
+        (
+            "sglang",
+            "eagle3",
+            "--speculative-algorithm EAGLE3 --speculative-draft-model-path H --speculative-num-steps 4 ",
+        ),
+        ("sglang", "dflash", "--speculative-algorithm DFLASH --speculative-draft-model-path H"),
+        ("sglang", "domino", "--speculative-algorithm DOMINO --speculative-draft-model-path H"),
+    ],
+)
+def test_an_engine_is_started_in_its_own_words(deep, engine, kind, words):
+    """SGLang counts the root's slot among a block's draft tokens: without a number it takes the size from config.json."""
+    head = build_head(kind, deep)
+    command = getattr(engines, engine)(head, deep).command(head, "T", "H")
+    assert words in command and ("--speculative-num-draft-tokens" in command) == (
+        (engine, kind) == ("sglang", "eagle3")
+    )
+
+
+def test_what_an_engine_dropped_or_learnt_is_said(deep):
+    assert "0.33 removed them" in engines.vllm(ours("medusa", deep), deep).note
+    assert "fc_norm, norm_output: SGLang reads it since" in engines.sglang(ours("eagle3.1", deep), deep).note
+    head = ours("eagle3", deep)
+    head.norm_before_residual = True
+    with pytest.raises(ValueError, match="SGLang knows no norm_before_residual"):
+        engines.sglang(head, deep)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_the_gate_passes_an_export_and_stops_another_head(deep, tmp_path, kind):
+    head = ours(kind, deep)
+    save_head(head, tmp_path / "head", deep)
+    export = engines.vllm(head, deep)
+    write_head(head, tmp_path / "export", deep, export.layout, export.layout.weight_files)
+    passed = publish.gate(tmp_path / "head", deep, tmp_path / "export")
+    assert passed.difference < 1e-4 and passed.acceptance >= 1
+    file = tmp_path / "export" / "model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if "lm_head" in name or "fc" in name)
+    save_file(weights | {name: weights[name].flip(0).contiguous()}, file)
+    with pytest.raises(ValueError, match="parity gate"):
+        publish.gate(tmp_path / "head", deep, tmp_path / "export")
+
+
+def test_the_gate_stops_files_that_gain_less(deep, tmp_path, monkeypatch):
+    save_head(ours("eagle3", deep), tmp_path / "head", deep)
+    lengths = iter([2.0, 1.9])
+    monkeypatch.setattr(publish, "acceptance", lambda generations: next(lengths))
+    with pytest.raises(ValueError, match=r"gains 2\.0000 tokens per forward and the files .* 1\.9000"):
+        publish.gate(tmp_path / "head", deep, tmp_path / "head")
