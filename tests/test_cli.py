@@ -127,7 +127,7 @@ def test_well_typed(run: Run) -> None:
 
 def test_a_list_of_one_may_go_without_brackets(run: Run) -> None:
     code, (cfg,) = run("head.layers=2")
-    assert code == 0 and cfg.head.layers == 2
+    assert code == 0 and cfg.head.layers == [2]
 
 
 def test_nearest_prefers_the_last_part_and_the_first_letter() -> None:
@@ -323,6 +323,19 @@ def test_a_dataset_of_the_hub_without_a_network(tiny_path: Path, tmp_path: Path)
     ended = command("scripts/preview.py", *given, cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("error: data.path=nobody/no-such-set is neither here nor a dataset")
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ("max_tokens=48", r"max_tokens=\[48\]: of the shortest and the longest answer"),
+        ("clients=0", r"clients=\[0\] requests=10 questions=64: at least 1 of each"),
+        ("clients=1", r"url=http://127\.0\.0\.1:9 does not answer: .*refused"),
+    ],
+)
+def test_a_load_that_cannot_be(given: str, message: str, tmp_path: Path) -> None:
+    ended = command("scripts/bench/bench_serve.py", "url=http://127.0.0.1:9", given, cwd=tmp_path)
+    assert ended.returncode == 2 and re.fullmatch(f"error: {message}.*\n", ended.stderr), ended.stderr
 
 
 PROGRAMS = sorted(path.stem for path in (ROOT / "conf").glob("*.yaml"))

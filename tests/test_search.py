@@ -219,7 +219,6 @@ def end_at(line: str, number: int, cwd: Path, *arguments: str) -> Ended:
         (["budget=2x"], "budget=2x is not an amount: give a time such as 2h"),
         (["budget=3steps"], r"budget=3steps is too small for a round of 2 candidates .* at least 4steps"),
         (["heads=[medusa,eagel]"], r"heads=\['eagel'\] are not among candidates, which has eagle3"),
-        (["heads=[]"], r"heads=\[\] are not among"),
         (["trainer.max_steps=9"], "head=auto trains as long as budget=32steps says"),
         (["search_share=1.0"], "search_share=1.0 must be between 0 and 1"),
         (["judge.repeats=0"], "judge.repeats=0 must be at least 1"),

@@ -119,6 +119,8 @@ def run_job(main: Callable[[DictConfig], None], plan: Plan, cfg: DictConfig) -> 
             # No sign that would need quotes when the path is typed again in an override.
             name = "_".join(re.sub(r"[^\w.+]", "-", override) for override in swept)
             cfg.output_dir = str(Path(cfg.output_dir) / name)
+    for key in plan.lists:
+        OmegaConf.update(cfg, key, [OmegaConf.select(cfg, key)])
     try:
         main(cfg)
     except Exception as error:

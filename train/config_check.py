@@ -26,7 +26,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hydra.types import RunMode
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 KINDS = {
@@ -47,12 +47,13 @@ class Plan(NamedTuple):
     sweep: bool
     jobs: int
     apart: set[str]  # swept keys that must name a job's folder, because jobs would share one `output_dir`
+    lists: set[str]  # keys of lists that were given one value without brackets
 
 
 def make_plan(args: argparse.Namespace, config_name: str, folder: Path) -> Plan:
     """Check the command line; HydraException, with one sentence, for the first thing that is not right."""
     if args.hydra_help or args.shell_completion or args.info or args.experimental_rerun:
-        return Plan(sweep=False, jobs=1, apart=set())  # Hydra's own affairs
+        return Plan(sweep=False, jobs=1, apart=set(), lists=set())  # Hydra's own affairs
     common = search_path(args)
     with hydra.initialize_config_dir(str(folder), version_base=None):
         loader = GlobalHydra.instance().config_loader()
@@ -64,11 +65,12 @@ def make_plan(args: argparse.Namespace, config_name: str, folder: Path) -> Plan:
             typed = ([f"{key}={value}" for key, value in named.items()] if sweep else []) + typed
         overrides = OverridesParser.create(loader).parse_overrides(typed)
         jobs = expand(overrides) if sweep else [typed]
-        folders = Counter(check(config_name, common + job, number) for number, job in enumerate(jobs))
+        checked = [check(config_name, common + job, number) for number, job in enumerate(jobs)]
     HydraConfig.instance().cfg = None  # set by compose
-    shared = any(count > 1 for output_dir, count in folders.items() if output_dir is not None)
+    folders = Counter(output_dir for output_dir, _ in checked if output_dir is not None)
+    shared = any(count > 1 for count in folders.values())
     swept = {override.get_key_element() for override in overrides if override.is_sweep_override()}
-    return Plan(sweep, len(jobs), swept if shared else set())
+    return Plan(sweep, len(jobs), swept if shared else set(), set().union(*(lists for _, lists in checked)))
 
 
 def search_path(args: argparse.Namespace) -> list[str]:
@@ -88,8 +90,9 @@ def expand(overrides: list[Override]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*values.values())]
 
 
-def check(config_name: str, overrides: list[str], number: int) -> str | None:
-    """Are the choices, keys and types of job `number` right? Returns the job's `output_dir`, if it has one."""
+def check(config_name: str, overrides: list[str], number: int) -> tuple[str | None, set[str]]:
+    """Are the choices, keys and types of job `number` right? Returns the job's `output_dir`, if it has one, and the keys of
+    lists that were given one value without brackets."""
     parsed = OverridesParser.create().parse_overrides(overrides)
     for override in parsed:
         if override.is_sweep_override():
@@ -110,13 +113,16 @@ def check(config_name: str, overrides: list[str], number: int) -> str | None:
         raise HydraException(unknown_key(whole, known)) from None
     if final.hydra.runtime.choices.get("head") == "auto" and config_name != "train":
         raise HydraException("head=auto is a search, which only train/run.py does: name a head")
+    lists = set()
     for key in known:
         if any(key == override.key_or_group or key.startswith(f"{override.key_or_group}.") for override in values):
             check_type(key, base, final)
+            if isinstance(known[key], ListConfig) and isinstance(plain(final, key), str | int | float | bool):
+                lists.add(key)
     for key, node in [("", final), *flat(final)]:
         if isinstance(node, DictConfig) and "_target_" in node:
             check_call(key, node)
-    return OmegaConf.select(final, "output_dir")
+    return OmegaConf.select(final, "output_dir"), lists
 
 
 def is_value(override: Override) -> bool:

@@ -50,7 +50,7 @@ def main(cfg: DictConfig) -> None:
     found: dict[str, Any] = rates(timings, kept)
     for name, drafter in drafters.items():
         print_stages(target, name, drafter, rows[kept[0]], cfg.new_tokens)
-    for path in cfg.heads or []:
+    for path in cfg.heads:
         found[f"{path}, rules"] = compare_rules(target, drafters[path], [rows[i] for i in kept], cfg.new_tokens)
     for context in (100, 1900):
         seconds = commit_seconds(target, context)
@@ -67,7 +67,7 @@ def choices(cfg: DictConfig, target: Target) -> tuple[dict[str, Drafter | None],
         "plain": {},
         "ngram": {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3},
     }
-    for path in cfg.heads or []:
+    for path in cfg.heads:
         drafters[path] = load_drafter(path, target, tree="fixed")
         drafters[f"{path}, auto"] = load_drafter(path, target, tree="auto")
     if cfg.untrained:

@@ -19,7 +19,7 @@ from statistics import median
 from typing import NamedTuple
 
 from omegaconf import DictConfig
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 from train.cli import SCRIPTS, entry
 
@@ -36,7 +36,10 @@ class Asker:
     def __init__(self, cfg: DictConfig, url: str):
         key = os.environ.get("FOREDRAFT_API_KEY", "none")
         self.cfg, self.client = cfg, OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=600)
-        self.model = self.client.models.list().data[0].id
+        try:
+            self.model = self.client.models.list().data[0].id
+        except APIConnectionError as error:
+            raise ValueError(f"url={url} does not answer: {error.__cause__}") from None
 
     def ask(self, number: int, speculative: bool = True) -> Answer:
         """The answer to a question; the number of a request asks it again after all others."""
@@ -130,6 +133,12 @@ def resident(pid: int) -> float:
 def main(cfg: DictConfig) -> None:
     if cfg.soak_minutes and cfg.url is not None:
         raise ValueError(f"soak_minutes={cfg.soak_minutes} watches a server of its own: leave out url={cfg.url}")
+    if len(cfg.max_tokens) != 2 or not 0 < cfg.max_tokens[0] <= cfg.max_tokens[1]:
+        raise ValueError(f"max_tokens={list(cfg.max_tokens)}: of the shortest and the longest answer, as [24,72]")
+    if not cfg.clients or min(*cfg.clients, cfg.requests, cfg.questions) < 1:
+        raise ValueError(
+            f"clients={list(cfg.clients)} requests={cfg.requests} questions={cfg.questions}: at least 1 of each"
+        )
     with server(cfg) as (url, pid):
         asker = Asker(cfg, url)
         if pid is not None and cfg.soak_minutes:

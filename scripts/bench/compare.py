@@ -60,7 +60,7 @@ def train_all(cfg: DictConfig, output: Path) -> tuple[dict[str, Path], dict[str,
     kinds = sorted(path.stem for path in (CONF / "head").glob("*.yaml") if path.stem != "auto")
     known = {kind: [f"head={kind}"] for kind in kinds}
     known |= {str(name): list(given) for name, given in cfg.variants.items()}
-    if unknown := set(cfg.heads or []) - set(known):
+    if unknown := set(cfg.heads) - set(known):
         raise ValueError(f"heads={sorted(unknown)} are not among conf/head and variants, which have {', '.join(known)}")
     typed = [o for o in HydraConfig.get().overrides.task if re.match(r"\+*(target|data)[.=@]", o)]
     trained: dict[str, Path] = {}

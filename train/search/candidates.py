@@ -31,9 +31,9 @@ def chosen(cfg: DictConfig) -> dict[str, list[str]]:
             raise ValueError(f"{override}: head=auto trains as long as budget={cfg.budget} says, leave it out")
     given = [override for name, override in typed if name not in OWN]
     known = {str(name): [*own, *given] for name, own in cfg.candidates.items()}
-    names = list(known) if cfg.heads is None else list(cfg.heads)
-    if not names or (unknown := [name for name in names if name not in known]):
-        raise ValueError(f"heads={unknown if names else []} are not among candidates, which has {', '.join(known)}")
+    names = list(cfg.heads or known)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"heads={unknown} are not among candidates, which has {', '.join(known)}")
     for name in names:
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(f"candidates.{name} names a folder: take letters, digits and underscores")
