@@ -42,6 +42,10 @@ def main(cfg: DictConfig) -> None:
     for name in ("prompt_tokens", "new_tokens", "repeats", "chain"):
         if cfg[name] < 1:
             raise ValueError(f"{name}={cfg[name]} must be at least 1")
+    if min(cfg.batches, default=1) < 1:
+        raise ValueError(f"batches={list(cfg.batches)}: each must be at least 1; [] compares no speed")
+    if not cfg.temperature or min(cfg.temperature) < 0:
+        raise ValueError(f"temperature={list(cfg.temperature)}: at least one, of 0 (greedy) or more")
     if cfg.limit is not None and cfg.limit < 1:
         raise ValueError(f"limit={cfg.limit} must be at least 1, or null for all prompts")
     output = Path(cfg.output_dir)

@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 from safetensors.torch import save_file
 
 from heads.target import Target
+from inference.serve.address import check_address
 from train.cli import entry
 from train.features.probe import final_norm, read_states
 
@@ -99,6 +100,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @entry("extract")
 def main(cfg: DictConfig) -> None:
+    check_address(cfg.host, cfg.port)
     target = instantiate(cfg.target)
     with Extractor(target, cfg.layers, Path(cfg.folder), cfg.host, cfg.port) as server:
         where = f"http://{cfg.host}:{server.server_port}/v1"

@@ -11,6 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from inference.drafters import AutoTree
+from inference.serve.address import check_address
 from train.cli import entry
 
 
@@ -23,6 +24,7 @@ def main(cfg: DictConfig) -> None:
     api_key = os.environ.get("FOREDRAFT_API_KEY") or None  # not a setting: those show in ps, and in --help
     if cfg.engine == "vllm":
         return hand_over(cfg, api_key)
+    check_address(cfg.host, cfg.port)
     try:
         from inference.serve.accepted_log import AcceptedLog
         from inference.serve.app import create_app, run

@@ -243,7 +243,16 @@ def test_a_prompt_is_kept_as_it_was(tmp_path):
     assert Prompt(*json.loads(json.dumps(prompt))) == prompt
 
 
-def test_nothing_to_measure_on_is_named(monkeypatch, tiny_path, tmp_path, capfd):
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        ("limit=0", "limit=0 must be at least 1"),
+        ("temperature=-0.5", "temperature=[-0.5]: at least one, of 0 (greedy) or more"),
+        ("temperature=[]", "temperature=[]: at least one"),
+        ("batches=0", "batches=[0]: each must be at least 1"),
+    ],
+)
+def test_nothing_to_measure_is_named(given, sentence, monkeypatch, tiny_path, tmp_path, capfd):
     with pytest.raises(SystemExit) as end:
-        typed(monkeypatch, tiny_path, tmp_path / "out", "limit=0")
-    assert end.value.code == 2 and "limit=0 must be at least 1" in capfd.readouterr().err
+        typed(monkeypatch, tiny_path, tmp_path / "out", given)
+    assert end.value.code == 2 and sentence in capfd.readouterr().err

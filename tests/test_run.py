@@ -388,6 +388,10 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
         lambda tiny, tmp: [f"target.path={without_fit(tiny, tmp / 'odd')}"],
         r"the tokenizer of .*odd knows \d+ tokens, its model only 320",
     ),
+    "no steps": (
+        lambda tiny, tmp: ["trainer.max_steps=0"],
+        r"max_steps=0 trains nothing: give a number of steps, or -1",
+    ),
     "a folder that holds no target": (lambda tiny, tmp: [f"target.path={tmp}"], r"holds no config\.json"),
 }
 

@@ -54,6 +54,7 @@ def test_vllm_gets_the_target_and_the_exported_head(tiny_path, target, tmp_path)
         (["engine=vllm"], "there is no command `vllm`"),
         (["engine=sglang"], "engine=sglang is not one of foredraft, vllm"),
         (["log_text=true"], "give log_accepted=FILE"),
+        (["port=99999"], "port=99999 cannot be listened on"),
         (["log_accepted=no/such/folder/log"], "log_accepted=no/such/folder/log cannot be written"),
     ],
 )

@@ -81,6 +81,11 @@ def main(cfg: DictConfig) -> None:
 def start_process(cfg: DictConfig) -> None:
     """Check what needs neither target nor data, and set device and seed."""
     strategy.check(cfg.strategy.name, cfg.optimizer._target_)
+    loggers.check(cfg.trainer.report_to)
+    if cfg.trainer.max_steps == 0:
+        raise ValueError(
+            "trainer.max_steps=0 trains nothing: give a number of steps, or -1 for trainer.num_train_epochs"
+        )
     if distributed.rank() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- one process prints, to its end
     if cfg.push_to_hub is not None:

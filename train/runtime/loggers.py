@@ -1,16 +1,26 @@
 """wandb and tensorboard: what transformers' own callbacks (trainer.report_to) leave out. Only one process logs."""
 
+import contextlib
+import importlib.util
+import netrc
 import os
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+
+def check(report_to: Sequence[str]) -> None:
+    """Raises ValueError where one is not installed."""
+    for name in ("wandb", "tensorboard"):
+        if name in report_to and importlib.util.find_spec(name) is None:
+            raise ValueError(f"trainer.report_to={name}: it is not installed: pip install {name}")
 
 
 def prepare(report_to: list[str], directory: Path) -> None:
     """Before training: where they write, which is not below the checkpoints; without a key wandb stays offline."""
     if "wandb" in report_to:
-        import wandb
-
         os.environ.setdefault("WANDB_PROJECT", "foredraft")
         os.environ.setdefault("WANDB_DIR", str(directory))
         kept = directory / "wandb_id"  # a resumed run continues the same curves
@@ -18,10 +28,19 @@ def prepare(report_to: list[str], directory: Path) -> None:
             kept.write_text(uuid.uuid4().hex[:8])
         os.environ.setdefault("WANDB_RUN_ID", kept.read_text())
         os.environ.setdefault("WANDB_RESUME", "allow")
-        if wandb.api.api_key is None:
+        if not has_wandb_key():
             os.environ.setdefault("WANDB_MODE", "offline")
     if "tensorboard" in report_to:
         os.environ["TENSORBOARD_LOGGING_DIR"] = str(directory / "tensorboard")
+
+
+def has_wandb_key() -> bool:
+    """Where `wandb login` keeps it. wandb itself is not asked: it reads WANDB_MODE once, when it is asked anything."""
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    with contextlib.suppress(OSError, netrc.NetrcParseError):
+        if netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None:
+            return True
+    return bool(os.environ.get("WANDB_API_KEY"))
 
 
 def log_results(report_to: list[str], directory: Path, config: str, metrics: dict[str, Any]) -> None:

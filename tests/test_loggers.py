@@ -1,0 +1,52 @@
+"""trainer.report_to: where the loggers write, and under which name a run goes on."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import SMALL_EAGLE3, end, program
+from train.runtime import loggers
+
+
+def test_without_a_key_wandb_stays_offline(tiny_path, folder: Path, tmp_path: Path):
+    given = [
+        *SMALL_EAGLE3,
+        f"target.path={tiny_path}",
+        f"data.path={folder}",
+        "trainer.report_to=wandb",
+        "output_dir=out",
+    ]
+    nobody = {"HOME": str(tmp_path), "WANDB_API_KEY": ""}
+    ended = end(program(*given, "trainer.max_steps=2", "evaluate.eval_steps=0", cwd=tmp_path, **nobody))
+    assert ended.code == 0, ended.err
+    (run,) = (tmp_path / "out" / "wandb").glob("offline-run-*")
+    name = (tmp_path / "out" / "wandb_id").read_text()
+    assert run.name.endswith(name) and (run / f"run-{name}.wandb").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    "environment, line, known",
+    [
+        ({}, "", False),
+        ({"WANDB_API_KEY": "key"}, "", True),
+        ({}, "machine api.wandb.ai login user password key", True),
+        ({"WANDB_BASE_URL": "https://wandb.example"}, "machine api.wandb.ai login user password key", False),
+        ({"WANDB_BASE_URL": "https://wandb.example"}, "machine wandb.example login user password key", True),
+        ({}, "nonsense", False),
+    ],
+)
+def test_where_a_key_of_wandb_is_found(environment, line, known, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "netrc").write_text(line)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert loggers.has_wandb_key() is known
+
+
+def test_a_logger_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="report_to=tensorboard: it is not installed: pip install tensorboard"):
+        loggers.check(["tensorboard"])
