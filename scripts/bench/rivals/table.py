@@ -1,6 +1,8 @@
 """Ours beside other engines, on the same target, head, prompts, dtype and threads, in one table:
 
-    bash scripts/vllm_env.sh && python scripts/bench/rivals/table.py head_path=outputs/eagle3/head vllm=.venv-vllm
+    bash scripts/vllm_env.sh && bash scripts/bench/rivals/eagle_env.sh
+    python scripts/bench/rivals/table.py head_path=outputs/eagle3/head vllm=.venv-vllm
+    python scripts/bench/rivals/table.py head_path=outputs/eagle3/head eagle=.venv-eagle eagle_head=outputs/eagle/head
 
 One client, greedy, prompts one at a time. Transformers is timed in this process, in turn with ours; other engines each in a
 process and an environment of their own, with the head as `foredraft export` writes it for them.
@@ -11,7 +13,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from hydra.utils import instantiate
@@ -31,16 +33,31 @@ HERE = Path(__file__).resolve().parent
 Row = dict[str, Any]
 
 
+class Task(NamedTuple):
+    """What every engine gets."""
+
+    cfg: DictConfig
+    target: Target
+    rows: list[list[int]]  # prompts
+    texts: list[list[int]]  # what plain decoding makes of them
+    output: Path
+
+
 @entry("rivals")
 def main(cfg: DictConfig) -> None:
+    if cfg.eagle is not None and cfg.eagle_head is None:
+        raise ValueError(f"eagle={cfg.eagle} reads an EAGLE-1 head: give eagle_head=DIRECTORY")
     output = Path(cfg.output_dir).resolve()
     output.mkdir(parents=True, exist_ok=True)
     target: Target = instantiate(cfg.target)
     held_out = instantiate(cfg.data, tokenizer=target.text_tokenizer).test
     rows = prompts(target.text_tokenizer, held_out, cfg.prompts, cfg.prompt_tokens)
     found, texts = in_this_process(cfg, target, rows)
+    task = Task(cfg, target, rows, texts, output)
     if cfg.vllm is not None:
-        found |= in_vllm(cfg, target, rows, output, texts)
+        found |= in_vllm(task)
+    if cfg.eagle is not None:
+        found |= in_eagle(task)
     note = f"{len(rows)} prompts, {cfg.new_tokens} new tokens each, one client; {target.name}, {target.dtype}; "
     note += device_name(target.device)
     lines = [
@@ -66,6 +83,8 @@ def in_this_process(cfg: DictConfig, target: Target, rows: list[list[int]]) -> t
     assert tree is not None
     ours = {"plain": None, "tree, auto": drafter, "tree, fixed": load_drafter(cfg.head_path, target, tree="fixed")}
     ours[f"chain of {cfg.chain}"] = chain_of(tree, target, cfg.chain)
+    if cfg.eagle is not None:
+        ours["EAGLE-1, tree, fixed"] = load_drafter(cfg.eagle_head, target, tree="fixed")
     decoders: dict[str, Decoder] = {name: foredraft_decoder(target, one, cfg.new_tokens) for name, one in ours.items()}
     for one in rivals(target, {}):
         assert isinstance(one.what, dict)
@@ -86,20 +105,20 @@ def in_this_process(cfg: DictConfig, target: Target, rows: list[list[int]]) -> t
     return found, texts
 
 
-def in_vllm(
-    cfg: DictConfig, target: Target, rows: list[list[int]], output: Path, texts: list[list[int]]
-) -> dict[str, Row]:
-    exported = output / "exported"
-    if not exported.exists():
-        given = [f"head={cfg.head_path}", "format=vllm", f"output_dir={exported}", f"target.path={target.name}"]
-        subprocess.run([sys.executable, str(CONF.parent / "scripts" / "export.py"), *given], check=True)
+def in_vllm(task: Task) -> dict[str, Row]:
+    cfg = task.cfg
+    exported = export(cfg.head_path, "vllm", task.target, task.output / "exported")
     speculative = {"method": "eagle3", "model": str(exported), "num_speculative_tokens": cfg.chain}
     found: dict[str, Row] = {}
     for name, how in (("vLLM", None), (f"vLLM, chain of {cfg.chain}", speculative)):
-        out = run(cfg, target, rows, output / f"{name.replace(', ', '_').replace(' ', '_')}.json", how)
-        tokens = sum(map(len, out["texts"]))
-        same = sum(a == b for a, b in zip(out["texts"], texts, strict=True))
-        found[name] = {"tokens_per_second": tokens / sum(out["seconds"]), "text": f"{same} of {len(texts)} identical"}
+        job = {
+            "speculative": how,
+            "max_model_len": max(map(len, task.rows)) + cfg.new_tokens + 2 * cfg.chain,
+            "cache_bytes": 1 << 28,
+            "eager": cfg.eager,
+        }
+        file = f"{name.replace(', ', '_').replace(' ', '_')}.json"
+        out, found[name] = run(task, cfg.vllm, "vllm_run.py", job, file)
         if how is not None:
             drafts = out["counted"]["drafts"][0]
             shares = [count / drafts for count in out["counted"]["accepted_tokens_per_pos"]]
@@ -107,34 +126,49 @@ def in_vllm(
     return found
 
 
-def run(cfg: DictConfig, target: Target, rows: list[list[int]], file: Path, speculative: dict | None) -> dict[str, Any]:
-    """What vllm_run.py says."""
-    job = {
+def in_eagle(task: Task) -> dict[str, Row]:
+    exported = export(task.cfg.eagle_head, "eagle", task.target, task.output / "exported_eagle")
+    job = {"head": str(exported), "max_model_len": task.target.context}
+    out, row = run(task, task.cfg.eagle, "eagle_run.py", job, "eagle.json")
+    return {"EAGLE's own code, EAGLE-1": row | {"acceptance_length": out["acceptance_length"]}}
+
+
+def export(head: str, format: str, target: Target, directory: Path) -> Path:
+    """The head as `foredraft export` writes it, if that was not done before."""
+    if not directory.exists():
+        given = [f"head={head}", f"format={format}", f"output_dir={directory}", f"target.path={target.name}"]
+        subprocess.run([sys.executable, str(CONF.parent / "scripts" / "export.py"), *given], check=True)
+    return directory
+
+
+def run(task: Task, environment: str, script: str, job: dict[str, Any], name: str) -> tuple[dict[str, Any], Row]:
+    """What the script says, which gets the job in a file, and its row of the table."""
+    cfg, target, file = task.cfg, task.target, task.output / name
+    common = {
         "target": str(Path(target.name).resolve()) if Path(target.name).exists() else target.name,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "speculative": speculative,
-        "prompts": rows,
+        "prompts": task.rows,
         "new_tokens": cfg.new_tokens,
-        "max_model_len": max(map(len, rows)) + cfg.new_tokens + 2 * cfg.chain,
-        "cache_bytes": 1 << 28,
-        "eager": cfg.eager,
         "output": str(file),
     }
     asked = file.with_suffix(".job.json")
-    asked.write_text(json.dumps(job))
+    asked.write_text(json.dumps(common | job))
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    python = Path(cfg.vllm) / "bin" / "python"
+    python = Path(environment) / "bin" / "python"
     log = file.with_suffix(".log")
     with log.open("w") as opened:
         done = subprocess.run(
-            [str(python), str(HERE / "vllm_run.py"), str(asked)],
+            [str(python), str(HERE / script), str(asked)],
             env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | threads,
             stdout=opened,
             stderr=subprocess.STDOUT,
         )
     if done.returncode:
-        raise ValueError(f"vLLM ended with exit code {done.returncode}; what it said is in {log}")
-    return json.loads(file.read_text())
+        raise ValueError(f"{script} ended with exit code {done.returncode}; what it said is in {log}")
+    out = json.loads(file.read_text())
+    same = sum(one[: cfg.new_tokens] == text for one, text in zip(out["texts"], task.texts, strict=True))
+    rate = sum(map(len, out["texts"])) / sum(out["seconds"])
+    return out, {"tokens_per_second": rate, "text": f"{same} of {len(task.texts)} identical"}
 
 
 if __name__ == "__main__":
