@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from transformers import LlamaForCausalLM
 
 from heads import Target
 from scripts.bench.families import default_settings, families, family_cells
-from scripts.bench.published import checked, small_family, target_cells
+from scripts.bench.published import checked, chosen, small_family, target_cells
 from scripts.bench.published_heads import head_cells
 from scripts.bench.shrink import CONTEXT, HIDDEN, VOCAB, shrink
 from scripts.embedded_target import make
@@ -212,6 +213,20 @@ def test_a_model_of_another_structure_begins_with_what_it_shares_with_the_embedd
         assert torch.equal(own[name], embedded[name].float())
     assert model.config.layer_types == (["linear_attention"] * 3 + ["full_attention"]) * 4
     assert 9e6 < sum(parameter.numel() for parameter in model.parameters()) < 10e6
+
+
+def test_a_stopped_run_goes_on_after_its_last_row(tmp_path: Path) -> None:
+    for name in ("a", "b-1", "b-2", "c"):
+        (tmp_path / f"{name}.json").write_text("{}")
+    cfg = {**OmegaConf.load(ROOT / "conf" / "published.yaml"), "targets": str(tmp_path)}
+
+    def names(**asked: str) -> list[str]:
+        return [name for name, _ in chosen(OmegaConf.create(cfg | asked))]
+
+    assert names() == ["a", "b-1", "b-2", "c"] and names(only="b-") == ["b-1", "b-2"]
+    assert names(after="b-1") == ["b-2", "c"] and names(only="b-", after="b-1") == ["b-2"]
+    with pytest.raises(ValueError, match="^after=b3 is the name of no row: take one that is printed, like b-"):
+        names(after="b3")
 
 
 def published(folder: Path) -> Ended:
