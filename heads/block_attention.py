@@ -7,16 +7,18 @@
 
 A block sees its own document only, up to where its draft begins, and with a window no further back than that. Blocks are
 processed some at a time, over the text up to the last of them, so no mask is ever as large as all blocks times all text. A
-block that begins nowhere sees itself, and is counted nowhere.
+block that begins nowhere sees itself, and is counted nowhere. Memory grows with the length of a row, not with its square: a
+part's keys, values and mask are made again in the backward pass.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from heads.base import PackedBatch
-from heads.target.attention import attend
+from heads.target.attention import added, attend, fold, made_again
 
 QUERIES = 256  # slots that attend at a time
 
@@ -72,18 +74,34 @@ def attend_blocks(
     heads, n * slots, dim) of the blocks. window: positions that a slot sees, itself counted. Returns (batch, heads, n *
     slots, dim)."""
     inside = within(blocks.slots, causal, window, q.device)
+    # Under autocast rotary positions may have promoted all but the values.
+    dtype, groups = text[1].dtype, q.shape[1] // text[0].shape[1]
+    q, pairs = q.to(dtype), [(a.to(dtype), b.to(dtype)) for a, b in zip(text, own, strict=True)]
     size = blocks_at_a_time(blocks.slots)
     parts = []
     for number, end in enumerate(blocks.ends):
         chosen = slice(number * size, (number + 1) * size)
         rows = slice(chosen.start * blocks.slots, chosen.stop * blocks.slots)
-        keys, values = (torch.cat([a[:, :, :end], b[:, :, rows]], dim=2) for a, b in zip(text, own, strict=True))
-        mask = part_mask(blocks.first[:, chosen], blocks.last[:, chosen], inside, end, window)
-        parts.append(attend(q[:, :, rows], keys, values, mask[:, None]))
+        spans = blocks.first[:, chosen], blocks.last[:, chosen]
+        makers = [partial(beside, *pair, end, rows) for pair in pairs]
+        with made_again([*makers, partial(part_mask, *spans, inside, end, window, dtype, groups)]) as (*known, mask):
+            parts.append(attend(q[:, :, rows], *known, mask))
     return torch.cat(parts, dim=2)
 
 
-def part_mask(first: Tensor, last: Tensor, inside: Tensor, end: int, window: int | None) -> Tensor:
+def beside(text: Tensor, own: Tensor, end: int, rows: slice) -> Tensor:
+    """Keys or values of the text up to `end`, and of these slots of the blocks."""
+    return torch.cat([text[:, :, :end], own[:, :, rows]], dim=2)
+
+
+def part_mask(
+    first: Tensor, last: Tensor, inside: Tensor, end: int, window: int | None, dtype: torch.dtype, groups: int
+) -> Tensor:
+    """What `attend` adds to scores, folded for its groups of heads."""
+    return fold(added(part_seen(first, last, inside, end, window)[:, None], dtype), groups)
+
+
+def part_seen(first: Tensor, last: Tensor, inside: Tensor, end: int, window: int | None) -> Tensor:
     """(batch, count * slots, end + count * slots) bool, of some blocks over text up to `end` and themselves."""
     (batch, count), slots, columns = first.shape, len(inside), torch.arange(end, device=first.device)
     seen = ((columns >= first[..., None]) & (columns <= last[..., None]))[:, :, None].expand(-1, -1, slots, -1)

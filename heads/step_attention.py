@@ -8,7 +8,7 @@ is used.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from heads.target.attention import added, made_again
 
 BLOCK = 256  # queries that attend at a time
 MASK_PENALTY = 1e30  # subtracted from a score that the mask forbids
@@ -30,12 +32,12 @@ def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], doc_starts: Tens
     q, keys = q.to(dtype), keys.to(dtype)
     if not drafted:
         keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
-        parts = [
-            attend_block(
-                q[:, :, rows], keys[:, :, :end], values[:, :, :end], partial(added_mask, doc_starts, rows, dtype)
-            )
-            for rows, end in blocks(q.shape[2])
-        ]
+        parts = []
+        for rows, end in blocks(q.shape[2]):
+            with made_again([partial(text_mask, doc_starts, rows, dtype)]) as (mask,):
+                parts.append(
+                    F.scaled_dot_product_attention(q[:, :, rows], keys[:, :, :end], values[:, :, :end], attn_mask=mask)
+                )
         return torch.cat(parts, dim=2)
     ages = range(len(drafted) - 1, -1, -1)
     draft_keys, draft_values = (
@@ -45,25 +47,9 @@ def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], doc_starts: Tens
     return StepAttention.apply(q, keys, values, draft_keys.to(dtype), draft_values, doc_starts)
 
 
-def attend_block(q: Tensor, keys: Tensor, values: Tensor, make_mask: Callable[[], Tensor]) -> Tensor:
-    """Attention whose mask is made again in the backward pass: those of all blocks together are length x length."""
-    mask = make_mask()
-    storage = mask.untyped_storage()._cdata
-
-    def pack(saved: Tensor) -> Any:
-        return saved.shape if saved.untyped_storage()._cdata == storage else saved
-
-    def unpack(packed: Any) -> Tensor:
-        return make_mask().expand(packed) if isinstance(packed, torch.Size) else packed
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-
-
-def added_mask(doc_starts: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
-    """(batch, 1, rows, keys) to be added to the scores of step 0: bool, it would be made into this, and that be kept."""
-    hidden = ~seen_text(doc_starts, rows, rows.stop)[:, None]
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+def text_mask(doc_starts: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
+    """(batch, 1, rows, keys) to be added to the scores of step 0."""
+    return added(seen_text(doc_starts, rows, rows.stop)[:, None], dtype)
 
 
 def seen_text(doc_starts: Tensor, rows: slice, end: int, steps_back: int = 0) -> Tensor:

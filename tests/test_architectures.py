@@ -243,15 +243,16 @@ CHAINS: dict[str, tuple[hf.PreTrainedConfig, str]] = {
     "bloom": (hf.BloomConfig(n_layer=2), "position_ids"),
     "falcon": (hf.FalconConfig(**HALF, alibi=True), "alibi"),
     "openai-gpt": (hf.OpenAIGPTConfig(n_layer=2), "past_key_values"),
-}
-UNFIT: dict[str, tuple[hf.PreTrainedConfig, str]] = {
-    "bert": (hf.BertConfig(**HALF), "an encoder"),
-    "roberta": (hf.RobertaConfig(**HALF), "an encoder"),
+    "blt": (hf.BltConfig(), "num_hidden_layers"),
     "xlm": (hf.XLMConfig(n_layers=1, emb_dim=32, n_heads=2, n_words=50), "a token in the place of a mask"),
     "xlnet": (
         hf.XLNetConfig(n_layer=1, d_model=32, n_head=2, d_inner=32, vocab_size=50),
         "a token in the place of a mask",
     ),
+}
+UNFIT: dict[str, tuple[hf.PreTrainedConfig, str]] = {
+    "bert": (hf.BertConfig(**HALF), "an encoder"),
+    "roberta": (hf.RobertaConfig(**HALF), "an encoder"),
     "gemma3_text": (hf.Gemma3TextConfig(**HALF, use_bidirectional_attention=True), "use_bidirectional_attention"),
 }
 
@@ -267,11 +268,21 @@ def test_a_model_that_cannot_branch_says_why(model_type: str) -> None:
     config, reason = CHAINS[model_type]
     target = Target(on_meta(config))
     assert not target.reads_trees
-    assert re.match(rf"^model_type {model_type} (has|takes no) {reason}\b", target.no_trees or "")
+    assert re.match(rf"^model_type {model_type} (has|has no|takes no|writes) {reason}\b", target.no_trees or "")
 
 
 @pytest.mark.parametrize("model_type", UNFIT)
 def test_a_model_that_writes_no_text_is_refused_by_name(model_type: str) -> None:
     config, reason = UNFIT[model_type]
-    with pytest.raises(ValueError, match=rf"^model_type {model_type} (has|is|writes) {reason}\b"):
+    with pytest.raises(ValueError, match=rf"^model_type {model_type} (has|is) {reason}\b"):
         Target(on_meta(config))
+
+
+def test_what_does_not_read_on_has_no_head_to_train() -> None:
+    config = hf.XLMConfig(n_layers=1, emb_dim=32, n_heads=2, n_words=50)
+    target = Target(hf.AutoModelForCausalLM.from_config(config))
+    assert not target.reads_on and not target.reads_chains
+    with pytest.raises(
+        ValueError, match=r"^model_type xlm does not read on .* no head to train for it; choose another target"
+    ):
+        target.read(torch.tensor([[1, 2, 3]]))

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from heads import block_attention
 from heads.base import PackedBatch, draft_loss_mask
 from heads.dflash import DFlashHead, mask_token, spread_layers
 from heads.dspark import DSparkHead
@@ -66,6 +67,37 @@ def test_all_blocks_at_once_are_the_loss_on_the_grid(target, kind):
         got = made(*text._replace(starts=made.choose_starts(text, 0)))
         torch.testing.assert_close(got.loss, whole.loss)
         assert torch.equal(got.counts, whole.counts) and torch.equal(got.hits, whole.hits)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 4)])
+def test_attention_of_blocks_and_its_gradients_are_those_of_one_query_at_a_time(causal, window, monkeypatch):
+    monkeypatch.setattr(block_attention, "QUERIES", 7)  # two blocks a part
+    slots, starts = 3, torch.tensor([[-1, 0, 3, 4, 9], [1, 2, 6, 7, 10]])
+    text = PackedBatch(*(part.expand(2, -1) for part in batch(5, 7)[:4]), starts=starts)
+    blocks = block_attention.Blocks.of(text, slots)
+    given = [
+        torch.randn(2, heads, n, 8).double().requires_grad_()
+        for heads, n in ((4, 15), (2, 12), (2, 12), (2, 15), (2, 15))
+    ]
+    q, keys, values, own_keys, own_values = given
+    found = block_attention.attend_blocks(q, (keys, values), (own_keys, own_values), blocks, causal, window)
+    rows = []
+    for row, head, query in itertools.product(range(2), range(4), range(15)):
+        block, slot = divmod(query, slots)
+        begin, group = starts[row, block].item(), head // 2
+        place = begin + 1 + slot  # of the query; the text's first document ends at 5
+        inside = [j for j in range(slots) if (j <= slot or not causal) and (window is None or slot - j < window)]
+        seen = [p for p in range(0 if begin < 5 else 5, begin + 1) if window is None or place - p < window]
+        some = [block * slots + j for j in inside]
+        k, v = (
+            torch.cat([a[row, group, seen], b[row, group, some]]) for a, b in ((keys, own_keys), (values, own_values))
+        )
+        rows.append((q[row, head, query] @ k.T / 8**0.5).softmax(-1) @ v)
+    expected = torch.stack(rows).view(2, 4, 15, 8)
+    torch.testing.assert_close(found, expected)
+    probe = torch.randn_like(found)
+    for ours, theirs in zip(*(torch.autograd.grad(out, given, probe) for out in (found, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_gradients_do_not_depend_on_the_size_of_parts(target):

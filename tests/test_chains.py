@@ -1,6 +1,7 @@
 """Promise: a target that reads no trees is drafted for by chains, and writes what it writes alone."""
 
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -68,6 +69,16 @@ def test_what_does_not_read_several_tokens_right_is_decoded_plainly_and_says_so(
     with pytest.warns(UserWarning, match=r"^mamba does not read several tokens at once .* decoded plainly"):
         generation = generate(target, NgramDrafter(), *batch([0]), max_new_tokens=4, eos_token_id=-1)
     assert {step.nodes for step in generation.steps} == {1}
+
+
+def test_where_rounding_may_pick_another_key_it_is_said_before_anything_is_drafted() -> None:
+    target = pair("deepseek_v32").target
+    with pytest.warns(UserWarning, match="^deepseek_v32 looks at those keys alone that its indexer scores"):
+        Engine(target, NgramDrafter())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Engine(target)  # plainly
+        Engine(pair("qwen3_5").target, NgramDrafter())
 
 
 @pytest.mark.parametrize("kind, temperature", [("qwen3_5", 1.0), ("lfm2", 0.0)])

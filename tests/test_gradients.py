@@ -65,3 +65,18 @@ def test_logits_of_one_depth_and_part_are_all_that_lives(target: Target):
     weights = sum(p.nbytes for p in head.lm_head.parameters())
     states = 2 * sum(out.nbytes for out in outs)  # of the slots that count, and their gradients
     assert live.peak - 3 * weights - states < one_step / 4
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "hydra_pp", "dflash", "dspark", "p_eagle"])
+def test_memory_of_a_step_grows_with_the_length_of_a_row(target: Target, kind: str):
+    head, peaks = make_head(kind, target), []
+    for length in (512, 4096):
+        made, text = objective(kind, head, target), batch(length)
+        text = text._replace(starts=made.choose_starts(text, 0))
+        features, last = made.read(text)
+        before = [*made.parameters(), *made.buffers(), *target.model.parameters(), *text[:4], features, last]
+        with Live(before) as live:
+            made.compute_loss(text, features, last).loss.backward()
+        peaks.append(live.peak)
+        head.zero_grad()
+    assert peaks[1] < 9 * peaks[0]

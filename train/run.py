@@ -97,6 +97,7 @@ def start_process(cfg: DictConfig) -> None:
 
 def load(cfg: DictConfig) -> tuple[Target, Corpus]:
     target = instantiate(cfg.target)
+    target.check_features()
     if target.reads_collectively and cfg.push_to_hub is not None:
         raise ValueError(
             f"push_to_hub={cfg.push_to_hub}: one process pushes, and target.sharding={target.sharding} needs all of them to "

@@ -9,7 +9,10 @@ On a CPU the rows of a single text are then cut so that its threads get equal wo
 its own, which is transformers' door for this; no modelling file changes.
 """
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +53,29 @@ def attend(
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
     out = out.transpose(0, 1) if parts > 1 else out
     return out.reshape(batch, heads, rows, -1)
+
+
+@contextlib.contextmanager
+def made_again(makers: Sequence[Callable[[], Tensor]]) -> Iterator[list[Tensor]]:
+    """What these make. Autograd, where it would keep one of the tensors or a view of it, makes it again in the backward pass:
+    masks of all parts of a row, or copies of the keys for each of them, are together as large as length x length."""
+    made = [make() for make in makers]
+    known = {tensor.untyped_storage()._cdata: make for tensor, make in zip(made, makers, strict=True)}
+
+    def pack(saved: Tensor) -> Any:
+        make = known.get(saved.untyped_storage()._cdata)
+        return saved if make is None else (make, saved.size(), saved.stride(), saved.storage_offset())
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed[0]().as_strided(*packed[1:])
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield made
+
+
+def added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mask `seen` (bool) as it is added to scores: a bool mask would be made into this, and that be kept."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
 def fold(mask: Tensor, groups: int) -> Tensor:

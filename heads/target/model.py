@@ -24,8 +24,17 @@ from heads.target.loading import (
 )
 from heads.target.reading import Reading
 from heads.target.sharding import COLLECTIVE, arguments, full_tensor
-from heads.target.state_cache import StateCache, reads_chains, reads_rows
-from heads.target.support import CHUNK, check_supported, longrope_boundary, takes_chunk_size, why_no_trees
+from heads.target.state_cache import StateCache, reads_chains, reads_on, reads_rows
+from heads.target.support import (
+    CHUNK,
+    check_supported,
+    has_cache,
+    longrope_boundary,
+    picks_keys,
+    takes_chunk_size,
+    why_no_drafts,
+    why_no_trees,
+)
 
 TargetCache = KVCache | StateCache
 
@@ -57,6 +66,7 @@ class Target:
         self._takes_chunk_size = self.device.type == "cpu" and takes_chunk_size(model)
         # Texts longer than this are rotated by other angles from their beginning on (longrope).
         self.rope_boundary: int | None = longrope_boundary(self.config)
+        self.picks_keys: bool = picks_keys(self.config)
         # Not from `to_dict`, which leaves out what a config computes and knows no second names (GPT-2's n_positions).
         self.layer_types: list[str] | None = getattr(self.config, "layer_types", None)
         types = self.layer_types
@@ -183,8 +193,9 @@ class Target:
 
     @property
     def context(self) -> int | None:
-        """Most positions it can read, or None when its config does not say."""
-        return getattr(self.config, "max_position_embeddings", None)
+        """Most positions it can read, or None when its config does not say, or says that there is no limit (XLNet's -1)."""
+        most = getattr(self.config, "max_position_embeddings", None)
+        return None if most == -1 else most
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -234,6 +245,7 @@ class Target:
         sliding windows. keep_logits: 0 for all positions, n for the last n, or a tensor of indices.
         """
         assert mask is None or self.reads_trees, self.no_trees
+        self.check_features()
         facts: dict[str, Any] = {"use_cache": cache is not None}
         if mask is not None:
             facts["attention_mask"] = self._shape_mask(mask, positions, key_positions)
@@ -310,14 +322,34 @@ class Target:
         return Reading(logits, reading.features)
 
     @cached_property
+    def reads_on(self) -> bool:
+        """Can it read a token after what it has read? Tried once. Else it writes as transformers' own generate does."""
+        return self.reads_trees or (why_no_drafts(self.model) is None and reads_on(self))
+
+    @cached_property
     def reads_chains(self) -> bool:
         """Does it read several tokens after a text as it reads them one by one? Measured once."""
-        return reads_chains(self)
+        return self.reads_on and reads_chains(self)
 
     @cached_property
     def reads_rows(self) -> bool:
         """Does it read rows of several lengths together, chains after each, as it reads each alone? Measured once."""
-        return reads_rows(self)
+        return self.reads_on and reads_rows(self)
+
+    def read_next(self, text: Tensor, kept: dict[str, Any] | None = None) -> tuple[Reading, dict[str, Any]]:
+        """The logits (1, 1, vocab) of the token after a text (1, length), by the steps of transformers' own generate, and
+        what they keep for the text with that token."""
+        facts = {"use_cache": has_cache(self.config)} if kept is None else kept
+        first, model = kept is None, self.model
+        inputs = model.prepare_inputs_for_generation(
+            text,
+            next_sequence_length=1 if facts["use_cache"] and not first else None,
+            is_first_iteration=first,
+            **facts,
+        )
+        out = model(**inputs, return_dict=True)
+        reading = Reading(out.logits[:, -1:], out.logits.new_empty(*text.shape, 0))
+        return reading, model._update_model_kwargs_for_generation(out, facts)
 
     def read_tree(
         self,
@@ -376,6 +408,14 @@ class Target:
             logits = logits * facts["logit_scale"]
         cap = facts.get("final_logit_softcapping")  # Gemma
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def check_features(self) -> None:
+        """Raise ValueError where nothing can be drafted, and so nothing is to be learned."""
+        if not self.reads_on:
+            raise ValueError(
+                f"model_type {self.config.model_type} does not read on from what it has read: it is decoded plainly, and "
+                "there is no head to train for it; choose another target"
+            )
 
     def check_logits(self) -> None:
         """Raise ValueError unless `logits` rebuilds what the model itself computes: heads learn from the former."""

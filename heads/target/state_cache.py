@@ -12,6 +12,8 @@ With too much pending of a lone row, the next step drafts nothing: a read of the
 longrope rotates a text by other angles from some length on (`Target.rope_boundary`), so there it is read again: row by row,
 as a batch in one cache could not be.
 
+What cannot read on from what it has read (`Target.reads_on`) is decoded token by token as transformers' own generate does it.
+
 Where every layer can drop its newest entries (chunked or sparse attention, short convolutions) the fork is cropped instead,
 and nothing is ever pending. transformers' assisted generation does only that, and so cannot draft for recurrent layers.
 """
@@ -120,6 +122,9 @@ class StateCache:
     def read_text(self, row: RowState, target: "Target", layers: Sequence[int] = ()) -> Reading:
         """Read the whole text into a new state."""
         assert row.text is not None
+        if not target.reads_on:
+            reading, row.state = target.read_next(row.text)
+            return reading
         reading, row.state = target.read_on(row.text, 0, None, layers, keep_logits=1)
         row.committed = 0 if row.state is None else row.text.shape[1]
         if can_crop(row.state):
@@ -140,8 +145,13 @@ class StateCache:
         nodes = tokens.shape[1]
         if row.finished:
             zeros = torch.zeros(1, nodes, target.vocab_size, dtype=target.dtype, device=self.device)
-            return Reading(zeros, zeros.new_zeros(1, nodes, len(layers) * target.hidden_size))
+            return Reading(zeros, zeros.new_zeros(1, nodes, len(layers) and len(layers) * target.hidden_size))
         assert row.text is not None
+        if not target.reads_on:
+            assert nodes == 1, target.no_trees
+            reading, state = target.read_next(torch.cat([row.text, tokens], dim=1), row.state)
+            row.newest = state, tokens, 1
+            return reading
         length, boundary = row.text.shape[1], target.rope_boundary
         real = nodes if target.context is None else min(nodes, target.context - length)  # the rest is never kept
         # Drafts beyond the boundary are read with the whole text, which they rotate otherwise; nothing of that is kept.
@@ -195,6 +205,20 @@ def as_batch(readings: Sequence[Reading], length: int) -> Reading:
 
 
 @torch.no_grad()
+def reads_on(target: "Target") -> bool:
+    """Does the target take a token alone after those that its cache holds?"""
+    tokens = torch.arange(3, device=target.device)[None]
+    _, state = target.read_on(tokens[:, :2], 0, None)
+    try:
+        target.read_on(tokens[:, 2:] if state is not None else tokens, 0 if state is None else 2, state)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # in words of its own (CPM-Ant wants all of the text again)
+        return False
+    return True
+
+
+@torch.no_grad()
 def reads_chains(target: "Target") -> bool:
     """Does the target read several tokens after a text as it reads them one by one? Measured on a few random tokens."""
     tokens = torch.randint(target.vocab_size, (1, PROBE), generator=torch.Generator().manual_seed(0)).to(target.device)
@@ -209,13 +233,7 @@ def reads_chains(target: "Target") -> bool:
     except Exception:  # some take one token at a time over a cache, each in words of its own (ProphetNet)
         return False
     for number in range(nodes, PROBE):
-        try:
-            single.append(one_by_one.read_chains(target, tokens[:, number : number + 1]).logits)
-        except Exception as error:  # CPM-Ant wants all of the text again
-            kind = target.config.model_type
-            raise ValueError(
-                f"model_type {kind} cannot read on from its cache ({error}): choose another target"
-            ) from error
+        single.append(one_by_one.read_chains(target, tokens[:, number : number + 1]).logits)
         one_by_one.commit([[0]])
     return alike(at_once, torch.cat(single, 1))
 

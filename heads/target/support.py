@@ -19,21 +19,11 @@ def check_supported(model: PreTrainedModel) -> None:
             f"model_type {config.model_type} is an encoder, whose tokens see what comes after them: a draft would "
             "change the text before it; choose a decoder (or is_decoder=True in its config, if it was trained as one)"
         )
-    if getattr(config, "causal", None) is False or "target_mapping" in inspect.signature(model.forward).parameters:
-        raise ValueError(
-            f"model_type {config.model_type} writes a token in the place of a mask (XLM, XLNet), not after what it has read: "
-            "choose a decoder (or causal=True in its config, if it was trained as one)"
-        )
     # Gemma 4 says "vision": among the tokens of an image only, and here there are none.
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise ValueError(
             f"model_type {config.model_type} has use_bidirectional_attention: a draft would change the text before it; "
             "choose a target without"
-        )
-    if getattr(config, "num_hidden_layers", None) is None:  # BLT, of several transformers one in the other
-        raise ValueError(
-            f"the config of model_type {config.model_type} has no num_hidden_layers: transformers cannot make a cache for "
-            "it, and its own generate fails; choose another target"
         )
     output = model.get_output_embeddings()
     read, written = model.get_input_embeddings().num_embeddings, None if output is None else output.weight.shape[0]
@@ -44,10 +34,27 @@ def check_supported(model: PreTrainedModel) -> None:
         )
 
 
+def why_no_drafts(model: PreTrainedModel) -> str | None:
+    """Why each token is found by the steps of transformers' own generate, in words; None where the model reads on."""
+    config = model.config.get_text_config()
+    if getattr(config, "causal", None) is False or "target_mapping" in inspect.signature(model.forward).parameters:
+        return f"model_type {config.model_type} writes a token in the place of a mask, so nothing can be drafted"
+    if not has_cache(config):
+        return f"model_type {config.model_type} has no num_hidden_layers, so transformers makes no cache for it"
+    return None
+
+
+def has_cache(config: PreTrainedConfig) -> bool:
+    """Can transformers make a cache for it? Not for BLT, of several transformers one in the other."""
+    return getattr(config, "num_hidden_layers", None) is not None
+
+
 def why_no_trees(model: PreTrainedModel) -> str | None:
     """Why the branches of a tree cannot be read at once, and taken back, in words; None where they can. Such a model would
     run, and give wrong logits."""
     config = model.config.get_text_config()
+    if why := why_no_drafts(model):
+        return why
     # GPT-Neo calls them attention_layers, and cuts its local ones by column, not by position.
     types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ()
     kinds = sorted(set(types) - BRANCHING)
@@ -76,6 +83,13 @@ def longrope_boundary(config: PreTrainedConfig) -> int | None:
     boundary = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
     context = getattr(config, "max_position_embeddings", None)
     return None if boundary is None or (context is not None and context <= boundary) else boundary
+
+
+def picks_keys(config: PreTrainedConfig) -> bool:
+    """Does it look at those keys alone that an indexer scores highest (DeepSeek-V3.2, GLM-5, MiniMax-M3)? The rounding of a
+    score depends on how many tokens are read, so at a near-tie the pick does too."""
+    names = ("index_topk", "index_topk_blocks", "indexer_budget")
+    return any(getattr(config, name, None) is not None for name in names)
 
 
 def takes_chunk_size(model: PreTrainedModel) -> bool:

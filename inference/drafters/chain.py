@@ -18,10 +18,17 @@ def readable(drafter: Drafter, target: Target) -> Drafter:
     if not target.reads_chains:
         warnings.warn(
             f"{target.name or target.config.model_type} does not read several tokens at once as it reads them one by one, "
-            "so it is decoded plainly: drafts would change its text",
+            "so it is decoded plainly and nothing is drafted: drafts would change its text",
             stacklevel=4,
         )
         return NoDrafter()
+    if target.picks_keys:
+        warnings.warn(
+            f"{target.name or target.config.model_type} looks at those keys alone that its indexer scores highest: where two "
+            "scores are equal but for rounding, a read of several tokens may pick another key than a read of one, and what "
+            "is drafted for may go on otherwise than what is decoded plainly",
+            stacklevel=4,
+        )
     return CatchUp(Chain(drafter) if drafter.branches else drafter)
 
 

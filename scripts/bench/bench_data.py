@@ -48,11 +48,11 @@ def prepare(tokenizer: str, tokens: int, length: int) -> None:
         for name in ("first start", "second start", "third start"):
             command = [sys.executable, __file__, "start", tokenizer, str(file), folder, str(length)]
             found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-            sizes = {key: f"{found[key] / 2**20:,.0f} MiB" for key in ("own", "mapped", "worker")}
+            sizes = {key: f"{found[key] / 2**20:,.0f} MiB" for key in ("own", "mapped", "peak", "worker")}
             print(
                 f"{name:12} {found['seconds']:7.2f} s  {found['tokens'] / found['seconds']:12,.0f} tokens/s   own memory "
-                f"grows by {sizes['own']}, mapped files by {sizes['mapped']}; a worker takes {sizes['worker']} at most   "
-                f"({found['tokens']:,} tokens, {found['rows']:,} rows)",
+                f"grows by {sizes['own']}, mapped files by {sizes['mapped']}, both by {sizes['peak']} at most; a worker "
+                f"takes {sizes['worker']} at most   ({found['tokens']:,} tokens, {found['rows']:,} rows)",
                 flush=True,
             )
 
@@ -96,9 +96,10 @@ def start(tokenizer: str, file: str, cache: str, length: str) -> None:
 
 
 def memory() -> dict[str, int]:
-    """Bytes in memory now: of this process alone, and of files that are mapped, which processes share."""
+    """Bytes in memory: of this process alone, of mapped files, which processes share, and the most of both so far."""
     facts = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {name: int(facts[key].split()[0]) * 1024 for name, key in (("own", "RssAnon"), ("mapped", "RssFile"))}
+    names = {"own": "RssAnon", "mapped": "RssFile", "peak": "VmHWM"}
+    return {name: int(facts[key].split()[0]) * 1024 for name, key in names.items()}
 
 
 def train_both_ways(cfg: DictConfig) -> None:

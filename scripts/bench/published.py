@@ -2,6 +2,7 @@
 
     python scripts/bench/published.py targets=FOLDER heads=FOLDER
     python scripts/bench/published.py families=true new_tokens=200
+    python scripts/bench/published.py families=true new_tokens=200 after=jamba    # goes on where a run was stopped
 
 prints a table, a line per file: of targets whether they load, train, decode as they do alone and export; of heads whether
 they are recognised, load on a target of their shape and draft; of families (all that transformers writes text with) whether
@@ -15,6 +16,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,15 +54,26 @@ def main(cfg: DictConfig) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     rows: list[tuple[str, dict[str, str]]] = []
-    for name, cells in sources(cfg):
-        if cfg.only is None or cfg.only in name:
-            torch.manual_seed(0)
-            rows.append((name, checked(cells())))
-            print_row(*rows[-1])
+    for name, cells in chosen(cfg):
+        torch.manual_seed(0)
+        rows.append((name, checked(cells())))
+        print_row(*rows[-1])
     counts = Counter(cell.split(":")[0] for _, row in rows for cell in row.values())
     print(f"{len(rows)} files: " + ", ".join(f"{count} {word}" for word, count in sorted(counts.items())))
     if counts["FAILS"] or not rows:
         raise SystemExit(1)
+
+
+def chosen(cfg: DictConfig) -> list[tuple[str, Callable[[], Cells]]]:
+    """The rows of `sources` that are asked for. Raises ValueError where `after` is none of them."""
+    found = [(name, cells) for name, cells in sources(cfg) if cfg.only is None or cfg.only in name]
+    if cfg.after is None:
+        return found
+    names = [name for name, _ in found]
+    if cfg.after not in names:
+        near = get_close_matches(cfg.after, names, cutoff=0.0)
+        raise ValueError(f"after={cfg.after} is the name of no row: take one that is printed, like {', '.join(near)}")
+    return found[names.index(cfg.after) + 1 :]
 
 
 def sources(cfg: DictConfig) -> Iterator[tuple[str, Callable[[], Cells]]]:

@@ -50,6 +50,8 @@ SIZES: dict[str, int] = {
     "qk_head_dim": 16,
     "v_head_dim": 8,
     "index_topk": 24,
+    "index_block_size": 8,
+    "index_topk_blocks": 3,
     "index_n_heads": 16,  # fewer, and their scores tie at 0
     "index_head_dim": 16,
     "linear_head_dim": 8,
@@ -110,6 +112,8 @@ IMAGES: dict[str, Any] = {  # of the part that reads images, which no text promp
     "projector_input_dim": HIDDEN,
     "projector_output_dim": HIDDEN,
     "vision_output_dim": HIDDEN,
+    "adapter_in_dim": HIDDEN,
+    "adapter_out_dim": HIDDEN,
     "intermediate_size": 48,
     "deepstack_visual_indexes": 0,
     "per_layer_config": {},

@@ -11,7 +11,7 @@ trained on: the part `train` of train/data/stdlib.py, never a file of `validatio
         --output outputs/hybrid
 
 trains a model of another structure with its tokenizer, for measurements: the first stage alone, in minutes, from the embedded
-target's own matrices wherever name and shape are the same.
+target's own matrices wherever name and shape are the same, on the embedded target's distributions of the next token.
 
 Small, deep and narrow on purpose: a draft head is one layer, so a shallow target would hide every gain. The matrices
 are trained with Muon and the rest with AdamW, which at this size reaches a loss in about half of AdamW's steps.
@@ -24,6 +24,8 @@ import math
 import random
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -119,9 +121,11 @@ def main() -> None:
     model = new_model(args.layers) if args.config is None else other_model(args.config)
     print(f"parameters: {sum(p.numel() for p in model.parameters()):,}", flush=True)
     log = (args.output / "log.jsonl").open("w")
-    learn(model, texts, args, log)
     if args.config:
+        teacher = LlamaForCausalLM.from_pretrained(HERE, dtype=torch.float32).eval()
+        learn(model, texts, args, log, partial(soft_loss, model, teacher))
         return
+    learn(model, texts, args, log, partial(plain_loss, model))
     settle(model, tokenizer, texts.data[0], args.settle_minutes, log)
     note({"settled": True, "held_out_loss": round(held_out_loss(model, texts.held_out), 4)}, log)
     save(model, args.output)
@@ -168,13 +172,24 @@ def optimizers_of(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     ]
 
 
-def learn(model: PreTrainedModel, texts: Texts, args: argparse.Namespace, log: TextIO) -> None:
-    """The first stage: plain language modelling."""
+def plain_loss(model: PreTrainedModel, rows: Tensor) -> Tensor:
+    return model(input_ids=rows, labels=rows).loss
 
-    def plain_loss(rows: Tensor) -> Tensor:
-        return model(input_ids=rows, labels=rows).loss
 
-    optimizers, step_loss = optimizers_of(model), torch.compile(plain_loss) if args.compile else plain_loss
+def soft_loss(model: PreTrainedModel, teacher: PreTrainedModel, rows: Tensor) -> Tensor:
+    """Cross-entropy with what the teacher expects: where a model learns for minutes, a whole distribution says more than the
+    one token that came."""
+    with torch.no_grad():
+        expected = teacher(input_ids=rows, use_cache=False).logits.float().softmax(-1)
+    logits = model(input_ids=rows, use_cache=False).logits.float()
+    return -(expected * logits.log_softmax(-1)).sum(-1).mean()
+
+
+def learn(
+    model: PreTrainedModel, texts: Texts, args: argparse.Namespace, log: TextIO, loss_of: Callable[[Tensor], Tensor]
+) -> None:
+    """The first stage, by a loss of rows (batch, length) of tokens."""
+    optimizers, step_loss = optimizers_of(model), torch.compile(loss_of) if args.compile else loss_of
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     start, step, running = time.time(), 0, []
 

@@ -16,6 +16,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -107,9 +108,14 @@ class ChatFormat:
 
     def tokenize(self, text: str, spans: list[Span]) -> Document:
         """A token belongs to the answer where its first character does."""
-        out = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        starts = [start for start, _ in out["offset_mapping"]]
-        return Document(out["input_ids"], [any(a <= start < b for a, b in spans) for start in starts])
+        out = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
+        )
+        starts = np.array([start for start, _ in out["offset_mapping"]])
+        mask = np.zeros(len(starts), bool)
+        for a, b in spans:
+            mask |= (starts >= a) & (starts < b)
+        return Document(out["input_ids"], mask.tolist())
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """The tokens that the target continues with its answer to the last turn."""
