@@ -203,6 +203,18 @@ def begun(drafter, batch: int = 1):
     return drafter
 
 
+def test_candidates_are_chosen_with_the_noise(target):
+    head = make_head("dflash2", target)
+    head.candidates = 2
+    tree = begun(BlockTree(head, target, nodes=4, width=2))
+    tree.sampling = Sampling.of([SamplingParams(temperature=1.0)], target.vocab_size)
+    hidden, noise = torch.randn(1, head.depth, 32), torch.zeros(1, head.depth, target.vocab_size)
+    last = Rows(tree, hidden, None, tree.sampling).base[0, 0].argsort()[:2]  # which nobody would draft without noise
+    noise[0, 0, head.to_target_ids(last)] = 50.0
+    _, ids = Rows(tree, hidden, noise, tree.sampling).best(1, torch.tensor([[1]]))
+    assert set(ids.flatten().tolist()) == set(head.to_target_ids(last).tolist())
+
+
 @pytest.mark.parametrize("nodes", [2, 7, 24])
 def test_the_tree_is_the_exact_set_of_the_best_paths(target, nodes):
     """Against a heap over prefixes, as DDTree's paper writes it."""

@@ -128,10 +128,15 @@ class Rows:
         if not tree.head.correction:
             values, ids = (part[:, level] for part in self.table)
             return values, tree.to_target_ids(ids)
-        hidden = self.hidden[:, level].expand(-1, tokens.shape[1], -1)
-        correction, self.memory = tree.head.condition(depth, hidden, tokens, self.memory)
-        rows = tree.head.correct(self.base[:, level], hidden, correction, depth)
+        hidden, base = self.hidden[:, level].expand(-1, tokens.shape[1], -1), self.base[:, level]
         noise = None if self.gumbel is None else self.gumbel[:, level]
+        if (
+            tree.head.candidates and noise is not None
+        ):  # the target's token is likely one of those that its noise favours
+            kept = tree.log_probs(base, noise, self.sampling).topk(tree.head.candidates).indices
+            base = torch.full_like(base, -torch.inf).scatter(-1, kept, base.gather(-1, kept))
+        correction, self.memory = tree.head.condition(depth, hidden, tokens, self.memory)
+        rows = tree.head.correct(base, hidden, correction, depth)
         values, ids = tree.log_probs(rows, noise, self.sampling).topk(tree.width)
         if tree.min_confidence:
             unsure = correction[..., -1:].sigmoid() < tree.min_confidence
