@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
+    # Prompts are token ids, and texts are of equal length; besides, this transformers does not know newer tokenizers.
+    ea_model.AutoTokenizer = SimpleNamespace(from_pretrained=lambda path: SimpleNamespace(eos_token_id=-1))
     with tempfile.TemporaryDirectory() as folder:  # this version reads pickled weights only
         head, exported = Path(folder), Path(job["head"])
         (head / "config.json").write_text((exported / "config.json").read_text())
@@ -26,7 +28,6 @@ def main() -> None:
         facts = {"torch_dtype": getattr(torch, job["dtype"])}
         model = ea_model.EaModel.from_pretrained(base_model_path=job["target"], ea_model_path=folder, **facts)
     model.eval()
-    model.tokenizer = SimpleNamespace(eos_token_id=-1)  # texts of equal length
     steps, read = [0], ea_model.tree_decoding
 
     def counted(*inputs):
