@@ -109,6 +109,9 @@ class DraftHead(nn.Module, ABC):
     def attach(self, target: Target) -> None:
         """Reference what the head uses of the target and does not save. Call it before any use of the head."""
 
+    def on_train_begin(self, target: Target) -> None:
+        """Called once before training, of a new head and of one that was trained before: add what only training needs."""
+
     def on_train_end(self) -> None:
         """Called once after training: merge what only training needs."""
 

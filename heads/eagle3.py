@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 from heads import llama_config
 from heads.base import PackedBatch, RecurrentHead, shift_right
 from heads.latent_attention import LatentAttention
-from heads.layers import MLP, Attention, RMSNorm, Rotary
+from heads.layers import MLP, Attention, FeatureLinear, RMSNorm, Rotary
 from heads.step_attention import attend_steps
 from heads.target import Target
 from heads.target.cache import KVCache
@@ -67,7 +67,7 @@ class Eagle3Head(RecurrentHead):
         self.config, self.layers, self.depth, self.norm_output = config, list(layers), depth, norm_output
         self.norm_before_residual = norm_before_residual
         width = config.hidden_size
-        self.fc = nn.Linear(len(layers) * width, width, bias=False)
+        self.fc = FeatureLinear(len(layers) * width, width)
         self.input_norm = RMSNorm(len(layers) * width, config.rms_norm_eps) if norm_before_fc else None
         norms = [RMSNorm(width, config.rms_norm_eps) for _ in layers] if fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
@@ -100,17 +100,20 @@ class Eagle3Head(RecurrentHead):
             raise ValueError(f"head.layers={layers} must ascend within 0..{n}, this target's hidden states")
         config = llama_config.config_like(target, "EAGLE-3")
         head = cls(config, layers, depth, draft_vocab_size, fc_norm, norm_output)
-        with torch.no_grad():
-            probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
-            features = target.read(probe, layers=layers, keep_logits=1).features.float()
-            if not fc_norm:
-                sizes = features[0].view(-1, len(layers), config.hidden_size).pow(2).mean((0, 2)).sqrt()
-                head.fc.weight.div_(sizes.cpu().repeat_interleave(config.hidden_size))
-            last = target.read(probe, layers=[n], keep_logits=1).features.float()[0]
-            head.norm.weight.copy_(last.pow(2).mean(0).sqrt())  # sizes that the target's lm_head is used to
-            llama_config.init_near_identity(head.midlayer.self_attn.o_proj, head.midlayer.mlp.down_proj)
+        if not fc_norm:
+            with torch.no_grad():
+                head.fc.weight.div_(llama_config.feature_sizes(layers, target).cpu())
+        llama_config.init_norm(head.norm, target)
+        llama_config.init_near_identity(head.midlayer.self_attn.o_proj, head.midlayer.mlp.down_proj)
         head.init_projections(target, counts)
         return head.to(target.device)
+
+    def on_train_begin(self, target: Target) -> None:
+        if self.input_norm is None and not len(self.fc_norm):
+            self.fc.learn_with(llama_config.feature_sizes(self.layers, target).to(self.device))
+
+    def on_train_end(self) -> None:
+        self.fc.learn_with(None)
 
     @property
     def latent(self) -> bool:
@@ -161,7 +164,7 @@ class Eagle3Head(RecurrentHead):
         if len(self.fc_norm):
             chunks = features.chunk(len(self.layers), dim=-1)
             features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
-        return self.fc(features.to(self.fc.weight.dtype))
+        return self.fc(features)
 
     def feed_back(self, out: Tensor) -> Tensor:
         return self.norm(out) if self.norm_output else out

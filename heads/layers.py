@@ -57,6 +57,33 @@ def keeps_for_backward() -> bool:
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
+class FeatureLinear(nn.Linear):
+    """A product with features of several layers, which are of any size: those in the middle of a model are often 50 times as
+    large as after a norm, so that an optimizer's steps on their weights would be 50 times too long.
+
+    `sizes` (in_features,) float32 divide the weights while they are learned; None for weights as they are in a file.
+    """
+
+    sizes: Tensor | None
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
+        self.register_buffer("sizes", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if self.sizes is None else self.weight / self.sizes
+        return F.linear(x.to(self.weight.dtype), weight)
+
+    @torch.no_grad()
+    def learn_with(self, sizes: Tensor | None) -> None:
+        """Give the same products by weights that these sizes divide."""
+        if self.sizes is not None:
+            self.weight.div_(self.sizes)
+        if sizes is not None:
+            self.weight.mul_(sizes)
+        self.sizes = sizes
+
+
 class ResidualBlock(nn.Module):
     """x + SiLU(linear(x)), the identity at first (Medusa, arXiv:2401.10774, section 2.1.1)."""
 

@@ -124,16 +124,21 @@ def differences(config: LlamaConfig, target: Target) -> list[str]:
 
 
 @torch.no_grad()
-def init_sizes(fc: nn.Linear, norm: RMSNorm, layers: list[int], target: Target) -> Tensor:
-    """Make `fc` undo the different sizes of the features of `layers`, and the last norm give the target's lm_head its usual
-    inputs. Returns the features' sizes (len(layers) * hidden,)."""
+def feature_sizes(layers: list[int], target: Target) -> Tensor:
+    """(len(layers) * hidden,) float32: the root mean square of each layer's features, for every one of them. Powers of two,
+    so that weights that are multiplied and divided by them are what they were."""
     probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
-    width = target.hidden_size
-    features = target.read(probe, layers=[*layers, target.num_layers], keep_logits=1).features.float()[0]
-    sizes = features.view(len(features), -1, width).pow(2).mean((0, 2)).sqrt()[:-1].cpu().repeat_interleave(width)
-    fc.weight.div_(sizes)
-    norm.weight.copy_(features[:, -width:].pow(2).mean(0).sqrt())
-    return sizes
+    features = target.read(probe, layers=layers, keep_logits=1).features.float()[0]
+    sizes = features.unflatten(-1, (len(layers), -1)).pow(2).mean((0, 2)).sqrt()
+    return sizes.log2().round().exp2().repeat_interleave(target.hidden_size)
+
+
+@torch.no_grad()
+def init_norm(norm: RMSNorm, target: Target) -> None:
+    """Make the last norm give the target's lm_head inputs of the sizes that it is used to."""
+    probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
+    last = target.read(probe, layers=[target.num_layers], keep_logits=1).features.float()[0]
+    norm.weight.copy_(last.pow(2).mean(0).sqrt())
 
 
 def init_near_identity(*projections: nn.Linear) -> None:

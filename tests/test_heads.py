@@ -94,6 +94,16 @@ def test_every_parameter_learns(fresh, head_kind, head):
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
 
+def test_the_begin_and_the_end_of_training_change_neither_drafts_nor_weights(fresh, head):
+    text = batch(20, 12)
+    before, drafts = {name: tensor.clone() for name, tensor in head.state_dict().items()}, states(head, fresh, text)
+    head.on_train_begin(fresh)
+    torch.testing.assert_close(states(head, fresh, text), drafts)
+    head.on_train_end()
+    assert head.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in head.state_dict().items())
+
+
 def test_layers_are_not_tied_by_accident(head):
     pointers = [parameter.data_ptr() for parameter in head.parameters()]
     assert len(pointers) == len(set(pointers))

@@ -83,6 +83,15 @@ def test_it_does_not_depend_on_how_the_text_lies_in_rows(target: Target, learned
     assert together.loss == pytest.approx(alone.loss, rel=1e-5)
 
 
+def test_documents_that_are_longer_than_a_row_are_read_whole(target: Target, learned: DistillationModel):
+    documents = written(target, 6, seed=3)
+    alone = held_out.agreement(learned.with_head(learned.head), row_each(documents))
+    rows = held_out.rows(Documents.of(documents), length=20, seed=0, context=target.context)
+    assert held_out.agreement(learned.with_head(learned.head), rows).shares == alone.shares
+    assert {len(row["tokens"]) for row in held_out.rows(Documents.of(documents), length=9, seed=0)} == {18}
+    assert {len(row["tokens"]) for row in held_out.rows(Documents.of(documents), length=20, seed=0, context=24)} == {24}
+
+
 def test_a_step_begins_where_the_one_before_it_ended():
     hits = torch.tensor([[1, 1, 0, 1, 0, 1, 1, 0], [0, 1, 0, 1, 1, 0, 1, 0]]).bool()
     counted = torch.ones_like(hits)

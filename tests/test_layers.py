@@ -8,7 +8,7 @@ from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from heads.latent_attention import LatentAttention
-from heads.layers import MLP, RMSNorm, Rotary
+from heads.layers import MLP, FeatureLinear, RMSNorm, Rotary
 from heads.llama_config import LATENT, LayerConfig
 from heads.target.attention import attend
 from train.runtime.cost import Live
@@ -42,6 +42,25 @@ def test_the_mlp_learns_as_its_definition_and_keeps_two_products(autocast):
             with Live([x, *mlp.parameters()]) as live:
                 out = mlp(x)
             assert live.now == out.nbytes + 2 * (2 * ROWS * INNER * 4)
+
+
+def test_large_features_are_learned_as_fast_as_small_ones():
+    torch.manual_seed(0)
+    x, size = torch.randn(ROWS, WIDTH), 64.0
+    small, large = FeatureLinear(WIDTH, WIDTH), FeatureLinear(WIDTH, WIDTH)
+    with torch.no_grad():
+        large.weight.copy_(small.weight / size)
+    large.learn_with(torch.full((WIDTH,), size))
+    for layer, given in ((small, x), (large, size * x)):
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+        for _ in range(3):
+            layer(given).pow(4).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(large(size * x), small(x))
+    learned = large(size * x)
+    large.learn_with(None)
+    assert torch.equal(large(size * x), learned) and large.state_dict().keys() == {"weight"}
 
 
 @pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])

@@ -50,10 +50,14 @@ def tokens(trained: int) -> int:
     return max(1, min(WRITTEN, trained // 8))
 
 
-def rows(documents: Documents, length: int, seed: int) -> list[dict[str, Tensor]]:
-    """Some TOKENS tokens of them in rows as they are trained on."""
-    packed = Packed(documents, length, seed)
-    return [packed[row] for row in range(min(len(packed), max(4, TOKENS // length)))]
+def rows(documents: Documents, length: int, seed: int, context: int | None = None) -> list[dict[str, Tensor]]:
+    """Some TOKENS tokens of them, in rows of `length` or up to twice that, so that documents lie whole in them.
+
+    In the rest of a cut document the target lacks the beginning that it has in decoding: of conversations of 350 tokens in
+    rows of 256 that lowered the agreement by 0.02. context: of the target, None for no limit."""
+    longest = min(int(documents.sizes.max()), 2 * length, context or 2 * length)
+    packed = Packed(documents, max(length, longest), seed, long="truncate")
+    return [packed[row] for row in range(min(len(packed), max(4, TOKENS // packed.length)))]
 
 
 @torch.no_grad()

@@ -115,6 +115,7 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     head = instantiate(cfg.head, target=target, **more)
     if cfg.init_from is not None:
         head = init_from(cfg.init_from, head, target)
+    head.on_train_begin(target)
     if data.train.weights is not None and isinstance(head, BlockHead):
         raise ValueError(f"data.rejection_weight is for heads that learn token by token: head={head.kind} takes 1")
     args = arguments(cfg.trainer, target, **instantiate(cfg.strategy.arguments, _convert_="all"))
@@ -142,9 +143,8 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
             f"the data gives {len(packed)} rows of length={cfg.length} for {distributed.world_size()} processes: take fewer"
         )
     loggers.prepare(args.report_to, directory)
-    return Prepared(
-        target, head, data, packed, held_out.rows(measured_on, cfg.length, cfg.seed), args, directory, checkpoint
-    )
+    measured_rows = held_out.rows(measured_on, cfg.length, cfg.seed, target.context)
+    return Prepared(target, head, data, packed, measured_rows, args, directory, checkpoint)
 
 
 def with_self_generated_text(
