@@ -43,8 +43,8 @@ def config_like(target: Target, kind: str) -> LlamaConfig:
     copied = {name: settings[name] for name in (*COPIED, *COPIED_IF_THERE) if settings.get(name) is not None}
     copied.setdefault("intermediate_size", 4 * settings["hidden_size"])
     copied["vocab_size"] = target.vocab_size
-    if target.context is not None:  # some configs have it under another name
-        copied["max_position_embeddings"] = target.context
+    if target.max_positions is not None:  # some configs have it under another name
+        copied["max_position_embeddings"] = target.max_positions
     if settings.get("rope_parameters"):
         copied["rope_parameters"] = head_rope(settings)
     return LayerConfig(num_hidden_layers=1, tie_word_embeddings=False, **copied)
@@ -113,9 +113,9 @@ def incompatibilities(config: LlamaConfig, target: Target) -> list[str]:
 def differences(config: LlamaConfig, target: Target) -> list[str]:
     """Where the layer's rope or context length is not the target's, in words. A head that was trained so drafts well."""
     settings, found = target.config.to_dict(), []
-    if target.context not in (None, config.max_position_embeddings):
+    if target.max_positions not in (None, config.max_position_embeddings):
         found.append(
-            f"max_position_embeddings: the head says {config.max_position_embeddings}, the target {target.context}"
+            f"max_position_embeddings: the head says {config.max_position_embeddings}, the target {target.max_positions}"
         )
     ours, theirs = rope_parameters({"rope_parameters": config.rope_parameters}), head_rope(settings)
     if settings.get("rope_parameters") and ours != theirs:

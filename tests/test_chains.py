@@ -1,5 +1,6 @@
 """Promise: a target that reads no trees is drafted for by chains, and writes what it writes alone."""
 
+import copy
 import random
 import warnings
 from typing import Any
@@ -273,6 +274,24 @@ def test_a_batch_costs_one_forward_a_step(monkeypatch) -> None:
 @pytest.mark.parametrize("kind", ["llama4", "bloom", "deepseek_v32", "phi3"])
 def test_what_masks_otherwise_is_read_row_by_row(kind: str) -> None:
     assert not pair(kind).target.reads_rows
+
+
+def test_texts_below_the_boundary_of_longrope_are_drafted_for_by_trees() -> None:
+    whole = pair("phi3").target
+    assert whole.rope_boundary == 30 and "unless texts stay below (target.context=30)" in str(whole.no_trees)
+    short = Target(copy.deepcopy(whole.model), name="short", context=30)
+    assert short.reads_trees and short.context == 30 and short.max_positions == whole.context
+    head = Eagle3Head.for_target(short, depth=3).eval()
+    settings = {"max_new_tokens": NEW, "eos_token_id": -1}
+    alone = generate(whole, None, *batch([1, 2]), **settings).new_tokens
+    for drafter in (DynamicTree(head, short, depth=3, width=3, nodes=8, min_probability=0), Random()):
+        drafted = generate(short, drafter, *batch([1, 2]), **settings)
+        assert drafted.new_tokens == [text[: 30 - len(PROMPTS[row])] for row, text in zip((1, 2), alone, strict=True)]
+        assert max(step.nodes for step in drafted.steps) > 4
+    with pytest.raises(
+        ValueError, match=r"^context=31000000 must be at least 1, and at most the \d+ that short reads$"
+    ):
+        Target(short.model, name="short", context=31000000)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "falcon_h1"])

@@ -57,7 +57,7 @@ def layer_settings(
             f"{', '.join(llama_config.ROPES)}; choose a head with one of these"
         )
     if not settings.get("max_position_embeddings"):  # the first EAGLE called it max_sequence_length
-        settings["max_position_embeddings"] = settings.get("max_sequence_length") or target.context or 2048
+        settings["max_position_embeddings"] = settings.get("max_sequence_length") or target.max_positions or 2048
     if any(name.endswith("self_attn.q_proj.bias") for name in files.weights):
         settings.setdefault("attention_bias", True)
     settings.setdefault("vocab_size", target.vocab_size)

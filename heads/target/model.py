@@ -50,14 +50,26 @@ class Target:
     no_tokenizer: str = "it was made without one"  # why it has none, where it has none
     sharding: str | None = None  # and how it shards them over devices (heads/target/sharding.py)
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, name: str = ""):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        name: str = "",
+        context: int | None = None,
+    ):
+        """context: most tokens of a text, where that is to be less than the model can read: a target with longrope whose
+        texts stay below its boundary reads trees. Raises ValueError for more than that."""
         self.model = model.eval().requires_grad_(False)
-        self.tokenizer, self.name = tokenizer, name
+        self.tokenizer, self.name, self._context = tokenizer, name, context
         self._idle_cache: KVCache | None = None
         self.config = model.config.get_text_config()
         check_supported(model)
+        if context is not None and not 0 < context <= (self.max_positions or context):
+            raise ValueError(
+                f"context={context} must be at least 1, and at most the {self.max_positions} that {name} reads"
+            )
         # Why it cannot read the branches of a tree, in words, and is drafted for by chains; None where it can.
-        self.no_trees: str | None = why_no_trees(model)
+        self.no_trees: str | None = why_no_trees(model, self.context)
         if self.reads_trees:
             attention.take_masks(model)
         self._parameters = set(inspect.signature(model.forward).parameters)
@@ -65,7 +77,7 @@ class Target:
         self._past = next((name for name in pasts if name in self._parameters), None)
         self._takes_chunk_size = self.device.type == "cpu" and takes_chunk_size(model)
         # Texts longer than this are rotated by other angles from their beginning on (longrope).
-        self.rope_boundary: int | None = longrope_boundary(self.config)
+        self.rope_boundary: int | None = longrope_boundary(self.config, self.context)
         self.picks_keys: bool = picks_keys(self.config)
         # Not from `to_dict`, which leaves out what a config computes and knows no second names (GPT-2's n_positions).
         self.layer_types: list[str] | None = getattr(self.config, "layer_types", None)
@@ -87,6 +99,7 @@ class Target:
         quantization: str | None = None,
         sharding: str | None = None,
         revision: str | None = None,
+        context: int | None = None,
         **kwargs: Any,
     ) -> "Target":
         """Load a target from a directory or the Hub.
@@ -94,7 +107,8 @@ class Target:
         dtype: "float32", "bfloat16" ..., or "auto": as saved, but float32 where the device has no bfloat16 products;
         quantization: None, "4bit" or "8bit" (bitsandbytes);
         sharding: None, "layers", "fsdp" or "tensor" (heads/target/sharding.py), for one that no device holds alone;
-        revision: branch, tag or commit on the Hub. Further keywords are those of transformers' from_pretrained.
+        revision: branch, tag or commit on the Hub;
+        context: as in `Target`. Further keywords are those of transformers' from_pretrained.
         Raises ValueError that names the path when there is no model, or its tokenizer does not fit its vocabulary.
         """
         path = str(path)
@@ -128,7 +142,7 @@ class Target:
             tokenizer, reason = None, str(error).strip().split("\n")[0]  # decoding and drafting need only ids
         if quantization is None and sharding is None and "device_map" not in kwargs:
             model = model.to(device)
-        target = cls(model, tokenizer, name=path)
+        target = cls(model, tokenizer, path, context)
         target.quantization, target.sharding = quantization, sharding
         if tokenizer is None:
             target.no_tokenizer = reason
@@ -193,7 +207,12 @@ class Target:
 
     @property
     def context(self) -> int | None:
-        """Most positions it can read, or None when its config does not say, or says that there is no limit (XLNet's -1)."""
+        """Most tokens of a text, or None where there is no limit."""
+        return self.max_positions if self._context is None else self._context
+
+    @property
+    def max_positions(self) -> int | None:
+        """Most positions that it can read; None where its config does not say, or says that all can be (XLNet's -1)."""
         most = getattr(self.config, "max_position_embeddings", None)
         return None if most == -1 else most
 

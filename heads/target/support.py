@@ -49,9 +49,9 @@ def has_cache(config: PreTrainedConfig) -> bool:
     return getattr(config, "num_hidden_layers", None) is not None
 
 
-def why_no_trees(model: PreTrainedModel) -> str | None:
+def why_no_trees(model: PreTrainedModel, context: int | None) -> str | None:
     """Why the branches of a tree cannot be read at once, and taken back, in words; None where they can. Such a model would
-    run, and give wrong logits."""
+    run, and give wrong logits. context: most tokens of a text."""
     config = model.config.get_text_config()
     if why := why_no_drafts(model):
         return why
@@ -64,11 +64,11 @@ def why_no_trees(model: PreTrainedModel) -> str | None:
         )
     if getattr(config, "alibi", None):
         return f"model_type {config.model_type} has alibi, which places keys by their column, so drafts cannot branch"
-    boundary = longrope_boundary(config)
+    boundary = longrope_boundary(config, context)
     if boundary is not None:
         return (
             f"model_type {config.model_type} has longrope, which rotates a text longer than {boundary} otherwise from its "
-            "beginning on, so drafts cannot branch"
+            f"beginning on, so drafts cannot branch unless texts stay below (target.context={boundary})"
         )
     parameters = inspect.signature(model.forward).parameters
     missing = [name for name in ("position_ids", "past_key_values") if name not in parameters]
@@ -77,11 +77,10 @@ def why_no_trees(model: PreTrainedModel) -> str | None:
     return None
 
 
-def longrope_boundary(config: PreTrainedConfig) -> int | None:
-    """The length beyond which longrope takes its other factors; None for other ropes, and where the context ends before."""
+def longrope_boundary(config: PreTrainedConfig, context: int | None) -> int | None:
+    """The length beyond which longrope takes its other factors; None for other ropes, and where texts end before."""
     rope = getattr(config, "rope_parameters", None) or {}
     boundary = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
-    context = getattr(config, "max_position_embeddings", None)
     return None if boundary is None or (context is not None and context <= boundary) else boundary
 
 

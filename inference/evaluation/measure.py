@@ -84,7 +84,7 @@ def float32(target: Target) -> Target | None:
             )
             return None
     same: dict[str, Any] = {"device": target.device, "quantization": target.quantization, "sharding": target.sharding}
-    return Target.from_pretrained(target.name, dtype="float32", **same)
+    return Target.from_pretrained(target.name, dtype="float32", context=target.context, **same)
 
 
 def acceptance(generations: list[Generation]) -> float:
