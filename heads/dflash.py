@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 from heads import llama_config
 from heads.base import BlockHead, PackedBatch
 from heads.block_attention import Blocks, attend_blocks, within
-from heads.layers import MLP, Attention, FeatureLinear, RMSNorm, Rotary, rotate
+from heads.layers import MLP, Attention, RMSNorm, Rotary, rotate
 from heads.target import Target
 from heads.target.attention import attend
 from heads.target.cache import KVCache
@@ -89,7 +89,7 @@ class DFlashHead(BlockHead):
         self.width, self.cache_layers = config.hidden_size, config.num_hidden_layers
         self.layer_types = layer_types or [FULL] * self.cache_layers
         self.block_entries = block_size
-        self.fc = FeatureLinear(len(layers) * self.width, self.width)
+        self.fc = nn.Linear(len(layers) * self.width, self.width, bias=False)
         self.hidden_norm, self.norm = (RMSNorm(self.width, config.rms_norm_eps) for _ in range(2))
         self.blocks = nn.ModuleList(self.new_layer() for _ in range(self.cache_layers))
         self.draft_vocab = self.prune_vocabulary(draft_vocab_size, config.vocab_size)
@@ -149,12 +149,6 @@ class DFlashHead(BlockHead):
         llama_config.init_norm(self.norm, target)
         for layer in self.own_layers:
             llama_config.init_near_identity(layer.self_attn.o_proj, layer.mlp.down_proj)
-
-    def on_train_begin(self, target: Target) -> None:
-        self.fc.learn_with(llama_config.feature_sizes(self.layers, target).to(self.device))
-
-    def on_train_end(self) -> None:
-        self.fc.learn_with(None)
 
     def new_layer(self) -> BlockLayer:
         return BlockLayer(self.config)
@@ -234,7 +228,7 @@ class DFlashHead(BlockHead):
         return self.target.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
 
     def fuse(self, features: Tensor) -> Tensor:
-        return self.hidden_norm(self.fc(features))
+        return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
 
     def inputs(self, anchors: Tensor) -> Tensor:
         """(..., block_size, hidden): the slots' inputs, from embeddings (..., hidden) of the roots."""

@@ -102,15 +102,19 @@ class Eagle3Head(RecurrentHead):
         head = cls(config, layers, depth, draft_vocab_size, fc_norm, norm_output)
         if not fc_norm:
             with torch.no_grad():
-                head.fc.weight.div_(llama_config.feature_sizes(layers, target).cpu())
+                head.fc.weight.div_(head.feature_sizes(target).cpu())
         llama_config.init_norm(head.norm, target)
         llama_config.init_near_identity(head.midlayer.self_attn.o_proj, head.midlayer.mlp.down_proj)
         head.init_projections(target, counts)
         return head.to(target.device)
 
+    def feature_sizes(self, target: Target) -> Tensor:
+        """(len(layers) * hidden,): of what it reads, to the nearest power of two."""
+        return llama_config.feature_sizes(self.layers, target).log2().round().exp2()
+
     def on_train_begin(self, target: Target) -> None:
         if self.input_norm is None and not len(self.fc_norm):
-            self.fc.learn_with(llama_config.feature_sizes(self.layers, target).to(self.device))
+            self.fc.learn_with(self.feature_sizes(target).to(self.device))
 
     def on_train_end(self) -> None:
         self.fc.learn_with(None)

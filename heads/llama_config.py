@@ -125,12 +125,11 @@ def differences(config: LlamaConfig, target: Target) -> list[str]:
 
 @torch.no_grad()
 def feature_sizes(layers: list[int], target: Target) -> Tensor:
-    """(len(layers) * hidden,) float32: the root mean square of each layer's features, for every one of them. Powers of two,
-    so that weights that are multiplied and divided by them are what they were."""
+    """(len(layers) * hidden,) float32: the root mean square of each layer's features, for every one of them."""
     probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
     features = target.read(probe, layers=layers, keep_logits=1).features.float()[0]
     sizes = features.unflatten(-1, (len(layers), -1)).pow(2).mean((0, 2)).sqrt()
-    return sizes.log2().round().exp2().repeat_interleave(target.hidden_size)
+    return sizes.repeat_interleave(target.hidden_size)
 
 
 @torch.no_grad()

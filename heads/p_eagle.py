@@ -24,7 +24,7 @@ from heads.base import BlockHead, PackedBatch
 from heads.block_attention import Blocks, attend_blocks, within
 from heads.dflash import mask_token
 from heads.eagle3 import MidLayer, paper_layers
-from heads.layers import Attention, DecoderLayer, FeatureLinear, RMSNorm, Rotary
+from heads.layers import Attention, DecoderLayer, RMSNorm, Rotary
 from heads.step_attention import attend_steps
 from heads.target import Target
 from heads.target.cache import KVCache
@@ -59,7 +59,7 @@ class PEagleHead(BlockHead):
         inputs, eps = len(layers) * self.width, config.rms_norm_eps
         self.embed_tokens = nn.Embedding(config.vocab_size, self.width)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, inputs))
-        self.fc = FeatureLinear(inputs, self.width)
+        self.fc = nn.Linear(inputs, self.width, bias=False)
         self.input_norm = RMSNorm(inputs, eps) if norm_before_fc else None
         further = (DecoderLayer(config) for _ in range(self.cache_layers - 1))
         self.blocks = nn.ModuleList([MidLayer(config), *further])
@@ -104,13 +104,6 @@ class PEagleHead(BlockHead):
             llama_config.init_near_identity(layer.self_attn.o_proj, layer.mlp.down_proj)
         head.init_projections(target, counts)
         return head.to(target.device)
-
-    def on_train_begin(self, target: Target) -> None:
-        if self.input_norm is None:
-            self.fc.learn_with(llama_config.feature_sizes(self.layers, target).to(self.device))
-
-    def on_train_end(self) -> None:
-        self.fc.learn_with(None)
 
     @property
     def own_layers(self) -> list[MidLayer | DecoderLayer]:
@@ -164,7 +157,7 @@ class PEagleHead(BlockHead):
     def fuse(self, features: Tensor) -> Tensor:
         if self.input_norm is not None:
             features = self.input_norm(features)
-        return self.fc(features)
+        return self.fc(features.to(self.fc.weight.dtype))
 
     def mask_inputs(self, *shape: int) -> tuple[Tensor, Tensor]:
         """(*shape, hidden) each: in the place of fused features, and the mask token's embedding."""

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import hydra
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from heads.medusa import MedusaHead
 from tests.support.batches import batch_of
 from tests.support.processes import SMALL, complaint, printed
 from train import losses
+from train.cli import CONF
 from train.data.accepted import corpus
 from train.data.documents import REJECTED
 from train.data.packing import Packed
@@ -79,3 +81,16 @@ def test_a_run_on_a_log(here, tiny_path: Path, tmp_path: Path):
     assert len(printed(ended.out)) == 3 and "rejected share" in ended.out
     said = complaint(here(*given, *fast, f"target.path={tiny_path}", "head=dflash", "output_dir=other"))
     assert said.startswith("data.rejection_weight is for heads that learn token by token")
+    said = complaint(here(*given, *fast, f"target.path={tiny_path}", "self_generated_tokens=99", "output_dir=other"))
+    assert said.startswith("self_generated_tokens=99 would put other text in the place of what was logged: give 0")
+
+
+def test_a_head_for_the_embedded_target_goes_on_gently():
+    log = ["data=accepted", "data.path=log.jsonl"]
+    with hydra.initialize_config_dir(str(CONF), version_base=None):
+        new, goes_on, other = (
+            hydra.compose("train", given) for given in ([], log, [*log, "target=hf", "target.path=ORG/NAME"])
+        )
+    assert goes_on.self_generated_tokens == 0 and goes_on.optimizer._target_ == "train.optimizer.adamw"
+    assert goes_on.trainer.learning_rate < new.trainer.learning_rate and goes_on.length == new.length
+    assert other.trainer.learning_rate == 1e-4 and other.length == 2048

@@ -57,6 +57,12 @@ def for_demo(target: str, demo: str, other: str) -> str:
     return demo if target in ("embedded", "random") else other
 
 
+def recipe_for(target: str, data: str) -> str:
+    """The choice of conf/recipe: the target's own, but for what a small one's server has logged."""
+    return for_demo(target, "embedded_log", target) if data == "accepted" else target
+
+
+OmegaConf.register_new_resolver("recipe_for", recipe_for, replace=True)
 OmegaConf.register_new_resolver("for_demo", for_demo, replace=True)
 OmegaConf.register_new_resolver("shipped", shipped, replace=True)
 OmegaConf.register_new_resolver("bfloat16_products", bfloat16_products, replace=True)

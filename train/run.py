@@ -118,6 +118,11 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     head.on_train_begin(target)
     if data.train.weights is not None and isinstance(head, BlockHead):
         raise ValueError(f"data.rejection_weight is for heads that learn token by token: head={head.kind} takes 1")
+    if data.train.weights is not None and cfg.self_generated_tokens:
+        raise ValueError(
+            f"self_generated_tokens={cfg.self_generated_tokens} would put other text in the place of what was logged: "
+            "give 0, or data.rejection_weight=1"
+        )
     args = arguments(cfg.trainer, target, **instantiate(cfg.strategy.arguments, _convert_="all"))
     if distributed.rank() == 0 or target.reads_collectively:
         check_saving(head, target, data.train)
