@@ -84,11 +84,8 @@ def attend_blocks(
         rows = slice(chosen.start * blocks.slots, chosen.stop * blocks.slots)
         spans = blocks.first[:, chosen], blocks.last[:, chosen]
         makers = [partial(beside, *pair, end, rows) for pair in pairs]
-        with made_again([*makers, partial(part_mask, *spans, inside, end, window, dtype, groups)]) as (
-            keys,
-            values,
-            mask,
-        ):
+        makers.append(partial(part_mask, *spans, inside, end, window, dtype, groups))
+        with made_again(makers) as (keys, values, mask):
             parts.append(attend(q[:, :, rows], keys, values, mask))
     return torch.cat(parts, dim=2)
 

@@ -215,7 +215,7 @@ def test_two_hundred_shards_are_not_opened_at_the_start(target, whole: Path, tmp
     manifest["shards"] = [{"file": name, "sha256": ""} for name in names]
     (tmp_path / disk.MANIFEST).write_text(json.dumps(manifest))
     opened: list[str] = []
-    monkeypatch.setattr(disk, "safe_open", lambda file, *given: opened.append(str(file)))
+    monkeypatch.setattr(disk, "Shard", lambda file: opened.append(str(file)))
     monkeypatch.setattr(disk, "checksum", lambda file: opened.append(str(file)))
     disk.StoredRows(packed, tmp_path, verify=True)
     assert not opened

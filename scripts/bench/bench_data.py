@@ -1,40 +1,52 @@
-"""Training tokens/s of packed rows against one document per row, or what it takes to prepare conversations:
+"""Training tokens/s of packed rows against one document per row, what it takes to prepare conversations, or to read features
+from disk:
 
     python scripts/bench/bench_data.py data=conversations data.path=FILE
     python scripts/bench/bench_data.py tokens=10000000
+    python scripts/bench/bench_data.py shards=200 length=2048
 
-Both ways of training see the same documents, the same head and optimiser steps, in turn, step by step, so that a change of
+Two ways of training see the same documents, the same head and optimiser steps, in turn, step by step, so that a change of
 the machine's speed meets both alike. Only tokens of documents are counted, no padding.
 """
 
 import json
 import math
+import os
 import random
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor
+from torch.utils.data import Dataset
 
+from heads import Target
 from train.cli import entry
 from train.data import data_card
 from train.data.conversations import corpus
 from train.data.corpus import Packed, count_tokens
-from train.data.documents import Document
+from train.data.documents import Document, Documents
+from train.features.disk import disk
+from train.module import DistillationModel
 
 
 @entry("bench_data")
 def main(cfg: DictConfig) -> None:
     if cfg.tokens:
         prepare(cfg.target.path, cfg.tokens, cfg.length)
+    elif cfg.shards:
+        with tempfile.TemporaryDirectory() as folder:
+            train_from_disk(cfg, folder)
     else:
         train_both_ways(cfg)
 
@@ -102,14 +114,76 @@ def memory() -> dict[str, int]:
     return {name: int(facts[key].split()[0]) * 1024 for name, key in names.items()}
 
 
-def train_both_ways(cfg: DictConfig) -> None:
+def train_from_disk(cfg: DictConfig, folder: str) -> None:
+    """Shards of one batch each, of random tokens: the start with all of them, bytes that the disk gives, and training."""
     target = instantiate(cfg.target)
-    data = instantiate(cfg.data, tokenizer=target.text_tokenizer)
-    counts = count_tokens(data.train, target.vocab_size)
+    drawn = np.random.default_rng(0).integers(target.vocab_size, size=(cfg.shards * cfg.rows, cfg.length))
+    documents = Documents.of([Document(row, [1] * cfg.length) for row in drawn])
+    packed, distillation = Packed(documents, cfg.length, seed=0), objective(cfg, target, documents)
+    seconds = []
+    for _ in range(2):
+        begun = time.perf_counter()
+        rows = disk(packed, target, distillation.head.layers, cfg.rows, folder, shard_rows=cfg.rows)
+        seconds.append(time.perf_counter() - begun)
+    order = torch.randperm(len(rows)).tolist()[: cfg.shards]
+    rows[order[0]]  # what the first row alone reads
+    for file in rows.files:
+        with file.open() as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # no file is in memory now
+    before, needed = read_bytes(), 0
+    for row in order:
+        stored = rows[row]
+        needed += sum(stored[name].clone().nbytes for name in stored if name not in packed[0])
+    print(
+        f"{cfg.shards} shards of {rows.files[0].stat().st_size / 2**20:.1f} MiB written in {seconds[0]:.1f} s, opened in "
+        f"{seconds[1]:.2f} s; {len(order)} rows in any order: {needed / 2**20:,.0f} MiB needed, "
+        f"{(read_bytes() - before) / needed:.3f} times as many read from disk",
+        flush=True,
+    )
+    some = [range(start, start + cfg.rows) for start in range(0, cfg.rows * (cfg.steps + 1), cfg.rows)]
+    ways = {"memory": [stack([rows[row] for row in numbers]) for numbers in some]}
+    batches = Batches(rows, some)
+    rates = train(distillation, {**ways, "disk": batches}, cfg.steps, target.device)
+    begun = time.perf_counter()
+    for batch in batches:
+        assert batch
+    reading = (time.perf_counter() - begun) / len(batches)
+    print(
+        f"from disk (in the page cache, where reading a batch takes {1000 * reading:.1f} ms) {rates['disk']:,.0f} tokens/s, "
+        f"{rates['disk'] / rates['memory']:.3f} times as many as from memory"
+    )
+
+
+class Batches(Sequence[dict[str, Tensor]]):
+    """Rows that are put together when they are asked for."""
+
+    def __init__(self, rows: Dataset, numbers: list[range]):
+        self.rows, self.numbers = rows, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, step: int) -> dict[str, Tensor]:  # type: ignore[override]  # no slices
+        return stack([self.rows[row] for row in self.numbers[step]])
+
+
+def read_bytes() -> int:
+    """That this process has had from a disk, by reading or by touching what is mapped."""
+    return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["read_bytes"])
+
+
+def objective(cfg: DictConfig, target: Target, documents: Documents) -> DistillationModel:
+    counts = count_tokens(documents, target.vocab_size)
     head = instantiate(cfg.head, target=target, **({"counts": counts} if "draft_vocab_size" in cfg.head else {}))
     if head.pruned:
         head.init_projections(target, counts)
-    distillation = instantiate(cfg.objective, head=head, target=target, loss=instantiate(cfg.loss))
+    return instantiate(cfg.objective, head=head, target=target, loss=instantiate(cfg.loss))
+
+
+def train_both_ways(cfg: DictConfig) -> None:
+    target = instantiate(cfg.target)
+    data = instantiate(cfg.data, tokenizer=target.text_tokenizer)
+    distillation = objective(cfg, target, data.train)
     supervised = (document for document in data.train if any(document.loss_mask[8 : cfg.length]))
     documents = list(islice(supervised, 4 * cfg.steps * cfg.rows))
     if not documents:
@@ -124,20 +198,24 @@ def train_both_ways(cfg: DictConfig) -> None:
         print(f"{name:12} {rates[name]:10,.0f} tokens/s   {(slots < 0).float().mean().item():.1%} padding")
     gain = rates["packed"] / rates["one per row"]
     print(
-        f"packed is {gain:.2f} times as fast ({head.kind}, {cfg.rows} rows of {cfg.length} tokens, {cfg.steps} steps each)"
+        f"packed is {gain:.2f} times as fast ({distillation.head.kind}, {cfg.rows} rows of {cfg.length} tokens, "
+        f"{cfg.steps} steps each)"
     )
 
 
 def train(
-    distillation: torch.nn.Module, batches: dict[str, list[dict[str, Tensor]]], steps: int, device: torch.device
+    distillation: DistillationModel,
+    batches: Mapping[str, Sequence[dict[str, Tensor]]],
+    steps: int,
+    device: torch.device,
 ) -> dict[str, float]:
     """Tokens per second of each kind of batch, after one step that warms up."""
     optimizer = torch.optim.AdamW((p for p in distillation.parameters() if p.requires_grad), lr=1e-4)
     seconds, tokens = dict.fromkeys(batches, 0.0), dict.fromkeys(batches, 0)
     for step in range(steps + 1):
         for name, rows in batches.items():
-            batch = {key: value.to(device) for key, value in rows[step % len(rows)].items()}
             start = time.perf_counter()
+            batch = {key: value.to(device) for key, value in rows[step % len(rows)].items()}
             distillation(**batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()

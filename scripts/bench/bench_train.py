@@ -4,7 +4,8 @@ Tokens per second of the trainer's own steps, the process's peak memory, and mod
 target's forward and of the head's forward and backward per second, as a share of what one large matrix product reaches on
 this device. With `baseline`, speculators 0.9.0 trains its EAGLE-3 or DFlash in the same run: same target, rows, length,
 steps, dtype and threads, from hidden states on disk; foredraft runs the target, or reads such states too with features=disk.
-The baseline's start-up is not counted: its time is the difference of two runs.
+The baseline's start-up is not counted: its time is the difference of two runs. Where other programs share the machine,
+`processor_time=true threads=1 trainer.dataloader_num_workers=0` counts the processor's seconds of both.
 """
 
 import json
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from heads import Target
 from train.cli import entry
@@ -62,8 +64,8 @@ def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
     head = instantiate(cfg.head, target=target, **(more if "draft_vocab_size" in cfg.head else {}))
     distillation = instantiate(cfg.objective, head=head, target=target, loss=instantiate(cfg.loss))
     args = arguments(cfg.trainer, target)
-    packed = Packed(documents, cfg.length, cfg.seed)
-    dataset = instantiate(cfg.features)(packed, target, head.layers, cfg.trainer.per_device_train_batch_size)
+    packed, batch = Packed(documents, cfg.length, cfg.seed), cfg.trainer.per_device_train_batch_size
+    dataset = instantiate(cfg.features)(packed, target, head.layers, batch)
     trainer = HeadTrainer(
         distillation,
         args,
@@ -72,9 +74,11 @@ def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
         measure=lambda head: {},
     )
     trainer.remove_callback(PrinterCallback)
+    ends = StepEnds(time.process_time if cfg.processor_time else time.perf_counter)
+    trainer.add_callback(ends)
     trainer.train()
-    rates = [e["tokens_per_second"] for e in trainer.state.log_history if "tokens_per_second" in e][cfg.warmup :]
-    rate = len(rates) / sum(1 / rate for rate in rates)
+    # From the end of the last step that warms up: no first step is timed.
+    rate = batch * cfg.length * (cfg.steps - cfg.warmup) / (ends.times[-1] - ends.times[cfg.warmup - 1])
     peak = peak_memory(target.device)
     row = {name: value[None].to(target.device) for name, value in dataset[0].items()}
     with FlopCounterMode(display=False) as flops:
@@ -82,6 +86,16 @@ def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
     work = flops.get_total_flops() / cfg.length
     facts = {"tokens_per_second": rate, "peak_gib": peak / 2**30, "gflop_per_token": work / 1e9}
     return facts | {"utilisation": rate * work / top_speed(target)}
+
+
+class StepEnds(TrainerCallback):
+    """When each step ended, by this clock."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self.clock, self.times = clock, list[float]()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.times.append(self.clock())
 
 
 def top_speed(target: Target, size: int = 2048, repeats: int = 5) -> float:
@@ -124,7 +138,9 @@ def train_baseline(cfg: DictConfig, target: Target, tokens: torch.Tensor, of_kin
         for key, value in settings.items():
             command += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
         runs = [
-            timed([*command, "--epochs", str(n), "--save-path", str(folder / f"out{n}")], cfg.threads)
+            timed(
+                [*command, "--epochs", str(n), "--save-path", str(folder / f"out{n}")], cfg.threads, cfg.processor_time
+            )
             for n in (1, 1 + EPOCHS)
         ]
     trained = EPOCHS * tokens.numel()
@@ -156,8 +172,8 @@ def head_layers(cfg: DictConfig, target: Target) -> list[int]:
     return instantiate(cfg.head, target=target, **more).layers
 
 
-def timed(command: list[str], threads: int) -> tuple[float, int]:
-    """Seconds and peak bytes of a process. Raises ValueError if it fails."""
+def timed(command: list[str], threads: int, processor_time: bool) -> tuple[float, int]:
+    """Seconds, or those of the processor, and peak bytes of a process. Raises ValueError if it fails."""
     start = time.perf_counter()
     process = subprocess.Popen(
         command,
@@ -171,7 +187,8 @@ def timed(command: list[str], threads: int) -> tuple[float, int]:
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise ValueError(f"{' '.join(command[:4])} failed:\n{output[-2000:]}")
-    return time.perf_counter() - start, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    seconds = usage.ru_utime + usage.ru_stime if processor_time else time.perf_counter() - start
+    return seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""features=disk: what the target makes of the packed rows is written once, and read memory-mapped.
+"""features=disk: what the target makes of the packed rows is written once, and read row by row.
 
 A shard is a safetensors file of some packed rows:
 
@@ -18,12 +18,12 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -33,10 +33,11 @@ from heads.hub.card import size
 from heads.target import Target
 from train.data.packing import Packed
 from train.features.online import read
-from train.features.storage import DTYPES, store
+from train.features.storage import DTYPES, STORED, store
 from train.runtime import distributed
 
 MANIFEST = "manifest.json"
+AGAIN = "delete it and the manifest, and both are written again"
 OWNER = ("target_hash", "layers", "dtype", "top_k", "data_hash", "shard_rows", "target")
 
 
@@ -150,7 +151,7 @@ def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: i
         )
     for number, name in list(enumerate(names(facts)))[rank::processes]:
         if name in present:
-            check_owner(directory / name, facts)
+            check_owner(Shard(directory / name), facts)
             continue
         start = number * facts["shard_rows"]
         tensors = shard(packed, target, facts, range(start, min(start + facts["shard_rows"], facts["rows"])), batch)
@@ -162,20 +163,13 @@ def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: i
         half.rename(directory / name)  # complete or absent
 
 
-def check_owner(file: Path, facts: dict) -> None:
-    """Raise ValueError where a shard cannot be read, or was written for another target, other layers or other data."""
-    try:
-        with safe_open(file, "pt") as opened:
-            found = json.loads((opened.metadata() or {}).get("foredraft", "{}"))
-    except SafetensorError as error:
-        raise ValueError(
-            f"{file} is damaged: {error}; delete it and the manifest, and both are written again"
-        ) from error
+def check_owner(shard: "Shard", facts: dict) -> None:
+    """Raise ValueError where a shard was written for another target, other layers or other data."""
+    found = shard.owner
     wrong = [f"{name} {found.get(name)}, not {facts[name]}" for name in OWNER[:-1] if found.get(name) != facts[name]]
     if wrong:
         raise ValueError(
-            f"{file} was written for {found.get('target')} ({'; '.join(wrong)}) and does not belong here: delete it and the "
-            "manifest, and both are written again"
+            f"{shard.file.name} was written for {found.get('target')} ({'; '.join(wrong)}) and does not belong here: {AGAIN}"
         )
 
 
@@ -241,8 +235,38 @@ def remember(file: Path, name: Path, sha256: str) -> None:
         part.rename(f"{name}.checked")
 
 
+class Shard:
+    """A safetensors file of which rows are read, and no byte beside them: a mapping would have the kernel read ahead, up to
+    megabytes for each row of an order that is no file's."""
+
+    def __init__(self, file: Path):
+        """Raises ValueError for a file that is none, or not all of one."""
+        self.file = file.open("rb", buffering=0)
+        if sys.platform == "linux":
+            os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        try:
+            self.begin = 8 + int.from_bytes(self.file.read(8), "little")
+            self.tensors = json.loads(self.file.read(self.begin - 8))
+            self.owner = json.loads(self.tensors.pop("__metadata__", {}).get("foredraft", "{}"))
+            whole = self.begin + max(facts["data_offsets"][1] for facts in self.tensors.values())
+        except (ValueError, KeyError, OverflowError, MemoryError) as error:
+            raise ValueError(f"{file} is damaged: its header cannot be read ({error}); {AGAIN}") from error
+        if file.stat().st_size != whole:
+            raise ValueError(f"{file} is damaged: it has {file.stat().st_size} bytes and should have {whole}; {AGAIN}")
+
+    def row(self, place: int) -> dict[str, Tensor]:
+        found = {}
+        for name, facts in self.tensors.items():
+            tensor = torch.empty(facts["shape"][1:], dtype=STORED[facts["dtype"]])
+            start = self.begin + facts["data_offsets"][0] + place * tensor.nbytes
+            read = os.preadv(self.file.fileno(), [tensor.flatten().view(torch.uint8).numpy().data], start)
+            assert read == tensor.nbytes, f"{self.file.name} ends within a row that its checksum covers"
+            found[name] = tensor
+        return found
+
+
 class StoredRows(Dataset):
-    """Packed rows with their features as they are stored, from memory-mapped shards: only what is indexed is read."""
+    """Packed rows with their features as they are stored: only what is indexed is read."""
 
     def __init__(self, packed: Packed, directory: Path, verify: bool):
         manifest = json.loads((directory / MANIFEST).read_text())
@@ -251,7 +275,7 @@ class StoredRows(Dataset):
         for file in self.files:
             if not file.exists():
                 raise ValueError(f"{file} is missing: delete {directory / MANIFEST} and it is written again")
-        self.opened: dict[int, Any] = {}
+        self.opened: dict[int, Shard] = {}
 
     def __len__(self) -> int:
         return len(self.packed)
@@ -259,23 +283,19 @@ class StoredRows(Dataset):
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         number, place = divmod(row, self.manifest["shard_rows"])
         if number not in self.opened:
-            self.check(number)
-            self.opened[number] = safe_open(self.files[number], "pt")
-        shard = self.opened[number]
-        stored = {name: shard.get_slice(name)[place] for name in shard.keys()}  # noqa: SIM118  (no dict)
-        return dict(self.packed[row]) | stored
+            self.opened[number] = self.checked(number)
+        return dict(self.packed[row]) | self.opened[number].row(place)
 
-    def check(self, number: int) -> None:
-        """Raise ValueError where a shard is damaged, or belongs to others."""
+    def checked(self, number: int) -> Shard:
+        """Raises ValueError where a shard is damaged, or belongs to others."""
         file, sha256 = self.files[number], self.manifest["shards"][number]["sha256"]
-        check_owner(file, self.manifest)
+        shard = Shard(file)
+        check_owner(shard, self.manifest)
         if self.verify and remembered(file) != sha256:
             if checksum(file) != sha256:
-                raise ValueError(
-                    f"{file} is damaged, its checksum is not the manifest's; delete it and the manifest, and both are "
-                    "written again"
-                )
+                raise ValueError(f"{file} is damaged, its checksum is not the manifest's; {AGAIN}")
             remember(file, file, sha256)
+        return shard
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"opened": {}}  # a loader's worker opens the files itself

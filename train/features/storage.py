@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+# By safetensors' names.
+STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32}
 LARGEST = 448.0  # of float8_e4m3fn
 
 
