@@ -79,7 +79,7 @@ def attend_blocks(
     q, pairs = q.to(dtype), [(a.to(dtype), b.to(dtype)) for a, b in zip(text, own, strict=True)]
     size = blocks_at_a_time(blocks.slots)
     parts = []
-    for number, end in enumerate(blocks.ends):
+    for number, end in reversed(list(enumerate(blocks.ends))):  # from the longest on, as heads.step_attention
         chosen = slice(number * size, (number + 1) * size)
         rows = slice(chosen.start * blocks.slots, chosen.stop * blocks.slots)
         spans = blocks.first[:, chosen], blocks.last[:, chosen]
@@ -87,7 +87,7 @@ def attend_blocks(
         makers.append(partial(part_mask, *spans, inside, end, window, dtype, groups))
         with made_again(makers) as (keys, values, mask):
             parts.append(attend(q[:, :, rows], keys, values, mask))
-    return torch.cat(parts, dim=2)
+    return torch.cat(parts[::-1], dim=2)
 
 
 def beside(text: Tensor, own: Tensor, end: int, rows: slice) -> Tensor:
