@@ -55,7 +55,7 @@ def reads_collectively(given: list[str], tmp_path_factory: pytest.TempPathFactor
     whole = "strategy.arguments.deepspeed.zero_optimization.stage3_param_persistence_threshold=0"
     names = [f"{name},{whole}" if name == "zero3" else name for name in HALVES]
     # All others before DeepSpeed, which leaves marks in the process that a later run stumbles over.
-    runs = ["fsdp,optimizer=muon", "fsdp,optimizer=adamw,trainer.compile_head=aot_eager", *SPREAD.values()]
+    runs = ["fsdp,optimizer=muon", *SPREAD.values(), "fsdp,optimizer=adamw,trainer.compile_head=aot_eager"]
     runs += [f"{name},optimizer=adamw" for name in names]
     ended = end(torchrun(str(ROOT / "tests/support/strategy_probe.py"), str(cwd), *runs, "--", *given, TWO, cwd=cwd))
     assert ended.code == 0, ended.err[-3000:]
