@@ -419,7 +419,7 @@ def test_costs_are_measured_once_and_kept(small, monkeypatch, tmp_path):
 
 def test_a_disturbed_measurement_makes_no_tree_dearer_than_a_larger_one(small, monkeypatch):
     given = {"read": {"1": 20.0, "2": 9.0, "4": 21.0, "8": 10.0}, "draft": [0.0, 3.0, 2.0, 2.5]}
-    monkeypatch.setattr(costs, "kept", lambda what, *rest: given[what])
+    monkeypatch.setattr(CostModel, "kept", lambda self, what, *rest: given[what])
     found = CostModel(eagle(small), small)(1)
     assert found == Costs(read={1: 9.0, 2: 9.0, 4: 10.0, 8: 10.0}, draft=[0.0, 2.0, 2.0, 2.5])
 

@@ -41,17 +41,17 @@ def test_a_packed_token_has_the_loss_that_it_has_alone(tiny_path, kind: str, lon
     texts = documents(20, 9, 15, 26, 14, 12)
     packed = batch_of(Packed(texts, length=48, seed=1, long=long))
     teacher = distillation(target, kind)
-    reads_collectively = token_losses(teacher, packed)
+    at_once = token_losses(teacher, packed)
     seen = 0
     for row, numbers in enumerate(packed["documents"]):
         for number in numbers.unique():
             here = numbers == number
             if number < 0:
-                assert reads_collectively[:, row, here].isnan().all()
+                assert at_once[:, row, here].isnan().all()
                 continue
             alone = {name: values[row, here][None] for name, values in packed.items()}
             apart = token_losses(teacher, alone)[:, 0]
-            torch.testing.assert_close(reads_collectively[:, row, here], apart, atol=1e-5, rtol=1e-6, equal_nan=True)
+            torch.testing.assert_close(at_once[:, row, here], apart, atol=1e-5, rtol=1e-6, equal_nan=True)
             seen += int((~apart.isnan()).sum())
     assert seen > 50
 

@@ -50,7 +50,7 @@ def alone(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reads_collectively(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def together(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     cwd = tmp_path_factory.mktemp("together")
     whole = "strategy.arguments.deepspeed.zero_optimization.stage3_param_persistence_threshold=0"
     names = [f"{name},{whole}" if name == "zero3" else name for name in HALVES]
@@ -62,59 +62,50 @@ def reads_collectively(given: list[str], tmp_path_factory: pytest.TempPathFactor
     return cwd
 
 
-def of(reads_collectively: Path, name: str, optimizer: str = "adamw") -> Path:
-    return reads_collectively / f"{name}-{optimizer}"
+def of(together: Path, name: str, optimizer: str = "adamw") -> Path:
+    return together / f"{name}-{optimizer}"
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_two_processes_learn_what_one_does(alone: Path, reads_collectively: Path, name: str):
-    ours, theirs = losses(of(reads_collectively, name)), losses(alone / "outputs/eagle3/optimizer-adamw")
+def test_two_processes_learn_what_one_does(alone: Path, together: Path, name: str):
+    ours, theirs = losses(of(together, name)), losses(alone / "outputs/eagle3/optimizer-adamw")
     assert len(ours) == STEPS
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3, atol=0)
 
 
-def test_a_compiled_head_learns_the_same_in_shards(reads_collectively: Path):
-    ours, theirs = (losses(of(reads_collectively, "fsdp", how)) for how in ("aot_eager", "adamw"))
+def test_a_compiled_head_learns_the_same_in_shards(together: Path):
+    ours, theirs = (losses(of(together, "fsdp", how)) for how in ("aot_eager", "adamw"))
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=0)
 
 
-def test_muon_learns_the_same_in_shards(alone: Path, reads_collectively: Path):
-    ours, theirs = losses(of(reads_collectively, "fsdp", "muon")), losses(alone / "outputs/eagle3/optimizer-muon")
+def test_muon_learns_the_same_in_shards(alone: Path, together: Path):
+    ours, theirs = losses(of(together, "fsdp", "muon")), losses(alone / "outputs/eagle3/optimizer-muon")
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("name", ["ddp-fsdp", "fsdp-tensor"])
-def test_a_head_learns_the_same_from_a_target_in_pieces(
-    alone: Path, reads_collectively: Path, tiny_path: Path, name: str
-):
+def test_a_head_learns_the_same_from_a_target_in_pieces(alone: Path, together: Path, tiny_path: Path, name: str):
     whole = alone / "outputs/eagle3/optimizer-adamw"
-    torch.testing.assert_close(
-        *map(torch.tensor, (losses(reads_collectively / name), losses(whole))), rtol=1e-3, atol=0
-    )
-    gained = [
-        json.loads((run / "metrics.json").read_text())["acceptance_length"]
-        for run in (reads_collectively / name, whole)
-    ]
+    torch.testing.assert_close(*map(torch.tensor, (losses(together / name), losses(whole))), rtol=1e-3, atol=0)
+    gained = [json.loads((run / "metrics.json").read_text())["acceptance_length"] for run in (together / name, whole)]
     assert gained[0] == gained[1]
     parameters = sum(p.numel() for p in Target.from_pretrained(tiny_path, device="cpu").model.parameters())
     for rank in (0, 1):
-        facts = json.loads((reads_collectively / name / f"facts-{rank}.json").read_text())
+        facts = json.loads((together / name / f"facts-{rank}.json").read_text())
         assert facts["local_target"] < 0.7 * parameters  # its embedding and lm_head may stay whole
 
 
-def test_features_are_stored_by_all_processes(alone: Path, reads_collectively: Path):
+def test_features_are_stored_by_all_processes(alone: Path, together: Path):
     whole = alone / "outputs/eagle3/optimizer-adamw"
-    torch.testing.assert_close(
-        *map(torch.tensor, (losses(reads_collectively / "ddp-disk"), losses(whole))), rtol=1e-3, atol=0
-    )
-    stored = sorted((reads_collectively / "ddp-disk.features").glob("shard-*.safetensors"))
+    torch.testing.assert_close(*map(torch.tensor, (losses(together / "ddp-disk"), losses(whole))), rtol=1e-3, atol=0)
+    stored = sorted((together / "ddp-disk.features").glob("shard-*.safetensors"))
     assert len(stored) > 2  # so that each wrote some
 
 
-def test_a_target_in_pieces_writes_its_own_text(reads_collectively: Path):
-    written = self_generated.load(reads_collectively / "ddp-512" / "self_generated.safetensors")
+def test_a_target_in_pieces_writes_its_own_text(together: Path):
+    written = self_generated.load(together / "ddp-512" / "self_generated.safetensors")
     assert len(written) == 3 and all(any(document.loss_mask) for document in written)  # rows of 224 new tokens at most
-    assert len(losses(reads_collectively / "ddp-512")) == 4
+    assert len(losses(together / "ddp-512")) == 4
 
 
 def test_a_step_in_two_batches_is_the_same_step(alone: Path):
@@ -123,8 +114,8 @@ def test_a_step_in_two_batches_is_the_same_step(alone: Path):
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_what_is_said_to_be_in_shards_is(reads_collectively: Path, name: str):
-    directory = of(reads_collectively, name)
+def test_what_is_said_to_be_in_shards_is(together: Path, name: str):
+    directory = of(together, name)
     facts = [json.loads((directory / f"facts-{rank}.json").read_text()) for rank in (0, 1)]
     whole = json.loads((directory / "metrics.json").read_text())["parameters"]
     assert [fact["distributed_type"] for fact in facts] == [HALVES[name]] * 2
@@ -139,10 +130,8 @@ def test_what_is_said_to_be_in_shards_is(reads_collectively: Path, name: str):
 
 
 @pytest.mark.parametrize("name", HALVES)
-def test_the_saved_head_drafts_like_that_of_one_process(
-    alone: Path, reads_collectively: Path, tiny_path: Path, name: str
-):
-    saved = of(reads_collectively, name) / "head", alone / "outputs/eagle3/optimizer-adamw/head"
+def test_the_saved_head_drafts_like_that_of_one_process(alone: Path, together: Path, tiny_path: Path, name: str):
+    saved = of(together, name) / "head", alone / "outputs/eagle3/optimizer-adamw/head"
     ours, theirs = (load_file(path / "model.safetensors") for path in saved)
     assert ours.keys() == theirs.keys()
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from heads.target.loading import (
     resolve_dtype,
 )
 from heads.target.reading import Reading
-from heads.target.sharding import COLLECTIVE, arguments, full_tensor
+from heads.target.sharding import COLLECTIVE, arguments, broadcast, full_tensor
 from heads.target.state_cache import StateCache, reads_chains, reads_on, reads_rows
 from heads.target.support import (
     CHUNK,
@@ -36,6 +36,7 @@ from heads.target.support import (
     why_no_trees,
 )
 
+T = TypeVar("T")
 TargetCache = KVCache | StateCache
 
 
@@ -190,6 +191,11 @@ class Target:
     def reads_collectively(self) -> bool:
         """Must every process of the run take part in every read?"""
         return self.sharding in COLLECTIVE
+
+    def agreed(self, value: T) -> T:
+        """`value`, as the first process has it where all of them take part in every read. What was timed and decides what is
+        read next must come from here."""
+        return broadcast(value) if self.reads_collectively else value
 
     @property
     def supports_cuda_graphs(self) -> bool:

@@ -4,11 +4,12 @@
     fsdp     every process has a piece of every weight and gathers a layer when it is its turn; each reads its own rows
     tensor   every process computes its slice of every layer; all read the same rows, those of all of them
 
-With the latter two every process must take part in every read, in the same order. Both are transformers' own.
+With the latter two every process must take part in every read, in the same order, so that what decides about a read must be
+the same in all of them: a clock is not. Both are transformers' own.
 """
 
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from heads.target.loading import model_class, read_config
 
+T = TypeVar("T")
 COLLECTIVE = ("fsdp", "tensor")
 KINDS = ("layers", *COLLECTIVE)
 
@@ -60,3 +62,10 @@ def left_whole(path: str) -> dict[str, str]:
 def full_tensor(weight: Tensor) -> Tensor:
     """A weight with all its pieces; every process must ask."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def broadcast(value: T) -> T:
+    """The first process's `value`, which may be anything that can be pickled; every process must ask."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

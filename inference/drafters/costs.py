@@ -80,8 +80,8 @@ class CostModel:
         every size."""
         batch = 1 << (batch - 1).bit_length()
         if batch not in self.known:
-            read = kept("read", batch, self.read_facts(), lambda: self.measure_read(batch))
-            draft = kept("draft", batch, self.draft_facts(), lambda: self.measure_draft(batch))
+            read = self.kept("read", batch, self.read_facts(), lambda: self.measure_read(batch))
+            draft = self.kept("draft", batch, self.draft_facts(), lambda: self.measure_draft(batch))
             sizes = map(int, read)
             self.known[batch] = Costs(
                 dict(zip(sizes, non_decreasing(read.values()), strict=True)), non_decreasing(draft)
@@ -108,6 +108,20 @@ class CostModel:
         width = None if isinstance(inner, StaticTree) else inner.width
         tree = [type(inner).__name__, type(inner.head).__name__, width, self.levels]
         return self.read_facts() | {"tree": tree, "weights": shapes}
+
+    def kept(self, what: str, batch: int, facts: dict[str, Any], measure: Callable[[], Any]) -> Any:
+        """What the file for these facts says, or what `measure` gives, which is written there."""
+        about = json.dumps({"what": what, "batch": batch, **facts}, sort_keys=True)
+        file = cache_directory() / "costs" / f"{hashlib.sha256(about.encode()).hexdigest()[:24]}.json"
+        try:
+            found = json.loads(file.read_text())["seconds"]
+        except (OSError, ValueError, KeyError):
+            found = None
+        found = self.target.agreed(found)
+        if found is None:
+            found = self.target.agreed(measure())
+            write(file, json.dumps({"seconds": found, "about": json.loads(about)}, indent=1))
+        return found
 
     def measure_read(self, batch: int) -> dict[str, float]:
         from inference.engine import Engine  # it imports drafters, this file among them
@@ -171,23 +185,14 @@ def non_decreasing(seconds: Iterable[float]) -> list[float]:
     return list(accumulate(reversed(list(seconds)), min))[::-1]
 
 
-def kept(what: str, batch: int, facts: dict[str, Any], measure: Callable[[], Any]) -> Any:
-    """What the file for these facts says, or what `measure` gives, which is written there."""
-    about = json.dumps({"what": what, "batch": batch, **facts}, sort_keys=True)
-    file = cache_directory() / "costs" / f"{hashlib.sha256(about.encode()).hexdigest()[:24]}.json"
-    try:
-        return json.loads(file.read_text())["seconds"]
-    except (OSError, ValueError, KeyError):
-        found = measure()
-    whole = json.dumps({"seconds": found, "about": json.loads(about)}, indent=1)
+def write(file: Path, text: str) -> None:
     part = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(whole)
+        part.write_text(text)
         part.replace(file)  # whole or not at all, whoever else writes it
     except OSError:
         pass  # a home that cannot be written to
-    return found
 
 
 def cache_directory() -> Path:
