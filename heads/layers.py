@@ -61,15 +61,15 @@ class FeatureLinear(nn.Linear):
     """A product with features of several layers, which are of any size: those in the middle of a model are often 50 times as
     large as after a norm, so that an optimizer's steps on their weights would be 50 times too long.
 
-    `sizes` (in_features,) float32 divide the weights while they are learned; None for weights as they are in a file. Powers
-    of two change no digit of a weight that is multiplied and divided by them.
+    `sizes` (in_features,) float32 divide the weights while they are learned, and lie beside them in a checkpoint; None for
+    weights as they are in a head's file. Powers of two change no digit of a weight that is multiplied and divided by them.
     """
 
     sizes: Tensor | None
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__(inputs, outputs, bias=False)
-        self.register_buffer("sizes", None, persistent=False)
+        self.register_buffer("sizes", None)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight if self.sizes is None else self.weight / self.sizes
