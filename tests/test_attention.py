@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.target import attention
+from heads.target import attention, masks
 from heads.target.attention import attend, equal_parts
 from inference import generate
 from tests.support.batches import prompt
@@ -57,9 +57,9 @@ def test_a_mask_is_folded_once_for_all_layers(fresh, monkeypatch):
     folded: list[int] = []
     fold = attention.fold
     monkeypatch.setattr(attention, "fold", lambda mask, groups: folded.append(groups) or fold(mask, groups))
-    masks: list[Tensor] = []
-    shape_mask = fresh._shape_mask
-    monkeypatch.setattr(fresh, "_shape_mask", lambda mask, *args: masks.append(mask) or shape_mask(mask, *args))
+    made: list[Tensor] = []
+    added = masks.added
+    monkeypatch.setattr(masks, "added", lambda mask, dtype: made.append(mask) or added(mask, dtype))
     before = len(attention.FOLDED)
     generate(fresh, Random(), prompt(9), max_new_tokens=8, eos_token_id=-1)
-    assert len(folded) == len(masks) >= 4 and len(attention.FOLDED) == before
+    assert len(folded) == len(made) >= 4 and len(attention.FOLDED) == before

@@ -35,7 +35,6 @@ def test_layers_may_lie_on_several_devices(target: Target, tiny_path: Path, tmp_
 )
 def test_what_cannot_be_spread_says_why(sharding, quantization, message, tiny_path: Path, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("heads.target.model.quantization_config", lambda *given: None)
     with pytest.raises(ValueError, match=message):
         Target.from_pretrained(tiny_path, sharding=sharding, quantization=quantization)
 

@@ -62,7 +62,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_missed_where_text_is_read(tmp_path
         raise error
 
     LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
-    monkeypatch.setattr("heads.target.model.AutoTokenizer.from_pretrained", fail)
+    monkeypatch.setattr("heads.target.loading.AutoTokenizer.from_pretrained", fail)
     target = Target.from_pretrained(tmp_path, device="cpu")
     with pytest.raises(ValueError, match=rf"has no tokenizer \({error}\), which text needs"):
         target.text_tokenizer  # noqa: B018

@@ -1,6 +1,8 @@
-"""What loading a target needs beyond transformers: names looked up, and words for dtypes and bits."""
+"""A target's model and tokenizer by transformers, with what it leaves open: names looked up, words for dtypes and bits, and
+one sentence for each way to fail."""
 
 import importlib.util
+import json
 import logging
 import platform
 from pathlib import Path
@@ -14,9 +16,21 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
+
+
+def check_path(path: str | Path) -> str:
+    """A directory or an id on the Hub. Raises ValueError where there is no model."""
+    if not Path(path).is_dir():
+        check_exists(str(path))
+    elif not (Path(path) / "config.json").is_file():
+        raise ValueError(f"target {path} holds no config.json: give a directory saved by transformers, or a Hub id")
+    return str(path)
 
 
 def check_exists(name: str) -> None:
@@ -29,8 +43,9 @@ def check_exists(name: str) -> None:
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"target {name} is no directory here, and the Hub does not give it: {reason}") from error
+        raise ValueError(
+            f"target {name} is no directory here, and the Hub does not give it: {first_line(error)}"
+        ) from error
 
 
 def resolve_dtype(name: str) -> torch.dtype:
@@ -106,3 +121,49 @@ def model_class(config: PreTrainedConfig) -> Any:
     """The class of transformers that writes text for this config. Where that reads images too (Qwen3-VL, Mistral 3.1 ...) it
     is the whole model, of which only what reads text is used."""
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+
+
+def load_model(
+    path: str,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    quantization: str | None,
+    revision: str | None,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """As for `Target.from_pretrained`; on the host, unless quantization or a keyword says otherwise."""
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = resolve_dtype(dtype)
+    if dtype == "auto" and quantization is None and not has_bfloat16_products(device):
+        dtype = torch.float32
+    if quantization is not None:
+        kwargs["quantization_config"] = quantization_config(quantization, dtype)
+        kwargs.setdefault("device_map", device)
+    try:
+        config = read_config(path, revision, kwargs["trust_remote_code"])
+        if config.model_type in SAME_KIND.values():
+            kwargs["model_type"] = config.model_type  # the file may say another
+        return model_class(config).from_pretrained(path, dtype=dtype, revision=revision, **kwargs)
+    except (OSError, ImportError, json.JSONDecodeError) as error:  # some models need further packages
+        raise ValueError(f"target {path} cannot be loaded: {first_line(error)}") from error
+
+
+def load_tokenizer(
+    path: str, model: PreTrainedModel, revision: str | None, trust_remote_code: bool
+) -> tuple[PreTrainedTokenizerBase | None, str | None]:
+    """The tokenizer, or None and why there is none: decoding and drafting need only ids."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # none there, or a package is missing: what transformers raises differs by kind
+        return None, first_line(error)
+    read = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > read:
+        raise ValueError(
+            f"the tokenizer of {path} knows {len(tokenizer)} tokens, its model only {read}: "
+            "they do not belong together; take both from the same directory"
+        )
+    return tokenizer, None
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

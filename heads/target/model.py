@@ -1,7 +1,6 @@
 """The frozen language model that a head drafts for. Any Hugging Face decoder works unchanged."""
 
 import inspect
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -9,19 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from heads.target import attention
 from heads.target.cache import KVCache
-from heads.target.loading import (
-    SAME_KIND,
-    check_exists,
-    has_bfloat16_products,
-    model_class,
-    quantization_config,
-    read_config,
-    resolve_dtype,
-)
+from heads.target.loading import check_path, load_model, load_tokenizer
+from heads.target.masks import Masks
 from heads.target.reading import Reading
 from heads.target.sharding import COLLECTIVE, arguments, broadcast, full_tensor
 from heads.target.state_cache import StateCache, reads_chains, reads_on, reads_rows
@@ -48,7 +40,7 @@ class Target:
     """
 
     quantization: str | None = None  # how `from_pretrained` packed its weights
-    no_tokenizer: str = "it was made without one"  # why it has none, where it has none
+    no_tokenizer: str | None = "it was made without one"  # why it has none
     sharding: str | None = None  # and how it shards them over devices (heads/target/sharding.py)
 
     def __init__(
@@ -82,14 +74,7 @@ class Target:
         self.picks_keys: bool = picks_keys(self.config)
         # Not from `to_dict`, which leaves out what a config computes and knows no second names (GPT-2's n_positions).
         self.layer_types: list[str] | None = getattr(self.config, "layer_types", None)
-        types = self.layer_types
-        window = getattr(self.config, "sliding_window", None)
-        if getattr(self.config, "use_sliding_window", None) is False:
-            window = None
-        if types is not None and "sliding_attention" not in types:
-            window = None  # a config may name a window that none of its layers uses
-        self.window: int | None = window
-        self._mixed = window is not None and types is not None
+        self.masks = Masks.of(self.config)
 
     @classmethod
     def from_pretrained(
@@ -112,47 +97,18 @@ class Target:
         context: as in `Target`. Further keywords are those of transformers' from_pretrained.
         Raises ValueError that names the path when there is no model, or its tokenizer does not fit its vocabulary.
         """
-        path = str(path)
-        if not Path(path).is_dir():
-            check_exists(path)
-        elif not (Path(path) / "config.json").is_file():
-            raise ValueError(f"target {path} holds no config.json: give a directory saved by transformers, or a Hub id")
-        if isinstance(dtype, str) and dtype != "auto":
-            dtype = resolve_dtype(dtype)
+        path = check_path(path)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        if dtype == "auto" and quantization is None and not has_bfloat16_products(device):
-            dtype = torch.float32
-        if quantization is not None:
-            kwargs["quantization_config"] = quantization_config(quantization, dtype)
-            kwargs.setdefault("device_map", device)
         if sharding is not None:
             kwargs |= arguments(path, sharding, quantization)
-        try:
-            trusted = kwargs.setdefault("trust_remote_code", False)  # where nothing is said, transformers would ask
-            config = read_config(path, revision, trusted)
-            if config.model_type in SAME_KIND.values():
-                kwargs["model_type"] = config.model_type  # the file may say another
-            model = model_class(config).from_pretrained(path, dtype=dtype, revision=revision, **kwargs)
-        except (OSError, ImportError, json.JSONDecodeError) as error:  # some models need further packages
-            reason = str(error).strip().split("\n")[0]
-            raise ValueError(f"target {path} cannot be loaded: {reason}") from error
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trusted)
-        except Exception as error:  # none there, or a package is missing: what transformers raises differs by kind
-            tokenizer, reason = None, str(error).strip().split("\n")[0]  # decoding and drafting need only ids
+        trusted = kwargs.setdefault("trust_remote_code", False)  # where nothing is said, transformers would ask
+        model = load_model(path, dtype, device, quantization, revision, **kwargs)
         if quantization is None and sharding is None and "device_map" not in kwargs:
             model = model.to(device)
+        tokenizer, reason = load_tokenizer(path, model, revision, trusted)
         target = cls(model, tokenizer, path, context)
-        target.quantization, target.sharding = quantization, sharding
-        if tokenizer is None:
-            target.no_tokenizer = reason
-        read = target.model.get_input_embeddings().num_embeddings
-        if tokenizer is not None and len(tokenizer) > read:
-            raise ValueError(
-                f"the tokenizer of {path} knows {len(tokenizer)} tokens, its model only {read}: "
-                "they do not belong together; take both from the same directory"
-            )
+        target.quantization, target.sharding, target.no_tokenizer = quantization, sharding, reason
         return target
 
     @property
@@ -196,6 +152,11 @@ class Target:
         """`value`, as the first process has it where all of them take part in every read. What was timed and decides what is
         read next must come from here."""
         return broadcast(value) if self.reads_collectively else value
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that its layers of sliding attention see; None where it has none."""
+        return self.masks.window
 
     @property
     def supports_cuda_graphs(self) -> bool:
@@ -273,7 +234,7 @@ class Target:
         self.check_features()
         facts: dict[str, Any] = {"use_cache": cache is not None}
         if mask is not None:
-            facts["attention_mask"] = self._shape_mask(mask, positions, key_positions)
+            facts["attention_mask"] = self.masks(mask, self.dtype, positions, key_positions)
         if cache is not None:
             facts["past_key_values"] = cache
         return self._forward(tokens, positions, layers, keep_logits, facts)[0]
@@ -297,7 +258,7 @@ class Target:
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None] + start
         if mask is not None:  # only rows that are read together may reach beyond the context, by their padding
             positions = positions if self.context is None else positions.clamp(max=self.context - 1)
-            facts["attention_mask"] = self._shape_mask(mask, None, None)
+            facts["attention_mask"] = self.masks(mask, self.dtype)
         if self._takes_chunk_size and 1 < tokens.shape[1] < CHUNK:  # on a CPU padding is a quarter of a read of 8
             facts["chunk_size"] = tokens.shape[1]
         reading, out = self._forward(tokens.clamp(min=0), positions, layers, keep_logits, facts)
@@ -399,23 +360,6 @@ class Target:
             columns = torch.arange(mask.shape[-1], device=tokens.device).repeat(len(tokens), 1)
             key_positions = columns.scatter(1, cache.columns(tokens.shape[1]), positions)
         return self.read(tokens.clamp(min=0), positions, mask, cache, layers, keep_logits, key_positions)
-
-    def _shape_mask(self, mask: Tensor, positions: Tensor | None, key_positions: Tensor | None) -> Any:
-        """The form in which this model takes a (batch, length, keys) mask: 4D, cut to its windows, added to the scores."""
-
-        def shape(mask: Tensor) -> Tensor:
-            mask = mask[:, None]
-            # Added, not bool: attention would turn a bool mask into this one again in every layer.
-            lowest = torch.finfo(self.dtype).min
-            return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill(~mask, lowest)
-
-        if self.window is None:
-            return shape(mask)
-        assert positions is not None and key_positions is not None, "a sliding window needs both sides' positions"
-        near = positions[:, :, None] - key_positions[:, None, :] < self.window
-        if not self._mixed:
-            return shape(mask & near)
-        return {"full_attention": shape(mask), "sliding_attention": shape(mask & near)}
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings, as the target's first layer gets them, (..., hidden)."""

@@ -1,0 +1,40 @@
+"""The form in which a model takes a mask of ours: 4D, cut to its sliding windows, added to the scores."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+
+class Masks(NamedTuple):
+    window: int | None  # tokens that its layers of sliding attention see
+    mixed: bool  # has it layers without one too?
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> "Masks":
+        types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+        if getattr(config, "use_sliding_window", None) is False:
+            window = None
+        if types is not None and "sliding_attention" not in types:
+            window = None  # a config may name a window that none of its layers uses
+        return cls(window, mixed=window is not None and types is not None)
+
+    def __call__(
+        self, mask: Tensor, dtype: torch.dtype, positions: Tensor | None = None, key_positions: Tensor | None = None
+    ) -> Any:
+        """mask: (batch, length, keys) bool. positions (batch, length) and key_positions (batch, keys), int64, are needed
+        where there is a window. Returns (batch, 1, length, keys) in `dtype`, by kind of layer where they are mixed."""
+        if self.window is None:
+            return added(mask, dtype)
+        assert positions is not None and key_positions is not None, "a sliding window needs both sides' positions"
+        near = mask & (positions[:, :, None] - key_positions[:, None, :] < self.window)
+        if not self.mixed:
+            return added(near, dtype)
+        return {"full_attention": added(mask, dtype), "sliding_attention": added(near, dtype)}
+
+
+def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Not bool: attention would turn a bool mask into this one again in every layer."""
+    mask = mask[:, None]
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
