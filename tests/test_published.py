@@ -161,9 +161,11 @@ def test_a_family_decodes_as_transformers_does() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*decoded plainly")
-@pytest.mark.parametrize("family", ["prophetnet", "cpmant", "xlm", "xlnet"])
-def test_a_family_that_takes_a_token_at_a_time_is_decoded_plainly(family: str) -> None:
-    found = checked(family_cells(partial(small_family, families()[family]), new_tokens=6))
+@pytest.mark.parametrize(
+    ("family", "tokens"), [(name, 6) for name in ("prophetnet", "cpmant", "xlm", "xlnet")] + [("reformer", 30)]
+)
+def test_a_family_that_takes_a_token_at_a_time_is_decoded_plainly(family: str, tokens: int) -> None:
+    found = checked(family_cells(partial(small_family, families()[family]), tokens))
     assert found == {"loads": "ok: decoded plainly"} | dict.fromkeys(("as transformers", "greedy", "T=1"), "ok")
 
 

@@ -19,6 +19,7 @@ from heads.target.sharding import COLLECTIVE, arguments, broadcast, full_tensor
 from heads.target.state_cache import StateCache, reads_chains, reads_on, reads_rows
 from heads.target.support import (
     CHUNK,
+    PASTS,
     check_supported,
     has_cache,
     longrope_boundary,
@@ -66,8 +67,7 @@ class Target:
         if self.reads_trees:
             attention.take_masks(model)
         self._parameters = set(inspect.signature(model.forward).parameters)
-        pasts = ("past_key_values", "cache_params", "state")  # the names of their caches; OpenAI's first GPT keeps none
-        self._past = next((name for name in pasts if name in self._parameters), None)
+        self._past = next((name for name in PASTS if name in self._parameters), None)  # OpenAI's first GPT keeps none
         self._takes_chunk_size = self.device.type == "cpu" and takes_chunk_size(model)
         # Texts longer than this are rotated by other angles from their beginning on (longrope).
         self.rope_boundary: int | None = longrope_boundary(self.config, self.context)

@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 # The layer types, as transformers names them, that remember keys and values alone and whose masks we know how to cut.
 BRANCHING = {"full_attention", "sliding_attention"}
+PASTS = ("past_key_values", "cache_params", "state")  # what models call their cache
 CHUNK = 64  # tokens of a chunk, where transformers' gated delta rule is told nothing else
 
 
@@ -41,6 +42,12 @@ def why_no_drafts(model: PreTrainedModel) -> str | None:
         return f"model_type {config.model_type} writes a token in the place of a mask, so nothing can be drafted"
     if not has_cache(config):
         return f"model_type {config.model_type} has no num_hidden_layers, so transformers makes no cache for it"
+    parameters = inspect.signature(model.forward).parameters
+    own = [name for name in parameters if name.startswith("past_") and name not in PASTS]
+    if own:  # Reformer's buckets
+        return (
+            f"model_type {config.model_type} keeps {own[0]}, which only transformers' own steps know how to go on from"
+        )
     return None
 
 

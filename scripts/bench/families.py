@@ -54,7 +54,7 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 30},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 8},
-    "reformer": {"axial_pos_embds_dim": [8, 24], "axial_pos_shape": [16, 32]},
+    "reformer": {"axial_pos_embds_dim": [8, 24], "axial_pos_shape": [16, 32], "num_buckets": 8, "hash_seed": 0},
     "xlstm": {"qk_dim_factor": 2.0, "v_dim_factor": 2.0},  # its cache rounds up to multiples of 64
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": None, "attention_head_dim": None},  # computed
