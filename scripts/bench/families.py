@@ -27,6 +27,7 @@ SOUND |= {"downsample_hidden_size": 8, "conv_output_size": 128}
 # Default configs that transformers makes no causal model of.
 NO_TEXT = {
     "gemma4_assistant": "a draft model, which reads its target's keys",
+    "gemma4_unified_assistant": "a draft model, which reads its target's keys",
     "musicgen": "it writes sound",
     "musicgen_melody": "it writes sound",
 }
