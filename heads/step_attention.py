@@ -32,7 +32,7 @@ def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], doc_starts: Tens
     if not drafted:
         keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
         parts = []
-        for rows, end in reversed(blocks(q.shape[2])):
+        for rows, end in blocks(q.shape[2]):
             with made_again([partial(text_mask, doc_starts, rows, dtype)]) as (mask,):
                 parts.append(
                     F.scaled_dot_product_attention(q[:, :, rows], keys[:, :, :end], values[:, :, :end], attn_mask=mask)
@@ -72,7 +72,7 @@ class StepAttention(torch.autograd.Function):
         queries = q.unflatten(1, (keys.shape[1], -1))
         draft = draft_scores(queries, draft_keys)
         out, norms = torch.empty_like(queries), draft.new_empty(draft.shape[:-1])
-        for rows, end in reversed(blocks(q.shape[2])):
+        for rows, end in blocks(q.shape[2]):
             scores = text_scores(queries, keys, doc_starts, draft_keys.shape[3], rows, end)
             top = torch.maximum(scores.amax(-1), draft[:, :, :, rows].amax(-1))[..., None]
             scores.sub_(top).exp2_()
@@ -102,7 +102,7 @@ class StepAttention(torch.autograd.Function):
             draft_sum_transposed(weights.to(q.dtype), out_gradient),
         )
         keys_gradient, values_gradient = (torch.zeros_like(x, dtype=norms.dtype) for x in (keys, values))
-        for rows, end in reversed(blocks(q.shape[2])):
+        for rows, end in blocks(q.shape[2]):
             weights = text_scores(queries, keys, doc_starts, draft_keys.shape[3], rows, end)
             weights.sub_(norms[:, :, :, rows, None]).exp2_()
             block_gradient = out_gradient[:, :, :, rows].flatten(2, 3)
@@ -122,10 +122,10 @@ class StepAttention(torch.autograd.Function):
 
 
 def blocks(length: int) -> list[tuple[slice, int]]:
-    """(queries, keys that any of them may see). They are processed from the last on: each finds room where the one before it
-    lay, while growing ones would leave holes in the C library's heap, as large together as length x length."""
-    ends = [min(start + BLOCK, length) for start in range(0, length, BLOCK)]
-    return [(slice(start, end), end) for start, end in zip(range(0, length, BLOCK), ends, strict=True)]
+    """(queries, keys that any of them may see), from the last on: each finds room where the one before it lay, while growing
+    ones would leave holes in the C library's heap, as large together as length x length."""
+    starts = reversed(range(0, length, BLOCK))
+    return [(slice(start, end := min(start + BLOCK, length)), end) for start in starts]
 
 
 def text_scores(queries: Tensor, keys: Tensor, doc_starts: Tensor, steps_back: int, rows: slice, end: int) -> Tensor:

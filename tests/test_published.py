@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import LlamaForCausalLM
 
+import scripts.bench.families
 from heads import Target
 from scripts.bench.families import default_settings, families, family_cells
 from scripts.bench.published import checked, chosen, small_family, target_cells
@@ -167,6 +168,24 @@ def test_a_family_decodes_as_transformers_does() -> None:
 def test_a_family_that_takes_a_token_at_a_time_is_decoded_plainly(family: str, tokens: int) -> None:
     found = checked(family_cells(partial(small_family, families()[family]), tokens))
     assert found == {"loads": "ok: decoded plainly"} | dict.fromkeys(("as transformers", "greedy", "T=1"), "ok")
+
+
+def test_a_near_tie_of_an_indexer_is_compared_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, dtypes = scripts.bench.families.decode, []
+
+    def differs(target: Target, *given: Any) -> None:
+        dtypes.append(target.dtype)
+        if target.dtype == torch.float32:
+            raise RuntimeError("another text")
+        decode(target, *given)
+
+    monkeypatch.setattr(scripts.bench.families, "decode", differs)
+    found = {
+        name: checked(family_cells(partial(small_family, families()[name]), new_tokens=6))["greedy"]
+        for name in ("deepseek_v32", "llama")
+    }
+    assert found["deepseek_v32"].startswith("ok: in float64; in float32") and "FAILS" in found["llama"]
+    assert dtypes == [torch.float32, torch.float64, torch.float32, torch.float64, torch.float32]
 
 
 @pytest.mark.filterwarnings("ignore:.*decoded plainly")

@@ -148,9 +148,9 @@ class Target:
         """Must every process of the run take part in every read?"""
         return self.sharding in COLLECTIVE
 
-    def agreed(self, value: T) -> T:
-        """`value`, as the first process has it where all of them take part in every read. What was timed and decides what is
-        read next must come from here."""
+    def broadcast(self, value: T) -> T:
+        """The first process's `value` where all of them take part in every read, else `value` itself. What was timed and
+        decides what is read next must come from here."""
         return broadcast(value) if self.reads_collectively else value
 
     @property

@@ -60,7 +60,7 @@ class AutoTree(Drafter):
     def __init__(self, inner: Tree, target: Target, costs: Callable[[int], Costs] | None = None):
         """inner: with the largest tree that may be used. costs: of a batch size; None measures them."""
         self.inner, self.costs = inner, CostModel(inner, target) if costs is None else costs
-        self.agreed = target.agreed
+        self.broadcast = target.broadcast
         self.layers, self.nodes, self.full = inner.layers, inner.nodes, Plan(inner.nodes, inner.depth)
         self.branches = inner.branches
         self.known: dict[Case, Costs] = {}
@@ -153,7 +153,7 @@ class AutoTree(Drafter):
         """What the last step took."""
         now = time.perf_counter()
         if self.started is not None:
-            seconds = self.agreed(now - self.started)
+            seconds = self.broadcast(now - self.started)
             self.taken.setdefault(self.of_case(self.last), deque(maxlen=RECENT)).append(seconds)
         self.started = now
 

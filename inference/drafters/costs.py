@@ -117,9 +117,9 @@ class CostModel:
             found = json.loads(file.read_text())["seconds"]
         except (OSError, ValueError, KeyError):
             found = None
-        found = self.target.agreed(found)
+        found = self.target.broadcast(found)
         if found is None:
-            found = self.target.agreed(measure())
+            found = self.target.broadcast(measure())
             write(file, json.dumps({"seconds": found, "about": json.loads(about)}, indent=1))
         return found
 

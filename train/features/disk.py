@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,11 @@ from heads.hub.card import size
 from heads.target import Target
 from train.data.packing import Packed
 from train.features.online import read
-from train.features.storage import DTYPES, STORED, store
+from train.features.shard import AGAIN, Shard
+from train.features.storage import DTYPES, store
 from train.runtime import distributed
 
 MANIFEST = "manifest.json"
-AGAIN = "delete it and the manifest, and both are written again"
 OWNER = ("target_hash", "layers", "dtype", "top_k", "data_hash", "shard_rows", "target")
 
 
@@ -163,7 +162,7 @@ def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: i
         half.rename(directory / name)  # complete or absent
 
 
-def check_owner(shard: "Shard", facts: dict) -> None:
+def check_owner(shard: Shard, facts: dict) -> None:
     """Raise ValueError where a shard was written for another target, other layers or other data."""
     found = shard.owner
     wrong = [f"{name} {found.get(name)}, not {facts[name]}" for name in OWNER[:-1] if found.get(name) != facts[name]]
@@ -233,36 +232,6 @@ def remember(file: Path, name: Path, sha256: str) -> None:
     with contextlib.suppress(OSError):  # others' features may be read where nothing can be written
         part.write_text(json.dumps({"sha256": sha256, "size": found.st_size, "changed": found.st_mtime_ns}))
         part.rename(f"{name}.checked")
-
-
-class Shard:
-    """A safetensors file of which rows are read, and no byte beside them: a mapping would have the kernel read ahead, up to
-    megabytes for each row of an order that is no file's."""
-
-    def __init__(self, file: Path):
-        """Raises ValueError for a file that is none, or not all of one."""
-        self.file = file.open("rb", buffering=0)
-        if sys.platform == "linux":
-            os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        try:
-            self.begin = 8 + int.from_bytes(self.file.read(8), "little")
-            self.tensors = json.loads(self.file.read(self.begin - 8))
-            self.owner = json.loads(self.tensors.pop("__metadata__", {}).get("foredraft", "{}"))
-            whole = self.begin + max(facts["data_offsets"][1] for facts in self.tensors.values())
-        except (ValueError, KeyError, OverflowError, MemoryError) as error:
-            raise ValueError(f"{file} is damaged: its header cannot be read ({error}); {AGAIN}") from error
-        if file.stat().st_size != whole:
-            raise ValueError(f"{file} is damaged: it has {file.stat().st_size} bytes and should have {whole}; {AGAIN}")
-
-    def row(self, place: int) -> dict[str, Tensor]:
-        found = {}
-        for name, facts in self.tensors.items():
-            tensor = torch.empty(facts["shape"][1:], dtype=STORED[facts["dtype"]])
-            start = self.begin + facts["data_offsets"][0] + place * tensor.nbytes
-            read = os.preadv(self.file.fileno(), [tensor.flatten().view(torch.uint8).numpy().data], start)
-            assert read == tensor.nbytes, f"{self.file.name} ends within a row that its checksum covers"
-            found[name] = tensor
-        return found
 
 
 class StoredRows(Dataset):

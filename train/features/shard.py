@@ -1,0 +1,41 @@
+"""A safetensors file of which rows are read, and no byte beside them: a mapping would have the kernel read ahead, up to
+megabytes for each row of an order that is no file's."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from train.features.storage import STORED
+
+AGAIN = "delete it and the manifest, and both are written again"
+
+
+class Shard:
+    def __init__(self, file: Path):
+        """Raises ValueError for a file that is none, or not all of one."""
+        self.file = file.open("rb", buffering=0)
+        if sys.platform == "linux":
+            os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        try:
+            self.begin = 8 + int.from_bytes(self.file.read(8), "little")
+            self.tensors = json.loads(self.file.read(self.begin - 8))
+            self.owner = json.loads(self.tensors.pop("__metadata__", {}).get("foredraft", "{}"))
+            whole = self.begin + max(facts["data_offsets"][1] for facts in self.tensors.values())
+        except (ValueError, KeyError, OverflowError, MemoryError) as error:
+            raise ValueError(f"{file} is damaged: its header cannot be read ({error}); {AGAIN}") from error
+        if file.stat().st_size != whole:
+            raise ValueError(f"{file} is damaged: it has {file.stat().st_size} bytes and should have {whole}; {AGAIN}")
+
+    def row(self, place: int) -> dict[str, Tensor]:
+        found = {}
+        for name, facts in self.tensors.items():
+            tensor = torch.empty(facts["shape"][1:], dtype=STORED[facts["dtype"]])
+            start = self.begin + facts["data_offsets"][0] + place * tensor.nbytes
+            read = os.preadv(self.file.fileno(), [tensor.flatten().view(torch.uint8).numpy().data], start)
+            assert read == tensor.nbytes, f"{self.file.name} ends within a row that its checksum covers"
+            found[name] = tensor
+        return found
