@@ -21,6 +21,7 @@ from train.search.plan import (
     check_enough,
     goal,
     parse_budget,
+    prompts_within,
     round_sizes,
     shares,
     verdicts,
@@ -97,6 +98,12 @@ def test_a_goal_is_in_whole_steps_and_at_least_one():
     assert goal(10, step_cost=5.0, train=-1.0, afterwards=0.0) == Goal(11, 11)
 
 
+@pytest.mark.parametrize("seconds, prompts", [(400, 8), (200, 5), (100, 3), (20, 3)])
+def test_a_short_round_measures_on_fewer_prompts(seconds: float, prompts: int):
+    assert prompts_within(seconds, fixed=10.0, each=10.0, most=8) == prompts
+    assert prompts_within(seconds, fixed=10.0, each=10.0, most=1) == 1
+
+
 def test_a_budget_that_has_no_step_for_everybody_is_refused_with_what_is_needed():
     costs = {"quick": 0.1, "slow": 2.0}
     check_enough(Budget(60, False), 0.1, 10.0, 3.0, costs, 2)
@@ -114,7 +121,7 @@ def test_the_error_of_a_speed_is_that_of_a_mean_where_all_texts_are_as_long():
     # By the delta method, at a mean of 2 seconds: the relative error of the mean time is that of the speed.
     deviation = torch.tensor(seconds, dtype=torch.float64).std().item()
     assert same.error == pytest.approx(5.0 * deviation / math.sqrt(4) / 2.0)
-    assert Judged([10.0], [2.0]).error == 0.0
+    assert Judged([10.0], [2.0]).error == math.inf
 
 
 def test_what_is_hard_for_both_is_no_doubt_about_which_is_faster():
@@ -135,6 +142,9 @@ def test_why_the_slower_ones_are_dropped():
     assert "fewer than second, the slowest that went on" in reasons["slow"] and "may be as good" not in reasons["slow"]
     assert "may be as good" in reasons["near"]
     assert "fewer than best, which won" in verdicts(found, keep=1)["second"]
+    alone = {"best": Judged([10.0], [1.0]), "slow": Judged([10.0], [4.0])}
+    reason = verdicts(alone, keep=1)["slow"]
+    assert reason.startswith("2.5 ± ? tokens/s, 7.5 ± ? fewer") and "on one text alone, so it may be as good" in reason
 
 
 def test_a_search_that_is_stopped_twice_is_the_one_that_was_not(given: list[str], here, tmp_path: Path, monkeypatch):

@@ -1,8 +1,10 @@
 """Decoding speed by the cost model beside measured speed, over tree sizes and batch sizes.
 
-expected = batch * gain(N, D) / (read[N] + draft[D]): the gain is counted on the largest tree, of which every smaller one is
-a part; the costs are those that AutoTree chooses by (inference/drafters/costs.py). Measured is the engine in full swing:
-all rows of the batch writing, no prompt being read.
+expected = plain * gain(N, D) * read[1] / (read[N] + draft[D]): the gain is counted on the largest tree, of which every smaller
+one is a part; the costs are those that AutoTree chooses by (inference/drafters/costs.py). They may have been measured when the
+machine was faster or slower, so here as there they only say how many plain steps a step takes; `plain` is the speed of plain
+decoding, measured in turn with the trees. Measured is the engine in full swing: all rows of the batch writing, no prompt
+being read.
 """
 
 import copy
@@ -15,7 +17,7 @@ from torch import Tensor
 from heads.target import Target
 from heads.target.device import synchronise
 from inference.drafters.base import Accepted, Drafter, Wrapper
-from inference.drafters.costs import SIZES, CostModel, Costs, Tree
+from inference.drafters.costs import SIZES, CostModel, Costs, PaddedRoot, Tree
 from inference.engine import Engine
 from inference.request import Request
 from inference.tree import TokenTree
@@ -49,12 +51,12 @@ class Observed(Wrapper):
         ranks = self.inner.ranks.tolist()
         self.ranks += [[ranks[row][node - 1] for node in path[1:]] for row, path in enumerate(paths) if path]
 
-    def speed(self, batch: int, nodes: int, costs: Costs) -> float:
-        """Tokens per second with a tree of so many nodes and all its levels."""
+    def speedup(self, nodes: int, costs: Costs) -> float:
+        """Over plain decoding, with a tree of so many nodes and all its levels."""
         kept = sum(sum(rank < nodes - 1 for rank in ranks) for ranks in self.ranks)
         deepest = min(nodes - 1, self.inner.depth)
         seconds = [costs.seconds(nodes, min(levels, deepest)) for levels in self.levels]
-        return batch * (1 + kept / len(self.ranks)) / (sum(seconds) / len(seconds))
+        return (1 + kept / len(self.ranks)) * costs.seconds(1, 0) / (sum(seconds) / len(seconds))
 
 
 def sizes(largest: int) -> list[int]:
@@ -71,17 +73,20 @@ def compare(
     costs = CostModel(inner, target)(batch)
     observed = Observed(copy.copy(inner))
     in_full_swing(target, observed, rows, new_tokens)
-    trees = {}
+    trees: dict[int, Drafter] = {1: PaddedRoot(1, inner.layers)}
     for nodes in sizes(inner.nodes):
-        trees[nodes] = copy.copy(inner)
-        trees[nodes].resize(nodes, min(nodes - 1, inner.depth))
-        in_full_swing(target, trees[nodes], rows, new_tokens)  # once before it counts
+        trees[nodes] = tree = copy.copy(inner)
+        tree.resize(nodes, min(nodes - 1, inner.depth))
+    for drafter in trees.values():
+        in_full_swing(target, drafter, rows, new_tokens)  # once before it counts
     taken = {nodes: [0.0, 0.0] for nodes in trees}
     for _ in range(repeats):
-        for nodes, tree in trees.items():
-            for part, value in enumerate(in_full_swing(target, tree, rows, new_tokens)):
+        for nodes, drafter in trees.items():
+            for part, value in enumerate(in_full_swing(target, drafter, rows, new_tokens)):
                 taken[nodes][part] += value
-    return [Speed(batch, n, observed.speed(batch, n, costs), tokens / s) for n, (tokens, s) in taken.items()]
+    speeds = {nodes: tokens / seconds for nodes, (tokens, seconds) in taken.items()}
+    plain = speeds.pop(1)
+    return [Speed(batch, nodes, plain * observed.speedup(nodes, costs), speed) for nodes, speed in speeds.items()]
 
 
 @torch.inference_mode()

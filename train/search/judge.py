@@ -1,6 +1,7 @@
 """How head=auto judges: all candidates of a round decode the same held-out prompts, in turn on each, one at a time."""
 
 import copy
+import math
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,12 +50,12 @@ class Judge:
         plain(ids, 1)
         return time.perf_counter() - start
 
-    def decodes(self, candidates: int) -> int:
+    def decodes(self, candidates: int, prompts: int) -> int:
         """Texts that are decoded in a round, fixed trees and warming up included."""
-        return len(self.texts) * (self.settings.repeats * (candidates + 1) + candidates) + 4 * candidates
+        return prompts * (self.settings.repeats * (candidates + 1) + candidates) + 4 * candidates
 
-    def measure(self, heads: dict[str, Path], file: Path) -> Measured:
-        """file: the lines of this round, from which a measurement that was stopped resumes."""
+    def measure(self, heads: dict[str, Path], prompts: int, file: Path) -> Measured:
+        """prompts: how many. file: the lines of this round, from which a measurement that was stopped resumes."""
         lines, failed = Lines(file), {}
         contestants = [Contestant(PLAIN, None)]
         for name, head in heads.items():
@@ -67,10 +68,11 @@ class Judge:
             assert tree is not None, "the drafter of a head has a tree"
             contestants += [Contestant(name, drafter), Contestant(name + FIXED, copy.copy(tree), once=True)]
         temperature = float(self.settings.temperature)
-        benchmark = Benchmark(self.target, contestants, self.texts, self.settings.new_tokens, lines)
+        measured = self.texts[:prompts]
+        benchmark = Benchmark(self.target, contestants, measured, self.settings.new_tokens, lines)
         benchmark.run([temperature], self.settings.repeats)
         failed |= {line["decoder"]: line["reason"] for line in lines.of("error") if line["decoder"] in heads}
-        table = Table(lines.lines, self.texts, temperature)
+        table = Table(lines.lines, measured, temperature)
         texts = table.chosen(figures.ALL)
         what = f"{len(texts)} held-out prompts, {self.settings.new_tokens} new tokens each"
         note = f"{what}; {len(table.loops)} more end in loops and are left out"
@@ -85,7 +87,7 @@ def figures_of(table: Table, name: str, texts: set[int]) -> dict[str, Any]:
     found = judged(table, name, texts)
     facts: dict[str, Any] = {
         "tokens_per_second": round(found.rate, 3),
-        "standard_error": round(found.error, 3),
+        "standard_error": round(found.error, 3) if math.isfinite(found.error) else None,  # of one text there is none
         "texts": found._asdict(),
     }
     if name == PLAIN:

@@ -17,6 +17,8 @@ from inference.evaluation import figures
 from inference.evaluation.figures import Table
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "steps": 1}
+JUDGING = 0.3  # of a round's time at most: a short budget measures on fewer prompts
+FEWEST_PROMPTS = 3  # one alone has no standard error, and some end in loops
 
 
 class Budget(NamedTuple):
@@ -66,8 +68,12 @@ class Judged(NamedTuple):
 
 
 def standard_error(parts: list[float]) -> float:
-    """The standard error of a sum whose terms deviate by `parts`."""
-    return math.sqrt(len(parts) / (len(parts) - 1) * sum(x * x for x in parts)) if len(parts) > 1 else 0.0
+    """The standard error of a sum whose terms deviate by `parts`; infinite where there is only one."""
+    return math.sqrt(len(parts) / (len(parts) - 1) * sum(x * x for x in parts)) if len(parts) > 1 else math.inf
+
+
+def shown_error(error: float) -> str:
+    return f"± {error:.1f}" if math.isfinite(error) else "± ?"
 
 
 def parse_budget(text: str) -> Budget:
@@ -104,11 +110,17 @@ def goal(done: int, step_cost: float, train: float, afterwards: float) -> Goal:
     return Goal(until, until + max(0, int(afterwards / step_cost)))
 
 
+def prompts_within(seconds: float, fixed: float, each: float, most: int) -> int:
+    """On how many prompts a round of so many seconds measures. fixed, each: seconds that measuring takes without any, and for
+    each prompt."""
+    return max(min(FEWEST_PROMPTS, most), min(most, int((JUDGING * seconds - fixed) / each)))
+
+
 def check_enough(
     budget: Budget, share: float, spent: float, judging: float, costs: dict[str, float], size: int
 ) -> None:
     """Raise ValueError where the first round has not one step for every candidate. share: of each, of what is left; judging:
-    what measuring one candidate takes."""
+    what measuring one candidate on the fewest prompts takes."""
     slowest = max(costs, key=lambda name: costs[name])
     need = spent + (costs[slowest] + judging) / share
     if need > budget.amount:
@@ -135,9 +147,11 @@ def verdicts(found: dict[str, Judged], keep: int) -> dict[str, str]:
     for name in ranked[keep:]:
         last = ranked[keep - 1]
         gap, error = found[name].behind(found[last])
-        doubt = "; that is within two standard errors, so it may be as good" if gap < 2 * error else ""
+        within = "within two standard errors" if math.isfinite(error) else "on one text alone"
+        doubt = f"; that is {within}, so it may be as good" if gap < 2 * error else ""
         against = f"{last}, which won" if keep == 1 else f"{last}, the slowest that went on"
         reasons[name] = (
-            f"{found[name].rate:.1f} ± {found[name].error:.1f} tokens/s, {gap:.1f} ± {error:.1f} fewer than {against}{doubt}"
+            f"{found[name].rate:.1f} {shown_error(found[name].error)} tokens/s, "
+            f"{gap:.1f} {shown_error(error)} fewer than {against}{doubt}"
         )
     return reasons

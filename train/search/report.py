@@ -1,5 +1,6 @@
 """What head=auto tells: a table on the terminal after each round, and search.html."""
 
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from inference.evaluation.pages import write_page
 from inference.evaluation.plots import Bar
 from inference.evaluation.report import Figure
 from train.runtime.environment import versions
+from train.search.plan import shown_error
 from train.search.state import Round, State
 
 HEADINGS = ["candidate", "steps", "tokens/s", "over plain", "tokens per forward", "fixed tree, tokens/s", "verdict"]
@@ -32,7 +34,7 @@ def rows(state: State, number: int) -> Iterator[list[str]]:
     this = state.rounds[number]
     for name in sorted(this.found, key=lambda name: -this.found[name]["tokens_per_second"]):
         facts = this.found[name]
-        speed = f"{facts['tokens_per_second']:.1f} ± {facts['standard_error']:.1f}"
+        speed = f"{facts['tokens_per_second']:.1f} {shown_error(error_of(facts))}"
         if name == PLAIN:
             yield ["no head", "", speed, "1.00x", "1.00", "", ""]
             continue
@@ -42,6 +44,10 @@ def rows(state: State, number: int) -> Iterator[list[str]]:
         yield [name, str(this.goals[name].until), speed, *numbers, verdict(state, number, name)]
     for name in this.goals.keys() - this.found.keys():
         yield [name, "", "", "", "", "", state.candidates[name].dropped or ""]
+
+
+def error_of(facts: dict[str, Any]) -> float:
+    return math.inf if facts["standard_error"] is None else facts["standard_error"]
 
 
 def verdict(state: State, number: int, name: str) -> str:
@@ -55,7 +61,7 @@ def figures(rounds: list[Round]) -> Iterator[Figure]:
     for number, this in enumerate(rounds, start=1):
         bars = []
         for name, facts in sorted(this.found.items(), key=lambda pair: -pair[1]["tokens_per_second"]):
-            rate, error = facts["tokens_per_second"], facts["standard_error"]
+            rate, error = facts["tokens_per_second"], facts["standard_error"] or 0.0
             bars.append((Bar(name, rate, "grey" if name == PLAIN else "d1"), rate - error, rate + error))
         mark = this.found[PLAIN]["tokens_per_second"] if this.found else 0.0
         title = f"Round {number}: tokens/s"

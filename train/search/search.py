@@ -32,7 +32,17 @@ from train.runtime import checkpoints, distributed
 from train.runtime.run_state import CHECKPOINTS, CONFIG, as_saved, keep_finished, seconds_of
 from train.search.candidates import check_numbers, chosen, composed
 from train.search.judge import Judge
-from train.search.plan import Judged, check_enough, goal, parse_budget, round_sizes, shares, verdicts
+from train.search.plan import (
+    FEWEST_PROMPTS,
+    Judged,
+    check_enough,
+    goal,
+    parse_budget,
+    prompts_within,
+    round_sizes,
+    shares,
+    verdicts,
+)
 from train.search.report import announce, write_search_page
 from train.search.state import FILE, Round, State
 from train.trainer import HeadTrainer
@@ -176,11 +186,11 @@ class Search:
         assert seconds is not None, "a round before the probe"
         return seconds
 
-    def judging_cost(self, size: int) -> float:
-        """Of the budget, for a round of `size` candidates."""
+    def judging_cost(self, size: int, prompts: int) -> float:
+        """Of the budget, for a round of `size` candidates on so many prompts."""
         seconds = self.state.decode_seconds
         assert seconds is not None, "a round before the probe"
-        return 0.0 if self.budget.in_steps else self.judging.decodes(size) * seconds
+        return 0.0 if self.budget.in_steps else self.judging.decodes(size, prompts) * seconds
 
     def check_budget(self) -> None:
         """Before the first round."""
@@ -190,7 +200,8 @@ class Search:
         costs = {name: self.cost(name) for name in self.state.left}
         size = self.sizes[0]
         spent = self.budget.amount - self.left
-        check_enough(self.budget, share, spent, self.judging_cost(size) / size, costs, size)
+        prompts = min(FEWEST_PROMPTS, self.cfg.judge.prompts)
+        check_enough(self.budget, share, spent, self.judging_cost(size, prompts) / size, costs, size)
 
     # Rounds
 
@@ -223,11 +234,16 @@ class Search:
     def plan_round(self, number: int) -> None:
         this, afterwards = shares(self.sizes, number, self.cfg.search_share)
         names, left = self.state.left, max(0.0, self.left)
-        train = this * left - self.judging_cost(len(names)) / max(1, len(names))
+        prompts = self.cfg.judge.prompts
+        if not self.budget.in_steps:
+            fixed = self.judging_cost(len(names), 0)
+            each = self.judging_cost(len(names), 1) - fixed
+            prompts = prompts_within(this * left * len(names), fixed, each, prompts)
+        train = this * left - self.judging_cost(len(names), prompts) / len(names)
         goals = {
             name: goal(self.state.candidates[name].steps, self.cost(name), train, afterwards * left) for name in names
         }
-        self.state.rounds.append(Round(goals))
+        self.state.rounds.append(Round(goals, prompts))
         self.state.save()
 
     def train_to(self, name: str, this: Round) -> None:
@@ -247,8 +263,9 @@ class Search:
     def judge(self, number: int, this: Round) -> None:
         heads = {name: self.folder(name) / "head" for name in self.state.left}
         start = time.perf_counter()
-        this.found, this.note, failed = self.judging.measure(heads, self.directory / f"round-{number + 1}.jsonl")
-        self.state.decode_seconds = (time.perf_counter() - start) / self.judging.decodes(len(heads))
+        file = self.directory / f"round-{number + 1}.jsonl"
+        this.found, this.note, failed = self.judging.measure(heads, this.prompts, file)
+        self.state.decode_seconds = (time.perf_counter() - start) / self.judging.decodes(len(heads), this.prompts)
         for name, reason in failed.items():
             with self.dropped_where_it_fails(name):
                 raise ValueError(reason)

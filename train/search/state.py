@@ -23,6 +23,7 @@ class Candidate:
 @dataclass
 class Round:
     goals: dict[str, Goal]
+    prompts: int  # that are measured on
     found: dict[str, dict[str, Any]] = field(default_factory=dict)  # figures of each, by search.figures_of
     note: str = ""  # what was measured on
     judged: bool = False  # is it over?
