@@ -13,9 +13,10 @@ from heads import Target, save_head
 from inference import generate
 from inference.drafters import Drafter, DraftModel, NgramDrafter, drafter_for
 from inference.drafters.base import Accepted, Wrapper
+from inference.drafters.costs import Costs
 from inference.evaluation.alignment import Alignment, Noted, check_alignment, guess_in_training, head_of
 from inference.evaluation.benchmark import Lines, Text
-from inference.evaluation.expected import sizes
+from inference.evaluation.expected import Observed, sizes
 from inference.evaluation.figures import Table, conditional, decoding, row, whole
 from inference.tree import TokenTree
 from scripts import evaluate
@@ -47,6 +48,16 @@ def texts(tmp_path) -> str:
 def head(target, tmp_path) -> Path:
     save_head(make_head("eagle3", target), tmp_path / "head", target)
     return tmp_path / "head"
+
+
+def test_an_expected_speedup_is_what_a_smaller_tree_would_have_gained_by_the_plain_steps_that_it_takes(target):
+    observed = Observed(drafter_for(make_head("eagle3", target, depth=2), target, nodes=4, depth=2))
+    observed.ranks = [[0, 2], [1], [], [0, 1]]  # of 4 nodes; ranks 0 and 1 are those of a tree of 3
+    observed.levels = [2, 2, 1, 1]
+    costs = Costs({1: 1.0, 3: 1.5, 4: 2.0}, [0.0, 0.25, 0.5])
+    assert observed.speedup(4, costs) == pytest.approx((1 + 5 / 4) / (2.0 + 0.375))
+    assert observed.speedup(3, costs) == pytest.approx((1 + 4 / 4) / (1.5 + 0.375))
+    assert observed.speedup(2, costs) == pytest.approx((1 + 2 / 4) / (1.5 + 0.25))  # one level; a read of 2 is one of 3
 
 
 def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(monkeypatch, tiny_path, tmp_path, texts, head):
