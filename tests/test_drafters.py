@@ -390,6 +390,26 @@ def test_auto_drafts_where_it_pays(small, monkeypatch):
     assert nodes[-20:].count(5) >= 18  # all but a look at plain decoding
 
 
+def test_a_machine_that_grows_slower_is_no_reason_to_change_the_tree(small, monkeypatch):
+    itself, slower = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0), [1.0]
+    drafter = AutoTree(itself, small, flat)
+    timed(monkeypatch, drafter, lambda plan: slower[0] * (1.0 + 0.1 * plan.levels))
+    nodes_of_steps(small, drafter, 60)
+    slower[0] = 6.0  # five tokens in 8.4 would be less than one in a plain step of before
+    assert nodes_of_steps(small, drafter, 60).count(5) >= 57
+
+
+def test_a_new_tree_takes_turns_with_the_last_one(small, monkeypatch):
+    itself = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0)
+    drafter = AutoTree(itself, small, lambda batch: Costs(dict.fromkeys(range(1, 9), 1.0), [0.0, 0.1, 0.2, 5.0, 8.0]))
+    timed(monkeypatch, drafter, lambda plan: drafter.predicted(plan))
+    nodes = nodes_of_steps(small, drafter, 120)
+    first = next(number for number, count in enumerate(nodes) if 1 < count < 5)
+    turns = nodes[first : first + 2 * (TIMED + 1) - 1]
+    assert set(turns[::2]) == {nodes[first]} and set(turns[1::2]) == {5}
+    assert nodes[-20:].count(3) >= 18  # two drafts
+
+
 @pytest.mark.parametrize(("cost", "then"), [(0.1, 5), (6.0, 1)])
 def test_auto_tries_no_full_tree_in_a_batch_of_another_size(small, monkeypatch, cost, then):
     """What it gains is known by then; what it costs says the model, beside plain decoding."""

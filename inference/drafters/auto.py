@@ -2,8 +2,9 @@
 
     gain(N, D)     tokens per step of the best N nodes down to depth D, counted on the largest tree: a smaller tree is a
                    part of it (its best nodes), so one full step tells what every smaller one would have gained
-    seconds(N, D)  of a whole step: the median of those seen; of a tree not used yet, between plain decoding and the largest
-                   tree as the cost model puts it (costs.py), which is measured once and kept
+    seconds(N, D)  of a whole step: the median of those seen, each divided by how much slower than usual the machine was
+                   then; of a tree not used yet, between plain decoding and the largest tree as the cost model puts it
+                   (costs.py), which is measured once and kept
 
 The first steps use the largest tree, then none; another batch size, which gains the same and costs something else, begins
 with none. From then on it is the tree of best gain / seconds, unless the last choice is nearly as good, and now and then the
@@ -35,6 +36,7 @@ FEWEST = 6  # full steps after which a drafter may be seen not to help
 # Steps until it looks again: at first; at most, where it drafts; at most, where it does not.
 EXPLORE, OFTEN, RARELY = 16, 64, 1024
 TIMED, RECENT = 3, 15  # steps of a tree before their median counts; the newest ones, of which it is the median
+NEWEST = 5  # steps whose median says how fast the machine is at the moment
 # What speculation must promise over plain decoding, and another tree over the last one: nearer lies what the measured costs
 # are wrong by, and every tree that is tried costs some steps.
 MARGIN = 1.03
@@ -68,7 +70,9 @@ class AutoTree(Drafter):
         self.paths: dict[bool, deque[list[int]]] = {}
         self.taken: dict[tuple[Case, Plan], deque[float]] = {}  # seconds of whole steps
         self.case: Case | None = None
-        self.pause, self.best, self.looks = EXPLORE, PLAIN, 0
+        # What the newest steps took, as shares of what such steps take: how fast the machine is at the moment.
+        self.pace: deque[float] = deque(maxlen=NEWEST)
+        self.pause, self.best, self.looks = EXPLORE, self.full, 0
         self.plans: list[Plan] = []  # of the next steps, the next one last
         self.untried = False  # are these the first ones of a batch size?
         self.use(self.full)
@@ -123,10 +127,12 @@ class AutoTree(Drafter):
                 self.pause = min(max(2 * self.pause, self.worth()), RARELY)
             else:
                 self.pause = min(2 * self.pause, OFTEN) if best == self.best else EXPLORE
-            self.best = best
+            last, self.best = self.best, best
             self.looks += 1
             looks = [self.full] if best == PLAIN or self.looks % PLAIN_LOOKS else [PLAIN, self.full]
-            self.plans = looks + [best] * self.pause if self.timed(best) else [best] * (TIMED + 1)
+            # A new tree takes turns with the last one, so that both are timed at the same pace of the machine.
+            turns = [last, best] if self.timed(last) else [best]
+            self.plans = looks + [best] * self.pause if self.timed(best) else turns * (TIMED + 1)
         self.use(self.plans.pop())
 
     def worth(self) -> int:
@@ -154,7 +160,10 @@ class AutoTree(Drafter):
         now = time.perf_counter()
         if self.started is not None:
             seconds = self.broadcast(now - self.started)
-            self.taken.setdefault(self.of_case(self.last), deque(maxlen=RECENT)).append(seconds)
+            if self.timed(self.last):
+                self.pace.append(seconds / self.seconds(self.last))
+            pace = median(self.pace) if self.pace else 1.0
+            self.taken.setdefault(self.of_case(self.last), deque(maxlen=RECENT)).append(seconds / pace)
         self.started = now
 
     def of_case(self, plan: Plan) -> tuple[Case, Plan]:

@@ -107,7 +107,7 @@ class CostModel:
         shapes = {name: list(weight.shape) for name, weight in inner.head.named_parameters()}
         width = None if isinstance(inner, StaticTree) else inner.width
         tree = [type(inner).__name__, type(inner.head).__name__, width, self.levels]
-        return self.read_facts() | {"tree": tree, "weights": shapes}
+        return self.read_facts() | {"tree": tree, "weights": shapes, "text": self.text}
 
     def kept(self, what: str, batch: int, facts: dict[str, Any], measure: Callable[[], Any]) -> Any:
         """What the file for these facts says, or what `measure` gives, which is written there."""
@@ -123,13 +123,18 @@ class CostModel:
             write(file, json.dumps({"seconds": found, "about": json.loads(about)}, indent=1))
         return found
 
+    @property
+    def text(self) -> int:
+        """Tokens before those that are drafted or read, where a step is measured."""
+        return max(1, min(TEXT, (self.target.context or 2 * TEXT) - TEXT))
+
     def measure_read(self, batch: int) -> dict[str, float]:
         from inference.engine import Engine  # it imports drafters, this file among them
         from inference.request import Request
 
         drafter = PaddedRoot(self.nodes, self.inner.layers)
         engine = Engine(self.target, drafter)
-        text = [0] * max(1, min(TEXT, (self.target.context or 2 * TEXT) - TEXT))
+        text = [0] * self.text
 
         def prepare(size: int) -> None:
             if not engine.has_work:  # at first, and where the context is short
@@ -146,21 +151,25 @@ class CostModel:
     @torch.inference_mode()
     def measure_draft(self, batch: int) -> list[float]:
         target, inner = self.target, self.inner
-        tokens = torch.zeros(batch, 1, dtype=torch.int64, device=target.device)
-        width = len(inner.layers) * target.hidden_size
-        features = torch.zeros(batch, 1, width, dtype=target.dtype, device=target.device)
-        fake = Accepted(tokens, features, [1] * batch, [[0]] * batch)
+        width, accepted = len(inner.layers) * target.hidden_size, list[Accepted]()
         probe = copy.copy(inner)  # rows may be in the middle of their texts
         # Nothing is likely after made-up features, and every level is to be timed.
         if not isinstance(probe, StaticTree):
             probe.cache = probe.should_stop = None
 
         def prepare(levels: int) -> None:
-            probe.begin(batch, TEXT, Sampling.of([SamplingParams()] * batch, target.vocab_size))
+            probe.begin(batch, self.text + TEXT, Sampling.of([SamplingParams()] * batch, target.vocab_size))
             probe.resize(self.nodes, levels)
+            if not isinstance(probe, StaticTree) and probe.cache is not None:
+                probe.cache.set_lengths([self.text] * batch)
+            # It first reads what was accepted: of many rows one nearly always accepts all, and the others are padded.
+            count = 1 + (levels if batch > 1 else levels // 2)
+            tokens = torch.zeros(batch, count, dtype=torch.int64, device=target.device)
+            features = torch.zeros(batch, count, width, dtype=target.dtype, device=target.device)
+            accepted[:] = [Accepted(tokens, features, [count] * batch, [[0] * count] * batch)]
 
         levels = range(1, self.levels + 1)
-        return [0.0, *fastest(levels, prepare, lambda: probe.propose(fake, None), target.device)]
+        return [0.0, *fastest(levels, prepare, lambda: probe.propose(accepted[0], None), target.device)]
 
 
 def fastest(

@@ -1,14 +1,15 @@
 """Decoding speed by the cost model beside measured speed, over tree sizes and batch sizes.
 
-expected = plain * gain(N, D) * read[1] / (read[N] + draft[D]): the gain is counted on the largest tree, of which every smaller
-one is a part; the costs are those that AutoTree chooses by (inference/drafters/costs.py). They may have been measured when the
-machine was faster or slower, so here as there they only say how many plain steps a step takes; `plain` is the speed of plain
+expected = plain * gain(N, D) * read[1] / (read[N] + draft[D]): the gain is counted on the largest tree, of which every
+smaller one is a part; the costs are those that AutoTree chooses by (inference/drafters/costs.py). They may have been measured
+when the machine was faster or slower, so they only say how many plain steps a step takes; `plain` is the speed of plain
 decoding, measured in turn with the trees. Measured is the engine in full swing: all rows of the batch writing, no prompt
 being read.
 """
 
 import copy
 import time
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -66,7 +67,7 @@ def sizes(largest: int) -> list[int]:
 
 
 def compare(
-    target: Target, inner: Tree, prompts: list[list[int]], new_tokens: int, batch: int, repeats: int = 2
+    target: Target, inner: Tree, prompts: list[list[int]], new_tokens: int, batch: int, repeats: int = 5
 ) -> list[Speed]:
     """inner: with the largest tree. Texts are greedy; prompts are used again where there are fewer than a batch needs."""
     rows = [prompts[number % len(prompts)] for number in range(batch)]
@@ -79,31 +80,32 @@ def compare(
         tree.resize(nodes, min(nodes - 1, inner.depth))
     for drafter in trees.values():
         in_full_swing(target, drafter, rows, new_tokens)  # once before it counts
-    taken = {nodes: [0.0, 0.0] for nodes in trees}
+    seen: dict[int, list[float]] = {nodes: [] for nodes in trees}
     for _ in range(repeats):
         for nodes, drafter in trees.items():
-            for part, value in enumerate(in_full_swing(target, drafter, rows, new_tokens)):
-                taken[nodes][part] += value
-    speeds = {nodes: tokens / seconds for nodes, (tokens, seconds) in taken.items()}
+            tokens, seconds = in_full_swing(target, drafter, rows, new_tokens)
+            seen[nodes].append(tokens / seconds)
+    speeds = {nodes: median(found) for nodes, found in seen.items()}
     plain = speeds.pop(1)
     return [Speed(batch, nodes, plain * observed.speedup(nodes, costs), speed) for nodes, speed in speeds.items()]
 
 
 @torch.inference_mode()
 def in_full_swing(target: Target, drafter: Drafter, rows: list[list[int]], new_tokens: int) -> tuple[int, float]:
-    """Tokens, and the seconds that they took, from after the prompts until the first row ends."""
+    """Tokens and seconds, after the prompts and before the step that ends a row, which may be cut short."""
     engine = Engine(target, drafter)
     for seed, row in enumerate(rows):
         engine.add(Request(row, max_new_tokens=new_tokens, seed=seed))
     engine.step()
-    tokens, running = 0, True
+    tokens, seconds, running = 0, 0.0, True
     synchronise(target.device)
     start = time.perf_counter()
     while running and engine.has_work:
         outputs = engine.step()
-        tokens += sum(len(output.tokens) for output in outputs)
+        synchronise(target.device)
         running = all(output.finish_reason is None for output in outputs)
-    synchronise(target.device)
-    seconds = time.perf_counter() - start
+        if running or not tokens:
+            tokens += sum(len(output.tokens) for output in outputs)
+            seconds = time.perf_counter() - start
     engine.close()
     return tokens, seconds

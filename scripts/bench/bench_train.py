@@ -33,7 +33,7 @@ from train.data.row_order import EpochStream
 from train.runtime.memory import keep_freed, peak_memory
 from train.trainer import HeadTrainer, arguments
 
-EPOCHS = 4  # of the baseline that are timed
+EPOCHS = 4  # that are timed where there is a baseline, of both
 
 
 @entry("bench_train")
@@ -64,6 +64,7 @@ def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
     head = instantiate(cfg.head, target=target, **(more if "draft_vocab_size" in cfg.head else {}))
     distillation = instantiate(cfg.objective, head=head, target=target, loss=instantiate(cfg.loss))
     args = arguments(cfg.trainer, target)
+    args.max_steps = cfg.steps * (EPOCHS if cfg.baseline else 1)  # as long as the baseline is timed
     packed, batch = Packed(documents, cfg.length, cfg.seed), cfg.trainer.per_device_train_batch_size
     dataset = instantiate(cfg.features)(packed, target, head.layers, batch)
     trainer = HeadTrainer(
@@ -78,7 +79,7 @@ def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
     trainer.add_callback(ends)
     trainer.train()
     # From the end of the last step that warms up: no first step is timed.
-    rate = batch * cfg.length * (cfg.steps - cfg.warmup) / (ends.times[-1] - ends.times[cfg.warmup - 1])
+    rate = batch * cfg.length * (args.max_steps - cfg.warmup) / (ends.times[-1] - ends.times[cfg.warmup - 1])
     peak = peak_memory(target.device)
     row = {name: value[None].to(target.device) for name, value in dataset[0].items()}
     with FlopCounterMode(display=False) as flops:
