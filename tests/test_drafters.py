@@ -40,6 +40,7 @@ from inference.drafters.costs import CostModel, Costs
 from inference.drafters.union import merge
 from inference.evaluation.lossless import PaddedDrafter
 from inference.sampling import Sampling, SamplingParams
+from inference.tree import TokenTree
 from tests.support.tiny import tiny_config
 
 SETTINGS = {
@@ -437,6 +438,24 @@ def test_costs_are_measured_once_and_kept(small, monkeypatch, tmp_path):
     assert CostModel(eagle(small), small)(2) != first
 
 
+def test_a_draft_is_timed_after_a_text_and_after_what_a_step_accepts(small, monkeypatch):
+    seen, propose = [], DynamicTree.propose
+
+    def spied(self: DynamicTree, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        seen.append((self.levels, accepted.tokens.shape, list(self.cache.lengths)))
+        return propose(self, accepted, gumbel)
+
+    monkeypatch.setattr(DynamicTree, "propose", spied)
+    model = CostModel(eagle(small), small)
+    for batch in (1, 2):
+        seen.clear()
+        model.measure_draft(batch)
+        assert {(levels, tuple(shape)) for levels, shape, _ in seen} == {
+            (levels, (batch, 1 + (levels if batch > 1 else levels // 2))) for levels in range(1, model.levels + 1)
+        }
+        assert all(lengths == [model.text] * batch for *_, lengths in seen)
+
+
 def test_a_disturbed_measurement_makes_no_tree_dearer_than_a_larger_one(small, monkeypatch):
     given = {"read": {"1": 20.0, "2": 9.0, "4": 21.0, "8": 10.0}, "draft": [0.0, 3.0, 2.0, 2.5]}
     monkeypatch.setattr(CostModel, "kept", lambda self, what, *rest: given[what])
@@ -448,8 +467,8 @@ def test_sizes_are_timed_in_turn(monkeypatch):
     """A disturbance of one round is no size's alone."""
     now, order = [0.0], []
 
-    def work() -> None:
-        now[0] += 1.0 + order[-1] + (50.0 if len(order) in (4, 5, 6) else 0.0)
+    def work(size: int) -> None:
+        now[0] += 1.0 + size + (50.0 if len(order) in (4, 5, 6) else 0.0)
 
     monkeypatch.setattr(costs.time, "perf_counter", lambda: now[0])
     assert costs.fastest([1, 2, 4], order.append, work, torch.device("cpu")) == [2.0, 3.0, 5.0]

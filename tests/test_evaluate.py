@@ -13,10 +13,10 @@ from heads import Target, save_head
 from inference import generate
 from inference.drafters import Drafter, DraftModel, NgramDrafter, drafter_for
 from inference.drafters.base import Accepted, Wrapper
-from inference.drafters.costs import Costs
+from inference.drafters.costs import Costs, PaddedRoot
 from inference.evaluation.alignment import Alignment, Noted, check_alignment, guess_in_training, head_of
 from inference.evaluation.benchmark import Lines, Text
-from inference.evaluation.expected import Observed, sizes
+from inference.evaluation.expected import Observed, in_full_swing, sizes
 from inference.evaluation.figures import Table, conditional, decoding, row, whole
 from inference.tree import TokenTree
 from scripts import evaluate
@@ -58,6 +58,13 @@ def test_an_expected_speedup_is_what_a_smaller_tree_would_have_gained_by_the_pla
     assert observed.speedup(4, costs) == pytest.approx((1 + 5 / 4) / (2.0 + 0.375))
     assert observed.speedup(3, costs) == pytest.approx((1 + 4 / 4) / (1.5 + 0.375))
     assert observed.speedup(2, costs) == pytest.approx((1 + 2 / 4) / (1.5 + 0.25))  # one level; a read of 2 is one of 3
+
+
+def test_the_step_that_ends_a_row_is_not_counted(target):
+    """The prompt's read gives the first token, and each step one more: of five the last is left out, but no lone one."""
+    rows = [[1, 2, 3], [4, 5, 6]]
+    assert in_full_swing(target, PaddedRoot(1), rows, 5)[0] == 2 * 3
+    assert in_full_swing(target, PaddedRoot(1), rows, 2)[0] == 2 * 1
 
 
 def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(monkeypatch, tiny_path, tmp_path, texts, head):

@@ -127,11 +127,11 @@ class AutoTree(Drafter):
                 self.pause = min(max(2 * self.pause, self.worth()), RARELY)
             else:
                 self.pause = min(2 * self.pause, OFTEN) if best == self.best else EXPLORE
-            last, self.best = self.best, best
+            before, self.best = self.best, best
             self.looks += 1
             looks = [self.full] if best == PLAIN or self.looks % PLAIN_LOOKS else [PLAIN, self.full]
-            # A new tree takes turns with the last one, so that both are timed at the same pace of the machine.
-            turns = [last, best] if self.timed(last) else [best]
+            # A new tree takes turns with the one before it, so that both are timed at the same pace of the machine.
+            turns = [before, best] if self.timed(before) else [best]
             self.plans = looks + [best] * self.pause if self.timed(best) else turns * (TIMED + 1)
         self.use(self.plans.pop())
 

@@ -144,36 +144,40 @@ class CostModel:
             drafter.resize(size)
 
         sizes = sorted({1, self.nodes, *(size for size in SIZES if size < self.nodes)})
-        found = fastest(sizes, prepare, engine.step, self.target.device)
+        found = fastest(sizes, prepare, lambda size: engine.step(), self.target.device)
         engine.close()
         return dict(zip(map(str, sizes), found, strict=True))
 
     @torch.inference_mode()
     def measure_draft(self, batch: int) -> list[float]:
-        target, inner = self.target, self.inner
-        width, accepted = len(inner.layers) * target.hidden_size, list[Accepted]()
+        target, inner, levels = self.target, self.inner, range(1, self.levels + 1)
         probe = copy.copy(inner)  # rows may be in the middle of their texts
         # Nothing is likely after made-up features, and every level is to be timed.
         if not isinstance(probe, StaticTree):
             probe.cache = probe.should_stop = None
 
+        def accepted(levels: int) -> Accepted:
+            """What a draft begins with: of many rows one nearly always accepted all, and the others are padded to that; of a
+            lone row half is a guess."""
+            count = 1 + (levels if batch > 1 else levels // 2)
+            tokens = torch.zeros(batch, count, dtype=torch.int64, device=target.device)
+            width = len(inner.layers) * target.hidden_size
+            features = torch.zeros(batch, count, width, dtype=target.dtype, device=target.device)
+            return Accepted(tokens, features, [count] * batch, [[0] * count] * batch)
+
         def prepare(levels: int) -> None:
             probe.begin(batch, self.text + TEXT, Sampling.of([SamplingParams()] * batch, target.vocab_size))
             probe.resize(self.nodes, levels)
-            if not isinstance(probe, StaticTree) and probe.cache is not None:
+            if not isinstance(probe, StaticTree):
+                assert probe.cache is not None, "begin makes one"
                 probe.cache.set_lengths([self.text] * batch)
-            # It first reads what was accepted: of many rows one nearly always accepts all, and the others are padded.
-            count = 1 + (levels if batch > 1 else levels // 2)
-            tokens = torch.zeros(batch, count, dtype=torch.int64, device=target.device)
-            features = torch.zeros(batch, count, width, dtype=target.dtype, device=target.device)
-            accepted[:] = [Accepted(tokens, features, [count] * batch, [[0] * count] * batch)]
 
-        levels = range(1, self.levels + 1)
-        return [0.0, *fastest(levels, prepare, lambda: probe.propose(accepted[0], None), target.device)]
+        given = {count: accepted(count) for count in levels}
+        return [0.0, *fastest(levels, prepare, lambda count: probe.propose(given[count], None), target.device)]
 
 
 def fastest(
-    sizes: Sequence[int], prepare: Callable[[int], None], work: Callable[[], Any], device: torch.device
+    sizes: Sequence[int], prepare: Callable[[int], None], work: Callable[[int], Any], device: torch.device
 ) -> list[float]:
     """Seconds of the work at each size, after prepare(size). The sizes take turns, so that what disturbs the machine for a
     while does not fall on one of them alone."""
@@ -183,7 +187,7 @@ def fastest(
             prepare(size)
             synchronise(device)
             start = time.perf_counter()
-            work()
+            work(size)
             synchronise(device)
             seen.append(time.perf_counter() - start)
     return [min(seen[1:]) for seen in times]

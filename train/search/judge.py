@@ -1,7 +1,6 @@
 """How head=auto judges: all candidates of a round decode the same held-out prompts, in turn on each, one at a time."""
 
 import copy
-import math
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,7 +86,7 @@ def figures_of(table: Table, name: str, texts: set[int]) -> dict[str, Any]:
     found = judged(table, name, texts)
     facts: dict[str, Any] = {
         "tokens_per_second": round(found.rate, 3),
-        "standard_error": round(found.error, 3) if math.isfinite(found.error) else None,  # of one text there is none
+        "standard_error": None if found.error is None else round(found.error, 3),
         "texts": found._asdict(),
     }
     if name == PLAIN:

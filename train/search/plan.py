@@ -57,23 +57,23 @@ class Judged(NamedTuple):
         return [(tokens - self.rate * seconds) / whole for tokens, seconds in zip(self.tokens, self.seconds)]
 
     @property
-    def error(self) -> float:
+    def error(self) -> float | None:
         """The standard error of `rate` over texts."""
         return standard_error(self.parts)
 
-    def behind(self, other: "Judged") -> tuple[float, float]:
+    def behind(self, other: "Judged") -> tuple[float, float | None]:
         """How many tokens per second it is slower, and the standard error of that: on the same texts, so a text that is hard
         for both counts little."""
         return other.rate - self.rate, standard_error([a - b for a, b in zip(self.parts, other.parts, strict=True)])
 
 
-def standard_error(parts: list[float]) -> float:
-    """The standard error of a sum whose terms deviate by `parts`; infinite where there is only one."""
-    return math.sqrt(len(parts) / (len(parts) - 1) * sum(x * x for x in parts)) if len(parts) > 1 else math.inf
+def standard_error(parts: list[float]) -> float | None:
+    """The standard error of a sum whose terms deviate by `parts`; None where there is only one."""
+    return math.sqrt(len(parts) / (len(parts) - 1) * sum(x * x for x in parts)) if len(parts) > 1 else None
 
 
-def shown_error(error: float) -> str:
-    return f"± {error:.1f}" if math.isfinite(error) else "± ?"
+def shown_error(error: float | None) -> str:
+    return "± ?" if error is None else f"± {error:.1f}"
 
 
 def parse_budget(text: str) -> Budget:
@@ -147,8 +147,8 @@ def verdicts(found: dict[str, Judged], keep: int) -> dict[str, str]:
     for name in ranked[keep:]:
         last = ranked[keep - 1]
         gap, error = found[name].behind(found[last])
-        within = "within two standard errors" if math.isfinite(error) else "on one text alone"
-        doubt = f"; that is {within}, so it may be as good" if gap < 2 * error else ""
+        within = "on one text alone" if error is None else "within two standard errors"
+        doubt = f"; that is {within}, so it may be as good" if error is None or gap < 2 * error else ""
         against = f"{last}, which won" if keep == 1 else f"{last}, the slowest that went on"
         reasons[name] = (
             f"{found[name].rate:.1f} {shown_error(found[name].error)} tokens/s, "

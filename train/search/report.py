@@ -1,6 +1,5 @@
 """What head=auto tells: a table on the terminal after each round, and search.html."""
 
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +33,7 @@ def rows(state: State, number: int) -> Iterator[list[str]]:
     this = state.rounds[number]
     for name in sorted(this.found, key=lambda name: -this.found[name]["tokens_per_second"]):
         facts = this.found[name]
-        speed = f"{facts['tokens_per_second']:.1f} {shown_error(error_of(facts))}"
+        speed = f"{facts['tokens_per_second']:.1f} {shown_error(facts['standard_error'])}"
         if name == PLAIN:
             yield ["no head", "", speed, "1.00x", "1.00", "", ""]
             continue
@@ -44,10 +43,6 @@ def rows(state: State, number: int) -> Iterator[list[str]]:
         yield [name, str(this.goals[name].until), speed, *numbers, verdict(state, number, name)]
     for name in this.goals.keys() - this.found.keys():
         yield [name, "", "", "", "", "", state.candidates[name].dropped or ""]
-
-
-def error_of(facts: dict[str, Any]) -> float:
-    return math.inf if facts["standard_error"] is None else facts["standard_error"]
 
 
 def verdict(state: State, number: int, name: str) -> str:
