@@ -1,14 +1,15 @@
 """Attention of a recurrent head in training: step i attends over the text (keys of step 0) and over its own draft steps.
 
 A draft that began i slots back sees the text up to there, and one key of every later step (heads/eagle3.py has the picture).
-Scores are not kept for the backward pass, which recomputes them from one number per query, as FlashAttention does (Dao et
-al., arXiv:2205.14135, section 3.1): memory grows with the length of a row, not with its square. Queries are processed in
-blocks, each over the text up to its own end, so half of all scores are never computed; the mask of a block is made where it
-is used.
+With every draft moved to the slot where it began, that is causal attention over the text, and one more key per later step:
+the two are joined by their sums of exponentials, as ring attention joins its parts (Liu et al., arXiv:2310.01889). Scores are
+not kept for the backward pass, which computes them again from one number per query, as FlashAttention does (Dao et al.,
+arXiv:2205.14135, section 3.1): memory grows with the length of a row, not with its square.
 """
 
-import math
+from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,11 +19,10 @@ from torch.autograd.function import once_differentiable
 
 from heads.target.attention import added, made_again
 
-BLOCK = 256  # queries that attend at a time
-MASK_PENALTY = 1e30  # subtracted from a score that the mask forbids
+BLOCK = 256  # queries that attend at a time, where documents are not read one by one
 
 
-@torch.compiler.disable  # its loops over blocks would be compiled one by one
+@torch.compiler.disable  # its loops over documents or blocks would be compiled one by one
 def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], doc_starts: Tensor) -> Tensor:
     """q (batch, heads, length, dim) of step i = len(steps) - 1; steps: keys and values (batch, kv heads, length, dim) of all
     so far; doc_starts (batch, length) int64, where the document of each slot begins. Returns (batch, heads, length, dim)."""
@@ -30,95 +30,162 @@ def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], doc_starts: Tens
     dtype = values.dtype  # under autocast, rotary positions may have promoted the others
     q, keys = q.to(dtype), keys.to(dtype)
     if not drafted:
-        keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
-        parts = []
-        for rows, end in blocks(q.shape[2]):
-            with made_again([partial(text_mask, doc_starts, rows, dtype)]) as (mask,):
-                parts.append(
-                    F.scaled_dot_product_attention(q[:, :, rows], keys[:, :, :end], values[:, :, :end], attn_mask=mask)
-                )
-        return torch.cat(parts[::-1], dim=2)
-    ages = range(len(drafted) - 1, -1, -1)
+        return attend_text(q, keys, values, doc_starts)
     draft_keys, draft_values = (
-        torch.stack([pair[which].roll(age, 2) for age, pair in zip(ages, drafted, strict=True)], dim=3)
-        for which in (0, 1)
+        torch.stack([pair[which].roll(-step, 2) for step, pair in enumerate(drafted, 1)], dim=3) for which in (0, 1)
     )
-    return StepAttention.apply(q, keys, values, draft_keys.to(dtype), draft_values, doc_starts)
+    q = q.roll(-len(drafted), 2)
+    attended = StepAttention.apply(q, keys, values, draft_keys.to(dtype), draft_values, doc_starts)
+    return attended.roll(len(drafted), 2)
 
 
-def text_mask(doc_starts: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
-    """(batch, 1, rows, keys) to be added to the scores of step 0."""
-    return added(seen_text(doc_starts, rows, rows.stop)[:, None], dtype)
-
-
-def seen_text(doc_starts: Tensor, rows: slice, end: int, steps_back: int = 0) -> Tensor:
-    """(batch, rows, end) bool: the text that queries see whose drafts began `steps_back` slots earlier."""
-    device, length = doc_starts.device, doc_starts.shape[1]
-    begins = torch.arange(rows.start - steps_back, rows.stop - steps_back, device=device) % length
-    columns = torch.arange(end, device=device)
-    return (columns >= doc_starts[:, begins, None]) & (columns <= begins[:, None])
+def attend_text(q: Tensor, keys: Tensor, values: Tensor, doc_starts: Tensor) -> Tensor:
+    """Of step 0: causal within each document."""
+    keys, values = repeated(keys, q), repeated(values, q)
+    if by_document(q):
+        found: list[list[Tensor]] = [[] for _ in q]
+        for row, slots in documents(doc_starts):
+            read = (q[row, :, slots], keys[row, :, slots], values[row, :, slots])
+            found[row.start].append(F.scaled_dot_product_attention(*read, is_causal=True))
+        return torch.cat([torch.cat(outs, dim=2) for outs in found])
+    parts = []
+    for rows, end in blocks(q.shape[2]):
+        with made_again([partial(text_mask, doc_starts, rows, q.dtype)]) as (mask,):
+            parts.append(
+                F.scaled_dot_product_attention(q[:, :, rows], keys[:, :, :end], values[:, :, :end], attn_mask=mask)
+            )
+    return torch.cat(parts[::-1], dim=2)
 
 
 class StepAttention(torch.autograd.Function):
-    """Softmax attention over the text's keys and values, and for each query over those of its own slot, (batch, kv heads,
-    length, later steps, dim). Heads that share a key/value head form a group: (batch, kv heads, group, ...).
-
-    Exponentials are to base 2, which costs a quarter of `exp` on a CPU; the scores are scaled to match."""
+    """Softmax attention of drafts, each in the slot where it began, over the text's keys and values and over their own later
+    steps, (batch, kv heads, length, later steps, dim). Heads that share a key/value head form a group: (batch, kv heads,
+    group, ...)."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, keys: Tensor, values: Tensor, draft_keys: Tensor, draft_values: Tensor, doc_starts: Tensor
     ):
-        queries = q.unflatten(1, (keys.shape[1], -1))
-        draft = draft_scores(queries, draft_keys)
-        out, norms = torch.empty_like(queries), draft.new_empty(draft.shape[:-1])
-        for rows, end in blocks(q.shape[2]):
-            scores = text_scores(queries, keys, doc_starts, draft_keys.shape[3], rows, end)
-            top = torch.maximum(scores.amax(-1), draft[:, :, :, rows].amax(-1))[..., None]
-            scores.sub_(top).exp2_()
-            draft_weights = (draft[:, :, :, rows] - top).exp2()
-            total = scores.sum(-1, keepdim=True) + draft_weights.sum(-1, keepdim=True)
-            attended = weighted_sum(scores.to(q.dtype), values[:, :, :end]) + draft_sum(
-                draft_weights.to(q.dtype), draft_values[:, :, rows]
-            )
-            out[:, :, :, rows] = attended / total
-            norms[:, :, :, rows] = (top + total.log2())[..., 0]
-        ctx.save_for_backward(q, keys, values, draft_keys, draft_values, doc_starts, out, norms)
-        return out.flatten(1, 2)
+        text, text_sums = (text_by_document if by_document(q) else text_by_block)(q, keys, values, doc_starts)
+        queries, text, text_sums = (x.unflatten(1, (keys.shape[1], -1)) for x in (q, text, text_sums))
+        scores = draft_dots(queries, draft_keys) * q.shape[-1] ** -0.5
+        log_sums = torch.logaddexp(text_sums, scores.logsumexp(-1))
+        weights = (scores - log_sums[..., None]).exp().to(q.dtype)
+        out = (
+            (text * (text_sums - log_sums).exp()[..., None] + draft_sum(weights, draft_values))
+            .to(q.dtype)
+            .flatten(1, 2)
+        )
+        ctx.save_for_backward(q, keys, values, draft_keys, draft_values, doc_starts, out, log_sums.flatten(1, 2))
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor):
-        q, keys, values, draft_keys, draft_values, doc_starts, out, norms = ctx.saved_tensors
-        queries, out_gradient = (x.unflatten(1, (keys.shape[1], -1)) for x in (q, gradient))
+        q, keys, values, draft_keys, draft_values, doc_starts, out, log_sums = ctx.saved_tensors
+        # With the log-sums of text and drafts together, the text's part of the gradient is as if there were nothing else.
+        text_gradients = text_gradients_by_document if by_document(q) else text_gradients_by_block
+        q_gradient, *others = text_gradients(gradient, q, keys, values, doc_starts, out, log_sums)
+        queries, out_gradient, out, log_sums = (
+            x.unflatten(1, (keys.shape[1], -1)) for x in (q, gradient, out, log_sums)
+        )
         scale = q.shape[-1] ** -0.5
+        weights = (draft_dots(queries, draft_keys) * scale - log_sums[..., None]).exp()
         # Softmax: a score's gradient is its weight times (the weight's gradient - this mean, one per query).
-        mean_gradient = (out_gradient * out).sum(-1, dtype=norms.dtype)[..., None]
-        weights = (draft_scores(queries, draft_keys) - norms[..., None]).exp2()
+        mean_gradient = (out_gradient * out).sum(-1, dtype=log_sums.dtype)[..., None]
         score_gradient = (weights * (draft_dots(out_gradient, draft_values) - mean_gradient) * scale).to(q.dtype)
-        queries_gradient = draft_sum(score_gradient, draft_keys)
-        draft_keys_gradient, draft_values_gradient = (
+        q_gradient += draft_sum(score_gradient, draft_keys).flatten(1, 2)
+        draft_gradients = (
             draft_sum_transposed(score_gradient, queries),
             draft_sum_transposed(weights.to(q.dtype), out_gradient),
         )
-        keys_gradient, values_gradient = (torch.zeros_like(x, dtype=norms.dtype) for x in (keys, values))
-        for rows, end in blocks(q.shape[2]):
-            weights = text_scores(queries, keys, doc_starts, draft_keys.shape[3], rows, end)
-            weights.sub_(norms[:, :, :, rows, None]).exp2_()
-            block_gradient = out_gradient[:, :, :, rows].flatten(2, 3)
-            values_gradient[:, :, :end] += weights.to(q.dtype).flatten(2, 3).mT @ block_gradient
-            score_gradient = (block_gradient @ values[:, :, :end].mT).view_as(weights)
-            score_gradient = (score_gradient - mean_gradient[:, :, :, rows]).mul_(scale).mul_(weights).to(q.dtype)
-            queries_gradient[:, :, :, rows] += weighted_sum(score_gradient, keys[:, :, :end])
-            keys_gradient[:, :, :end] += score_gradient.flatten(2, 3).mT @ queries[:, :, :, rows].flatten(2, 3)
-        gradients = (
-            queries_gradient.flatten(1, 2),
-            keys_gradient.to(q.dtype),
-            values_gradient.to(q.dtype),
-            draft_keys_gradient,
-            draft_values_gradient,
+        return q_gradient, *others, *draft_gradients, None
+
+
+# -- over the text, a document at a time: torch's own attention for a CPU, which gives its log-sums and takes others back ----
+
+
+def by_document(q: Tensor) -> bool:
+    """Elsewhere the boundaries would have to be waited for."""
+    return q.device.type == "cpu"
+
+
+def documents(doc_starts: Tensor) -> Iterator[tuple[slice, slice]]:
+    """(row, slots) of every document."""
+    length = doc_starts.shape[1]
+    for row, begins in enumerate(doc_starts == torch.arange(length)):
+        bounds = [*begins.nonzero().flatten().tolist(), length]
+        for start, end in pairwise(bounds):
+            yield slice(row, row + 1), slice(start, end)
+
+
+def text_by_document(q: Tensor, keys: Tensor, values: Tensor, doc_starts: Tensor) -> tuple[Tensor, Tensor]:
+    """What q (batch, heads, length, dim) sees of the text, and the logs of its sums of exponentials (batch, heads, length) in
+    float32 at least."""
+    keys, values = (repeated(x, q) for x in (keys, values))
+    out, log_sums = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    for row, slots in documents(doc_starts):
+        read = (x[row, :, slots] for x in (q, keys, values))
+        out[row, :, slots], log_sums[row, :, slots] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *read, is_causal=True
         )
-        return *gradients, None
+    return out, log_sums
+
+
+def text_gradients_by_document(
+    gradient: Tensor, q: Tensor, keys: Tensor, values: Tensor, doc_starts: Tensor, out: Tensor, log_sums: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of q, keys and values, where `out` and `log_sums` are of all that q sees, and `gradient` is that of `out`."""
+    given = (gradient, q, repeated(keys, q), repeated(values, q), out, log_sums)
+    found = tuple(torch.empty_like(q) for _ in range(3))
+    for row, slots in documents(doc_starts):
+        read = (x[row, :, slots] for x in given)
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*read, 0.0, True)
+        for whole, part in zip(found, parts, strict=True):
+            whole[row, :, slots] = part
+    return found[0], *(x.unflatten(1, (keys.shape[1], -1)).sum(2) for x in found[1:])
+
+
+def repeated(x: Tensor, q: Tensor) -> Tensor:
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+# -- over the text, a block of queries at a time --------------------------------------------------------------------------
+
+
+def text_by_block(q: Tensor, keys: Tensor, values: Tensor, doc_starts: Tensor) -> tuple[Tensor, Tensor]:
+    """As `text_by_document`."""
+    queries = q.unflatten(1, (keys.shape[1], -1))
+    out, log_sums = (
+        torch.empty_like(queries),
+        q.new_empty(queries.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32)),
+    )
+    for rows, end in blocks(q.shape[2]):
+        scores = text_scores(queries, keys, doc_starts, rows, end)
+        top = scores.amax(-1, keepdim=True)
+        total = scores.sub_(top).exp_().sum(-1, keepdim=True)
+        out[:, :, :, rows] = weighted_sum(scores.to(q.dtype), values[:, :, :end]) / total
+        log_sums[:, :, :, rows] = (top + total.log())[..., 0]
+    return out.flatten(1, 2), log_sums.flatten(1, 2)
+
+
+def text_gradients_by_block(
+    gradient: Tensor, q: Tensor, keys: Tensor, values: Tensor, doc_starts: Tensor, out: Tensor, log_sums: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `text_gradients_by_document`."""
+    queries, out_gradient, out, log_sums = (x.unflatten(1, (keys.shape[1], -1)) for x in (q, gradient, out, log_sums))
+    mean_gradient = (out_gradient * out).sum(-1, dtype=log_sums.dtype)[..., None]
+    queries_gradient = torch.empty_like(queries)
+    keys_gradient, values_gradient = (torch.zeros_like(x, dtype=log_sums.dtype) for x in (keys, values))
+    for rows, end in blocks(q.shape[2]):
+        weights = text_scores(queries, keys, doc_starts, rows, end).sub_(log_sums[:, :, :, rows, None]).exp_()
+        block_gradient = out_gradient[:, :, :, rows].flatten(2, 3)
+        values_gradient[:, :, :end] += weights.to(q.dtype).flatten(2, 3).mT @ block_gradient
+        score_gradient = (block_gradient @ values[:, :, :end].mT).view_as(weights) - mean_gradient[:, :, :, rows]
+        score_gradient = score_gradient.mul_(q.shape[-1] ** -0.5).mul_(weights).to(q.dtype)
+        queries_gradient[:, :, :, rows] = weighted_sum(score_gradient, keys[:, :, :end])
+        keys_gradient[:, :, :end] += score_gradient.flatten(2, 3).mT @ queries[:, :, :, rows].flatten(2, 3)
+    return queries_gradient.flatten(1, 2), keys_gradient.to(q.dtype), values_gradient.to(q.dtype)
 
 
 def blocks(length: int) -> list[tuple[slice, int]]:
@@ -128,31 +195,18 @@ def blocks(length: int) -> list[tuple[slice, int]]:
     return [(slice(start, end := min(start + BLOCK, length)), end) for start in starts]
 
 
-def text_scores(queries: Tensor, keys: Tensor, doc_starts: Tensor, steps_back: int, rows: slice, end: int) -> Tensor:
-    """(batch, kv heads, group, rows, end) in float32 at least, of queries whose drafts began `steps_back` slots earlier."""
-    block = scaled(queries[:, :, :, rows])
+def text_mask(doc_starts: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
+    """(batch, 1, rows, keys) to be added to the scores of these rows."""
+    slots = torch.arange(rows.stop, device=doc_starts.device)
+    return added(((slots >= doc_starts[:, rows, None]) & (slots <= slots[rows, None]))[:, None], dtype)
+
+
+def text_scores(queries: Tensor, keys: Tensor, doc_starts: Tensor, rows: slice, end: int) -> Tensor:
+    """(batch, kv heads, group, rows, end) in float32 at least."""
+    block = queries[:, :, :, rows] * queries.shape[-1] ** -0.5
     scores = (block.flatten(2, 3) @ keys[:, :, :end].mT).unflatten(2, block.shape[2:4])
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    seen = seen_text(doc_starts, rows, end, steps_back)
-    penalty = seen.to(scores.dtype).sub_(1).mul_(MASK_PENALTY)  # adding costs a quarter of masked_fill
-    return scores.add_(penalty[:, None, None])
-
-
-def scaled(queries: Tensor) -> Tensor:
-    return queries * (queries.shape[-1] ** -0.5 / math.log(2))
-
-
-def draft_scores(queries: Tensor, draft_keys: Tensor) -> Tensor:
-    """(batch, kv heads, group, length, later steps), as `text_scores`."""
-    return draft_dots(scaled(queries), draft_keys)
-
-
-def draft_dots(x: Tensor, states: Tensor) -> Tensor:
-    """x (batch, kv heads, group, rows, dim) times each row's own states (batch, kv heads, rows, steps, dim)."""
-    products = [
-        (x * step[:, :, None]).sum(-1, dtype=torch.promote_types(x.dtype, torch.float32)) for step in states.unbind(3)
-    ]
-    return torch.stack(products, dim=-1)
+    return scores.add_(text_mask(doc_starts, rows, scores.dtype)[:, None])
 
 
 def weighted_sum(weights: Tensor, states: Tensor) -> Tensor:
@@ -160,12 +214,24 @@ def weighted_sum(weights: Tensor, states: Tensor) -> Tensor:
     return (weights.flatten(2, 3) @ states).unflatten(2, weights.shape[2:4])
 
 
+# -- over a draft's own later steps ------------------------------------------------------------------------------------------
+
+
+def draft_dots(x: Tensor, states: Tensor) -> Tensor:
+    """x (batch, kv heads, group, length, dim) times each slot's own states (batch, kv heads, length, steps, dim), in float32
+    at least."""
+    products = [
+        (x * step[:, :, None]).sum(-1, dtype=torch.promote_types(x.dtype, torch.float32)) for step in states.unbind(3)
+    ]
+    return torch.stack(products, dim=-1)
+
+
 def draft_sum(weights: Tensor, states: Tensor) -> Tensor:
-    """Weights (batch, kv heads, group, rows, steps) over each row's own states (batch, kv heads, rows, steps, dim)."""
+    """Weights (batch, kv heads, group, length, steps) over each slot's own states (batch, kv heads, length, steps, dim)."""
     pairs = zip(weights.split(1, -1), states.unbind(3), strict=True)
     return sum(weight * step[:, :, None] for weight, step in pairs)
 
 
 def draft_sum_transposed(weights: Tensor, x: Tensor) -> Tensor:
-    """The transpose of `draft_sum`: (batch, kv heads, rows, steps, dim)."""
+    """The transpose of `draft_sum`: (batch, kv heads, length, steps, dim)."""
     return torch.stack([(weight * x).sum(2) for weight in weights.split(1, -1)], dim=3)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from heads import Target, load_head, save_head, vocab
@@ -157,10 +158,10 @@ def test_gate_sees_a_prefix_layer_that_reads_other_text(target, monkeypatch):
     """Hydra++'s layer looks at the whole row in training, the future included, and at the past alone in drafting."""
     head = make_head("hydra_pp", target)
 
-    def everything(first: torch.Tensor, rows: slice, end: int) -> torch.Tensor:
-        return torch.ones(1, rows.stop - rows.start, end).bool()
+    def everything(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
 
-    monkeypatch.setattr("heads.step_attention.seen_text", everything)
+    monkeypatch.setattr("heads.step_attention.attend_text", everything)
     with pytest.raises(ValueError, match="parity gate: at depth 1"):
         parity_gate.check(head, target, PROMPT)
 
@@ -175,8 +176,12 @@ def test_gate_sees_a_draft_model_one_position_off(target, monkeypatch):
 
 def test_gate_sees_training_steps_that_look_at_text_they_have_not_got(target, monkeypatch):
     head = make_head("eagle3", target)
-    scores = steps.text_scores
-    monkeypatch.setattr(steps, "text_scores", lambda q, k, mask, back, *rest: scores(q, k, mask, 0, *rest))
+    read = steps.text_by_document
+
+    def one_more(q: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(found.roll(-1, 2) for found in read(q.roll(1, 2), *rest))
+
+    monkeypatch.setattr(steps, "text_by_document", one_more)
     with pytest.raises(ValueError, match="parity gate: at depth 2"):
         parity_gate.check(head, target, PROMPT)
 
@@ -253,13 +258,15 @@ def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
 @pytest.mark.parametrize("kind", ["eagle3", "hass"])
 def test_a_training_step_does_not_depend_on_the_blocks_it_is_read_in(target, kind, monkeypatch):
     distillation, text, found = DistillationModel(make_head(kind, target), target, soft), batch(20, 12), []
-    for block in (256, 7):
+    for by_document, block in ((True, 256), (False, 256), (False, 7)):
+        monkeypatch.setattr("heads.step_attention.by_document", lambda q, by_document=by_document: by_document)
         monkeypatch.setattr("heads.step_attention.BLOCK", block)
         distillation.zero_grad()
         outcome = distillation(*text)
         outcome.loss.backward()
         found.append([outcome.loss.detach(), *(parameter.grad for parameter in distillation.parameters())])
-    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other, atol=1e-5, rtol=1e-4)
 
 
 def plainly(q, parts, mask):
@@ -275,15 +282,18 @@ def plainly(q, parts, mask):
     return out + sum(weights[..., length + i, None] * v for i, (_, v) in enumerate(rolled))
 
 
+@pytest.mark.parametrize("by_document", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_step_attention_and_its_gradients(count, monkeypatch):
+def test_step_attention_and_its_gradients(count, by_document, monkeypatch):
     monkeypatch.setattr("heads.step_attention.BLOCK", 7)
+    monkeypatch.setattr("heads.step_attention.by_document", lambda q: by_document)
     torch.manual_seed(0)
-    length, text = 25, batch(15, 10)
-    q = torch.randn(1, 6, length, 4, dtype=torch.float64)
-    parts = [[torch.randn(1, 2, length, 4, dtype=torch.float64) for _ in range(2)] for _ in range(count)]
+    length, rows = 25, (batch(15, 10), batch(4, 1, 20))
+    q = torch.randn(2, 6, length, 4, dtype=torch.float64)
+    parts = [[torch.randn(2, 2, length, 4, dtype=torch.float64) for _ in range(2)] for _ in range(count)]
+    starts, mask = torch.cat([row.document_starts() for row in rows]), torch.cat([row.mask() for row in rows])
     found = []
-    for way, sees in ((steps.attend_steps, text.document_starts()), (plainly, text.mask())):
+    for way, sees in ((steps.attend_steps, starts), (plainly, mask)):
         leaves = [q.clone().requires_grad_(), *(x.clone().requires_grad_() for pair in parts for x in pair)]
         out = way(leaves[0], list(zip(leaves[1::2], leaves[2::2], strict=True)), sees)[:, :, count - 1 :]
         (out * torch.linspace(-1, 1, 4)).sum().backward()
@@ -291,9 +301,11 @@ def test_step_attention_and_its_gradients(count, monkeypatch):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("by_document", [True, False])
 @pytest.mark.parametrize("count", [1, 3])
-def test_step_attention_keeps_neither_scores_nor_masks(count, monkeypatch):
+def test_step_attention_keeps_neither_scores_nor_masks(count, by_document, monkeypatch):
     monkeypatch.setattr("heads.step_attention.BLOCK", 25)
+    monkeypatch.setattr("heads.step_attention.by_document", lambda q: by_document)
     length = 300
     x = torch.randn(1, 1, length, 8, requires_grad=True)
     with Live([x]) as live:

@@ -127,7 +127,7 @@ class BlockDistillation(DistillationModel):
             loss = loss + self.confidence_weight * rating_loss(correction[..., -1], draft, given.logits)
         if self.d_pace:
             loss = loss * d_pace_weights(draft, tokens, counted)
-        hits = (head.to_target_ids(draft.argmax(-1)) == best) & counted
+        hits = (head.to_target_ids(draft.max(-1).indices) == best) & counted
         return torch.stack([torch.where(counted & able, loss, 0.0).sum(0), hits.sum(0).to(loss.dtype)])
 
     def selector_loss(self, base: Tensor, correction: Tensor, answer: Tensor, tokens: Tensor) -> Tensor:

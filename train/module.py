@@ -146,7 +146,7 @@ class DistillationModel(nn.Module):
         """Sum of losses and number of hits, (2,), of drafts (n, width) of one depth. counts: (n,) bool."""
         draft = self.head.logits(state, depth)
         learned = counts & answers.able
-        hits = (self.head.to_target_ids(draft.argmax(-1)) == answers.best) & counts
+        hits = (self.head.to_target_ids(draft.max(-1).indices) == answers.best) & counts
         losses = self.loss(Prediction(draft, state), answers.given)
         loss = torch.where(learned, losses if weights is None else weights * losses, 0.0).sum()
         return torch.stack([loss, hits.sum().to(loss.dtype)])
@@ -156,7 +156,7 @@ class DistillationModel(nn.Module):
         """From the target's last hidden states; no gradient reaches the target through its answers (train/joint.py)."""
         last = last.detach()
         answer = sparse(last, self.target.vocab_size) if self.top_k else self.target.logits(last)
-        best, ids = answer.argmax(-1), self.head.draft_ids
+        best, ids = answer.max(-1).indices, self.head.draft_ids
         if ids is None:
             return Answers(Prediction(answer, last), best, torch.ones_like(best, dtype=torch.bool))
         able = torch.zeros(answer.shape[-1], dtype=torch.bool, device=ids.device).index_fill(0, ids, True)[best]
