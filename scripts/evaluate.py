@@ -21,7 +21,7 @@ from heads import Target
 from heads.target.device import device_name
 from inference import generate, load_drafter
 from inference.drafters import AutoTree, Drafter, chain_of, tree_of
-from inference.drafters.costs import CostModel
+from inference.drafters.costs import Tree
 from inference.evaluation import benchmark_report, figures
 from inference.evaluation.alignment import check_alignment
 from inference.evaluation.benchmark import PLAIN, Benchmark, Contestant, Lines, Text, rivals
@@ -176,11 +176,14 @@ def examine(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float]) ->
                 "expected",
                 one.name,
                 [batch],
-                lambda tree=tree, batch=batch, rows=rows: {
-                    "speeds": [speed._asdict() for speed in compare(target, tree, rows, cfg.new_tokens, batch)],
-                    "read": CostModel(tree, target)(batch).read,
-                },
+                lambda tree=tree, batch=batch, rows=rows: expected(target, tree, rows, cfg.new_tokens, batch),
             )
+
+
+def expected(target: Target, tree: Tree, rows: list[list[int]], new_tokens: int, batch: int) -> dict[str, Any]:
+    """Speeds by the cost model beside measured ones, and what reads cost."""
+    speeds, costs = compare(target, tree, rows, new_tokens, batch)
+    return {"speeds": [speed._asdict() for speed in speeds], "read": costs.read}
 
 
 def identity(benchmark: Benchmark, one: Contestant, temperature: float) -> dict[str, Any]:

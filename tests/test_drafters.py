@@ -36,7 +36,7 @@ from inference.drafters import (
 )
 from inference.drafters.auto import FIRST, PLAIN, TIMED
 from inference.drafters.base import Accepted, chains, root_only, trees
-from inference.drafters.costs import CostModel, Costs
+from inference.drafters.costs import CostModel, Costs, PaddedRoot
 from inference.drafters.union import merge
 from inference.evaluation.lossless import PaddedDrafter
 from inference.sampling import Sampling, SamplingParams
@@ -438,22 +438,36 @@ def test_costs_are_measured_once_and_kept(small, monkeypatch, tmp_path):
     assert CostModel(eagle(small), small)(2) != first
 
 
-def test_a_draft_is_timed_after_a_text_and_after_what_a_step_accepts(small, monkeypatch):
-    seen, propose = [], DynamicTree.propose
+def test_reads_and_drafts_are_timed_after_texts_of_the_length_that_is_asked_for(monkeypatch):
+    target, lengths, pad = random_model(1, max_position_embeddings=512), [], PaddedRoot.propose
+
+    def padded(self: PaddedRoot, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        lengths.append(len(accepted.text[0]))
+        return pad(self, accepted, gumbel)
+
+    monkeypatch.setattr(PaddedRoot, "propose", padded)
+    model = CostModel(eagle(target), target, text=100)
+    model.measure_read(1)
+    assert abs(sum(lengths) / len(lengths) - 100) <= 1
+    assert CostModel(eagle(target), target, text=120).read_facts() != model.read_facts()
+
+
+def test_a_draft_is_timed_after_a_text_and_after_what_a_step_accepts(monkeypatch):
+    target, seen, propose = random_model(1, max_position_embeddings=512), [], DynamicTree.propose
 
     def spied(self: DynamicTree, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         seen.append((self.levels, accepted.tokens.shape, list(self.cache.lengths)))
         return propose(self, accepted, gumbel)
 
     monkeypatch.setattr(DynamicTree, "propose", spied)
-    model = CostModel(eagle(small), small)
+    model = CostModel(eagle(target), target, text=100)
     for batch in (1, 2):
         seen.clear()
         model.measure_draft(batch)
         assert {(levels, tuple(shape)) for levels, shape, _ in seen} == {
             (levels, (batch, 1 + (levels if batch > 1 else levels // 2))) for levels in range(1, model.levels + 1)
         }
-        assert all(lengths == [model.text] * batch for *_, lengths in seen)
+        assert all(lengths == [100] * batch for *_, lengths in seen)
 
 
 def test_a_disturbed_measurement_makes_no_tree_dearer_than_a_larger_one(small, monkeypatch):

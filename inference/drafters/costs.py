@@ -33,7 +33,7 @@ from inference.tree import TokenTree, chain
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 Tree = DynamicTree | BlockTree | StaticTree  # of a head: its best nodes are a smaller tree
 
-TEXT = 256  # entries of text in the cache that costs are measured over
+TEXT = 256  # tokens of a text after which costs are measured, unless it is said; and those it may grow by
 REPEATS = 5  # the fastest counts, since only disturbances make one slower; the first is left out
 
 
@@ -70,9 +70,10 @@ class PaddedRoot(Drafter):
 
 
 class CostModel:
-    def __init__(self, inner: Tree, target: Target):
-        """inner: with the largest tree that may be used."""
+    def __init__(self, inner: Tree, target: Target, text: int = TEXT):
+        """inner: with the largest tree that may be used. text: tokens before those that a step reads or drafts."""
         self.inner, self.target, self.nodes, self.levels = inner, target, inner.nodes, inner.depth
+        self.text = max(1, min(text, (target.context or text + TEXT) - TEXT))
         self.known: dict[int, Costs] = {}
 
     def __call__(self, batch: int) -> Costs:
@@ -98,6 +99,7 @@ class CostModel:
             "target": [target.name, hashlib.sha256(repr(target.config).encode()).hexdigest()[:16]],
             "layers": list(self.inner.layers),
             "nodes": self.nodes,
+            "text": self.text,
             "versions": {name: importlib.metadata.version(name) for name in libraries},
         }
 
@@ -107,7 +109,7 @@ class CostModel:
         shapes = {name: list(weight.shape) for name, weight in inner.head.named_parameters()}
         width = None if isinstance(inner, StaticTree) else inner.width
         tree = [type(inner).__name__, type(inner.head).__name__, width, self.levels]
-        return self.read_facts() | {"tree": tree, "weights": shapes, "text": self.text}
+        return self.read_facts() | {"tree": tree, "weights": shapes}
 
     def kept(self, what: str, batch: int, facts: dict[str, Any], measure: Callable[[], Any]) -> Any:
         """What the file for these facts says, or what `measure` gives, which is written there."""
@@ -123,18 +125,14 @@ class CostModel:
             write(file, json.dumps({"seconds": found, "about": json.loads(about)}, indent=1))
         return found
 
-    @property
-    def text(self) -> int:
-        """Tokens before those that are drafted or read, where a step is measured."""
-        return max(1, min(TEXT, (self.target.context or 2 * TEXT) - TEXT))
-
     def measure_read(self, batch: int) -> dict[str, float]:
         from inference.engine import Engine  # it imports drafters, this file among them
         from inference.request import Request
 
         drafter = PaddedRoot(self.nodes, self.inner.layers)
         engine = Engine(self.target, drafter)
-        text = [0] * self.text
+        sizes = sorted({1, self.nodes, *(size for size in SIZES if size < self.nodes)})
+        text = [0] * max(1, self.text - REPEATS * len(sizes) // 2)  # every step adds a token
 
         def prepare(size: int) -> None:
             if not engine.has_work:  # at first, and where the context is short
@@ -143,7 +141,6 @@ class CostModel:
                 engine.step()
             drafter.resize(size)
 
-        sizes = sorted({1, self.nodes, *(size for size in SIZES if size < self.nodes)})
         found = fastest(sizes, prepare, lambda size: engine.step(), self.target.device)
         engine.close()
         return dict(zip(map(str, sizes), found, strict=True))

@@ -68,10 +68,12 @@ def sizes(largest: int) -> list[int]:
 
 def compare(
     target: Target, inner: Tree, prompts: list[list[int]], new_tokens: int, batch: int, repeats: int = 5
-) -> list[Speed]:
-    """inner: with the largest tree. Texts are greedy; prompts are used again where there are fewer than a batch needs."""
+) -> tuple[list[Speed], Costs]:
+    """The speeds of some trees, and the costs that they are expected by. inner: with the largest tree. Texts are greedy;
+    prompts are used again where there are fewer than a batch needs."""
     rows = [prompts[number % len(prompts)] for number in range(batch)]
-    costs = CostModel(inner, target)(batch)
+    length = sum(map(len, rows)) // batch + new_tokens // 2
+    costs = CostModel(inner, target, length)(batch)
     observed = Observed(copy.copy(inner))
     in_full_swing(target, observed, rows, new_tokens)
     trees: dict[int, Drafter] = {1: PaddedRoot(1, inner.layers)}
@@ -87,7 +89,8 @@ def compare(
             seen[nodes].append(tokens / seconds)
     speeds = {nodes: median(found) for nodes, found in seen.items()}
     plain = speeds.pop(1)
-    return [Speed(batch, nodes, plain * observed.speedup(nodes, costs), speed) for nodes, speed in speeds.items()]
+    expected = {nodes: plain * observed.speedup(nodes, costs) for nodes in speeds}
+    return [Speed(batch, nodes, expected[nodes], speed) for nodes, speed in speeds.items()], costs
 
 
 @torch.inference_mode()
