@@ -33,13 +33,16 @@ class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        saved = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
-        x, weight = (tensor.detach().requires_grad_(needed) for tensor, needed in saved)
-        with torch.enable_grad():
-            out = rms_norm(x, weight, ctx.eps).to(gradient.dtype)
-        inputs = [tensor for tensor in (x, weight) if tensor.requires_grad]
-        gradients = iter(torch.autograd.grad(out, inputs, gradient))
-        return *(next(gradients) if tensor.requires_grad else None for tensor in (x, weight)), None
+        x, weight = ctx.saved_tensors
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        given, gradient, scale = x.to(wide), gradient.to(wide), weight.to(wide)
+        inverse = (torch.linalg.vecdot(given, given)[..., None] / x.shape[-1] + ctx.eps).rsqrt()
+        # A layer norm told that the mean is 0 has the same gradient, less what its mean would have passed back.
+        of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            gradient, given, weight.shape, torch.zeros_like(inverse), inverse, scale, None, [True, True, False]
+        )
+        of_x.addcmul_(inverse, (gradient @ scale)[..., None], value=1 / x.shape[-1])
+        return of_x.to(x.dtype), of_weight.to(weight.dtype), None
 
 
 class RMSNorm(nn.Module):

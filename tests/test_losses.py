@@ -113,3 +113,14 @@ def test_a_sum_names_what_it_does_not_know():
         losses.weighted_sum(*pair(), weights={"l1": 1.0, "l3": 1.0})
     with pytest.raises(ValueError, match=r"loss=label learns from the tokens of the text"):
         losses.label(*(replace(prediction, tokens=None) for prediction in pair()))
+
+
+def test_the_gradient_of_the_soft_loss_is_autograds():
+    logits, p = torch.randn(5, 11, dtype=torch.float64), torch.rand(5, 11, dtype=torch.float64).softmax(-1)
+    scale, found = torch.rand(5, dtype=torch.float64), []
+    for loss in (losses.SoftCrossEntropy.apply, lambda x, p: -(p * x.log_softmax(-1)).sum(-1)):
+        x = logits.clone().requires_grad_()
+        out = loss(x, p)
+        out.backward(scale)
+        found.append([out.detach(), x.grad])
+    torch.testing.assert_close(*found)
