@@ -36,12 +36,12 @@ class RMSNormFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wide = torch.promote_types(weight.dtype, torch.float32)
         given, gradient, scale = x.to(wide), gradient.to(wide), weight.to(wide)
-        inverse = (torch.linalg.vecdot(given, given)[..., None] / x.shape[-1] + ctx.eps).rsqrt()
+        inverse = (given.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
         # A layer norm told that the mean is 0 has the same gradient, less what its mean would have passed back.
         of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward(
             gradient, given, weight.shape, torch.zeros_like(inverse), inverse, scale, None, [True, True, False]
         )
-        of_x.addcmul_(inverse, (gradient @ scale)[..., None], value=1 / x.shape[-1])
+        of_x.addcmul_(inverse, (gradient * scale).mean(-1, keepdim=True))  # no product: autocast would round it
         return of_x.to(x.dtype), of_weight.to(weight.dtype), None
 
 

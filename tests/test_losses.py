@@ -115,12 +115,12 @@ def test_a_sum_names_what_it_does_not_know():
         losses.label(*(replace(prediction, tokens=None) for prediction in pair()))
 
 
-def test_the_gradient_of_the_soft_loss_is_autograds():
-    logits, p = torch.randn(5, 11, dtype=torch.float64), torch.rand(5, 11, dtype=torch.float64).softmax(-1)
-    scale, found = torch.rand(5, dtype=torch.float64), []
+def test_the_soft_loss_is_autograds_in_mixed_precision_too():
+    logits, p, scale, found = torch.randn(5, 11), torch.rand(5, 11).softmax(-1), torch.rand(5), []
     for loss in (losses.SoftCrossEntropy.apply, lambda x, p: -(p * x.log_softmax(-1)).sum(-1)):
         x = logits.clone().requires_grad_()
-        out = loss(x, p)
-        out.backward(scale)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = loss(x, p)
+            out.backward(scale)
         found.append([out.detach(), x.grad])
     torch.testing.assert_close(*found)
