@@ -135,7 +135,14 @@ def study(cfg: DictConfig, config: PretrainedConfig, dtype: torch.dtype) -> tupl
     """cfg: as conf/plan.yaml describes it. The target is one without numbers."""
     # Fake tensors cannot be moved, and have nowhere to go.
     unmoved = patch.object(nn.Module, "to", lambda self, *args, **kwargs: self)
-    with FakeTensorMode(), no_init_weights(), unmoved, patch("heads.block_attention.text_ends", whole_text):
+    with (
+        FakeTensorMode(),
+        no_init_weights(),
+        unmoved,
+        # Neither can be read from a batch without numbers.
+        patch("heads.block_attention.text_ends", whole_text),
+        patch("heads.step_attention.by_document", lambda q: False),
+    ):
         model = model_class(config).from_config(config, dtype=dtype)
         model.tie_weights()  # which it leaves where no weights are initialised
         target = ConfigOnlyTarget(model, name=cfg.target.path)
