@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.support import ROOT
 from tests.support.processes import ONE, SMALL_EAGLE3, TWO, complaint, end, program, torchrun
@@ -110,6 +110,17 @@ def test_a_run_ships_its_best_weights(given: list[str], here, tmp_path: Path, mo
     best["fc.weight"] /= best["fc.sizes"]
     assert all(torch.equal(saved[name], best[name]) for name in saved)
     assert json.loads((tmp_path / "out/metrics.json").read_text())["step"] == 8
+
+
+def test_a_checkpoint_that_lacks_weights_is_not_resumed(given: list[str], here, tmp_path: Path):
+    """As one of a version whose `fc` had no sizes."""
+    run = [*given, "output_dir=out", "keep_checkpoints=true"]
+    assert here(*run, "trainer.max_steps=3").code == 0
+    (tmp_path / "out/metrics.json").unlink()
+    file = tmp_path / "out/checkpoints/checkpoint-3/model.safetensors"
+    save_file({name: weight for name, weight in load_file(file).items() if name != "head.fc.sizes"}, file)
+    message = complaint(here(*run, "trainer.max_steps=6"))
+    assert "were written by another version of foredraft, which has not the same weights (head.fc.sizes)" in message
 
 
 # Sweeps, other heads, other processes

@@ -193,6 +193,14 @@ class HeadTrainer(Trainer):
         self.saving_since = time.perf_counter()
         super().save_model(*args, **kwargs)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Raises ValueError for a checkpoint that has not the weights of this head, as those of other versions."""
+        if odd := [*load_result.missing_keys, *load_result.unexpected_keys]:
+            raise ValueError(
+                f"the checkpoints in {self.args.output_dir} were written by another version of foredraft, which has not "
+                f"the same weights ({', '.join(odd[:3])}): train anew with another output_dir, or resume with that version"
+            )
+
     # Full weights
 
     @property
