@@ -2,7 +2,7 @@
 
 checkpoints/
   checkpoint-40/            weights, optimizer, schedule, random states, trainer_state.json, by the Trainer
-  best-20.safetensors       the head with the greatest acceptance length on validation prompts so far
+  best-20.safetensors       the head that drafted best on validation prompts so far
   unfinished/               what a run is about to write or to delete; nothing in it is ever read
 """
 
@@ -57,9 +57,14 @@ def rotate(directory: Path, limit: int | None, best: int | None) -> None:
 
 
 def best_step(history: list[dict[str, Any]]) -> int | None:
-    """The step with the greatest measured acceptance length, the latest of equals; None if none was measured."""
-    measured = [(entry["acceptance_length"], entry["step"]) for entry in history if "acceptance_length" in entry]
-    return max(measured)[1] if measured else None
+    """The step with the greatest measured acceptance length, or the newest of those that are below it by less than its
+    standard error: so small a difference is noise, and what was learned since is not. None if none was measured."""
+    measured = [entry for entry in history if "acceptance_length" in entry]
+    if not measured:
+        return None
+    best = max(measured, key=lambda entry: entry["acceptance_length"])
+    least = best["acceptance_length"] - best["acceptance_error"]
+    return max(entry["step"] for entry in measured if entry["acceptance_length"] >= least)
 
 
 def best_file(directory: Path, step: int) -> Path:
