@@ -80,13 +80,14 @@ def train_all(cfg: DictConfig, output: Path) -> tuple[dict[str, Path], dict[str,
 
 
 def rows_of_table(cfg: DictConfig, trained: dict[str, Path]) -> dict[str, Any]:
-    """Every row's settings: of each head its tree and its chain, and the rows of conf/compare.yaml."""
+    """Every row's settings: of each head its tree, its chain and tree=auto, and the rows of conf/compare.yaml."""
     wanted: dict[str, Any] = {}
     for name, directory in trained.items():
         wanted[name] = {"drafter": {"spec": f"{{{name}}}", "tree": "fixed"}}
         maker = OmegaConf.load(directory / "head" / "config.yaml").head._target_
         if not issubclass(get_class(maker.rpartition(".")[0]), ParallelHead):
             wanted[f"{name}, chain"] = {"drafter": {"spec": f"{{{name}}}", **cfg.chain}}
+        wanted[f"{name}, auto"] = {"drafter": {"spec": f"{{{name}}}", "tree": "auto"}}
     wanted |= {str(name): OmegaConf.to_container(row) for name, row in cfg.rows.items()}
     return {name: row for name, row in wanted.items() if set(named(row)) <= set(trained)}
 
