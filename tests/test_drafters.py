@@ -439,16 +439,19 @@ def test_costs_are_measured_once_and_kept(small, monkeypatch, tmp_path):
 
 
 def test_reads_and_drafts_are_timed_after_texts_of_the_length_that_is_asked_for(monkeypatch):
-    target, lengths, pad = random_model(1, max_position_embeddings=512), [], PaddedRoot.propose
+    target, lengths, pad = random_model(1, max_position_embeddings=512), {False: [], True: []}, PaddedRoot.propose
 
     def padded(self: PaddedRoot, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        lengths.append(len(accepted.text[0]))
+        lengths[self.depth > 0].append([len(text) for text in accepted.text])
         return pad(self, accepted, gumbel)
 
     monkeypatch.setattr(PaddedRoot, "propose", padded)
     model = CostModel(eagle(target), target, text=100)
-    model.measure_read(1)
-    assert abs(sum(lengths) / len(lengths) - 100) <= 1
+    model.measure_read(2)
+    plain, trees = (torch.tensor(lengths[drafts], dtype=torch.float64) for drafts in (False, True))
+    # Rows without drafts stay of one length, and those with trees do not.
+    assert torch.equal(plain[:, 0], plain[:, 1]) and not torch.equal(trees[:, 0], trees[:, 1])
+    assert all(abs(found.mean() - 100) <= 1.5 for found in (plain, trees))
     assert CostModel(eagle(target), target, text=120).read_facts() != model.read_facts()
 
 

@@ -129,20 +129,24 @@ class CostModel:
         from inference.engine import Engine  # it imports drafters, this file among them
         from inference.request import Request
 
-        drafter = PaddedRoot(self.nodes, self.inner.layers)
-        engine = Engine(self.target, drafter)
         sizes = sorted({1, self.nodes, *(size for size in SIZES if size < self.nodes)})
-        text = [0] * max(1, self.text - REPEATS * len(sizes) // 2)  # every step adds a token
+        # Rows that are decoded plainly stay of one length, and those with trees do not.
+        drafters = [PaddedRoot(self.nodes, self.inner.layers) for _ in range(2)]
+        engines = [Engine(self.target, drafter) for drafter in drafters]
 
         def prepare(size: int) -> None:
-            if not engine.has_work:  # at first, and where the context is short
-                for seed in range(batch):
-                    engine.add(Request(text, max_new_tokens=TEXT, seed=seed))
-                engine.step()
-            drafter.resize(size)
+            ragged = size > 1
+            if not engines[ragged].has_work:  # at first, and where the context is short
+                steps = REPEATS * (len(sizes) - 1 if ragged else 1)  # each adds a token
+                for number in range(batch):
+                    text = [0] * max(1, self.text - steps // 2 - ragged * (number % 2))
+                    engines[ragged].add(Request(text, max_new_tokens=TEXT, seed=number))
+                engines[ragged].step()
+            drafters[ragged].resize(size)
 
-        found = fastest(sizes, prepare, lambda size: engine.step(), self.target.device)
-        engine.close()
+        found = fastest(sizes, prepare, lambda size: engines[size > 1].step(), self.target.device)
+        for engine in engines:
+            engine.close()
         return dict(zip(map(str, sizes), found, strict=True))
 
     @torch.inference_mode()
