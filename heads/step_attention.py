@@ -71,11 +71,8 @@ class StepAttention(torch.autograd.Function):
         scores = draft_dots(queries, draft_keys) * q.shape[-1] ** -0.5
         log_sums = torch.logaddexp(text_sums, scores.logsumexp(-1))
         weights = (scores - log_sums[..., None]).exp().to(q.dtype)
-        out = (
-            (text * (text_sums - log_sums).exp()[..., None] + draft_sum(weights, draft_values))
-            .to(q.dtype)
-            .flatten(1, 2)
-        )
+        out = text * (text_sums - log_sums).exp()[..., None] + draft_sum(weights, draft_values)
+        out = out.to(q.dtype).flatten(1, 2)
         ctx.save_for_backward(q, keys, values, draft_keys, draft_values, doc_starts, out, log_sums.flatten(1, 2))
         return out
 
@@ -156,10 +153,8 @@ def repeated(x: Tensor, q: Tensor) -> Tensor:
 def text_by_block(q: Tensor, keys: Tensor, values: Tensor, doc_starts: Tensor) -> tuple[Tensor, Tensor]:
     """As `text_by_document`."""
     queries = q.unflatten(1, (keys.shape[1], -1))
-    out, log_sums = (
-        torch.empty_like(queries),
-        q.new_empty(queries.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32)),
-    )
+    out = torch.empty_like(queries)
+    log_sums = q.new_empty(queries.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
     for rows, end in blocks(q.shape[2]):
         scores = text_scores(queries, keys, doc_starts, rows, end)
         top = scores.amax(-1, keepdim=True)

@@ -194,7 +194,8 @@ class HeadTrainer(Trainer):
         super().save_model(*args, **kwargs)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raises ValueError for a checkpoint that has not the weights of this head, as those of other versions."""
+        """The Trainer's, after it has read a checkpoint. Raises ValueError for one that has not the weights of this head, as
+        those of other versions."""
         if odd := [*load_result.missing_keys, *load_result.unexpected_keys]:
             raise ValueError(
                 f"the checkpoints in {self.args.output_dir} were written by another version of foredraft, which has not "
