@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from heads import llama_config
 from heads.base import PackedBatch, RecurrentHead, shift_right
 from heads.layers import DecoderLayer, Rotary
-from heads.step_attention import attend_steps
+from heads.step_attention import at_start, attend_steps
 from heads.target import Target
 from heads.target.cache import KVCache
 
@@ -87,11 +87,12 @@ class EagleHead(RecurrentHead):
         if self.training and self.noise:
             hidden = hidden + (torch.rand_like(hidden) - 0.5) * self.noise * 512 / length
         cos, sin = self.rotary(text.positions, length, self.dtype)
-        document_starts, steps, outs = text.document_starts(), [], []
+        document_starts, outs = text.document_starts(), []
+        steps: list[tuple[Tensor, Tensor]] = []
         for _ in range(self.depth):
             fused = self.fuse(hidden, next_embeddings)
             q, k, v = attention.project(fused, cos, sin)
-            steps.append((k, v))
+            steps.append(at_start(k, v, len(steps)))
             attended = attention.project_out(attend_steps(q, steps, document_starts))
             outs.append(self.layer.feed_forward(fused, attended))
             hidden = shift_right(outs[-1], 1)

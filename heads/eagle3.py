@@ -14,14 +14,15 @@ lies one slot further back:
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from heads import llama_config
 from heads.base import PackedBatch, RecurrentHead, shift_right
 from heads.latent_attention import LatentAttention
-from heads.layers import MLP, Attention, FeatureLinear, RMSNorm, Rotary
-from heads.step_attention import attend_steps
+from heads.layers import MLP, Attention, FeatureLinear, RMSNorm, Rotary, read_first_half
+from heads.step_attention import at_start, attend_steps
 from heads.target import Target
 from heads.target.cache import KVCache
 
@@ -184,12 +185,16 @@ class Eagle3Head(RecurrentHead):
         hidden = self.fuse(features)
         next_embeddings = embeddings.to(hidden.dtype).roll(-1, dims=1)
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], hidden.dtype)
-        document_starts, steps, outs = text.document_starts(), [], []
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        # Embeddings stay where they are, and so give the same in every step.
+        of_embeddings, weight = read_first_half(attention.input_layers, layer.input_layernorm(next_embeddings))
+        document_starts, outs = text.document_starts(), []
+        steps: list[tuple[Tensor, Tensor]] = []
         for _ in range(self.depth):
-            q, k, v = self.midlayer.self_attn.project(self.midlayer.concat_inputs(next_embeddings, hidden), cos, sin)
-            steps.append((k, v))
-            attended = self.midlayer.self_attn.project_out(attend_steps(q, steps, document_starts))
-            outs.append(self.midlayer.feed_forward(self.residual(hidden), attended))
+            q, k, v = attention.split_heads(of_embeddings + F.linear(layer.hidden_norm(hidden), weight), cos, sin)
+            steps.append(at_start(k, v, len(steps)))
+            attended = attention.project_out(attend_steps(q, steps, document_starts))
+            outs.append(layer.feed_forward(self.residual(hidden), attended))
             hidden = shift_right(self.feed_back(outs[-1]), 1)
         return outs
 

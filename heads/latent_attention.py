@@ -40,10 +40,16 @@ class LatentAttention(Attention):
         self.o_proj = nn.Linear(self.heads * self.value_dim, config.hidden_size, bias=False)
         self.score_scale = score_scale(config.rope_parameters)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def input_layers(self) -> list[nn.Linear]:
+        return [self.q_a_proj if self.low_rank else self.q_proj, self.kv_a_proj_with_mqa]
+
+    def split_heads(self, products: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (batch, heads, length, dim) each, positions applied; values are padded with zeros."""
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.low_rank else self.q_proj(x)
-        latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope_dim], dim=-1)
+        of_q = self.input_layers[0].out_features
+        q, latent, k_rope = products.split([of_q, self.rank, self.rope_dim], dim=-1)
+        if self.low_rank:
+            q = self.q_b_proj(self.q_a_layernorm(q))
         kv = self.kv_b_proj(self.kv_a_layernorm(latent))
         q, kv = (states.unflatten(-1, (self.heads, -1)).transpose(1, 2) for states in (q, kv))
         q, q_rope = q.split([self.nope_dim, self.rope_dim], dim=-1)

@@ -1,6 +1,7 @@
 """The few layers that heads share. Names of submodules are the names of the weights on disk, in every published format."""
 
 import copy
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -88,6 +89,16 @@ class FeatureLinear(nn.Linear):
         self.sizes = sizes
 
 
+def read_first_half(layers: Sequence[nn.Linear], x: Tensor) -> tuple[Tensor, Tensor]:
+    """For layers that read inputs of two halves, of which the first, x (batch, length, width / 2), is the same in many steps:
+    what it gives, with biases, (batch, length, outputs of all layers), and the weights (outputs, width / 2) of the second."""
+    weights: list[Tensor] = [layer.weight for layer in layers]
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    first, second = torch.cat(weights).chunk(2, dim=1)
+    products = F.linear(x, first, torch.cat(biases) if biases else None)
+    return products, second.to(products.dtype)  # autocast would cast it in every step, and keep all the copies
+
+
 class ResidualBlock(nn.Module):
     """x + SiLU(linear(x)), the identity at first (Medusa, arXiv:2401.10774, section 2.1.1)."""
 
@@ -153,12 +164,21 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, self.kv_heads * self.dim, bias=bias)
         self.o_proj = nn.Linear(self.heads * self.dim, config.hidden_size, bias=bias)
 
+    @property
+    def input_layers(self) -> list[nn.Linear]:
+        """Those that read the input."""
+        return [self.q_proj, self.k_proj, self.v_proj]
+
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (batch, heads, length, dim), keys and values (batch, kv_heads, length, dim), positions applied."""
-        batch, length, _ = x.shape
-        both = torch.cat([self.q_proj(x), self.k_proj(x)], dim=-1).view(batch, length, -1, self.dim).transpose(1, 2)
+        return self.split_heads(torch.cat([layer(x) for layer in self.input_layers], dim=-1), cos, sin)
+
+    def split_heads(self, products: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`project`, of the outputs of `input_layers` side by side, (batch, length, products)."""
+        heads = products.unflatten(-1, (-1, self.dim)).transpose(1, 2)
+        both, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         q, k = rotate(both, cos, sin).split([self.heads, self.kv_heads], dim=1)
-        return q, k, self.v_proj(x).view(batch, length, self.kv_heads, self.dim).transpose(1, 2)
+        return q, k, v
 
     def attend_cached(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KVCache, layer: int

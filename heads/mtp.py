@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 from heads import llama_config
 from heads.base import PackedBatch, RecurrentHead, shift_right
 from heads.layers import MLP, Attention, RMSNorm, Rotary, rotate
-from heads.step_attention import attend_steps
+from heads.step_attention import at_start, attend_steps
 from heads.target import Target
 from heads.target.attention import attend
 from heads.target.cache import KVCache
@@ -167,11 +167,12 @@ class MTPHead(RecurrentHead):
         hidden, after = features, embeddings.roll(-1, dims=1)
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], self.dtype)
         attention, document_starts = self.layer.self_attn, text.document_starts()
-        steps, outs = [], []
+        steps: list[tuple[Tensor, Tensor]] = []
+        outs: list[Tensor] = []
         for _ in range(self.depth):
             fused = self.fuse(hidden, after)
             q, k, v, gate = attention.read(self.layer.input_layernorm(fused), cos, sin)
-            steps.append((k, v))
+            steps.append(at_start(k, v, len(steps)))
             attended = attention.gate_out(attend_steps(q, steps, document_starts), gate)
             outs.append(self.norm(self.layer.feed_forward(fused, attended)))
             hidden = shift_right(outs[-1], 1)

@@ -7,7 +7,7 @@ not kept for the backward pass, which computes them again from one number per qu
 arXiv:2205.14135, section 3.1): memory grows with the length of a row, not with its square.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -22,20 +22,23 @@ from heads.target.attention import added, made_again
 BLOCK = 256  # queries that attend at a time, where documents are not read one by one
 
 
+def at_start(k: Tensor, v: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """Keys and values (batch, kv heads, length, dim) of a step, each moved to the slot where its draft began."""
+    return (k.roll(-step, 2), v.roll(-step, 2)) if step else (k, v)
+
+
 @torch.compiler.disable  # its loops over documents or blocks would be compiled one by one
 def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], doc_starts: Tensor) -> Tensor:
-    """q (batch, heads, length, dim) of step i = len(steps) - 1; steps: keys and values (batch, kv heads, length, dim) of all
-    so far; doc_starts (batch, length) int64, where the document of each slot begins. Returns (batch, heads, length, dim)."""
+    """q (batch, heads, length, dim) of step i = len(steps) - 1; steps: of all so far, as `at_start` gives them; doc_starts
+    (batch, length) int64, where the document of each slot begins. Returns (batch, heads, length, dim)."""
     (keys, values), drafted = steps[0], steps[1:]
     dtype = values.dtype  # under autocast, rotary positions may have promoted the others
     q, keys = q.to(dtype), keys.to(dtype)
     if not drafted:
         return attend_text(q, keys, values, doc_starts)
-    draft_keys, draft_values = (
-        torch.stack([pair[which].roll(-step, 2) for step, pair in enumerate(drafted, 1)], dim=3) for which in (0, 1)
-    )
+    draft_keys, draft_values = [k.to(dtype) for k, _ in drafted], [v for _, v in drafted]
     q = q.roll(-len(drafted), 2)
-    attended = StepAttention.apply(q, keys, values, draft_keys.to(dtype), draft_values, doc_starts)
+    attended = StepAttention.apply(q, keys, values, doc_starts, *draft_keys, *draft_values)
     return attended.roll(len(drafted), 2)
 
 
@@ -58,14 +61,12 @@ def attend_text(q: Tensor, keys: Tensor, values: Tensor, doc_starts: Tensor) -> 
 
 
 class StepAttention(torch.autograd.Function):
-    """Softmax attention of drafts, each in the slot where it began, over the text's keys and values and over their own later
-    steps, (batch, kv heads, length, later steps, dim). Heads that share a key/value head form a group: (batch, kv heads,
-    group, ...)."""
+    """Softmax attention of drafts, each in the slot where it began, over the text's keys and values and over those of their
+    own later steps, one tensor per step. Heads that share a key/value head form a group: (batch, kv heads, group, ...)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, keys: Tensor, values: Tensor, draft_keys: Tensor, draft_values: Tensor, doc_starts: Tensor
-    ):
+    def forward(ctx: Any, q: Tensor, keys: Tensor, values: Tensor, doc_starts: Tensor, *drafted: Tensor):
+        draft_keys, draft_values = halves(drafted)
         text, text_sums = (text_by_document if by_document(q) else text_by_block)(q, keys, values, doc_starts)
         queries, text, text_sums = (x.unflatten(1, (keys.shape[1], -1)) for x in (q, text, text_sums))
         scores = draft_dots(queries, draft_keys) * q.shape[-1] ** -0.5
@@ -73,13 +74,14 @@ class StepAttention(torch.autograd.Function):
         weights = (scores - log_sums[..., None]).exp().to(q.dtype)
         out = text * (text_sums - log_sums).exp()[..., None] + draft_sum(weights, draft_values)
         out = out.to(q.dtype).flatten(1, 2)
-        ctx.save_for_backward(q, keys, values, draft_keys, draft_values, doc_starts, out, log_sums.flatten(1, 2))
+        ctx.save_for_backward(q, keys, values, doc_starts, out, log_sums.flatten(1, 2), *drafted)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor):
-        q, keys, values, draft_keys, draft_values, doc_starts, out, log_sums = ctx.saved_tensors
+        q, keys, values, doc_starts, out, log_sums, *drafted = ctx.saved_tensors
+        draft_keys, draft_values = halves(drafted)
         # With the log-sums of text and drafts together, the text's part of the gradient is as if there were nothing else.
         text_gradients = text_gradients_by_document if by_document(q) else text_gradients_by_block
         q_gradient, *others = text_gradients(gradient, q, keys, values, doc_starts, out, log_sums)
@@ -92,11 +94,9 @@ class StepAttention(torch.autograd.Function):
         mean_gradient = (out_gradient * out).sum(-1, dtype=log_sums.dtype)[..., None]
         score_gradient = (weights * (draft_dots(out_gradient, draft_values) - mean_gradient) * scale).to(q.dtype)
         q_gradient += draft_sum(score_gradient, draft_keys).flatten(1, 2)
-        draft_gradients = (
-            draft_sum_transposed(score_gradient, queries),
-            draft_sum_transposed(weights.to(q.dtype), out_gradient),
-        )
-        return q_gradient, *others, *draft_gradients, None
+        key_gradients = draft_sum_transposed(score_gradient, queries)
+        value_gradients = draft_sum_transposed(weights.to(q.dtype), out_gradient)
+        return q_gradient, *others, None, *key_gradients, *value_gradients
 
 
 # -- over the text, a document at a time: torch's own attention for a CPU, which gives its log-sums and takes others back ----
@@ -209,24 +209,26 @@ def weighted_sum(weights: Tensor, states: Tensor) -> Tensor:
     return (weights.flatten(2, 3) @ states).unflatten(2, weights.shape[2:4])
 
 
-# -- over a draft's own later steps ------------------------------------------------------------------------------------------
+# -- over a draft's own later steps, whose states are (batch, kv heads, length, dim) each ------------------------------------
 
 
-def draft_dots(x: Tensor, states: Tensor) -> Tensor:
-    """x (batch, kv heads, group, length, dim) times each slot's own states (batch, kv heads, length, steps, dim), in float32
-    at least."""
-    products = [
-        (x * step[:, :, None]).sum(-1, dtype=torch.promote_types(x.dtype, torch.float32)) for step in states.unbind(3)
-    ]
-    return torch.stack(products, dim=-1)
+def halves(drafted: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The keys and the values."""
+    steps = len(drafted) // 2
+    return drafted[:steps], drafted[steps:]
 
 
-def draft_sum(weights: Tensor, states: Tensor) -> Tensor:
-    """Weights (batch, kv heads, group, length, steps) over each slot's own states (batch, kv heads, length, steps, dim)."""
-    pairs = zip(weights.split(1, -1), states.unbind(3), strict=True)
-    return sum(weight * step[:, :, None] for weight, step in pairs)
+def draft_dots(x: Tensor, states: Sequence[Tensor]) -> Tensor:
+    """x (batch, kv heads, group, length, dim) times each slot's own states, (..., length, steps) in float32 at least."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.stack([(x * step[:, :, None]).sum(-1, dtype=dtype) for step in states], dim=-1)
 
 
-def draft_sum_transposed(weights: Tensor, x: Tensor) -> Tensor:
-    """The transpose of `draft_sum`: (batch, kv heads, length, steps, dim)."""
-    return torch.stack([(weight * x).sum(2) for weight in weights.split(1, -1)], dim=3)
+def draft_sum(weights: Tensor, states: Sequence[Tensor]) -> Tensor:
+    """Weights (batch, kv heads, group, length, steps) over each slot's own states."""
+    return sum(weight * step[:, :, None] for weight, step in zip(weights.split(1, -1), states, strict=True))
+
+
+def draft_sum_transposed(weights: Tensor, x: Tensor) -> list[Tensor]:
+    """The transpose of `draft_sum`: of every step."""
+    return [(weight * x).sum(2) for weight in weights.split(1, -1)]

@@ -17,7 +17,7 @@ from train.runtime.cost import Live
 class Kept(PartialGradients):
     """What PartialGradients stands for: autograd keeps all parts until the backward pass."""
 
-    def part(self, compute, number: int, rows: slice, scale: Tensor) -> Tensor:
+    def part(self, compute, number: int, rows: Tensor, scale: Tensor) -> Tensor:
         return compute(self.states[number][rows])
 
     def attach(self, loss: Tensor) -> Tensor:

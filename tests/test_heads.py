@@ -293,9 +293,14 @@ def test_step_attention_and_its_gradients(count, by_document, monkeypatch):
     parts = [[torch.randn(2, 2, length, 4, dtype=torch.float64) for _ in range(2)] for _ in range(count)]
     starts, mask = torch.cat([row.document_starts() for row in rows]), torch.cat([row.mask() for row in rows])
     found = []
-    for way, sees in ((steps.attend_steps, starts), (plainly, mask)):
+    for ours in (True, False):
         leaves = [q.clone().requires_grad_(), *(x.clone().requires_grad_() for pair in parts for x in pair)]
-        out = way(leaves[0], list(zip(leaves[1::2], leaves[2::2], strict=True)), sees)[:, :, count - 1 :]
+        pairs = list(zip(leaves[1::2], leaves[2::2], strict=True))
+        if ours:
+            moved = [steps.at_start(*pair, step) for step, pair in enumerate(pairs)]
+            out = steps.attend_steps(leaves[0], moved, starts)[:, :, count - 1 :]
+        else:
+            out = plainly(leaves[0], pairs, mask)[:, :, count - 1 :]
         (out * torch.linspace(-1, 1, 4)).sum().backward()
         found.append([out.detach(), *(leaf.grad for leaf in leaves)])
     torch.testing.assert_close(*found)

@@ -8,7 +8,7 @@ from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from heads.latent_attention import LatentAttention
-from heads.layers import MLP, FeatureLinear, RMSNorm, Rotary
+from heads.layers import MLP, FeatureLinear, RMSNorm, Rotary, read_first_half
 from heads.llama_config import LATENT, LayerConfig
 from heads.target.attention import attend
 from train.runtime.cost import Live
@@ -42,6 +42,28 @@ def test_the_mlp_learns_as_its_definition_and_keeps_two_products(autocast):
             with Live([x, *mlp.parameters()]) as live:
                 out = mlp(x)
             assert live.now == out.nbytes + 2 * (2 * ROWS * INNER * 4)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_first_half_that_stays_is_read_once(autocast, bias):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(2 * WIDTH, outputs, bias=bias) for outputs in (WIDTH, 8)]
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    x, stays = torch.randn(2, ROWS, WIDTH), torch.randn(2, ROWS, WIDTH)
+
+    def apart(x: Tensor) -> Tensor:
+        first, weight = read_first_half(layers, stays)
+        assert weight.dtype == (torch.bfloat16 if autocast else torch.float32)
+        return (first + F.linear(x, weight))[..., :WIDTH]
+
+    def together(x: Tensor) -> Tensor:
+        return torch.cat([layer(torch.cat([stays, x], dim=-1)) for layer in layers], dim=-1)[..., :WIDTH]
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        ours, theirs = (learn(way, parameters, x) for way in (apart, together))
+    close = {"rtol": 0.02, "atol": 0.02} if autocast else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(ours, theirs, **close)
 
 
 def test_large_features_are_learned_as_fast_as_small_ones():

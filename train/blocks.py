@@ -77,7 +77,7 @@ class BlockDistillation(DistillationModel):
         real = ((begins >= 0)[..., None] & (slots < length)).flatten(0, 1)
         counted = grid[depths - 1, places] & real  # (blocks, depth)
         blocks = self.rows(counted.T)
-        places, counted, states = places[blocks], counted[blocks], states[blocks]
+        places, counted = places[blocks], counted[blocks]
         answers = last.roll(-1, dims=1).flatten(0, 1)
         tokens = self.draft_tokens(text.tokens.roll(-2, dims=1).flatten())
         counts = counted.sum(0)
@@ -89,7 +89,7 @@ class BlockDistillation(DistillationModel):
         for start in reversed(range(0, max(1, len(blocks)), size)):  # at least once: every weight must have a gradient
             part = slice(start, start + size)
             given = answers[places[part]], tokens[places[part]], counted[part]
-            found.append(learned.part(partial(self.block_loss, *given), 0, part, scale))
+            found.append(learned.part(partial(self.block_loss, *given), 0, blocks[part], scale))
         losses, hits = reduce(torch.add, reversed(found))
         return Outcome(learned.attach((weights * losses / items).sum()), hits, counts)
 

@@ -28,15 +28,16 @@ class PartialGradients:
         self.of_states = [torch.zeros_like(state) for state in states] if self.learns else []
         self.of_parameters: list[Tensor | None] = [None] * len(self.parameters)
 
-    def part(self, compute: Callable[[Tensor], Tensor], number: int, rows: slice, scale: Tensor) -> Tensor:
-        """What `compute` makes of states[number][rows]; each number of it counts `scale` in the loss."""
-        state = self.states[number][rows]
+    def part(self, compute: Callable[[Tensor], Tensor], number: int, rows: Tensor, scale: Tensor) -> Tensor:
+        """What `compute` makes of states[number][rows], where rows (k,) int64 are in no other part; each number of it counts
+        `scale` in the loss."""
         if not self.learns:
+            state = self.states[number][rows]
             return checkpoint(compute, state, use_reentrant=False) if self.recompute else compute(state)
-        state = state.detach().requires_grad_()
+        state = self.states[number].detach()[rows].requires_grad_()
         out = compute(state.view_as(state))  # no leaf: torch's FlopCounterMode cannot follow those into a module
         of_state, *found = torch.autograd.grad(out, [state, *self.parameters], scale, allow_unused=True)
-        self.of_states[number][rows] = of_state
+        self.of_states[number].index_copy_(0, rows, of_state)
         for place, (gradient, before) in enumerate(zip(found, self.of_parameters, strict=True)):
             if gradient is not None:
                 self.of_parameters[place] = gradient.clone() if before is None else before.add_(gradient)

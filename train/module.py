@@ -101,14 +101,13 @@ class DistillationModel(nn.Module):
         counted = self.counted(text, len(outs))
         rows = self.rows(counted) if self.slots is None else self.slots
         counted = counted[:, rows]
-        states = [out.flatten(0, 1)[rows] for out in outs]
         last = last.roll(-1, dims=1).flatten(0, 1)[rows]  # the answer for slot p is the target's distribution at p + 1
         weights = None if self.weights is None else self.weights.roll(-2, dims=1).flatten()[rows]
         counts = counted.sum(1)
         decay = self.depth_decay ** torch.arange(len(outs), device=features.device)
         items = self.items(counts)
         scale = torch.stack([torch.ones_like(decay) / items * decay, torch.zeros_like(decay)])  # a hit counts nothing
-        learned, found = PartialGradients(self.head, states, self.recompute), []
+        learned, found = PartialGradients(self.head, [out.flatten(0, 1) for out in outs], self.recompute), []
         starts = range(0, max(1, len(rows)), self.chunk)  # at least one: every weight must have a gradient
         for start in reversed(starts):
             part = slice(start, start + self.chunk)
@@ -117,7 +116,7 @@ class DistillationModel(nn.Module):
             sums = []
             for depth in reversed(range(len(outs))):
                 compute = partial(self.depth_loss, depth + 1, answer, counted[depth, part], given)
-                sums.append(learned.part(compute, depth, part, scale[:, depth]))
+                sums.append(learned.part(compute, depth, rows[part], scale[:, depth]))
             found.append(torch.stack(sums[::-1], dim=1))
         losses, hits = reduce(torch.add, reversed(found))
         return Outcome(learned.attach((decay * losses / items).sum()), hits, counts)
