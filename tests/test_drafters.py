@@ -438,16 +438,36 @@ def test_costs_are_measured_once_and_kept(small, monkeypatch, tmp_path):
     assert CostModel(eagle(small), small)(2) != first
 
 
-def test_reads_and_drafts_are_timed_after_texts_of_the_length_that_is_asked_for(monkeypatch):
-    target, lengths, pad = random_model(1, max_position_embeddings=512), {False: [], True: []}, PaddedRoot.propose
+@pytest.mark.parametrize("context", [512, 40, 41])
+def test_reads_are_timed_after_texts_of_the_length_that_is_asked_for(monkeypatch, context):
+    target, lengths, pad = random_model(1, max_position_embeddings=context), {False: [], True: []}, PaddedRoot.propose
+    sizes: list[int] = []
 
     def padded(self: PaddedRoot, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         lengths[self.depth > 0].append([len(text) for text in accepted.text])
+        sizes.append(self.depth)
         return pad(self, accepted, gumbel)
 
     monkeypatch.setattr(PaddedRoot, "propose", padded)
     model = CostModel(eagle(target), target, text=100)
+    fastest = costs.fastest
+
+    def timed_sizes(given, prepare, work, device):
+        def checked(size: int) -> None:
+            prepare(size)
+            assert sizes[-1] == size - 1  # a step of the same size goes before the one that is timed
+
+        def checked_work(size: int) -> None:
+            steps = len(sizes)
+            work(size)
+            assert len(sizes) == steps + 1  # no text has ended before
+
+        return fastest(given, checked, checked_work, device)
+
+    monkeypatch.setattr(costs, "fastest", timed_sizes)
     model.measure_read(2)
+    if context < 100:
+        return
     plain, trees = (torch.tensor(lengths[drafts], dtype=torch.float64) for drafts in (False, True))
     # Rows without drafts stay of one length, and those with trees do not.
     assert torch.equal(plain[:, 0], plain[:, 1]) and not torch.equal(trees[:, 0], trees[:, 1])
@@ -457,15 +477,22 @@ def test_reads_and_drafts_are_timed_after_texts_of_the_length_that_is_asked_for(
 
 def test_a_draft_is_timed_after_a_text_and_after_what_a_step_accepts(monkeypatch):
     target, seen, propose = random_model(1, max_position_embeddings=512), [], DynamicTree.propose
+    read, reads = target.read, []
 
     def spied(self: DynamicTree, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         seen.append((self.levels, accepted.tokens.shape, list(self.cache.lengths)))
+        assert len(reads) == len(seen)  # the target, between two drafts
         return propose(self, accepted, gumbel)
 
+    def spied_read(*args, **kwargs):
+        reads.append(args)
+        return read(*args, **kwargs)
+
     monkeypatch.setattr(DynamicTree, "propose", spied)
+    monkeypatch.setattr(target, "read", spied_read)
     model = CostModel(eagle(target), target, text=100)
     for batch in (1, 2):
-        seen.clear()
+        seen.clear(), reads.clear()
         model.measure_draft(batch)
         assert {(levels, tuple(shape)) for levels, shape, _ in seen} == {
             (levels, (batch, 1 + (levels if batch > 1 else levels // 2))) for levels in range(1, model.levels + 1)

@@ -14,6 +14,7 @@ from inference import generate
 from inference.drafters import Drafter, DraftModel, NgramDrafter, drafter_for
 from inference.drafters.base import Accepted, Wrapper
 from inference.drafters.costs import Costs, PaddedRoot
+from inference.evaluation import expected
 from inference.evaluation.alignment import Alignment, Noted, check_alignment, guess_in_training, head_of
 from inference.evaluation.benchmark import Lines, Text
 from inference.evaluation.expected import Observed, in_full_swing, sizes
@@ -58,6 +59,26 @@ def test_an_expected_speedup_is_what_a_smaller_tree_would_have_gained_by_the_pla
     assert observed.speedup(4, costs) == pytest.approx((1 + 5 / 4) / (2.0 + 0.375))
     assert observed.speedup(3, costs) == pytest.approx((1 + 4 / 4) / (1.5 + 0.375))
     assert observed.speedup(2, costs) == pytest.approx((1 + 2 / 4) / (1.5 + 0.25))  # one level; a read of 2 is one of 3
+
+
+def test_every_repeat_reads_other_prompts_between_two_plain_ones(target, monkeypatch):
+    inner, seen = drafter_for(make_head("eagle3", target, depth=2), target, nodes=4, depth=2), []
+    speeds = iter([4.0, *[8.0, 9.0], 6.0, 1.0, *[2.0, 3.0], 1.0, 2.0, *[3.0, 1.0], 2.0])  # the machine slows down
+
+    def swing(target, drafter, rows, new_tokens):
+        seen.append(rows)
+        if isinstance(drafter, Observed):
+            drafter.ranks, drafter.levels = [[0, 2]], [2]
+            return 1, 1.0
+        return next(speeds), 1.0
+
+    monkeypatch.setattr(expected, "in_full_swing", swing)
+    monkeypatch.setattr(expected, "sizes", lambda largest: [3, 4])
+    monkeypatch.setattr(expected.CostModel, "__call__", lambda self, batch: Costs({1: 1.0, 3: 1.0, 4: 2.0}, [0.0] * 3))
+    found, _ = expected.compare(target, inner, [[1], [2], [3], [4], [5]], 8, batch=2, repeats=3)
+    assert seen == [[[1], [2]]] * 5 + [[[3], [4]]] * 5 + [[[5], [1]]] * 5
+    # Medians of 5, 1 and 2 plain steps, times 2 tokens in one of them, or 3 in two; and of what was measured.
+    assert found == [expected.Speed(2, 3, 4.0, 3.0), expected.Speed(2, 4, 3.0, 3.0)]
 
 
 def test_the_step_that_ends_a_row_is_not_counted(target):

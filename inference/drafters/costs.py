@@ -134,15 +134,19 @@ class CostModel:
         drafters = [PaddedRoot(self.nodes, self.inner.layers) for _ in range(2)]
         engines = [Engine(self.target, drafter) for drafter in drafters]
 
-        def prepare(size: int) -> None:
-            ragged = size > 1
+        def begin(ragged: bool) -> None:
             if not engines[ragged].has_work:  # at first, and where the context is short
-                steps = REPEATS * (len(sizes) - 1 if ragged else 1)  # each adds a token
+                steps = 2 * REPEATS * (len(sizes) - 1 if ragged else 1)  # each adds a token
                 for number in range(batch):
                     text = [0] * max(1, self.text - steps // 2 - ragged * (number % 2))
                     engines[ragged].add(Request(text, max_new_tokens=TEXT, seed=number))
                 engines[ragged].step()
-            drafters[ragged].resize(size)
+
+        def prepare(size: int) -> None:
+            drafters[size > 1].resize(size)
+            begin(size > 1)
+            engines[size > 1].step()  # decoding goes on with one size: the step after another one is slower
+            begin(size > 1)
 
         found = fastest(sizes, prepare, lambda size: engines[size > 1].step(), self.target.device)
         for engine in engines:
@@ -173,6 +177,9 @@ class CostModel:
                 assert probe.cache is not None, "begin makes one"
                 probe.cache.set_lengths([self.text] * batch)
 
+            target.read(root, keep_logits=1)  # as before every draft: it takes the head's place in a CPU's caches
+
+        root = torch.zeros(batch, 1, dtype=torch.int64, device=target.device)
         given = {count: accepted(count) for count in levels}
         return [0.0, *fastest(levels, prepare, lambda count: probe.propose(given[count], None), target.device)]
 

@@ -3,8 +3,8 @@
 expected = plain * gain(N, D) * read[1] / (read[N] + draft[D]): the gain is counted on the largest tree, of which every
 smaller one is a part; the costs are those that AutoTree chooses by (inference/drafters/costs.py). They may have been measured
 when the machine was faster or slower, so they only say how many plain steps a step takes; `plain` is the speed of plain
-decoding, measured in turn with the trees. Measured is the engine in full swing: all rows of the batch writing, no prompt
-being read.
+decoding, measured before and after the trees on the same texts. Measured is the engine in full swing: all rows of the batch
+writing, no prompt being read.
 """
 
 import copy
@@ -69,28 +69,33 @@ def sizes(largest: int) -> list[int]:
 def compare(
     target: Target, inner: Tree, prompts: list[list[int]], new_tokens: int, batch: int, repeats: int = 5
 ) -> tuple[list[Speed], Costs]:
-    """The speeds of some trees, and the costs that they are expected by. inner: with the largest tree. Texts are greedy;
-    prompts are used again where there are fewer than a batch needs."""
-    rows = [prompts[number % len(prompts)] for number in range(batch)]
-    length = sum(map(len, rows)) // batch + new_tokens // 2
-    costs = CostModel(inner, target, length)(batch)
-    observed = Observed(copy.copy(inner))
-    in_full_swing(target, observed, rows, new_tokens)
-    trees: dict[int, Drafter] = {1: PaddedRoot(1, inner.layers)}
+    """The speeds of some trees, medians over `repeats` batches of prompts, and the costs that they are expected by. inner:
+    with the largest tree. Texts are greedy; prompts are used again where there are fewer than the batches need."""
+    batches = [[prompts[(turn * batch + row) % len(prompts)] for row in range(batch)] for turn in range(repeats)]
+    lengths = [len(row) for rows in batches for row in rows]
+    costs = CostModel(inner, target, sum(lengths) // len(lengths) + new_tokens // 2)(batch)
+    trees: dict[int, Tree] = {}
     for nodes in sizes(inner.nodes):
         trees[nodes] = tree = copy.copy(inner)
         tree.resize(nodes, min(nodes - 1, inner.depth))
-    for drafter in trees.values():
-        in_full_swing(target, drafter, rows, new_tokens)  # once before it counts
-    seen: dict[int, list[float]] = {nodes: [] for nodes in trees}
-    for _ in range(repeats):
-        for nodes, drafter in trees.items():
-            tokens, seconds = in_full_swing(target, drafter, rows, new_tokens)
-            seen[nodes].append(tokens / seconds)
-    speeds = {nodes: median(found) for nodes, found in seen.items()}
-    plain = speeds.pop(1)
-    expected = {nodes: plain * observed.speedup(nodes, costs) for nodes in speeds}
-    return [Speed(batch, nodes, expected[nodes], speed) for nodes, speed in speeds.items()], costs
+    expected: dict[int, list[float]] = {nodes: [] for nodes in trees}
+    measured: dict[int, list[float]] = {nodes: [] for nodes in trees}
+    for rows in batches:
+        observed = Observed(copy.copy(inner))
+        in_full_swing(target, observed, rows, new_tokens)
+        before = speed(target, PaddedRoot(1, inner.layers), rows, new_tokens)
+        for nodes, tree in trees.items():
+            measured[nodes].append(speed(target, tree, rows, new_tokens))
+        after = speed(target, PaddedRoot(1, inner.layers), rows, new_tokens)
+        for nodes in trees:
+            expected[nodes].append((before + after) / 2 * observed.speedup(nodes, costs))
+    return [Speed(batch, nodes, median(expected[nodes]), median(measured[nodes])) for nodes in trees], costs
+
+
+def speed(target: Target, drafter: Drafter, rows: list[list[int]], new_tokens: int) -> float:
+    """Tokens per second."""
+    tokens, seconds = in_full_swing(target, drafter, rows, new_tokens)
+    return tokens / seconds
 
 
 @torch.inference_mode()
