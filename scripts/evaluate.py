@@ -9,13 +9,14 @@ import copy
 import datetime
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from tqdm.auto import tqdm
 
 from heads import Target
 from heads.target.device import device_name
@@ -150,10 +151,11 @@ def examine(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float]) ->
     """What is not speed: identity, alignment, and speed as the cost model expects it. Each is a line, like the texts."""
     lines, target = benchmark.lines, benchmark.target
     done = {(line["kind"], line["decoder"], *line["job"]) for line in lines.lines if "job" in line}
+    left: list[tuple[str, Callable[[], None]]] = []
 
-    def once(kind: str, name: str, job: list[Any], work: Any) -> None:
+    def once(kind: str, name: str, job: list[Any], work: Callable[[], Any]) -> None:
         if (kind, name, *job) not in done:
-            benchmark.attempt(name, lambda: lines.add({"kind": kind, "decoder": name, "job": job, "found": work()}))
+            left.append((name, lambda: lines.add({"kind": kind, "decoder": name, "job": job, "found": work()})))
 
     for one in benchmark.contestants:
         if not isinstance(one.what, Drafter):
@@ -178,6 +180,8 @@ def examine(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float]) ->
                 [batch],
                 lambda tree=tree, batch=batch, rows=rows: expected(target, tree, rows, cfg.new_tokens, batch),
             )
+    for name, work in tqdm(left, desc="checks", unit="check"):
+        benchmark.attempt(name, work)
 
 
 def expected(target: Target, tree: Tree, rows: list[list[int]], new_tokens: int, batch: int) -> dict[str, Any]:

@@ -90,12 +90,11 @@ class Benchmark:
                 bar.set_postfix_str(one.name[-30:])
                 self.attempt(one.name, lambda *job: self.lines.add(self.decode(*job)), one, temperature, number, repeat)
                 bar.update()
-        for one in self.contestants:
-            for temperature in temperatures if not (one.is_rival or one.once) else ():
-                if not any(
-                    (x["decoder"], x["temperature"]) == (one.name, temperature) for x in self.lines.of("stages")
-                ):
-                    self.attempt(one.name, self.time_stages, one, temperature)
+        known = {(line["decoder"], line["temperature"]) for line in self.lines.of("stages")}
+        timed = [one for one in self.contestants if not (one.is_rival or one.once)]
+        stages = [(one, t) for one in timed for t in temperatures if (one.name, t) not in known]
+        for one, temperature in tqdm(stages, desc="stages of a step", unit="run"):
+            self.attempt(one.name, self.time_stages, one, temperature)
 
     def jobs(self, temperatures: list[float], repeats: int) -> Iterator[tuple[Contestant, float, int, int]]:
         """Contestants change fastest: what the machine does meanwhile meets all of them."""
