@@ -153,7 +153,7 @@ def examine(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float]) ->
     done = {(line["kind"], line["decoder"], *line["job"]) for line in lines.lines if "job" in line}
     left: list[tuple[str, Callable[[], None]]] = []
 
-    def once(kind: str, name: str, job: list[Any], work: Callable[[], Any]) -> None:
+    def once(kind: str, name: str, job: list[Any], work: Any) -> None:
         if (kind, name, *job) not in done:
             left.append((name, lambda: lines.add({"kind": kind, "decoder": name, "job": job, "found": work()})))
 
