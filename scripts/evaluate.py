@@ -47,8 +47,8 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(f"batches={list(cfg.batches)}: each must be at least 1; [] compares no speed")
     if not cfg.temperature or min(cfg.temperature) < 0:
         raise ValueError(f"temperature={list(cfg.temperature)}: at least one, of 0 (greedy) or more")
-    if cfg.limit is not None and cfg.limit < 1:
-        raise ValueError(f"limit={cfg.limit} must be at least 1, or null for all prompts")
+    if cfg.limit < 0:
+        raise ValueError(f"limit={cfg.limit} must be at least 1, or 0 for all prompts")
     output = Path(cfg.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     same_run(output / "run.json", cfg)
@@ -102,7 +102,7 @@ def read_prompts(cfg: DictConfig, target: Target, file: Path) -> list[Prompt]:
                 target, None, torch.tensor([ids], device=target.device), max_new_tokens=cfg.new_tokens
             ).new_tokens[0]
 
-        found = list(prompt_sets.tokenize(prompt_sets.questions(cfg.prompts, cfg.limit), tokenizer, most, answer))
+        found = list(prompt_sets.tokenize(prompt_sets.questions(cfg.prompts, cfg.limit or None), tokenizer, most, answer))
     file.write_text(json.dumps(found) + "\n")
     return found
 

@@ -282,10 +282,27 @@ def test_a_prompt_is_kept_as_it_was(tmp_path):
     assert Prompt(*json.loads(json.dumps(prompt))) == prompt
 
 
+def test_no_limit_is_every_prompt(monkeypatch, tiny_path, tmp_path):
+    file, output = tmp_path / "set.jsonl", tmp_path / "out"
+    file.write_text('{"prompt": "one"}\n' * 3)
+    typed(
+        monkeypatch,
+        tiny_path,
+        output,
+        f"prompts={file}",
+        "limit=0",
+        "drafter=ngram",
+        "new_tokens=2",
+        "repeats=1",
+        "rivals=false",
+    )
+    assert len(json.loads((output / "prompts.json").read_text())) == 3
+
+
 @pytest.mark.parametrize(
     "given, sentence",
     [
-        ("limit=0", "limit=0 must be at least 1"),
+        ("limit=-1", "limit=-1 must be at least 1, or 0 for all prompts"),
         ("temperature=-0.5", "temperature=[-0.5]: at least one, of 0 (greedy) or more"),
         ("temperature=[]", "temperature=[]: at least one"),
         ("batches=0", "batches=[0]: each must be at least 1"),
