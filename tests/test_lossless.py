@@ -1,11 +1,14 @@
 """scripts/lossless.py as it is typed: what is lossless is said to be, and a verifier that lets drafts through is caught."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from inference import generate, target_sampler
 from inference.drafters import NoDrafter
+from inference.evaluation import lossless as levels
 from inference.evaluation.lossless import PaddedDrafter
 from scripts import lossless
 from tests.support.batches import prompt
@@ -48,3 +51,17 @@ def test_a_step_without_drafts_can_be_padded(target, temperature):
     given = {"max_new_tokens": 8, "eos_token_id": -1, "temperature": temperature, "seed": 1}
     texts = [generate(target, one, prompt(9), **given).new_tokens for one in (None, PaddedDrafter(NoDrafter()))]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "dtype, second, arithmetic", [("bfloat16", 8.0625, True), ("bfloat16", 8.5, False), ("float32", 8.0625, False)]
+)
+def test_neighbours_of_a_dtype_differ_by_rounding(monkeypatch, dtype, second, arithmetic, temperature):
+    """In bfloat16 nothing lies between 8 and 8.0625: forwards that agree here need not have, in pieces of other lengths."""
+    scores = torch.tensor([0.0, 8.0, second, 1.0])
+    monkeypatch.setattr(levels, "recompute_logits", lambda *_: scores)
+    monkeypatch.setattr(levels.Noise, "at", lambda self, positions: torch.zeros(*positions.shape, 4))
+    target = SimpleNamespace(vocab_size=4, device=torch.device("cpu"), dtype=getattr(torch, dtype))
+    place = levels.audit(target, [3], [0, 2], [0, 1], nodes=4, temperature=temperature)
+    assert place.token == 1 and place.is_arithmetic == arithmetic

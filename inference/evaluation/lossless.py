@@ -46,7 +46,9 @@ class Divergence(NamedTuple):
     row: int
     token: int  # which new token, from 0
     gap: float  # between the scores of the two tokens, in the one-row forward
-    difference: float  # between the one-row and the many-row forward there: the largest of any score
+    # Between the one-row and the many-row forward there: the largest of any score, and at least a unit in the last place of
+    # these two, since neither forward is quite the one that drafted (rejected drafts lay beside it).
+    difference: float
 
     @property
     def is_arithmetic(self) -> bool:
@@ -108,7 +110,8 @@ def audit(
         position = torch.tensor([[len(text)]], device=target.device)
         scores = scores + Noise([seed], target.vocab_size, target.device).at(position)[0, 0]
     gap = (scores[plain[index]] - scores[drafted[index]]).abs().item()
-    difference = (one - many).abs().max().item() / (temperature or 1.0)
+    unit = torch.finfo(target.dtype).eps * one[[plain[index], drafted[index]]].abs().max()
+    difference = max((one - many).abs().max(), unit).item() / (temperature or 1.0)
     return Divergence(seed, index, gap, difference)
 
 
