@@ -102,7 +102,9 @@ def read_prompts(cfg: DictConfig, target: Target, file: Path) -> list[Prompt]:
                 target, None, torch.tensor([ids], device=target.device), max_new_tokens=cfg.new_tokens
             ).new_tokens[0]
 
-        found = list(prompt_sets.tokenize(prompt_sets.questions(cfg.prompts, cfg.limit or None), tokenizer, most, answer))
+        found = list(
+            prompt_sets.tokenize(prompt_sets.questions(cfg.prompts, cfg.limit or None), tokenizer, most, answer)
+        )
     file.write_text(json.dumps(found) + "\n")
     return found
 
