@@ -8,40 +8,47 @@
 A block sees its own document only, up to where its draft begins, and with a window no further back than that. Blocks are
 processed some at a time, over the text up to the last of them, so no mask is ever as large as all blocks times all text. A
 block that begins nowhere sees itself, and is counted nowhere. Memory grows with the length of a row, not with its square: a
-part's keys, values and mask are made again in the backward pass.
+part's keys, values and mask are made again in the backward pass. On a GPU FlexAttention reads all blocks at once
+(heads/flex.py).
 """
 
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
+from heads import flex
 from heads.base import PackedBatch
 from heads.target.attention import added, attend, fold, made_again
 
 QUERIES = 256  # slots that attend at a time
 
 
-class Blocks(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Blocks:
     """Where the drafts of a packed batch begin."""
 
     first: Tensor  # (batch, n): where the draft's document begins
     last: Tensor  # (batch, n): where the draft begins; -1 for none
     slots: int  # of each block
-    ends: list[int]  # of each part of some blocks, how much text any of them sees
+    length: int  # of the text
+    everywhere: bool  # does one begin at every slot of the text?
 
     @classmethod
     def of(cls, text: PackedBatch, slots: int) -> "Blocks":
         length, rows = text.tokens.shape[1], len(text.tokens)
         index = torch.arange(length, device=text.tokens.device).expand(rows, -1)
         last = index if text.starts is None else text.starts
-        size = blocks_at_a_time(slots)
-        if text.starts is None:
-            ends = [min(start + size, length) for start in range(0, length, size)]
-        else:
-            ends = text_ends(last, size, length)
-        return cls(text.document_starts().gather(1, last.clamp(min=0)), last, slots, ends)
+        return cls(text.document_starts().gather(1, last.clamp(min=0)), last, slots, length, text.starts is None)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Of each part of some blocks, how much text any of them sees."""
+        size = blocks_at_a_time(self.slots)
+        if self.everywhere:  # known without a wait for the device
+            return [min(start + size, self.length) for start in range(0, self.length, size)]
+        return text_ends(self.last, size, self.length)
 
 
 def blocks_at_a_time(slots: int) -> int:
@@ -73,10 +80,14 @@ def attend_blocks(
     """q (batch, heads, n * slots, dim) of blocks; keys and values (batch, kv heads, length, dim) of the text and (batch, kv
     heads, n * slots, dim) of the blocks. window: positions that a slot sees, itself counted. Returns (batch, heads, n *
     slots, dim)."""
-    inside = within(blocks.slots, causal, window, q.device)
     # Under autocast rotary positions may have promoted all but the values.
     dtype, groups = text[1].dtype, q.shape[1] // text[0].shape[1]
     q, pairs = q.to(dtype), [(a.to(dtype), b.to(dtype)) for a, b in zip(text, own, strict=True)]
+    if flex.serves(q, pairs[0][0]):
+        every = [torch.cat(pair, dim=2) for pair in pairs]
+        sees = flex.blocks_mask(blocks.first, blocks.last, blocks.slots, blocks.length, causal, window)
+        return flex.attend(q, every[0], every[1], sees)[0]
+    inside = within(blocks.slots, causal, window, q.device)
     size = blocks_at_a_time(blocks.slots)
     parts = []
     for number, end in reversed(list(enumerate(blocks.ends))):  # from the longest on, as heads.step_attention

@@ -4,7 +4,8 @@ A draft that began i slots back sees the text up to there, and one key of every 
 With every draft moved to the slot where it began, that is causal attention over the text, and one more key per later step:
 the two are joined by their sums of exponentials, as ring attention joins its parts (Liu et al., arXiv:2310.01889). Scores are
 not kept for the backward pass, which computes them again from one number per query, as FlashAttention does (Dao et al.,
-arXiv:2205.14135, section 3.1): memory grows with the length of a row, not with its square.
+arXiv:2205.14135, section 3.1): memory grows with the length of a row, not with its square. On a GPU the text is read by
+FlexAttention (heads/flex.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from heads import flex
 from heads.target.attention import added, made_again
 
 BLOCK = 256  # queries that attend at a time, where documents are not read one by one
@@ -36,14 +38,19 @@ def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], doc_starts: Tens
     q, keys = q.to(dtype), keys.to(dtype)
     if not drafted:
         return attend_text(q, keys, values, doc_starts)
-    draft_keys, draft_values = [k.to(dtype) for k, _ in drafted], [v for _, v in drafted]
+    own = *(k.to(dtype) for k, _ in drafted), *(v for _, v in drafted)
     q = q.roll(-len(drafted), 2)
-    attended = StepAttention.apply(q, keys, values, doc_starts, *draft_keys, *draft_values)
+    if flex.serves(q, keys):
+        attended = joined(*flex.attend(q, keys, values, flex.text_mask(doc_starts)), q, own)[0]
+    else:
+        attended = StepAttention.apply(q, keys, values, doc_starts, *own)
     return attended.roll(len(drafted), 2)
 
 
 def attend_text(q: Tensor, keys: Tensor, values: Tensor, doc_starts: Tensor) -> Tensor:
     """Of step 0: causal within each document."""
+    if flex.serves(q, keys):
+        return flex.attend(q, keys, values, flex.text_mask(doc_starts))[0]
     keys, values = repeated(keys, q), repeated(values, q)
     if by_document(q):
         found: list[list[Tensor]] = [[] for _ in q]
@@ -66,15 +73,9 @@ class StepAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, keys: Tensor, values: Tensor, doc_starts: Tensor, *drafted: Tensor):
-        draft_keys, draft_values = halves(drafted)
-        text, text_sums = (text_by_document if by_document(q) else text_by_block)(q, keys, values, doc_starts)
-        queries, text, text_sums = (x.unflatten(1, (keys.shape[1], -1)) for x in (q, text, text_sums))
-        scores = draft_dots(queries, draft_keys) * q.shape[-1] ** -0.5
-        log_sums = torch.logaddexp(text_sums, scores.logsumexp(-1))
-        weights = (scores - log_sums[..., None]).exp().to(q.dtype)
-        out = text * (text_sums - log_sums).exp()[..., None] + draft_sum(weights, draft_values)
-        out = out.to(q.dtype).flatten(1, 2)
-        ctx.save_for_backward(q, keys, values, doc_starts, out, log_sums.flatten(1, 2), *drafted)
+        by = text_by_document if by_document(q) else text_by_block
+        out, log_sums = joined(*by(q, keys, values, doc_starts), q, drafted)
+        ctx.save_for_backward(q, keys, values, doc_starts, out, log_sums, *drafted)
         return out
 
     @staticmethod
@@ -97,6 +98,18 @@ class StepAttention(torch.autograd.Function):
         key_gradients = draft_sum_transposed(score_gradient, queries)
         value_gradients = draft_sum_transposed(weights.to(q.dtype), out_gradient)
         return q_gradient, *others, None, *key_gradients, *value_gradients
+
+
+def joined(text: Tensor, text_sums: Tensor, q: Tensor, drafted: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """What q (batch, heads, length, dim) sees of the text and the logs of its sums of exponentials (batch, heads, length),
+    joined with its own later steps."""
+    keys, values = halves(drafted)
+    queries, text, text_sums = (x.unflatten(1, (keys[0].shape[1], -1)) for x in (q, text, text_sums))
+    scores = draft_dots(queries, keys) * q.shape[-1] ** -0.5
+    log_sums = torch.logaddexp(text_sums, scores.logsumexp(-1))
+    weights = (scores - log_sums[..., None]).exp().to(q.dtype)
+    out = text * (text_sums - log_sums).exp()[..., None] + draft_sum(weights, values)
+    return out.to(q.dtype).flatten(1, 2), log_sums.flatten(1, 2)
 
 
 # -- over the text, a document at a time: torch's own attention for a CPU, which gives its log-sums and takes others back ----

@@ -1,0 +1,114 @@
+"""Training attention by FlexAttention's kernel, whose masks and tables are ours. A CPU has no backward pass of it."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from heads import block_attention, flex, step_attention
+from heads.base import PackedBatch
+from tests.support.batches import batch
+
+# (lengths of the documents) of each row
+ROWS = {"short": [(15, 10), (4, 21)], "tiles": [(100, 200, 20), (320,)], "whole tiles": [(256,), (130, 126)]}
+
+
+def packed(rows: list[tuple[int, ...]]) -> PackedBatch:
+    made = [batch(*lengths) for lengths in rows]
+    return PackedBatch(*(torch.cat(parts) for parts in zip(*(row[:4] for row in made), strict=True)))
+
+
+def dense(mask) -> torch.Tensor:
+    """(batch, queries, keys) bool: what the function of indices says."""
+    queries, keys = mask.seq_lengths
+    index = [torch.arange(n) for n in (len(mask.kv_num_blocks), 1, queries, keys)]
+    return mask.mask_mod(*torch.meshgrid(*index, indexing="ij"))[:, 0]
+
+
+def tiles(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """(batch, tiles of queries, tiles of keys) bool: those that a table names."""
+    named = torch.arange(indices.shape[-1]) < counts[..., None]
+    return torch.zeros(indices.shape, dtype=torch.bool).scatter(-1, indices.long(), named)[:, 0]
+
+
+def check_tables(mask, exact: bool) -> None:
+    queries, keys = mask.seq_lengths
+    best = create_block_mask(mask.mask_mod, len(mask.kv_num_blocks), None, queries, keys, device="cpu")
+    ours, theirs = (
+        (tiles(m.kv_num_blocks, m.kv_indices), tiles(m.full_kv_num_blocks, m.full_kv_indices)) for m in (mask, best)
+    )
+    assert not (ours[0] & ours[1]).any()
+    assert not (ours[1] & ~theirs[1]).any() and not ((theirs[0] | theirs[1]) & ~(ours[0] | ours[1])).any()
+    if exact:
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_a_slot_sees_its_text(rows):
+    text = packed(rows)
+    mask = flex.text_mask(text.document_starts())
+    assert torch.equal(dense(mask), text.mask())
+    check_tables(mask, exact=True)
+
+
+@pytest.mark.parametrize("slots", [3, 16])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 7), (True, 150)])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_block_sees_its_text_and_itself(slots, causal, window, everywhere):
+    text = packed(ROWS["tiles"])
+    chosen = torch.tensor([[-1, 0, 99, 130, 310], [1, 2, 140, 150, 319]])
+    blocks = block_attention.Blocks.of(text if everywhere else text._replace(starts=chosen), slots)
+    mask = flex.blocks_mask(blocks.first, blocks.last, slots, blocks.length, causal, window)
+    inside = block_attention.within(slots, causal, window, torch.device("cpu"))
+    expected = block_attention.part_seen(blocks.first, blocks.last, inside, blocks.length, window)
+    assert torch.equal(dense(mask), expected)
+    check_tables(mask, exact=False)
+
+
+def test_masks_are_made_once_for_a_batch_and_go_with_it():
+    before, starts = len(flex.MASKS), packed(ROWS["short"]).document_starts()
+    assert flex.text_mask(starts) is flex.text_mask(starts)
+    block = flex.blocks_mask(starts, starts, 2, 25, True, None)
+    assert block is flex.blocks_mask(starts, starts, 2, 25, True, None)
+    assert block is not flex.blocks_mask(starts, starts, 2, 25, False, None)
+    assert len(flex.MASKS) == before + 1
+    del starts
+    assert len(flex.MASKS) == before
+
+
+def by_kernel(q, keys, values, mask):
+    """Its forward pass; on a CPU it gives no sums."""
+    out = torch.compile(flex_attention, dynamic=False)(q, keys, values, block_mask=mask, enable_gqa=True)
+    return out, flex.plainly(q, keys, values, mask)[1]
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_steps_and_blocks_attend_by_it_as_without(kernel, monkeypatch):
+    """By the kernel itself forward, and by its definition with all gradients."""
+    text, slots = packed(ROWS["tiles"]), 4
+    length, dtype = text.tokens.shape[1], torch.float32 if kernel else torch.float64
+    starts = text._replace(starts=torch.tensor([[-1, 5, 180], [1, 140, 319]]))
+    torch.manual_seed(0)
+    q, own_q, own_keys, own_values, *others = (
+        torch.randn(2, heads, n, 16, dtype=dtype, requires_grad=not kernel)
+        for heads, n in ((4, length), (4, 3 * slots), *[(2, 3 * slots)] * 2, *[(2, length)] * 6)
+    )
+    pairs, found = list(zip(others[::2], others[1::2], strict=True)), []
+    monkeypatch.setattr(flex, "attend", by_kernel if kernel else flex.plainly)
+    for by_flex in (True, False):
+        monkeypatch.setattr(flex, "serves", lambda q, keys, by_flex=by_flex: by_flex)
+        steps = [step_attention.at_start(*pair, step) for step, pair in enumerate(pairs)]
+        outs = [step_attention.attend_steps(q, steps[: n + 1], text.document_starts()) for n in range(3)]
+        blocks = block_attention.Blocks.of(starts, slots)
+        outs.append(block_attention.attend_blocks(own_q, pairs[0], (own_keys, own_values), blocks, True, 100))
+        if not kernel:
+            total = torch.stack([(out * torch.linspace(-1, 1, 16)).sum() for out in outs]).sum()
+            outs += torch.autograd.grad(total, [q, own_q, own_keys, own_values, *others])
+        found.append(outs)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6 if kernel else 1e-9)
+
+
+def test_where_the_kernel_does_not_work_a_warning_says_why_and_blocks_serve():
+    with pytest.warns(
+        UserWarning, match="FlexAttention does not work on cpu, and training is slower without: .*backward on CPU"
+    ):
+        assert not flex.works(torch.device("cpu"), torch.float32, 4, 2, 16)
