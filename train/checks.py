@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 
 from heads import adapter
 from heads.base import DraftHead
@@ -66,3 +67,16 @@ def save_checked(
     long = (document.tokens for document in documents if len(document.tokens) >= GATE_TOKENS)
     text = next(long, None) or max((document.tokens for document in documents), key=len)
     return parity_gate.check(head.to(torch.float32), target, text[:GATE_TOKENS], saved=directory)
+
+
+def check_fresh_text(cfg: DictConfig, target: Target) -> None:
+    """Raises ValueError where `fresh_text=true` cannot be."""
+    if not cfg.self_generated_tokens:
+        raise ValueError("fresh_text=true writes text anew, and self_generated_tokens=0 lets the target write none")
+    if cfg.features._target_ != "train.features.online.online":
+        raise ValueError("fresh_text=true trains on text that is not there at the start: take features=online")
+    if target.reads_collectively:
+        raise ValueError(
+            f"target.sharding={target.sharding} lets all processes write together, and they come to the end of a text one by "
+            "one: fresh_text=true needs target.sharding=null"
+        )

@@ -9,6 +9,8 @@ import math
 import os
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,13 +28,13 @@ from inference.drafters import drafter_for
 from inference.evaluation.measure import acceptance
 from inference.evaluation.measure import run as decode
 from train import held_out
-from train.checks import check_saving, check_settings
+from train.checks import check_fresh_text, check_saving, check_settings
 from train.cli import entry
 from train.data import data_card
 from train.data.corpus import Corpus, Packed, count_tokens, prompts
 from train.data.documents import Documents
 from train.data.row_order import EpochStream
-from train.data.self_generated import self_generate
+from train.data.self_generated import self_generate, write_more
 from train.finalize import finalize
 from train.runtime import distributed, loggers, strategy
 from train.runtime.callbacks import Measure, Progress, StopOnSignal
@@ -50,6 +52,7 @@ class Prepared(NamedTuple):
     head: DraftHead
     data: Corpus
     packed: Packed
+    later: Callable[[int], Packed] | None  # the rows of a later pass, where the target writes other ones
     held_out: list[dict[str, Tensor]]  # rows as those of `packed`
     args: TrainingArguments
     directory: Path
@@ -123,6 +126,8 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
             f"self_generated_tokens={cfg.self_generated_tokens} would put other text in the place of what was logged: "
             "give 0, or data.rejection_weight=1"
         )
+    if cfg.fresh_text:
+        check_fresh_text(cfg, target)
     args = arguments(cfg.trainer, target, **instantiate(cfg.strategy.arguments, _convert_="all"))
     if distributed.rank() == 0 or target.reads_collectively:
         check_saving(head, target, data.train)
@@ -133,6 +138,7 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
         open_directory(cfg, need_bytes) if distributed.rank() == 0 else (Path(), None)
     )
     distributed.check_shared(directory, "output_dir")
+    later = partial(fresh_rows, cfg, target, data.train, directory) if cfg.fresh_text else None
     data, measured_on = with_self_generated_text(cfg, target, data, directory)
     counts = count_tokens(data.train, target.vocab_size)
     if head.pruned and cfg.init_from is None:  # to what the target writes, which is what the head will draft
@@ -149,7 +155,22 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
         )
     loggers.prepare(args.report_to, directory)
     measured_rows = held_out.rows(measured_on, cfg.length, cfg.seed, target.context)
-    return Prepared(target, head, data, packed, measured_rows, args, directory, checkpoint)
+    return Prepared(target, head, data, packed, later, measured_rows, args, directory, checkpoint)
+
+
+def fresh_rows(cfg: DictConfig, target: Target, texts: Documents, directory: Path, part: int) -> Packed:
+    """Rows of text that the target writes now, for pass `part` of what self_generated_tokens says."""
+    file = directory / f"self_generated.{part}.safetensors"
+    written = write_more(target, texts, written_tokens(cfg), cfg.seed, file, part)
+    return Packed(written, cfg.length, cfg.seed + part, cfg.long)
+
+
+def written_tokens(cfg: DictConfig) -> int:
+    """How many the target writes before a run reads them: no more than it reads."""
+    tokens = cfg.self_generated_tokens
+    if cfg.trainer.max_steps > 0:
+        tokens = min(tokens, cfg.trainer.max_steps * rows_per_step(cfg) * cfg.length)
+    return tokens
 
 
 def with_self_generated_text(
@@ -158,9 +179,7 @@ def with_self_generated_text(
     """The corpus with text that the target wrote, as much as this run reads, and held-out documents of the same kind. One
     process keeps for all what is written."""
     held = held_out.documents(target.text_tokenizer, data)
-    tokens = cfg.self_generated_tokens
-    if cfg.trainer.max_steps > 0:
-        tokens = min(tokens, cfg.trainer.max_steps * rows_per_step(cfg) * cfg.length)
+    tokens = written_tokens(cfg)
     if not tokens:
         return data, held
 
@@ -188,10 +207,9 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
     if args.max_steps <= 0:
         args.max_steps = math.ceil(args.num_train_epochs * len(dataset) / rows)
     if (times := args.max_steps * rows / len(dataset)) > 1:
-        print(
-            f"the {len(dataset):,} rows are read {times:.1f} times: loss and accuracy on them flatter, held out they do not",
-            flush=True,
-        )
+        flatters = "loss and accuracy on them flatter, held out they do not"
+        fresh = "after each time the target writes others"
+        print(f"the {len(dataset):,} rows are read {times:.1f} times: {fresh if run.later else flatters}", flush=True)
 
     def validate(head: DraftHead) -> dict[str, float]:
         some = prompts(
@@ -208,7 +226,7 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
     trainer = HeadTrainer(
         distillation,
         args,
-        train_dataset=EpochStream(dataset, args.max_steps * rows, cfg.seed),
+        train_dataset=EpochStream(dataset, args.max_steps * rows, cfg.seed, run.later),
         build_optimizer=instantiate(cfg.optimizer),
         measure=validate,
         callbacks=[stop, Progress(), Measure(cfg.evaluate.eval_steps), *callbacks],

@@ -1,5 +1,6 @@
 """The order in which training reads its rows."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,17 +16,19 @@ class EpochStream(Dataset):
     each epoch in a new batch, so its steps depend on how they are spread.)
     """
 
-    def __init__(self, rows: Any, size: int, seed: int):
-        """rows: any dataset with a length and an index; seed: of the orders."""
-        self.rows, self.size, self.seed = rows, size, seed
-        self.epoch, self.order = -1, torch.empty(0)
+    def __init__(self, rows: Any, size: int, seed: int, later: Callable[[int], Any] | None = None):
+        """rows: any dataset with a length and an index; seed: of the orders; later: gives the rows of any epoch but the
+        first, where they are others."""
+        self.first, self.size, self.seed, self.later = rows, size, seed, later
+        self.rows, self.epoch, self.order = rows, -1, torch.empty(0)
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        epoch, place = divmod(index, len(self.rows))
+        epoch, place = divmod(index, len(self.first))
         if epoch != self.epoch:
+            self.rows = self.first if epoch == 0 or self.later is None else self.later(epoch)
             generator = torch.Generator().manual_seed(self.seed + epoch)
             self.epoch, self.order = epoch, torch.randperm(len(self.rows), generator=generator)
-        return self.rows[int(self.order[place])]
+        return self.rows[int(self.order[place % len(self.rows)])]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -43,8 +44,21 @@ def self_generate(
     return data._replace(train=documents, card=data.card | {"self_generated_tokens": documents.supervised})
 
 
-def write(target: Target, texts: Documents, tokens: int, seed: int, begin: int, new: int) -> Documents:
-    """Some `tokens` tokens in rows of at most `new`, each after a beginning from the texts."""
+def write_more(
+    target: Target, texts: Documents, tokens: int, seed: int, file: Path, part: int, begin: int = 32, new: int = 224
+) -> Documents:
+    """Part `part` of what `self_generate` would write without an end, of which that makes part 0.
+
+    Processes need not come here together: the one that comes first writes, while the others wait for it or for the step in
+    which it has no part yet. file: where it is kept for them and for a resumed run."""
+    with FileLock(file.with_suffix(".lock")):
+        if not file.exists():
+            save(write(target, texts, tokens, seed, begin, new, part), file, torch.int32)
+    return load(file)
+
+
+def write(target: Target, texts: Documents, tokens: int, seed: int, begin: int, new: int, part: int = 0) -> Documents:
+    """Some `tokens` tokens in rows of at most `new`, each after a beginning from the texts, after `part` times as many."""
     start = start_tokens(target.text_tokenizer)
     most = (target.context or 1 << 30) - new - len(start)
     places = np.concatenate([beginnings(number, texts, begin) for number in range(len(texts))])
@@ -58,22 +72,24 @@ def write(target: Target, texts: Documents, tokens: int, seed: int, begin: int, 
     wanted = max(1, -(-tokens // new))
     parts: list[Documents] = []
     since, count = time.perf_counter(), 0
-    for base in range(0, wanted, BATCH):
+    begun, wanted = part * wanted, (part + 1) * wanted
+    for base in range(begun, wanted, BATCH):
         rows: dict[float, list[list[int]]] = {0.0: [], 1.0: []}
         for i in range(base, min(base + BATCH, wanted)):
             number, first, last = places[order[i % len(order)]].tolist()
             row = texts.stretch(number, first, last)[0].tolist()
             greedy = i % 2 == 0 and i < len(order)
             rows[0.0 if greedy else 1.0].append(row if first == 0 else [*start, *row])
-        for temperature, part in rows.items():
-            if part:
+        for temperature, some in rows.items():
+            if some:
                 text = continue_rows(
-                    target, part, max_new_tokens=new, temperature=temperature, seed=seed + base
+                    target, some, max_new_tokens=new, temperature=temperature, seed=seed + base
                 ).new_tokens
-                parts.append(Documents.of([masked(row + more, len(row)) for row, more in zip(part, text, strict=True)]))
+                parts.append(Documents.of([masked(row + more, len(row)) for row, more in zip(some, text, strict=True)]))
                 count += parts[-1].supervised
         rate = count / (time.perf_counter() - since)
-        print(f"self-generated text: {min(base + BATCH, wanted)} of {wanted} rows, {rate:,.0f} tokens/s", flush=True)
+        done = min(base + BATCH, wanted) - begun
+        print(f"self-generated text: {done} of {wanted - begun} rows, {rate:,.0f} tokens/s", flush=True)
     return Documents.joined(parts)
 
 

@@ -1,0 +1,74 @@
+"""fresh_text=true: what the target has written is read once, and while the head trains it writes more."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import ROOT
+from tests.support.processes import ONE, SMALL_EAGLE3, TWO, complaint, end, losses, program, torchrun
+from train.data import self_generated
+from train.data.documents import Document, Documents
+from train.data.row_order import EpochStream
+
+FRESH = ["self_generated_tokens=512", "fresh_text=true", "optimizer=adamw", "trainer.max_steps=9"]
+
+
+def test_each_epoch_reads_its_own_rows():
+    asked = []
+
+    def later(epoch: int) -> list[str]:
+        asked.append(epoch)
+        return [f"{epoch} {row}" for row in range(5 - epoch)]  # fewer and fewer
+
+    stream = EpochStream(["0 0", "0 1", "0 2", "0 3"], 11, 0, later)
+    read = [stream[index] for index in range(len(stream))]
+    assert asked == [1, 2]
+    assert [row[0] for row in read] == list("00001111222")
+    assert len(set(read)) == 11
+    assert EpochStream(["0 0"] * 4, 11, 0, later)[9] == read[9]  # as a resumed run reads it
+    assert asked == [1, 2, 2]
+
+
+def test_more_text_goes_on_where_the_last_ended(target, tmp_path: Path, monkeypatch):
+    texts = Documents.of([Document(list(range(3, 43)), [True] * 40), Document(list(range(50, 90)), [True] * 40)])
+    given = (target, texts, 16, 0)
+    # Five beginnings of 8 tokens in each document: ten, of which two go into a part.
+    parts = [self_generated.write_more(*given, tmp_path / f"{part}.safetensors", part, 8, 8) for part in range(6)]
+    begins = [tuple(document.tokens[-16:-8]) for part in parts for document in part]
+    assert sorted(begins[:10]) == sorted({*begins[:10]})
+    assert begins[10:] == begins[:2]
+    again = parts[0][0].tokens, parts[5][0].tokens
+    assert again[0] != again[1]  # what was continued greedily is sampled then
+    monkeypatch.setattr(self_generated, "write", None)
+    kept = self_generated.write_more(*given, tmp_path / "5.safetensors", 5, 8, 8)
+    assert list(kept) == list(parts[5])
+
+
+def test_two_processes_read_the_text_that_one_does(tiny_path: Path, folder: Path, tmp_path: Path):
+    given = [*SMALL_EAGLE3, f"target.path={tiny_path}", f"data.path={folder}", *FRESH]
+    alone = end(program(*given, ONE, "output_dir=alone", cwd=tmp_path))
+    assert alone.code == 0, alone.err
+    assert "after each time the target writes others" in alone.out
+    script = str(ROOT / "train" / "run.py")
+    together = end(torchrun(script, *given, TWO, "strategy=ddp", "output_dir=together", cwd=tmp_path))
+    assert together.code == 0, together.err[-3000:]
+    found = [torch.tensor(losses(tmp_path / name)) for name in ("alone", "together")]
+    assert len(found[0]) == 9
+    torch.testing.assert_close(*found, rtol=1e-3, atol=0)
+    for name in ("alone", "together"):
+        files = sorted((tmp_path / name).glob("self_generated*.safetensors"))
+        texts = [tuple(document.tokens) for file in files for document in self_generated.load(file)]
+        assert len(files) > 2 and len(set(texts)) == len(texts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["self_generated_tokens=0"], "self_generated_tokens=0 lets the target write none"),
+        (["features=disk"], "take features=online"),
+    ],
+)
+def test_what_cannot_be_written_anew_is_refused(here, tiny_path: Path, folder: Path, changes, words):
+    given = [*SMALL_EAGLE3, f"target.path={tiny_path}", f"data.path={folder}", *FRESH]
+    assert words in complaint(here(*given, *changes))
