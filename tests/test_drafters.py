@@ -411,6 +411,18 @@ def test_a_new_tree_takes_turns_with_the_last_one(small, monkeypatch):
     assert nodes[-20:].count(3) >= 18  # two drafts
 
 
+@pytest.mark.parametrize(("promise", "then"), [(1.04, 5), (1.08, 4)])
+def test_another_tree_than_the_largest_must_promise_more(small, monkeypatch, promise, then):
+    """Three drafts in place of four, by so much faster."""
+    draft = [0.0, 0.6, 0.8, 4 / (5 / 2 * promise) - 1, 1.0]
+    itself = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0)
+    drafter = AutoTree(itself, small, lambda batch: Costs(dict.fromkeys(range(1, 9), 1.0), draft))
+    timed(monkeypatch, drafter, lambda plan: drafter.predicted(plan))
+    nodes = nodes_of_steps(small, drafter, 300)
+    assert nodes[-100:].count(then) >= 85  # all but looks
+    assert len({*nodes[-100:]} - {then, 5, 1}) == 0
+
+
 @pytest.mark.parametrize(("cost", "then"), [(0.1, 5), (6.0, 1)])
 def test_auto_tries_no_full_tree_in_a_batch_of_another_size(small, monkeypatch, cost, then):
     """What it gains is known by then; what it costs says the model, beside plain decoding."""

@@ -7,11 +7,10 @@
                    (costs.py), which is measured once and kept
 
 The first steps use the largest tree, then none; another batch size, which gains the same and costs something else, begins
-with none. From then on it is the tree of best gain / seconds, unless the last choice is nearly as good, and now and then the
-largest again (and every fourth time none), after twice as many steps each time while the choice stays the same. Where plain
-decoding is best it decodes plainly, and looks again so rarely that looking costs one step in a hundred; where no tree could
-pay even if the drafter were as much better than seen as chance allows, the first steps end early. So a drafter which never
-helps costs next to nothing.
+with none. From then on it is the tree of best gain / seconds, unless the largest is nearly as good, or the last choice; and
+now and then the largest again (and every eighth time none), so rarely that looking costs one step in a hundred. Where plain
+decoding is best it decodes plainly, and looks ever more rarely; where no tree could pay even if the drafter were as much
+better than seen as chance allows, the first steps end early. So a drafter which never helps costs next to nothing.
 """
 
 import time
@@ -33,14 +32,15 @@ from inference.tree import TokenTree
 
 FIRST, REMEMBER = 24, 64  # full steps at first (of fewer, what a tree gains is a guess); full steps remembered
 FEWEST = 6  # full steps after which a drafter may be seen not to help
-# Steps until it looks again: at first; at most, where it drafts; at most, where it does not.
-EXPLORE, OFTEN, RARELY = 16, 64, 1024
-TIMED, RECENT = 3, 15  # steps of a tree before their median counts; the newest ones, of which it is the median
+# Steps until it looks again: at least; at most, where it drafts; at most, where it does not.
+EXPLORE, OFTEN, RARELY = 16, 256, 1024
+TIMED, RECENT = 3, 9  # steps of a tree before their median counts; the newest ones, of which it is the median
 NEWEST = 5  # steps whose median says how fast the machine is at the moment
 # What speculation must promise over plain decoding, and another tree over the last one: nearer lies what the measured costs
 # are wrong by, and every tree that is tried costs some steps.
 MARGIN = 1.03
-PLAIN_LOOKS = 4  # of so many looks at the largest tree one is at plain decoding too, where it drafts
+FULL_MARGIN = 1.05  # the same over the largest tree: of many that are nearly as good, the best looks better than it is
+PLAIN_LOOKS = 8  # of so many looks at the largest tree one is at plain decoding too, where it drafts
 
 
 class Plan(NamedTuple):
@@ -123,21 +123,25 @@ class AutoTree(Drafter):
         if not self.plans:
             self.untried = False
             best = self.choose()
+            looks = [self.full] * (1 if best == PLAIN else TIMED)
+            pause = len(looks) * self.worth(best)
             if best == PLAIN:
-                self.pause = min(max(2 * self.pause, self.worth()), RARELY)
+                self.pause = min(max(2 * self.pause, pause), RARELY)
             else:
-                self.pause = min(2 * self.pause, OFTEN) if best == self.best else EXPLORE
+                self.pause = min(max(EXPLORE, pause), OFTEN)
             before, self.best = self.best, best
             self.looks += 1
-            looks = [self.full] if best == PLAIN or self.looks % PLAIN_LOOKS else [PLAIN, self.full]
+            if best != PLAIN and self.looks % PLAIN_LOOKS == 0:
+                looks.insert(0, PLAIN)
             # A new tree takes turns with the one before it, so that both are timed at the same pace of the machine.
             turns = [before, best] if self.timed(before) else [best]
             self.plans = looks + [best] * self.pause if self.timed(best) else turns * (TIMED + 1)
         self.use(self.plans.pop())
 
-    def worth(self) -> int:
-        """Plain steps between two looks at the largest tree, for those to cost one in a hundred."""
-        return round(100 * (self.seconds(self.full) / self.seconds(PLAIN) - self.gain(self.full)))
+    def worth(self, plan: Plan) -> int:
+        """Steps with this tree for each one with the largest, for those to cost one in a hundred."""
+        lost = self.seconds(self.full) / self.seconds(plan) - self.gain(self.full) / self.gain(plan)
+        return round(100 * lost)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         self.note_time()
@@ -208,6 +212,7 @@ class AutoTree(Drafter):
         speed = {plan: (1 + gains[plan.levels][plan.nodes - 1] + doubt) / self.seconds(plan) for plan in plans}
         best = max(plans, key=lambda plan: speed[plan])
         best = self.best if MARGIN * speed.get(self.best, 0.0) >= speed[best] else best
+        best = self.full if FULL_MARGIN * speed[self.full] >= speed[best] else best
         return best if speed[best] > MARGIN / self.seconds(PLAIN) else PLAIN
 
     def is_hopeless(self) -> bool:
