@@ -138,3 +138,14 @@ def test_self_generated_text_is_measured_on_text_of_the_same_kind(here, tiny_pat
     assert len(apart) and not {tuple(d.tokens) for d in own} & {tuple(d.tokens) for d in apart}
     assert all(not document.loss_mask[0] and document.loss_mask[-1] for document in apart)
     assert isinstance(apart, Documents)
+
+
+@pytest.mark.parametrize(("long", "short", "all_of_them"), [(34, 5, True), (100, 100, False)])
+def test_shorter_documents_are_measured_like_longer_ones(long, short, all_of_them):
+    """Rows hold the longest document, and are packed from that on: here with a document each."""
+    longest, *others = [494] + [300] * long + [260] * short
+    texts = Documents.of([Document([1] * size, [True] * size) for size in (longest, *others)])
+    sizes = [int((row["documents"] >= 0).sum()) for row in held_out.rows(texts, 256, seed=0)]
+    assert sizes.pop(0) == longest
+    assert sizes.count(260) == pytest.approx(sizes.count(300) * short / long, abs=1)
+    assert (len(sizes) == len(others)) == all_of_them

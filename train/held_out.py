@@ -57,7 +57,10 @@ def rows(documents: Documents, length: int, seed: int, context: int | None = Non
     rows of 256 that lowered the agreement by 0.02. context: of the target, None for no limit."""
     longest = min(int(documents.sizes.max()), 2 * length, context or 2 * length)
     packed = Packed(documents, max(length, longest), seed, long="truncate")
-    return [packed[row] for row in range(min(len(packed), max(4, TOKENS // packed.length)))]
+    count = min(len(packed), max(4, TOKENS * len(packed) // packed.tokens))
+    return [
+        packed[len(packed) * row // count] for row in range(count)
+    ]  # spread, since the longest documents come first
 
 
 @torch.no_grad()
