@@ -367,7 +367,7 @@ def steep(batch: int) -> Costs:
     return Costs(read={nodes: 1.0 + 0.1 * nodes for nodes in range(1, 9)}, draft=[0.0] * 9)
 
 
-@pytest.mark.parametrize(("costs", "tried"), [(flat, FIRST), (steep, 17)])
+@pytest.mark.parametrize(("costs", "tried"), [(flat, FIRST), (steep, 22)])
 def test_auto_ends_up_decoding_plainly_where_nothing_is_gained(small, monkeypatch, costs, tried):
     drafter = timed(monkeypatch, AutoTree(Useless([-1, -1]), small, costs), lambda plan: 1.0 + 0.1 * plan.nodes)
     nodes = nodes_of_steps(small, drafter, 300)

@@ -30,13 +30,13 @@ from inference.drafters.grown import GrownTree
 from inference.sampling import Sampling
 from inference.tree import TokenTree
 
-FIRST, REMEMBER = 24, 64  # full steps at first (of fewer, what a tree gains is a guess); full steps remembered
+FIRST, REMEMBER = 24, 128  # full steps at first (of fewer, what a tree gains is a guess); full steps remembered
 FEWEST = 6  # full steps after which a drafter may be seen not to help
 # Steps until it looks again: at least; at most, where it drafts; at most, where it does not.
 EXPLORE, OFTEN, RARELY = 16, 256, 1024
 TIMED, RECENT = 3, 9  # steps of a tree before their median counts; the newest ones, of which it is the median
 NEWEST = 5  # steps whose median says how fast the machine is at the moment
-# What speculation must promise over plain decoding, and another tree over the last one: nearer lies what the measured costs
+# What a tree must promise over the last one, and where that was none over plain decoding: nearer lies what the measured costs
 # are wrong by, and every tree that is tried costs some steps.
 MARGIN = 1.03
 FULL_MARGIN = 1.05  # the same over the largest tree: of many that are nearly as good, the best looks better than it is
@@ -126,15 +126,16 @@ class AutoTree(Drafter):
             looks = [self.full] * (1 if best == PLAIN else TIMED)
             pause = len(looks) * self.worth(best)
             if best == PLAIN:
-                self.pause = min(max(2 * self.pause, pause), RARELY)
+                before = self.pause if self.best == PLAIN else EXPLORE
+                self.pause = min(max(2 * before, pause), RARELY)
             else:
                 self.pause = min(max(EXPLORE, pause), OFTEN)
-            before, self.best = self.best, best
+            last, self.best = self.best, best
             self.looks += 1
             if best != PLAIN and self.looks % PLAIN_LOOKS == 0:
                 looks.insert(0, PLAIN)
             # A new tree takes turns with the one before it, so that both are timed at the same pace of the machine.
-            turns = [before, best] if self.timed(before) else [best]
+            turns = [last, best] if self.timed(last) else [best]
             self.plans = looks + [best] * self.pause if self.timed(best) else turns * (TIMED + 1)
         self.use(self.plans.pop())
 
@@ -212,8 +213,10 @@ class AutoTree(Drafter):
         speed = {plan: (1 + gains[plan.levels][plan.nodes - 1] + doubt) / self.seconds(plan) for plan in plans}
         best = max(plans, key=lambda plan: speed[plan])
         best = self.best if MARGIN * speed.get(self.best, 0.0) >= speed[best] else best
-        best = self.full if FULL_MARGIN * speed[self.full] >= speed[best] else best
-        return best if speed[best] > MARGIN / self.seconds(PLAIN) else PLAIN
+        enough = (MARGIN if self.best == PLAIN else 1.0) / self.seconds(PLAIN)
+        if speed[self.full] > max(enough, speed[best] / FULL_MARGIN):
+            return self.full
+        return best if speed[best] > enough else PLAIN
 
     def is_hopeless(self) -> bool:
         """Would no tree pay, even if the drafter were better than seen by two standard errors?"""
