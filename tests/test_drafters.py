@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaForCausalLM
 
 from heads import Target
 from heads.base import RecurrentHead
@@ -30,18 +29,14 @@ from inference.drafters import (
     StaticTree,
     SuffixDrafter,
     Union,
-    auto,
-    costs,
     drafter_for,
 )
-from inference.drafters.auto import FIRST, PLAIN, TIMED
 from inference.drafters.base import Accepted, chains, root_only, trees
-from inference.drafters.costs import CostModel, Costs, PaddedRoot
 from inference.drafters.union import merge
 from inference.evaluation.lossless import PaddedDrafter
 from inference.sampling import Sampling, SamplingParams
-from inference.tree import TokenTree
-from tests.support.tiny import tiny_config
+from tests.support.drafters import OneBranch
+from tests.support.small_targets import eagle, prompt, random_model
 
 SETTINGS = {
     "greedy": {},
@@ -50,21 +45,9 @@ SETTINGS = {
 }
 
 
-def random_model(seed: int, layers: int = 2, **changes) -> Target:
-    torch.manual_seed(seed)
-    return Target(LlamaForCausalLM(tiny_config(num_hidden_layers=layers, **changes)), None, f"random {seed}")
-
-
 @pytest.fixture(scope="module")
 def small() -> Target:
     return random_model(1)
-
-
-def eagle(target: Target) -> DynamicTree:
-    torch.manual_seed(2)
-    return DynamicTree(
-        Eagle3Head.for_target(target, depth=4).eval(), target, nodes=10, depth=4, width=3, min_probability=0
-    )
 
 
 def medusa(target: Target) -> StaticTree:
@@ -88,12 +71,6 @@ DRAFTERS = {
     "lookahead and suffix": lambda target: Union([Lookahead(), SuffixDrafter()]),
     "auto beside ngram": lambda target: Union([AutoTree(medusa(target), target), NgramDrafter()]),
 }
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    """Random tokens, said twice, so that there is something to look up."""
-    half = torch.randint(1, 300, (length // 2,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return (half + half + [7])[:length]
 
 
 def new_tokens(target: Target, drafter: Drafter | None, rows: list[list[int]], **settings) -> list[list[int]]:
@@ -229,23 +206,6 @@ def test_a_union_names_every_path_once_and_keeps_all_of_them():
                     assert tree.tokens[row, place] == source.tokens[row, node]
 
 
-class OneBranch(Drafter):
-    """Drafts the same tokens in every step and keeps what it observes."""
-
-    def __init__(self, draft: list[int]):
-        self.drafted, self.depth, self.nodes = draft, len(draft), len(draft) + 1
-        self.observed: list = []
-
-    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        pass
-
-    def propose(self, step: Accepted, gumbel: Tensor | None):
-        return chains(step, [self.drafted] * len(step.text))
-
-    def observe(self, paths: list[list[int]], choices: Tensor) -> None:
-        self.observed.append((paths, choices.tolist()))
-
-
 def test_drafters_in_a_union_observe_their_own_nodes():
     one, two = OneBranch([10, 11]), OneBranch([10, 12, 13])
     both = begun(Union([one, two]))
@@ -319,212 +279,6 @@ def test_a_tree_stops_where_little_is_left_to_gain_in_any_row(small):
     for shares in ([[0.05, 0.04, 0.03], [0.3, 0.1, 0.1]], [[0.05, 0.04, 0.03], [0.1, 0.02, 0.02]]):
         scores.append(drafter.should_stop(torch.tensor(shares).log()))
     assert scores == [False, True]
-
-
-class Clock:
-    """Stands for the time module: every step of an AutoTree takes what its tree should."""
-
-    def __init__(self, drafter: AutoTree, seconds):
-        self.drafter, self.seconds, self.now = drafter, seconds, 0.0
-
-    def perf_counter(self) -> float:
-        if self.drafter.started is not None:
-            self.now += self.seconds(self.drafter.last)
-        return self.now
-
-
-def flat(batch: int) -> Costs:
-    """No difference between trees."""
-    return Costs(read=dict.fromkeys(range(1, 9), 1.0), draft=[0.0] * 9)
-
-
-def timed(monkeypatch, drafter: AutoTree, seconds) -> AutoTree:
-    """Its steps take `seconds(plan)`."""
-    monkeypatch.setattr(auto, "time", Clock(drafter, seconds))
-    return drafter
-
-
-class Useless(OneBranch):
-    """A tree that is never right; what AutoTree needs of an inner drafter."""
-
-    ranks = torch.arange(2)[None]
-
-    def resize(self, nodes: int, levels: int) -> None:
-        assert nodes > 1, "plain decoding asks no drafter"
-
-
-def nodes_of_steps(target: Target, drafter: AutoTree, count: int, batch: int = 1) -> list[int]:
-    ids, nodes = torch.tensor([prompt(9)] * batch), []
-    while len(nodes) < count:
-        seed = len(nodes)
-        out = generate(target, drafter, ids, max_new_tokens=101, eos_token_id=-1, temperature=1.0, seed=seed)
-        nodes += [step.nodes for step in out.steps]
-    return nodes[:count]
-
-
-def steep(batch: int) -> Costs:
-    """A node costs a tenth of plain decoding."""
-    return Costs(read={nodes: 1.0 + 0.1 * nodes for nodes in range(1, 9)}, draft=[0.0] * 9)
-
-
-@pytest.mark.parametrize(("costs", "tried"), [(flat, FIRST), (steep, 22)])
-def test_auto_ends_up_decoding_plainly_where_nothing_is_gained(small, monkeypatch, costs, tried):
-    drafter = timed(monkeypatch, AutoTree(Useless([-1, -1]), small, costs), lambda plan: 1.0 + 0.1 * plan.nodes)
-    nodes = nodes_of_steps(small, drafter, 300)
-    full = [number for number, count in enumerate(nodes) if count > 1]
-    assert full[:tried] == list(range(tried)) and full[tried] > tried
-    pauses = [b - a for a, b in itertools.pairwise(full[tried - 1 :])]
-    assert pauses == [TIMED + 1 + 33, 65, 129]  # it looks again ever more rarely
-
-
-def test_auto_decodes_plainly_where_drafts_are_right_but_cost_more_than_they_gain(small, monkeypatch):
-    itself = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0)  # five tokens a step
-    drafter = timed(monkeypatch, AutoTree(itself, small, flat), lambda plan: 1.0 if plan == PLAIN else 6.0 * plan.nodes)
-    nodes = nodes_of_steps(small, drafter, 200)
-    assert nodes[-100:].count(1) >= 98
-
-
-def test_auto_drafts_where_it_pays(small, monkeypatch):
-    itself = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0)
-    drafter = timed(monkeypatch, AutoTree(itself, small, flat), lambda plan: 1.0 + 0.1 * plan.levels)
-    nodes = nodes_of_steps(small, drafter, 60)
-    assert nodes[-20:].count(5) >= 18  # all but a look at plain decoding
-
-
-def test_a_machine_that_grows_slower_is_no_reason_to_change_the_tree(small, monkeypatch):
-    itself, slower = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0), [1.0]
-    drafter = AutoTree(itself, small, flat)
-    timed(monkeypatch, drafter, lambda plan: slower[0] * (1.0 + 0.1 * plan.levels))
-    nodes_of_steps(small, drafter, 60)
-    slower[0] = 6.0  # five tokens in 8.4 would be less than one in a plain step of before
-    assert nodes_of_steps(small, drafter, 60).count(5) >= 57
-
-
-def test_a_new_tree_takes_turns_with_the_last_one(small, monkeypatch):
-    itself = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0)
-    drafter = AutoTree(itself, small, lambda batch: Costs(dict.fromkeys(range(1, 9), 1.0), [0.0, 0.1, 0.2, 5.0, 8.0]))
-    timed(monkeypatch, drafter, lambda plan: drafter.predicted(plan))
-    nodes = nodes_of_steps(small, drafter, 120)
-    first = next(number for number, count in enumerate(nodes) if 1 < count < 5)
-    turns = nodes[first : first + 2 * (TIMED + 1) - 1]
-    assert set(turns[::2]) == {nodes[first]} and set(turns[1::2]) == {5}
-    assert nodes[-20:].count(3) >= 18  # two drafts
-
-
-@pytest.mark.parametrize(("promise", "then"), [(1.04, 5), (1.08, 4)])
-def test_another_tree_than_the_largest_must_promise_more(small, monkeypatch, promise, then):
-    """Three drafts in place of four, by so much faster."""
-    draft = [0.0, 0.6, 0.8, 4 / (5 / 2 * promise) - 1, 1.0]
-    itself = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0)
-    drafter = AutoTree(itself, small, lambda batch: Costs(dict.fromkeys(range(1, 9), 1.0), draft))
-    timed(monkeypatch, drafter, lambda plan: drafter.predicted(plan))
-    nodes = nodes_of_steps(small, drafter, 300)
-    assert nodes[-100:].count(then) >= 85  # all but looks
-    assert len({*nodes[-100:]} - {then, 5, 1}) == 0
-
-
-@pytest.mark.parametrize(("cost", "then"), [(0.1, 5), (6.0, 1)])
-def test_auto_tries_no_full_tree_in_a_batch_of_another_size(small, monkeypatch, cost, then):
-    """What it gains is known by then; what it costs says the model, beside plain decoding."""
-
-    def costs(batch: int) -> Costs:
-        return Costs(read=dict.fromkeys(range(1, 9), 1.0), draft=[0.0, *[cost if batch > 1 else 0.1] * 4])
-
-    itself = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0)
-    drafter = AutoTree(itself, small, costs)
-    timed(monkeypatch, drafter, lambda plan: drafter.predicted(plan))
-    assert nodes_of_steps(small, drafter, 60)[-1] == 5
-    assert nodes_of_steps(small, drafter, 20, batch=2) == [1] * (TIMED + 1) + [then] * (20 - TIMED - 1)
-
-
-def test_costs_are_measured_once_and_kept(small, monkeypatch, tmp_path):
-    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
-    first = CostModel(eagle(small), small)(2)
-    assert list(first.read) == [1, 2, 4, 6, 8, 10] and len(first.draft) == 5 and first.draft[0] == 0
-    assert first.seconds(5, 2) == first.read[6] + first.draft[2]
-    assert CostModel(eagle(small), small)(2) == first  # no two measurements are alike
-    assert CostModel(eagle(small), small)(1) != first
-    assert CostModel(eagle(small), small)(3) == CostModel(eagle(small), small)(4) != first
-    for file in tmp_path.rglob("*.json"):
-        file.write_text("{")  # of a program that was killed, say
-    assert CostModel(eagle(small), small)(2) != first
-
-
-@pytest.mark.parametrize("context", [512, 40, 41])
-def test_reads_are_timed_after_texts_of_the_length_that_is_asked_for(monkeypatch, context):
-    target, lengths, pad = random_model(1, max_position_embeddings=context), {False: [], True: []}, PaddedRoot.propose
-    sizes: list[int] = []
-
-    def padded(self: PaddedRoot, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        lengths[self.depth > 0].append([len(text) for text in accepted.text])
-        sizes.append(self.depth)
-        return pad(self, accepted, gumbel)
-
-    monkeypatch.setattr(PaddedRoot, "propose", padded)
-    model = CostModel(eagle(target), target, text=100)
-    fastest = costs.fastest
-
-    def timed_sizes(given, prepare, work, device):
-        def checked(size: int) -> None:
-            prepare(size)
-            assert sizes[-1] == size - 1  # a step of the same size goes before the one that is timed
-
-        return fastest(given, checked, work, device)
-
-    monkeypatch.setattr(costs, "fastest", timed_sizes)
-    model.measure_read(2)
-    assert all(length < context for rows in lengths.values() for row in rows for length in row)  # texts that go on
-    if context < 100:
-        return
-    plain, trees = (torch.tensor(lengths[drafts], dtype=torch.float64) for drafts in (False, True))
-    # Rows without drafts stay of one length, and those with trees do not.
-    assert torch.equal(plain[:, 0], plain[:, 1]) and not torch.equal(trees[:, 0], trees[:, 1])
-    assert all(abs(found.mean() - 100) <= 1.5 for found in (plain, trees))
-    assert CostModel(eagle(target), target, text=120).read_facts() != model.read_facts()
-
-
-def test_a_draft_is_timed_after_a_text_and_after_what_a_step_accepts(monkeypatch):
-    target, seen, propose = random_model(1, max_position_embeddings=512), [], DynamicTree.propose
-    read, reads = target.read, []
-
-    def spied(self: DynamicTree, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        seen.append((self.levels, accepted.tokens.shape, list(self.cache.lengths)))
-        assert len(reads) == len(seen)  # the target, between two drafts
-        return propose(self, accepted, gumbel)
-
-    def spied_read(*args, **kwargs):
-        reads.append(args)
-        return read(*args, **kwargs)
-
-    monkeypatch.setattr(DynamicTree, "propose", spied)
-    monkeypatch.setattr(target, "read", spied_read)
-    model = CostModel(eagle(target), target, text=100)
-    for batch in (1, 2):
-        seen.clear(), reads.clear()
-        model.measure_draft(batch)
-        assert {(levels, tuple(shape)) for levels, shape, _ in seen} == {
-            (levels, (batch, 1 + (levels if batch > 1 else levels // 2))) for levels in range(1, model.levels + 1)
-        }
-        assert all(lengths == [100] * batch for *_, lengths in seen)
-
-
-def test_a_disturbed_measurement_makes_no_tree_dearer_than_a_larger_one(small, monkeypatch):
-    given = {"read": {"1": 20.0, "2": 9.0, "4": 21.0, "8": 10.0}, "draft": [0.0, 3.0, 2.0, 2.5]}
-    monkeypatch.setattr(CostModel, "kept", lambda self, what, *rest: given[what])
-    found = CostModel(eagle(small), small)(1)
-    assert found == Costs(read={1: 9.0, 2: 9.0, 4: 10.0, 8: 10.0}, draft=[0.0, 2.0, 2.0, 2.5])
-
-
-def test_sizes_are_timed_in_turn(monkeypatch):
-    """A disturbance of one round is no size's alone."""
-    now, order = [0.0], []
-
-    def work(size: int) -> None:
-        now[0] += 1.0 + size + (50.0 if len(order) in (4, 5, 6) else 0.0)
-
-    monkeypatch.setattr(costs.time, "perf_counter", lambda: now[0])
-    assert costs.fastest([1, 2, 4], order.append, work, torch.device("cpu")) == [2.0, 3.0, 5.0]
-    assert order == [1, 2, 4] * costs.REPEATS
 
 
 def test_short_words_name_drafters(target, tiny_path):

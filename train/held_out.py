@@ -58,9 +58,8 @@ def rows(documents: Documents, length: int, seed: int, context: int | None = Non
     longest = min(int(documents.sizes.max()), 2 * length, context or 2 * length)
     packed = Packed(documents, max(length, longest), seed, long="truncate")
     count = min(len(packed), max(4, TOKENS * len(packed) // packed.tokens))
-    return [
-        packed[len(packed) * row // count] for row in range(count)
-    ]  # spread, since the longest documents come first
+    # Spread over them all, since the longest documents come first.
+    return [packed[len(packed) * row // count] for row in range(count)]
 
 
 @torch.no_grad()

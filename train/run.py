@@ -159,7 +159,7 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
 
 
 def fresh_rows(cfg: DictConfig, target: Target, texts: Documents, directory: Path, part: int) -> Packed:
-    """Rows of text that the target writes now, for pass `part` of what self_generated_tokens says."""
+    """Rows for epoch `part` (from 1 on) of text that the target writes now, `self_generated_tokens` as the first text has."""
     file = directory / f"self_generated.{part}.safetensors"
     written = write_more(target, texts, written_tokens(cfg), cfg.seed, file, part)
     return Packed(written, cfg.length, cfg.seed + part, cfg.long)

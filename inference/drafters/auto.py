@@ -36,10 +36,10 @@ FEWEST = 6  # full steps after which a drafter may be seen not to help
 EXPLORE, OFTEN, RARELY = 16, 256, 1024
 TIMED, RECENT = 3, 9  # steps of a tree before their median counts; the newest ones, of which it is the median
 NEWEST = 5  # steps whose median says how fast the machine is at the moment
-# What a tree must promise over the last one, and where that was none over plain decoding: nearer lies what the measured costs
-# are wrong by, and every tree that is tried costs some steps.
-MARGIN = 1.03
-FULL_MARGIN = 1.05  # the same over the largest tree: of many that are nearly as good, the best looks better than it is
+# A tree must promise so much more than what was used last, tree or none, to take its place: within that its measured cost may
+# be wrong, and every change costs steps. The largest tree goes before any that promises less than FULL_MARGIN over it: the
+# best of sixty nearly equal trees seems better than it is.
+MARGIN, FULL_MARGIN = 1.03, 1.05
 PLAIN_LOOKS = 8  # of so many looks at the largest tree one is at plain decoding too, where it drafts
 
 
@@ -122,26 +122,25 @@ class AutoTree(Drafter):
             self.plans, self.untried = [PLAIN] * (TIMED + 1), False
         if not self.plans:
             self.untried = False
-            best = self.choose()
-            looks = [self.full] * (1 if best == PLAIN else TIMED)
-            pause = len(looks) * self.worth(best)
-            if best == PLAIN:
-                before = self.pause if self.best == PLAIN else EXPLORE
-                self.pause = min(max(2 * before, pause), RARELY)
-            else:
-                self.pause = min(max(EXPLORE, pause), OFTEN)
-            last, self.best = self.best, best
+            last, self.best = self.best, self.choose()
             self.looks += 1
-            if best != PLAIN and self.looks % PLAIN_LOOKS == 0:
-                looks.insert(0, PLAIN)
+            looks = [self.full] * (1 if self.best == PLAIN else TIMED)
+            enough = len(looks) * self.pause_of_a_look()
+            if self.best == PLAIN:
+                self.pause = min(max(2 * (self.pause if last == PLAIN else EXPLORE), enough), RARELY)
+            else:
+                self.pause = min(max(EXPLORE, enough), OFTEN)
+                if self.looks % PLAIN_LOOKS == 0:
+                    looks.insert(0, PLAIN)
             # A new tree takes turns with the one before it, so that both are timed at the same pace of the machine.
-            turns = [last, best] if self.timed(last) else [best]
-            self.plans = looks + [best] * self.pause if self.timed(best) else turns * (TIMED + 1)
+            turns = [last, self.best] if self.timed(last) else [self.best]
+            steps = [self.best] * self.pause if self.timed(self.best) else turns * (TIMED + 1)
+            self.plans = looks + steps
         self.use(self.plans.pop())
 
-    def worth(self, plan: Plan) -> int:
-        """Steps with this tree for each one with the largest, for those to cost one in a hundred."""
-        lost = self.seconds(self.full) / self.seconds(plan) - self.gain(self.full) / self.gain(plan)
+    def pause_of_a_look(self) -> int:
+        """So many steps with the best tree for one with the largest, which then costs 1 % of them."""
+        lost = self.seconds(self.full) / self.seconds(self.best) - self.gain(self.full) / self.gain(self.best)
         return round(100 * lost)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
@@ -212,7 +211,8 @@ class AutoTree(Drafter):
         plans = [Plan(size, levels) for size in sizes for levels in range(1, self.full.levels + 1) if levels < size]
         speed = {plan: (1 + gains[plan.levels][plan.nodes - 1] + doubt) / self.seconds(plan) for plan in plans}
         best = max(plans, key=lambda plan: speed[plan])
-        best = self.best if MARGIN * speed.get(self.best, 0.0) >= speed[best] else best
+        if MARGIN * speed.get(self.best, 0.0) >= speed[best]:
+            best = self.best
         enough = (MARGIN if self.best == PLAIN else 1.0) / self.seconds(PLAIN)
         if speed[self.full] > max(enough, speed[best] / FULL_MARGIN):
             return self.full

@@ -1,4 +1,4 @@
-"""Drafters for tests: one that guesses at random, one of each sort, and every yaml of conf/drafter."""
+"""Drafters for tests: random guesses, the same in every step, one of each sort, and every yaml of conf/drafter."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from heads import Target
 from heads.eagle3 import Eagle3Head
 from heads.medusa import MedusaHead
 from inference.drafters import AutoTree, DraftModel, DynamicTree, NgramDrafter, StaticTree
-from inference.drafters.base import Accepted, Drafter, root_only
+from inference.drafters.base import Accepted, Drafter, chains, root_only
 from inference.sampling import Sampling
 from inference.tree import from_parents
 from tests.support.configs import composed
@@ -39,6 +39,23 @@ class Random(Drafter):
         roots = root_only(accepted).tokens
         tokens = torch.randint(0, 40, (len(roots), 8), generator=self.generator)
         return from_parents(torch.cat([roots, tokens], 1), torch.tensor([[0, 0, 0, 1, 1, 3, 3, 5, 5]] * len(roots)), 4)
+
+
+class OneBranch(Drafter):
+    """Drafts the same tokens in every step and keeps what it observes."""
+
+    def __init__(self, draft: list[int]):
+        self.drafted, self.depth, self.nodes = draft, len(draft), len(draft) + 1
+        self.observed: list = []
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        pass
+
+    def propose(self, step: Accepted, gumbel: Tensor | None):
+        return chains(step, [self.drafted] * len(step.text))
+
+    def observe(self, paths: list[list[int]], choices: Tensor) -> None:
+        self.observed.append((paths, choices.tolist()))
 
 
 def eager_head(target) -> Eagle3Head:

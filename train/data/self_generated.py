@@ -23,10 +23,11 @@ from train.data.documents import Document, Documents
 # In a folder: serving engines take every safetensors file beside the weights for weights.
 NAME = "self_generated/self_generated.safetensors"
 BATCH = 256  # rows that the target writes at once, half of them greedily
+BEGIN, NEW = 32, 224  # tokens of raw text that a row begins with; that the target writes in it, at most
 
 
 def self_generate(
-    target: Target, data: Corpus, tokens: int, seed: int, file: Path, begin: int = 32, new: int = 224
+    target: Target, data: Corpus, tokens: int, seed: int, file: Path, begin: int = BEGIN, new: int = NEW
 ) -> Corpus:
     """The corpus with training text that the target wrote: some `tokens` tokens in rows of at most `new`.
 
@@ -45,12 +46,13 @@ def self_generate(
 
 
 def write_more(
-    target: Target, texts: Documents, tokens: int, seed: int, file: Path, part: int, begin: int = 32, new: int = 224
+    target: Target, texts: Documents, tokens: int, seed: int, file: Path, part: int, begin: int = BEGIN, new: int = NEW
 ) -> Documents:
-    """Part `part` of what `self_generate` would write without an end, of which that makes part 0.
+    """Text for a run that has read all it had: as many tokens again, from other beginnings as long as there are some.
+    part: 1 for the first such text; `self_generate` writes part 0.
 
-    Processes need not come here together: the one that comes first writes, while the others wait for it or for the step in
-    which it has no part yet. file: where it is kept for them and for a resumed run."""
+    Every process of a run asks for the same parts, each when it has read the part before. The first one to ask writes it;
+    one that asks meanwhile waits. file: where it is kept for the others and for a resumed run."""
     with FileLock(file.with_suffix(".lock")):
         if not file.exists():
             save(write(target, texts, tokens, seed, begin, new, part), file, torch.int32)
@@ -58,7 +60,7 @@ def write_more(
 
 
 def write(target: Target, texts: Documents, tokens: int, seed: int, begin: int, new: int, part: int = 0) -> Documents:
-    """Some `tokens` tokens in rows of at most `new`, each after a beginning from the texts, after `part` times as many."""
+    """Some `tokens` tokens in rows of at most `new`. All parts are of one size, and together one endless list of rows."""
     start = start_tokens(target.text_tokenizer)
     most = (target.context or 1 << 30) - new - len(start)
     places = np.concatenate([beginnings(number, texts, begin) for number in range(len(texts))])
@@ -69,28 +71,26 @@ def write(target: Target, texts: Documents, tokens: int, seed: int, begin: int, 
             "self_generated_tokens=0 trains on the documents as they are"
         )
     order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).numpy()
-    wanted = max(1, -(-tokens // new))
-    parts: list[Documents] = []
+    size = max(1, -(-tokens // new))
+    begun, end = part * size, (part + 1) * size
+    batches: list[Documents] = []
     since, count = time.perf_counter(), 0
-    begun, wanted = part * wanted, (part + 1) * wanted
-    for base in range(begun, wanted, BATCH):
-        rows: dict[float, list[list[int]]] = {0.0: [], 1.0: []}
-        for i in range(base, min(base + BATCH, wanted)):
+    for base in range(begun, end, BATCH):
+        prompts: dict[float, list[list[int]]] = {0.0: [], 1.0: []}  # by temperature
+        for i in range(base, min(base + BATCH, end)):
             number, first, last = places[order[i % len(order)]].tolist()
             row = texts.stretch(number, first, last)[0].tolist()
             greedy = i % 2 == 0 and i < len(order)
-            rows[0.0 if greedy else 1.0].append(row if first == 0 else [*start, *row])
-        for temperature, some in rows.items():
-            if some:
-                text = continue_rows(
-                    target, some, max_new_tokens=new, temperature=temperature, seed=seed + base
-                ).new_tokens
-                parts.append(Documents.of([masked(row + more, len(row)) for row, more in zip(some, text, strict=True)]))
-                count += parts[-1].supervised
+            prompts[0.0 if greedy else 1.0].append(row if first == 0 else [*start, *row])
+        for temperature, rows in prompts.items():
+            if rows:
+                text = continue_rows(target, rows, max_new_tokens=new, temperature=temperature, seed=seed + base)
+                written = [masked(row + more, len(row)) for row, more in zip(rows, text.new_tokens, strict=True)]
+                batches.append(Documents.of(written))
+                count += batches[-1].supervised
         rate = count / (time.perf_counter() - since)
-        done = min(base + BATCH, wanted) - begun
-        print(f"self-generated text: {done} of {wanted - begun} rows, {rate:,.0f} tokens/s", flush=True)
-    return Documents.joined(parts)
+        print(f"self-generated text: {min(base + BATCH, end) - begun} of {size} rows, {rate:,.0f} tokens/s", flush=True)
+    return Documents.joined(batches)
 
 
 def beginnings(number: int, texts: Documents, begin: int) -> np.ndarray:

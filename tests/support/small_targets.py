@@ -1,0 +1,27 @@
+"""Targets of two random layers, a head for them, and prompts."""
+
+import torch
+from transformers import LlamaForCausalLM
+
+from heads import Target
+from heads.eagle3 import Eagle3Head
+from inference.drafters import DynamicTree
+from tests.support.tiny import tiny_config
+
+
+def random_model(seed: int, layers: int = 2, **changes) -> Target:
+    torch.manual_seed(seed)
+    return Target(LlamaForCausalLM(tiny_config(num_hidden_layers=layers, **changes)), None, f"random {seed}")
+
+
+def eagle(target: Target) -> DynamicTree:
+    torch.manual_seed(2)
+    return DynamicTree(
+        Eagle3Head.for_target(target, depth=4).eval(), target, nodes=10, depth=4, width=3, min_probability=0
+    )
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Random tokens, said twice, so that there is something to look up."""
+    half = torch.randint(1, 300, (length // 2,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return (half + half + [7])[:length]
