@@ -5,7 +5,7 @@ import pytest
 from tests.support import chats
 from tests.support.chats import CHATML, GEMMA, LLAMA3, MISTRAL, TAGGED, THINKING, tokenizer
 from train.data.chat_template import ChatFormat
-from train.data.sources import SkippedRow
+from train.data.layouts import SkippedRow
 
 ONE = [{"role": "user", "content": "Hi é"}, {"role": "assistant", "content": "yes\n"}]
 TWO = [*ONE, {"role": "user", "content": "more"}, {"role": "assistant", "content": "no"}]

@@ -15,7 +15,8 @@ from train.data.conversations import corpus
 from train.data.corpus import count_tokens, prompts, tokenize
 from train.data.documents import Document
 from train.data.encoding import Encoder
-from train.data.sources import Row, SkippedRow, Source
+from train.data.layouts import SkippedRow
+from train.data.sources import Row, Source
 
 EMBEDDED = ROOT / "scripts" / "embedded_target"
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]

@@ -33,7 +33,12 @@ def test_costs_are_measured_once_and_kept(small, monkeypatch, tmp_path):
 @pytest.mark.parametrize("context", [512, 40, 41])
 def test_reads_are_timed_after_texts_of_the_length_that_is_asked_for(monkeypatch, context):
     target, lengths, pad = random_model(1, max_position_embeddings=context), {False: [], True: []}, PaddedRoot.propose
-    sizes: list[int] = []
+    sizes: list[int | str] = []
+    propose = DynamicTree.propose
+
+    def drafted(self: DynamicTree, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        sizes.append("draft")
+        return propose(self, accepted, gumbel)
 
     def padded(self: PaddedRoot, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         lengths[self.depth > 0].append([len(text) for text in accepted.text])
@@ -41,24 +46,26 @@ def test_reads_are_timed_after_texts_of_the_length_that_is_asked_for(monkeypatch
         return pad(self, accepted, gumbel)
 
     monkeypatch.setattr(PaddedRoot, "propose", padded)
+    monkeypatch.setattr(DynamicTree, "propose", drafted)
     model = CostModel(eagle(target), target, text=100)
-    fastest = costs.fastest
+    median_seconds = costs.median_seconds
 
     def timed_sizes(given, prepare, work, device):
         def checked(size: int) -> None:
             prepare(size)
-            assert sizes[-1] == size - 1  # a step of the same size goes before the one that is timed
+            # A step of the same size goes before the one that is timed, and a draft where there is a tree.
+            assert sizes[-2:] == [size - 1, "draft"] if size > 1 else sizes[-1] == 0
 
-        return fastest(given, checked, work, device)
+        return median_seconds(given, checked, work, device)
 
-    monkeypatch.setattr(costs, "fastest", timed_sizes)
+    monkeypatch.setattr(costs, "median_seconds", timed_sizes)
     model.measure_read(2)
     assert all(length < context for rows in lengths.values() for row in rows for length in row)  # texts that go on
     if context < 100:
         return
     plain, trees = (torch.tensor(lengths[drafts], dtype=torch.float64) for drafts in (False, True))
     # Rows without drafts stay of one length, and those with trees do not.
-    assert torch.equal(plain[:, 0], plain[:, 1]) and not torch.equal(trees[:, 0], trees[:, 1])
+    assert torch.equal(plain[:, 0], plain[:, 1]) and set((trees[:, 1] - trees[:, 0]).tolist()) == {12.0}
     assert all(abs(found.mean() - 100) <= 1.5 for found in (plain, trees))
     assert CostModel(eagle(target), target, text=120).read_facts() != model.read_facts()
 
@@ -85,7 +92,7 @@ def test_a_draft_is_timed_after_a_text_and_after_what_a_step_accepts(monkeypatch
         assert {(levels, tuple(shape)) for levels, shape, _ in seen} == {
             (levels, (batch, 1 + (levels if batch > 1 else levels // 2))) for levels in range(1, model.levels + 1)
         }
-        assert all(lengths == [100] * batch for *_, lengths in seen)
+        assert all(lengths == ([100] if batch == 1 else [94, 106]) for *_, lengths in seen)
 
 
 def test_a_disturbed_measurement_makes_no_tree_dearer_than_a_larger_one(small, monkeypatch):
@@ -103,5 +110,5 @@ def test_sizes_are_timed_in_turn(monkeypatch):
         now[0] += 1.0 + size + (50.0 if len(order) in (4, 5, 6) else 0.0)
 
     monkeypatch.setattr(costs.time, "perf_counter", lambda: now[0])
-    assert costs.fastest([1, 2, 4], order.append, work, torch.device("cpu")) == [2.0, 3.0, 5.0]
+    assert costs.median_seconds([1, 2, 4], order.append, work, torch.device("cpu")) == [2.0, 3.0, 5.0]
     assert order == [1, 2, 4] * costs.REPEATS

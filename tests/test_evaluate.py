@@ -61,6 +61,16 @@ def test_an_expected_speedup_is_what_a_smaller_tree_would_have_gained_by_the_pla
     assert observed.speedup(2, costs) == pytest.approx((1 + 2 / 4) / (1.5 + 0.25))  # one level; a read of 2 is one of 3
 
 
+@pytest.mark.parametrize(("most", "levels"), [(1, 1), (3, 3), (9, 4)])
+def test_levels_are_counted_that_were_drafted_and_not_those_of_the_tree(target, most, levels):
+    """A tree of two nodes has one level, however many were drafted to find it."""
+    inner = drafter_for(make_head("eagle3", target, depth=4), target, nodes=2, depth=4)
+    inner.should_stop = lambda scores: 1 + inner.cache.pending // inner.width >= most
+    observed = Observed(inner)
+    in_full_swing(target, observed, [[1, 2, 3]], 6)
+    assert set(observed.levels) == {levels}
+
+
 def test_every_repeat_reads_other_prompts_between_two_plain_ones(target, monkeypatch):
     inner, seen = drafter_for(make_head("eagle3", target, depth=2), target, nodes=4, depth=2), []
     speeds = iter([4.0, *[8.0, 9.0], 6.0, 1.0, *[2.0, 3.0], 1.0, 2.0, *[3.0, 1.0], 2.0])  # the machine slows down

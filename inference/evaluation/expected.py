@@ -19,6 +19,7 @@ from heads.target import Target
 from heads.target.device import synchronise
 from inference.drafters.base import Accepted, Drafter, Wrapper
 from inference.drafters.costs import SIZES, CostModel, Costs, PaddedRoot, Tree
+from inference.drafters.static import StaticTree
 from inference.engine import Engine
 from inference.request import Request
 from inference.tree import TokenTree
@@ -41,12 +42,21 @@ class Observed(Wrapper):
     def __init__(self, inner: Tree):
         super().__init__(inner)
         self.ranks: list[list[int]] = []  # along each accepted path
-        self.levels: list[int] = []  # that each step drafted; fewer where the draft was not sure
+        self.levels: list[int] = []  # that each step drafted: fewer than all where the draft was not sure
+        if not isinstance(inner, StaticTree) and (should_stop := inner.should_stop) is not None:
+
+            def stops(scores: Tensor) -> bool:
+                if stop := should_stop(scores):
+                    self.levels[-1] = self.asked
+                self.asked += 1
+                return stop
+
+            inner.should_stop = stops
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        tree = self.inner.propose(accepted, gumbel)
-        self.levels.append(int(tree.depths.max()))
-        return tree
+        self.levels.append(self.inner.depth)
+        self.asked = 1  # each time after that many levels
+        return self.inner.propose(accepted, gumbel)
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
         ranks = self.inner.ranks.tolist()

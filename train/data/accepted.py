@@ -19,7 +19,8 @@ from train.data.conversations import assemble
 from train.data.corpus import Corpus
 from train.data.documents import REJECTED, Document
 from train.data.encoding import CODE, Encoder, encode, hash_of_code
-from train.data.sources import Row, SkippedRow, Source
+from train.data.layouts import SkippedRow
+from train.data.sources import Row, Source
 
 
 class LoggedRequests(Encoder):

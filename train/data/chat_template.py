@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from train.data.corpus import Document
-from train.data.sources import Message, SkippedRow
+from train.data.layouts import Message, SkippedRow
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from train.data.chat_template import ChatFormat, template_file
 from train.data.corpus import tokenize
 from train.data.documents import Document
-from train.data.sources import Row, Shard, SkippedRow, Source
+from train.data.layouts import SkippedRow
+from train.data.sources import Row, Shard, Source
 
 CODE = ("sources", "chat_template", "corpus", "encoding")  # what makes documents of rows
 TRIED = 256  # rows that are encoded before all others, to see whether the template fits

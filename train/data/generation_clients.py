@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from heads.target import Target
 from train.data.chat_template import ChatFormat
+from train.data.layouts import Message, SkippedRow
 from train.data.regeneration import ConversationRequest, GenerationSettings, Output
 from train.data.self_generated import continue_rows
-from train.data.sources import Message, SkippedRow
 
 
 class Reply(NamedTuple):

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from train.data.chat_template import ChatFormat
 from train.data.corpus import start_tokens
-from train.data.sources import Message, Row, SkippedRow, Source, read, turns
+from train.data.layouts import Message, SkippedRow, turns
+from train.data.sources import Row, Source, read
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
 SETS = {

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from train.data.sources import Message, SkippedRow, Source
+from train.data.layouts import Message, SkippedRow
+from train.data.sources import Source
 
 
 class GenerationSettings(NamedTuple):
