@@ -1,10 +1,12 @@
 """Documents as flat arrays, rows put together when they are read, and sets prepared once for all processes."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,8 @@ from train.data.conversations import corpus
 from train.data.documents import Document, Documents
 from train.data.packing import Packed
 from train.data.row_order import EpochStream
+
+COLUMNS = {"tokens": "int32", "flags": "uint8"}
 
 
 def in_memory(texts: list[Document], length: int, seed: int) -> dict[str, torch.Tensor]:
@@ -48,6 +52,21 @@ def test_joined_and_selected_documents_are_the_same_documents():
     assert list(whole) == texts and list(whole.select(np.array([2, 0]))) == [texts[2], texts[0]]
     assert whole.digest == Documents.of(texts).digest != whole.select(np.array([1, 0, 2, 3])).digest
     assert whole.supervised == sum(sum(text.loss_mask) for text in texts)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="says what a mapped file takes on Linux")
+def test_what_was_read_of_a_mapped_file_does_not_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("train.data.documents.KEPT", 50_000)
+    texts = [{"tokens": [n] * 5_000, "flags": [n % 2] * 5_000} for n in range(100)]
+    features = datasets.Features({name: datasets.List(datasets.Value(kind)) for name, kind in COLUMNS.items()})
+    stored = datasets.Dataset.from_generator(lambda: iter(texts), features=features, cache_dir=str(tmp_path))
+    [file] = stored.cache_files
+    found = Documents.joined([Documents.mapped(file["filename"])])  # of 2.5 MB
+    for _ in range(2):
+        assert [document.tokens[-1] for document in found] == [*range(100)]
+    assert found.select(np.array([7])).supervised == 5_000
+    taken = re.findall(rf"{file['filename']}(?s:.*?)^Rss: +(\d+) kB", Path("/proc/self/smaps").read_text(), re.M)
+    assert len(taken) >= 1 and sum(map(int, taken)) < 1_000
 
 
 def write(path: Path, count: int, word: str = "it is") -> Path:

@@ -76,7 +76,9 @@ def assemble(encoded: list[Any], encoders: Sequence[Encoder], weights: list[floa
     first = {reason: where[int(np.argmax(reasons == reason))].as_py() for reason in dropped}
     card: dict[str, Any] = {"source": path, "rows": int(firsts.sum()), "dropped": dict(dropped)}
     card |= {"used": int(firsts[good].sum()), "first_dropped": first, "held_out": int(held.sum())}
-    documents, raws = Documents.mapped(whole), whole.data.column("raw")
+    documents = Documents.joined([Documents.mapped(file["filename"]) for file in whole.cache_files])
+    assert len(documents) == len(whole), "sets are files, read whole"
+    raws = whole.data.column("raw")
     trained = good[~held]
     if weights is not None:
         trained = weighted(trained, keys, np.repeat(weights, [len(part) for part in encoded]))

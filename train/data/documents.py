@@ -4,14 +4,18 @@ The arrays may be memory-mapped (an Arrow file of `datasets`): then all processe
 """
 
 import hashlib
+import mmap
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 BLOCK = 1 << 22  # tokens that are looked at together
+# Tokens read out of mapped files before their pages are given back: all that were ever touched would count as this process's
+# memory, though the machine has them once for all processes, and can drop them.
+KEPT = 1 << 20
 REJECTED = 2  # the flag of a token of the loss where a draft was rejected (train/data/accepted.py)
 
 
@@ -24,10 +28,11 @@ class Documents(Sequence[Document]):
     """Document n is tokens[chunk[n]][begin[n] : begin[n] + sizes[n]], and the same stretch of `flags`.
 
     tokens: int32 arrays. flags: uint8 arrays, 0 where a token is not in the loss. chunk, begin, sizes: (documents,) int64.
-    weights: of the loss of a token, by its flag; None weighs all alike.
+    weights: of the loss of a token, by its flag; None weighs all alike. files: where arrays lie that are mapped.
     """
 
     weights: np.ndarray | None = None
+    files: Sequence[mmap.mmap] = ()
 
     def __init__(
         self,
@@ -39,6 +44,7 @@ class Documents(Sequence[Document]):
     ):
         self.tokens, self.flags = tokens, flags
         self.chunk, self.begin, self.sizes = chunk, begin, sizes
+        self.touched = 0  # tokens, since pages were given back
 
     @classmethod
     def flat(cls, tokens: np.ndarray, flags: np.ndarray, sizes: np.ndarray) -> "Documents":
@@ -63,17 +69,26 @@ class Documents(Sequence[Document]):
         columns = [np.empty((3, 0), np.int64)]
         columns += [np.stack([p.chunk + first, p.begin, p.sizes]) for p, first in zip(parts, arrays, strict=False)]
         chunk, begin, sizes = np.concatenate(columns, axis=1)
-        return cls([t for p in parts for t in p.tokens], [f for p in parts for f in p.flags], chunk, begin, sizes)
+        found = cls([t for p in parts for t in p.tokens], [f for p in parts for f in p.flags], chunk, begin, sizes)
+        found.files = [file for part in parts for file in part.files]
+        return found
 
     @classmethod
-    def mapped(cls, encoded: Any) -> "Documents":
-        """The columns `tokens` (lists of int32) and `flags` (lists of uint8) of a datasets.Dataset, where they lie."""
-        parts = [encoded.data.column(name).chunks for name in ("tokens", "flags")]
+    def mapped(cls, path: str) -> "Documents":
+        """The columns `tokens` (lists of int32) and `flags` (of uint8) of an Arrow file of `datasets`, where they lie."""
+        import pyarrow.ipc  # with its libraries, which most runs need not load
+
+        with open(path, "rb") as opened:
+            file = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        table = pyarrow.ipc.open_stream(pyarrow.py_buffer(file)).read_all()
+        parts = [table.column(name).chunks for name in ("tokens", "flags")]
         tokens, flags = ([part.values.to_numpy(zero_copy_only=True) for part in column] for column in parts)
         offsets = [part.offsets.to_numpy().astype(np.int64) for part in parts[0]]
         chunk = np.repeat(np.arange(len(offsets)), [len(part) - 1 for part in offsets])
         begin, sizes = np.concatenate([np.stack([part[:-1], np.diff(part)]) for part in offsets], axis=1)
-        return cls(tokens, flags, chunk, begin, sizes)
+        found = cls(tokens, flags, chunk, begin, sizes)
+        found.files = [file]
+        return found
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -85,6 +100,11 @@ class Documents(Sequence[Document]):
 
     def stretch(self, number: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and flags of a part of document `number`, without a copy."""
+        self.touched += stop - start
+        if self.touched > KEPT:
+            self.touched = 0
+            for file in self.files:
+                file.madvise(mmap.MADV_DONTNEED)
         chunk, begin = self.chunk[number], self.begin[number]
         part = slice(begin + start, begin + stop)
         return self.tokens[chunk][part], self.flags[chunk][part]
@@ -92,7 +112,7 @@ class Documents(Sequence[Document]):
     def select(self, numbers: np.ndarray) -> "Documents":
         """These documents, in this order, of the same arrays."""
         found = Documents(self.tokens, self.flags, self.chunk[numbers], self.begin[numbers], self.sizes[numbers])
-        found.weights = self.weights
+        found.weights, found.files = self.weights, self.files
         return found
 
     def blocks(self) -> Iterator[tuple[range, np.ndarray, np.ndarray]]:

@@ -22,7 +22,7 @@ from train.data.documents import Document
 from train.data.layouts import SkippedRow
 from train.data.sources import Row, Shard, Source
 
-CODE = ("sources", "chat_template", "corpus", "encoding")  # what makes documents of rows
+CODE = ("sources", "layouts", "chat_template", "corpus", "encoding")  # what makes documents of rows
 TRIED = 256  # rows that are encoded before all others, to see whether the template fits
 
 
