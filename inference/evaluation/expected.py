@@ -40,6 +40,7 @@ class Observed(Wrapper):
     inner: Tree
 
     def __init__(self, inner: Tree):
+        """inner: a copy, since its `should_stop` is replaced."""
         super().__init__(inner)
         self.ranks: list[list[int]] = []  # along each accepted path
         self.levels: list[int] = []  # that each step drafted: fewer than all where the draft was not sure

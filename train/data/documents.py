@@ -99,7 +99,7 @@ class Documents(Sequence[Document]):
         return Document(tokens.tolist(), flags.astype(bool).tolist())
 
     def stretch(self, number: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and flags of a part of document `number`, without a copy."""
+        """Tokens and flags of a part of document `number`, without a copy. Gives back mapped pages now and then."""
         self.touched += stop - start
         if self.touched > KEPT:
             self.touched = 0
