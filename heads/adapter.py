@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from heads.target import Target
+from foredraft.heads.target import Target
 
 CONFIG = "adapter_config.json"
 

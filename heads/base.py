@@ -26,10 +26,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from heads import vocab
-from heads.target import Target
-from heads.target.cache import KVCache
-from heads.target.sharding import full_tensor
+from foredraft.heads import vocab
+from foredraft.heads.target import Target
+from foredraft.heads.target.cache import KVCache
+from foredraft.heads.target.sharding import full_tensor
 
 
 class PackedBatch(NamedTuple):

@@ -18,9 +18,9 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from heads import flex
-from heads.base import PackedBatch
-from heads.target.attention import added, attend, fold, made_again
+from foredraft.heads import flex
+from foredraft.heads.base import PackedBatch
+from foredraft.heads.target.attention import added, attend, fold, made_again
 
 QUERIES = 256  # slots that attend at a time
 

@@ -13,12 +13,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from heads import adapter, formats
-from heads.base import DraftHead
-from heads.formats.files import CONFIG, INDEX, SAFE, read_config
-from heads.hub.client import find, weights_sha256
-from heads.target import Target
-from heads.target.files import checkpoint_file
+from foredraft.heads import adapter, formats
+from foredraft.heads.base import DraftHead
+from foredraft.heads.formats.files import CONFIG, INDEX, SAFE, read_config
+from foredraft.heads.hub.client import find, weights_sha256
+from foredraft.heads.target import Target
+from foredraft.heads.target.files import checkpoint_file
 
 WEIGHTS = SAFE[0]
 SMALL_HEAD = 1 << 22  # parameters; 16 MB in float32

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from heads import llama_config
-from heads.base import BlockHead, PackedBatch
-from heads.block_attention import Blocks, attend_blocks, within
-from heads.layers import MLP, Attention, RMSNorm, Rotary, rotate
-from heads.target import Target
-from heads.target.attention import attend
-from heads.target.cache import KVCache
+from foredraft.heads import llama_config
+from foredraft.heads.base import BlockHead, PackedBatch
+from foredraft.heads.block_attention import Blocks, attend_blocks, within
+from foredraft.heads.layers import MLP, Attention, RMSNorm, Rotary, rotate
+from foredraft.heads.target import Target
+from foredraft.heads.target.attention import attend
+from foredraft.heads.target.cache import KVCache
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

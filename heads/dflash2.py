@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from heads.dflash import BlockLayer, DFlashHead
+from foredraft.heads.dflash import BlockLayer, DFlashHead
 
 OUT = -1e4  # the logit of what is no candidate; finite, so that differences of logits are
 

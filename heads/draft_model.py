@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from heads.base import PackedBatch, RecurrentHead
-from heads.target import Target
-from heads.target.cache import KVCache
-from heads.target.sharding import full_tensor
+from foredraft.heads.base import PackedBatch, RecurrentHead
+from foredraft.heads.target import Target
+from foredraft.heads.target.cache import KVCache
+from foredraft.heads.target.sharding import full_tensor
 
 
 class DraftModelHead(RecurrentHead):

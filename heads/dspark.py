@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heads.dflash import DFlashHead
+from foredraft.heads.dflash import DFlashHead
 
 VARIANTS = ("vanilla", "gated", "rnn")
 

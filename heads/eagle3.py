@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from heads import llama_config
-from heads.base import PackedBatch, RecurrentHead, shift_right
-from heads.latent_attention import LatentAttention
-from heads.layers import MLP, Attention, FeatureLinear, RMSNorm, Rotary, read_first_half
-from heads.step_attention import at_start, attend_steps
-from heads.target import Target
-from heads.target.cache import KVCache
+from foredraft.heads import llama_config
+from foredraft.heads.base import PackedBatch, RecurrentHead, shift_right
+from foredraft.heads.latent_attention import LatentAttention
+from foredraft.heads.layers import MLP, Attention, FeatureLinear, RMSNorm, Rotary, read_first_half
+from foredraft.heads.step_attention import at_start, attend_steps
+from foredraft.heads.target import Target
+from foredraft.heads.target.cache import KVCache
 
 
 class MidLayer(nn.Module):

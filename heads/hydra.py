@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
 
-from heads import llama_config
-from heads.base import PackedBatch, RecurrentHead, shift_right
-from heads.layers import DecoderLayer, ResidualBlock, RMSNorm, Rotary
-from heads.step_attention import attend_steps
-from heads.target import Target
-from heads.target.cache import KVCache
+from foredraft.heads import llama_config
+from foredraft.heads.base import PackedBatch, RecurrentHead, shift_right
+from foredraft.heads.layers import DecoderLayer, ResidualBlock, RMSNorm, Rotary
+from foredraft.heads.step_attention import attend_steps
+from foredraft.heads.target import Target
+from foredraft.heads.target.cache import KVCache
 
 
 class WideBlock(nn.Module):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from heads.layers import Attention, RMSNorm, rotate
+from foredraft.heads.layers import Attention, RMSNorm, rotate
 
 
 class LatentAttention(Attention):

@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from heads.target.attention import attend
-from heads.target.cache import KVCache
+from foredraft.heads.target.attention import attend
+from foredraft.heads.target.cache import KVCache
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

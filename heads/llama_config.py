@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from heads.layers import RMSNorm
-from heads.target import Target
+from foredraft.heads.layers import RMSNorm
+from foredraft.heads.target import Target
 
 ROPES = ("default", "linear", "llama3", "yarn", "longrope")  # that a head may have
 NEEDED = ("hidden_size", "num_attention_heads")

@@ -7,9 +7,9 @@ heads' drafts, so all depths cost one small product each, and the tree is static
 import torch
 from torch import Tensor, nn
 
-from heads.base import PackedBatch, ParallelHead, shift_right
-from heads.layers import ResidualBlock
-from heads.target import Target
+from foredraft.heads.base import PackedBatch, ParallelHead, shift_right
+from foredraft.heads.layers import ResidualBlock
+from foredraft.heads.target import Target
 
 
 class MedusaHead(ParallelHead):

@@ -6,9 +6,9 @@ it to what it said before. Its text changes all the same, so decoding is lossles
 
 from torch import Tensor
 
-from heads import adapter
-from heads.medusa import MedusaHead
-from heads.target import Target
+from foredraft.heads import adapter
+from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.target import Target
 
 
 class Medusa2Head(MedusaHead):

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from heads import llama_config
-from heads.base import PackedBatch, RecurrentHead, shift_right
-from heads.layers import MLP, Attention, RMSNorm, Rotary, rotate
-from heads.step_attention import at_start, attend_steps
-from heads.target import Target
-from heads.target.attention import attend
-from heads.target.cache import KVCache
-from heads.target.files import stored_tensors
+from foredraft.heads import llama_config
+from foredraft.heads.base import PackedBatch, RecurrentHead, shift_right
+from foredraft.heads.layers import MLP, Attention, RMSNorm, Rotary, rotate
+from foredraft.heads.step_attention import at_start, attend_steps
+from foredraft.heads.target import Target
+from foredraft.heads.target.attention import attend
+from foredraft.heads.target.cache import KVCache
+from foredraft.heads.target.files import stored_tensors
 
 PREFIX = "mtp."  # of its weights in a target's files
 # Qwen3-Next and its successors store a norm's weight as its difference to 1.

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from heads import llama_config
-from heads.base import BlockHead, PackedBatch
-from heads.block_attention import Blocks, attend_blocks, within
-from heads.dflash import mask_token
-from heads.eagle3 import MidLayer, paper_layers
-from heads.layers import Attention, DecoderLayer, RMSNorm, Rotary
-from heads.step_attention import attend_steps
-from heads.target import Target
-from heads.target.cache import KVCache
+from foredraft.heads import llama_config
+from foredraft.heads.base import BlockHead, PackedBatch
+from foredraft.heads.block_attention import Blocks, attend_blocks, within
+from foredraft.heads.dflash import mask_token
+from foredraft.heads.eagle3 import MidLayer, paper_layers
+from foredraft.heads.layers import Attention, DecoderLayer, RMSNorm, Rotary
+from foredraft.heads.step_attention import attend_steps
+from foredraft.heads.target import Target
+from foredraft.heads.target.cache import KVCache
 
 
 class PEagleHead(BlockHead):

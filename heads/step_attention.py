@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from heads import flex
-from heads.target.attention import added, made_again
+from foredraft.heads import flex
+from foredraft.heads.target.attention import added, made_again
 
 BLOCK = 256  # queries that attend at a time, where documents are not read one by one
 

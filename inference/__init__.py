@@ -1,11 +1,11 @@
 """Decoding with a drafter, losslessly, against a frozen target."""
 
-from inference.drafters import Drafter, drafter_for, load_drafter
-from inference.engine import Engine
-from inference.generation import Generation, generate
-from inference.grammar import Grammars
-from inference.request import Request
-from inference.sampling import SamplingParams
+from foredraft.inference.drafters import Drafter, drafter_for, load_drafter
+from foredraft.inference.engine import Engine
+from foredraft.inference.generation import Generation, generate
+from foredraft.inference.grammar import Grammars
+from foredraft.inference.request import Request
+from foredraft.inference.sampling import SamplingParams
 
 __all__ = [
     "Drafter",

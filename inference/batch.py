@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from heads.target import Target, TargetCache
-from heads.target.cache import to_device
-from inference.drafters.base import Accepted, Drafter, root_only, select
-from inference.prefill import LastPositions, Prompts
-from inference.prefix_cache import PrefixCache
-from inference.request import Request, Row
-from inference.target_sampler import RuleSampler, TargetSampler
-from inference.trace import Trace, trace_rows
-from inference.verify import to_host
+from foredraft.heads.target import Target, TargetCache
+from foredraft.heads.target.cache import to_device
+from foredraft.inference.drafters.base import Accepted, Drafter, root_only, select
+from foredraft.inference.prefill import LastPositions, Prompts
+from foredraft.inference.prefix_cache import PrefixCache
+from foredraft.inference.request import Request, Row
+from foredraft.inference.target_sampler import RuleSampler, TargetSampler
+from foredraft.inference.trace import Trace, trace_rows
+from foredraft.inference.verify import to_host
 
 # Entries after its text that a row begins with, if its limit allows so many: most texts end long before that.
 ROOM = 1024

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from heads.target.device import synchronise
+from foredraft.heads.target.device import synchronise
 
 
 class Clock:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from heads.target import Target
-from inference.drafters.base import Drafter
-from inference.generation import generate
+from foredraft.heads.target import Target
+from foredraft.inference.drafters.base import Drafter
+from foredraft.inference.generation import generate
 
 # What transformers makes of a GenerationConfig's own settings, which `generate` reads from the config itself.
 FROM_CONFIG = {"MinPLogitsWarper", "NoBadWordsLogitsProcessor", "RepetitionPenaltyLogitsProcessor"}

@@ -18,17 +18,17 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from heads.target import Reading, Target, TargetCache
-from inference.batch import Batch, Output
-from inference.clock import Clock
-from inference.drafters.base import Accepted, Drafter, NoDrafter
-from inference.drafters.chain import readable
-from inference.prefill import Prompts
-from inference.prefix_cache import PrefixCache
-from inference.request import Request, Row, StoppingCriteria
-from inference.trace import trace_rows
-from inference.tree import TokenTree, padded
-from inference.verify import Verification, to_host
+from foredraft.heads.target import Reading, Target, TargetCache
+from foredraft.inference.batch import Batch, Output
+from foredraft.inference.clock import Clock
+from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter
+from foredraft.inference.drafters.chain import readable
+from foredraft.inference.prefill import Prompts
+from foredraft.inference.prefix_cache import PrefixCache
+from foredraft.inference.request import Request, Row, StoppingCriteria
+from foredraft.inference.trace import trace_rows
+from foredraft.inference.tree import TokenTree, padded
+from foredraft.inference.verify import Verification, to_host
 
 
 class Engine:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from heads.target import Target
-from inference.drafters.base import Drafter
-from inference.engine import Engine, Output
-from inference.request import Request, budget
-from inference.sampling import SamplingParams
+from foredraft.heads.target import Target
+from foredraft.inference.drafters.base import Drafter
+from foredraft.inference.engine import Engine, Output
+from foredraft.inference.request import Request, budget
+from foredraft.inference.sampling import SamplingParams
 
 PARAMS = {field.name for field in fields(SamplingParams)}
 LIMITS = {"max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "stop_strings", "do_sample", "bad_words_ids"}

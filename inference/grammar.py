@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.target import Target
+from foredraft.heads.target import Target
 
 MAX_SIZE = 2**16  # characters of a schema
 COMPILE_SECONDS = 5  # of a processor

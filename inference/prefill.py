@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heads.target import Reading, Target, TargetCache
-from heads.target.cache import KVCache
-from inference.drafters.base import Accepted, Drafter, share
-from inference.prefix_cache import PrefixCache
-from inference.request import Row
+from foredraft.heads.target import Reading, Target, TargetCache
+from foredraft.heads.target.cache import KVCache
+from foredraft.inference.drafters.base import Accepted, Drafter, share
+from foredraft.inference.prefix_cache import PrefixCache
+from foredraft.inference.request import Row
 
 
 class LastPositions(NamedTuple):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from heads.target.cache import KVCache
+from foredraft.heads.target.cache import KVCache
 
 BLOCK = 32
 

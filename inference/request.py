@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from heads.target import Target
-from inference.grammar import GrammarState
-from inference.sampling import SamplingParams
+from foredraft.heads.target import Target
+from foredraft.inference.grammar import GrammarState
+from foredraft.inference.sampling import SamplingParams
 
 
 @dataclass(eq=False)  # two requests of one prompt are two

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference.grammar import Grammar
+from foredraft.inference.grammar import Grammar
 
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the finaliser of SplitMix64 (Steele et al., 2014)
 GOLDEN = 0x9E3779B97F4A7C15

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.target.cuda_graphs import CudaGraphs
-from inference.acceptance_rules import RULES
-from inference.grammar import GrammarState, allowed_tokens, forbid
-from inference.request import Row
-from inference.sampling import Noise, Sampling
-from inference.tree import TokenTree
-from inference.verify import Verification, verify
+from foredraft.heads.target.cuda_graphs import CudaGraphs
+from foredraft.inference.acceptance_rules import RULES
+from foredraft.inference.grammar import GrammarState, allowed_tokens, forbid
+from foredraft.inference.request import Row
+from foredraft.inference.sampling import Noise, Sampling
+from foredraft.inference.tree import TokenTree
+from foredraft.inference.verify import Verification, verify
 
 # Heads draft their best guesses, not samples of a distribution q: only these rules know how to judge that.
 HEAD_RULES = ("tree_deterministic", "typical")

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from inference.request import Request, Row
-from inference.tree import TokenTree
-from inference.verify import Verification
+from foredraft.inference.request import Request, Row
+from foredraft.inference.tree import TokenTree
+from foredraft.inference.verify import Verification
 
 
 class Trace(NamedTuple):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference.tree import TokenTree
+from foredraft.inference.tree import TokenTree
 
 
 class Verification(NamedTuple):

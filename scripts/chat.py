@@ -12,10 +12,10 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from heads import Target
-from inference import Drafter, Engine, Request, SamplingParams
-from inference.serve.detokenizer import Detokenizer
-from train.cli import entry
+from foredraft.heads import Target
+from foredraft.inference import Drafter, Engine, Request, SamplingParams
+from foredraft.inference.serve.detokenizer import Detokenizer
+from foredraft.train.cli import entry
 
 
 @entry("chat")

@@ -18,22 +18,22 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from tqdm.auto import tqdm
 
-from heads import Target
-from heads.target.device import device_name
-from inference import generate, load_drafter
-from inference.drafters import AutoTree, Drafter, chain_of, tree_of
-from inference.drafters.costs import Tree
-from inference.evaluation import benchmark_report, figures
-from inference.evaluation.alignment import check_alignment
-from inference.evaluation.benchmark import PLAIN, Benchmark, Contestant, Lines, Text, rivals
-from inference.evaluation.benchmark_report import Results
-from inference.evaluation.expected import compare
-from inference.evaluation.lossless import audit
-from train.cli import entry
-from train.data import prompt_sets
-from train.data.corpus import prompts
-from train.data.prompt_sets import Prompt
-from train.runtime.environment import versions
+from foredraft.heads import Target
+from foredraft.heads.target.device import device_name
+from foredraft.inference import generate, load_drafter
+from foredraft.inference.drafters import AutoTree, Drafter, chain_of, tree_of
+from foredraft.inference.drafters.costs import Tree
+from foredraft.inference.evaluation import benchmark_report, figures
+from foredraft.inference.evaluation.alignment import check_alignment
+from foredraft.inference.evaluation.benchmark import PLAIN, Benchmark, Contestant, Lines, Text, rivals
+from foredraft.inference.evaluation.benchmark_report import Results
+from foredraft.inference.evaluation.expected import compare
+from foredraft.inference.evaluation.lossless import audit
+from foredraft.train.cli import entry
+from foredraft.train.data import prompt_sets
+from foredraft.train.data.corpus import prompts
+from foredraft.train.data.prompt_sets import Prompt
+from foredraft.train.runtime.environment import versions
 
 ALIGNED = 4  # texts over which a drafter's alignment is checked
 

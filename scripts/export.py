@@ -9,10 +9,10 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from heads import hub
-from heads.checkpoint import read_config, read_head, write_head
-from train import publish
-from train.cli import CONF, entry
+from foredraft.heads import hub
+from foredraft.heads.checkpoint import read_config, read_head, write_head
+from foredraft.train import publish
+from foredraft.train.cli import CONF, entry
 
 
 @entry("export", CONF / "publish")

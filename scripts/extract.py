@@ -21,10 +21,10 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from safetensors.torch import save_file
 
-from heads.target import Target
-from inference.serve.address import check_address
-from train.cli import entry
-from train.features.probe import final_norm, read_states
+from foredraft.heads.target import Target
+from foredraft.inference.serve.address import check_address
+from foredraft.train.cli import entry
+from foredraft.train.features.probe import final_norm, read_states
 
 
 class Extractor(ThreadingHTTPServer):

@@ -8,19 +8,19 @@ import sys
 from difflib import get_close_matches
 
 PROGRAMS = {
-    "train": ("train.run", "train a draft head and measure what it gained"),
-    "generate": ("train.scripts.generate", "continue prompts with a drafter"),
-    "chat": ("train.scripts.chat", "chat with a target in the terminal"),
-    "serve": ("train.scripts.serve", "answer OpenAI's protocol, and a page in the browser"),
-    "evaluate": ("train.scripts.evaluate", "measure what a drafter gains on held-out prompts"),
-    "lossless": ("train.scripts.lossless", "check on your own model that drafting does not change the text"),
-    "preview": ("train.scripts.preview", "show what a head would be trained on"),
-    "regenerate": ("train.scripts.regenerate", "replace the answers of a data set by the target's own"),
-    "extract": ("train.scripts.extract", "give a target's hidden states to trainers elsewhere (features=server)"),
-    "plan": ("train.scripts.plan", "estimate memory and time of a training before it starts"),
-    "export": ("train.scripts.export", "write a head in the layout of another engine"),
-    "parity": ("train.scripts.parity", "check that a head, its files and its export draft the same"),
-    "push": ("train.scripts.push", "send a head to the Hugging Face Hub"),
+    "train": ("foredraft.train.run", "train a draft head and measure what it gained"),
+    "generate": ("foredraft.scripts.generate", "continue prompts with a drafter"),
+    "chat": ("foredraft.scripts.chat", "chat with a target in the terminal"),
+    "serve": ("foredraft.scripts.serve", "answer OpenAI's protocol, and a page in the browser"),
+    "evaluate": ("foredraft.scripts.evaluate", "measure what a drafter gains on held-out prompts"),
+    "lossless": ("foredraft.scripts.lossless", "check on your own model that drafting does not change the text"),
+    "preview": ("foredraft.scripts.preview", "show what a head would be trained on"),
+    "regenerate": ("foredraft.scripts.regenerate", "replace the answers of a data set by the target's own"),
+    "extract": ("foredraft.scripts.extract", "give a target's hidden states to trainers elsewhere (features=server)"),
+    "plan": ("foredraft.scripts.plan", "estimate memory and time of a training before it starts"),
+    "export": ("foredraft.scripts.export", "write a head in the layout of another engine"),
+    "parity": ("foredraft.scripts.parity", "check that a head, its files and its export draft the same"),
+    "push": ("foredraft.scripts.push", "send a head to the Hugging Face Hub"),
 }
 
 
@@ -53,7 +53,7 @@ def main() -> None:
     try:
         program = importlib.import_module(PROGRAMS[command][0])
     except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] in ("heads", "inference", "train"):
+        if str(error.name).partition(".")[0] == "foredraft":
             raise
         extra = command if command in ("chat", "serve") else "train"
         need = f"foredraft {command} needs {error.name}: pip install 'foredraft[{extra}]'"

@@ -16,10 +16,10 @@ from omegaconf import DictConfig
 from torch import Tensor, tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from heads import Target
-from inference import generate
-from train.cli import entry
-from train.data.sources import read
+from foredraft.heads import Target
+from foredraft.inference import generate
+from foredraft.train.cli import entry
+from foredraft.train.data.sources import read
 
 
 @entry("generate")

@@ -8,11 +8,11 @@ Levels L1 to L3 of inference/evaluation/lossless.py, and for every place where t
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from heads import Target
-from inference.drafters.costs import PaddedRoot
-from inference.evaluation.lossless import PaddedDrafter, divergences, identical_shares
-from train.cli import entry
-from train.data.corpus import prompts
+from foredraft.heads import Target
+from foredraft.inference.drafters.costs import PaddedRoot
+from foredraft.inference.evaluation.lossless import PaddedDrafter, divergences, identical_shares
+from foredraft.train.cli import entry
+from foredraft.train.data.corpus import prompts
 
 
 @entry("lossless")

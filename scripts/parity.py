@@ -6,9 +6,9 @@ length. Exit code 2 where they do not.
 
 from omegaconf import DictConfig
 
-from heads import hub
-from train import publish
-from train.cli import CONF, entry
+from foredraft.heads import hub
+from foredraft.train import publish
+from foredraft.train.cli import CONF, entry
 
 
 @entry("parity", CONF / "publish")

@@ -10,12 +10,12 @@ from typing import Any, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from heads.target import loading
-from heads.target.loading import resolve_dtype
-from heads.target.sharding import COLLECTIVE
-from train.cli import entry
-from train.runtime.cost import BITS, study
-from train.runtime.memory_plan import SHARDS, memory_per_gpu
+from foredraft.heads.target import loading
+from foredraft.heads.target.loading import resolve_dtype
+from foredraft.heads.target.sharding import COLLECTIVE
+from foredraft.train.cli import entry
+from foredraft.train.runtime.cost import BITS, study
+from foredraft.train.runtime.memory_plan import SHARDS, memory_per_gpu
 
 
 def read_config(target: str) -> Any:
@@ -49,7 +49,7 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
         raise ValueError(f"target.quantization={cfg.target.quantization} is not one of {', '.join(BITS)}")
     if cfg.target.sharding not in (None, *COLLECTIVE):
         raise ValueError(f"target.sharding={cfg.target.sharding}: a plan knows {', '.join(COLLECTIVE)}, or null")
-    if cfg.head._target_.startswith("heads.draft_model."):
+    if cfg.head._target_.startswith("foredraft.heads.draft_model."):
         raise ValueError("head=draft_model is a model of its own, and a plan counts heads: plan one of those")
     config = read_config(cfg.target.path)
     dtype = torch.bfloat16 if cfg.target.dtype == "auto" else resolve_dtype(cfg.target.dtype)

@@ -12,10 +12,10 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from inference.evaluation.pages import write_page
-from train.cli import entry
-from train.data import data_card
-from train.data.corpus import Corpus, Document
+from foredraft.inference.evaluation.pages import write_page
+from foredraft.train.cli import entry
+from foredraft.train.data import data_card
+from foredraft.train.data.corpus import Corpus, Document
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
@@ -40,7 +40,9 @@ def main(cfg: DictConfig) -> None:
         (title(number, document), list(runs(tokenizer, document))) for number, document in enumerate(samples, start=1)
     ]
     facts = {"lines": data_card.lines(card), "histogram": data_card.histogram(card)}
-    write_page(Path(cfg.output), "preview.html.jinja", "train.data", source=card["source"], samples=shown, **facts)
+    write_page(
+        Path(cfg.output), "preview.html.jinja", "foredraft.train.data", source=card["source"], samples=shown, **facts
+    )
     print(f"the same, in colour: {cfg.output}")
 
 

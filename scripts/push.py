@@ -7,8 +7,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from train import publish
-from train.cli import CONF, entry
+from foredraft.train import publish
+from foredraft.train.cli import CONF, entry
 
 
 @entry("push", CONF / "publish")

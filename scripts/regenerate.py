@@ -11,12 +11,12 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from train.cli import entry
-from train.data.chat_template import ChatFormat
-from train.data.conversations import source_of
-from train.data.generation_clients import Server, in_process, through_server
-from train.data.regeneration import GenerationSettings, Output, questions
-from train.data.sources import Source
+from foredraft.train.cli import entry
+from foredraft.train.data.chat_template import ChatFormat
+from foredraft.train.data.conversations import source_of
+from foredraft.train.data.generation_clients import Server, in_process, through_server
+from foredraft.train.data.regeneration import GenerationSettings, Output, questions
+from foredraft.train.data.sources import Source
 
 
 @entry("regenerate")

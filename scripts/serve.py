@@ -10,9 +10,9 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from inference.drafters import AutoTree
-from inference.serve.address import check_address
-from train.cli import entry
+from foredraft.inference.drafters import AutoTree
+from foredraft.inference.serve.address import check_address
+from foredraft.train.cli import entry
 
 
 @entry("serve")
@@ -26,9 +26,9 @@ def main(cfg: DictConfig) -> None:
         return hand_over(cfg, api_key)
     check_address(cfg.host, cfg.port)
     try:
-        from inference.serve.accepted_log import AcceptedLog
-        from inference.serve.app import create_app, run
-        from inference.serve.worker import Worker
+        from foredraft.inference.serve.accepted_log import AcceptedLog
+        from foredraft.inference.serve.app import create_app, run
+        from foredraft.inference.serve.worker import Worker
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'foredraft[serve]'") from None
     log = None if cfg.log_accepted is None else AcceptedLog(cfg.log_accepted, cfg.log_text)
@@ -47,7 +47,7 @@ def model_name(cfg: DictConfig, target: str) -> str:
 
 
 def hand_over(cfg: DictConfig, api_key: str | None) -> None:
-    from inference.serve.vllm import become, find_vllm, serve_command
+    from foredraft.inference.serve.vllm import become, find_vllm, serve_command
 
     program = find_vllm()
     if cfg.log_accepted is not None:

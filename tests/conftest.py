@@ -9,15 +9,15 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from heads import Target, save_head
-from heads.base import DraftHead
-from inference.drafters import Drafter
+from foredraft.heads import Target, save_head
+from foredraft.heads.base import DraftHead
+from foredraft.inference.drafters import Drafter
+from foredraft.train.run import main
 from tests.support import golden, names
 from tests.support.drafters import build_drafter
 from tests.support.head_factory import KINDS, make_head
 from tests.support.processes import Ended
 from tests.support.tiny import TEXT, VOCAB, tiny_config
-from train.run import main
 
 
 @pytest.fixture(scope="session")

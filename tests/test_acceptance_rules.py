@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference import acceptance_rules
-from inference.acceptance_rules import RULES, Accepted, Draw
+from foredraft.inference import acceptance_rules
+from foredraft.inference.acceptance_rules import RULES, Accepted, Draw
 
 VOCAB = 3
 ROOT = -1  # the root's token is not verified, so any value must do

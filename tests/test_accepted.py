@@ -7,16 +7,16 @@ import hydra
 import pytest
 import torch
 
-from heads import Target
-from heads.medusa import MedusaHead
+from foredraft.heads import Target
+from foredraft.heads.medusa import MedusaHead
+from foredraft.train import losses
+from foredraft.train.cli import CONF
+from foredraft.train.data.accepted import corpus
+from foredraft.train.data.documents import REJECTED
+from foredraft.train.data.packing import Packed
+from foredraft.train.module import DistillationModel
 from tests.support.batches import batch_of
 from tests.support.processes import SMALL, complaint, printed
-from train import losses
-from train.cli import CONF
-from train.data.accepted import corpus
-from train.data.documents import REJECTED
-from train.data.packing import Packed
-from train.module import DistillationModel
 
 
 def log(path: Path, count: int) -> Path:
@@ -91,6 +91,6 @@ def test_a_head_for_the_embedded_target_goes_on_gently():
         new, goes_on, other = (
             hydra.compose("train", given) for given in ([], log, [*log, "target=hf", "target.path=ORG/NAME"])
         )
-    assert goes_on.self_generated_tokens == 0 and goes_on.optimizer._target_ == "train.optimizer.adamw"
+    assert goes_on.self_generated_tokens == 0 and goes_on.optimizer._target_ == "foredraft.train.optimizer.adamw"
     assert goes_on.trainer.learning_rate < new.trainer.learning_rate and goes_on.length == new.length
     assert other.trainer.learning_rate == 1e-4 and other.length == 2048

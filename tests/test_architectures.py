@@ -13,13 +13,13 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from heads import Target
-from heads.target.cache import KVCache
-from inference import generate
-from inference.drafters.base import Accepted, Drafter
-from inference.drafters.ngram import NgramDrafter
-from inference.sampling import Sampling
-from inference.tree import TokenTree, from_parents
+from foredraft.heads import Target
+from foredraft.heads.target.cache import KVCache
+from foredraft.inference import generate
+from foredraft.inference.drafters.base import Accepted, Drafter
+from foredraft.inference.drafters.ngram import NgramDrafter
+from foredraft.inference.sampling import Sampling
+from foredraft.inference.tree import TokenTree, from_parents
 from tests.support.architectures import CONTEXT, FAMILIES, LENGTHS, VOCAB, WINDOW, every_family, pair
 
 

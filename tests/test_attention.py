@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.target import attention, masks
-from heads.target.attention import attend, equal_parts
-from inference import generate
+from foredraft.heads.target import attention, masks
+from foredraft.heads.target.attention import attend, equal_parts
+from foredraft.inference import generate
 from tests.support.batches import prompt
 from tests.support.drafters import Random
 

@@ -6,12 +6,12 @@ from collections import deque
 import pytest
 import torch
 
-from heads import Target
-from inference import generate
-from inference.drafters import AutoTree, DraftModel, auto
-from inference.drafters.auto import FIRST, PLAIN, TIMED
-from inference.drafters.costs import Costs
-from inference.sampling import Sampling, SamplingParams
+from foredraft.heads import Target
+from foredraft.inference import generate
+from foredraft.inference.drafters import AutoTree, DraftModel, auto
+from foredraft.inference.drafters.auto import FIRST, PLAIN, TIMED
+from foredraft.inference.drafters.costs import Costs
+from foredraft.inference.sampling import Sampling, SamplingParams
 from tests.support.drafters import OneBranch
 from tests.support.small_targets import prompt, random_model
 

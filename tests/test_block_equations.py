@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from heads import Target, block_attention, save_head
-from heads.base import BlockHead, PackedBatch
+from foredraft.heads import Target, block_attention, save_head
+from foredraft.heads.base import BlockHead, PackedBatch
+from foredraft.train import parity_gate
 from tests.support.batches import PROMPT
 from tests.support.equations import attention, ffn, mlp, rms
 from tests.support.head_factory import BLOCK_KINDS, make_head
-from train import parity_gate
 
 
 @pytest.fixture(params=BLOCK_KINDS)

@@ -11,16 +11,16 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-from heads import Target, load_head
-from heads.checkpoint import read_head, write_head
-from heads.dflash import DFlashHead
-from heads.formats import dflash as layout
-from heads.p_eagle import PEagleHead
+from foredraft.heads import Target, load_head
+from foredraft.heads.checkpoint import read_head, write_head
+from foredraft.heads.dflash import DFlashHead
+from foredraft.heads.formats import dflash as layout
+from foredraft.heads.p_eagle import PEagleHead
+from foredraft.train import parity_gate
+from foredraft.train.cli import CONF
 from tests.support import golden, golden_blocks
 from tests.support.batches import PROMPT
 from tests.support.head_factory import make_head
-from train import parity_gate
-from train.cli import CONF
 
 # name -> kind, hidden states that it reads, block size, anchor first, causal
 GOLDEN: dict[str, tuple] = {

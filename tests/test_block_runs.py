@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from heads.base import PackedBatch
+from foredraft.heads.base import PackedBatch
+from foredraft.train.features import disk
+from foredraft.train.trainer import HeadTrainer
 from tests.support import ROOT
 from tests.support.batches import batch_of
 from tests.support.feature_writer import rows
 from tests.support.head_factory import make_head, objective
 from tests.support.processes import ONE, SMALL_EAGLE3, TWO, end, losses, torchrun
-from train.features import disk
-from train.trainer import HeadTrainer
 
 RUN = [*SMALL_EAGLE3[2:], "optimizer=adamw", "trainer.max_steps=6", "trainer.save_steps=2", "evaluate.eval_steps=0"]
 P_EAGLE = ["head=p_eagle", "head.depth=3", "head.num_layers=2", "head.draft_vocab_size=128"]

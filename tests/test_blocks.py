@@ -7,20 +7,20 @@ import itertools
 import pytest
 import torch
 
-from heads import block_attention
-from heads.base import PackedBatch, draft_loss_mask
-from heads.dflash import DFlashHead, mask_token, spread_layers
-from heads.dspark import DSparkHead
-from inference import generate
-from inference.drafters import AutoTree, BlockTree, drafter_for
-from inference.drafters.block import Rows
-from inference.sampling import Sampling, SamplingParams
+from foredraft.heads import block_attention
+from foredraft.heads.base import PackedBatch, draft_loss_mask
+from foredraft.heads.dflash import DFlashHead, mask_token, spread_layers
+from foredraft.heads.dspark import DSparkHead
+from foredraft.inference import generate
+from foredraft.inference.drafters import AutoTree, BlockTree, drafter_for
+from foredraft.inference.drafters.block import Rows
+from foredraft.inference.sampling import Sampling, SamplingParams
+from foredraft.train import blocks, parity_gate
+from foredraft.train.blocks import BlockDistillation
+from foredraft.train.losses import label, soft
+from foredraft.train.module import DistillationModel
 from tests.support.batches import PROMPT, batch
 from tests.support.head_factory import BLOCK_KINDS, make_head, objective
-from train import blocks, parity_gate
-from train.blocks import BlockDistillation
-from train.losses import label, soft
-from train.module import DistillationModel
 
 
 @pytest.fixture(params=BLOCK_KINDS)

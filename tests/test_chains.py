@@ -10,24 +10,33 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from heads import Target
-from heads.base import PackedBatch
-from heads.eagle3 import Eagle3Head
-from heads.medusa import MedusaHead
-from heads.target import state_cache
-from heads.target.state_cache import MAX_PENDING, StateCache, can_crop, fork
-from inference import Engine, Request, generate
-from inference.drafters import AutoTree, Chain, DraftModel, DynamicTree, Lookahead, StaticTree, SuffixDrafter, Union
-from inference.drafters.base import Accepted
-from inference.drafters.ngram import NgramDrafter
-from inference.generation import Generation
-from inference.tree import TokenTree
-from scripts.bench.families import Knowing
+from foredraft.heads import Target
+from foredraft.heads.base import PackedBatch
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.target import state_cache
+from foredraft.heads.target.state_cache import MAX_PENDING, StateCache, can_crop, fork
+from foredraft.inference import Engine, Request, generate
+from foredraft.inference.drafters import (
+    AutoTree,
+    Chain,
+    DraftModel,
+    DynamicTree,
+    Lookahead,
+    StaticTree,
+    SuffixDrafter,
+    Union,
+)
+from foredraft.inference.drafters.base import Accepted
+from foredraft.inference.drafters.ngram import NgramDrafter
+from foredraft.inference.generation import Generation
+from foredraft.inference.tree import TokenTree
+from foredraft.scripts.bench.families import Knowing
+from foredraft.train.features.online import read
 from tests.support import architectures
 from tests.support.architectures import VOCAB
 from tests.support.drafters import Random
 from tests.support.hybrids import CONFIGS, WINDOW, pair
-from train.features.online import read
 
 NEW = 2 * WINDOW
 PROMPTS = [[random.Random(row).randrange(3, VOCAB) for _ in range(length)] for row, length in enumerate((20, 5, 13))]

@@ -2,10 +2,10 @@
 
 import pytest
 
+from foredraft.train.data.chat_template import ChatFormat
+from foredraft.train.data.layouts import SkippedRow
 from tests.support import chats
 from tests.support.chats import CHATML, GEMMA, LLAMA3, MISTRAL, TAGGED, THINKING, tokenizer
-from train.data.chat_template import ChatFormat
-from train.data.layouts import SkippedRow
 
 ONE = [{"role": "user", "content": "Hi é"}, {"role": "assistant", "content": "yes\n"}]
 TWO = [*ONE, {"role": "user", "content": "more"}, {"role": "assistant", "content": "no"}]

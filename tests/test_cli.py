@@ -11,10 +11,10 @@ import hydra
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from scripts import foredraft
-from train.cli import entry
-from train.config_check import nearest
-from train.config_help import comments, describe
+from foredraft.scripts import foredraft
+from foredraft.train.cli import entry
+from foredraft.train.config_check import nearest
+from foredraft.train.config_help import comments, describe
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -397,7 +397,9 @@ def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch, capsys
     assert ended.value.code == 2
     need = f"error: foredraft {command} needs no_such_library: pip install 'foredraft[{extra}]'\n"
     assert capsys.readouterr().err == need
-    monkeypatch.setitem(foredraft.PROGRAMS, command, ("train.no_such_room", ""))  # a mistake of ours stays one
+    monkeypatch.setitem(
+        foredraft.PROGRAMS, command, ("foredraft.train.no_such_room", "")
+    )  # a mistake of ours stays one
     monkeypatch.setattr(sys, "argv", ["foredraft", command])
     with pytest.raises(ModuleNotFoundError):
         foredraft.main()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench import compare_measure
-from scripts.bench.compare import main, named
+from foredraft.scripts.bench import compare_measure
+from foredraft.scripts.bench.compare import main, named
 from tests.support.tiny import TEXT
 
 SMALL = [

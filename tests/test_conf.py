@@ -7,20 +7,20 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from heads.base import PackedBatch
-from heads.eagle3 import Eagle3Head
-from heads.medusa import MedusaHead
-from inference import generate
-from inference.drafters import Drafter
+from foredraft.heads.base import PackedBatch
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.medusa import MedusaHead
+from foredraft.inference import generate
+from foredraft.inference.drafters import Drafter
+from foredraft.train.data.packing import Packed
+from foredraft.train.losses import Prediction, soft
+from foredraft.train.module import DistillationModel
+from foredraft.train.trainer import arguments
 from tests.support import names
 from tests.support.batches import PROMPT, documents
 from tests.support.configs import composed
 from tests.support.head_factory import make_head
 from tests.support.tiny import TEXT
-from train.data.packing import Packed
-from train.losses import Prediction, soft
-from train.module import DistillationModel
-from train.trainer import arguments
 
 
 @pytest.mark.parametrize("name", names("head"))
@@ -96,13 +96,15 @@ def test_data(name: str, target, folder: Path, tmp_path: Path):
 def test_a_real_target_is_trained_as_published_and_the_embedded_one_in_minutes():
     demo, real = composed("train"), composed("train", "target=hf", "target.path=ORG/NAME", "data.path=FILE")
     assert demo.trainer.max_steps == 500 and demo.self_generated_tokens > 0 and demo.length == 256
-    assert demo.optimizer._target_ == "train.optimizer.muon" and demo.data._target_.endswith("standard_library")
+    assert demo.optimizer._target_ == "foredraft.train.optimizer.muon" and demo.data._target_.endswith(
+        "standard_library"
+    )
     assert real.trainer.max_steps == -1 and real.self_generated_tokens == 0 and real.length == 2048
-    assert real.trainer.learning_rate == 1e-4 and real.optimizer._target_ == "train.optimizer.adamw"
-    assert real.data._target_ == "train.data.conversations.corpus"
+    assert real.trainer.learning_rate == 1e-4 and real.optimizer._target_ == "foredraft.train.optimizer.adamw"
+    assert real.data._target_ == "foredraft.train.data.conversations.corpus"
     typed = composed("train", "optimizer=adamw", "trainer.max_steps=3", "data=text", "data.path=FILE")
-    assert typed.optimizer._target_ == "train.optimizer.adamw" and typed.trainer.max_steps == 3
-    assert typed.data._target_ == "train.data.corpus.text_files" and typed.length == 256
+    assert typed.optimizer._target_ == "foredraft.train.optimizer.adamw" and typed.trainer.max_steps == 3
+    assert typed.data._target_ == "foredraft.train.data.corpus.text_files" and typed.length == 256
 
 
 @pytest.mark.parametrize("name", names("target"))

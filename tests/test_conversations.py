@@ -8,15 +8,15 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
+from foredraft.train.data import data_card, encoding
+from foredraft.train.data.conversations import corpus
+from foredraft.train.data.corpus import count_tokens, prompts, tokenize
+from foredraft.train.data.documents import Document
+from foredraft.train.data.encoding import Encoder
+from foredraft.train.data.layouts import SkippedRow
+from foredraft.train.data.sources import Row, Source
 from tests.support import ROOT
 from tests.support.chats import CHATML, tokenizer
-from train.data import data_card, encoding
-from train.data.conversations import corpus
-from train.data.corpus import count_tokens, prompts, tokenize
-from train.data.documents import Document
-from train.data.encoding import Encoder
-from train.data.layouts import SkippedRow
-from train.data.sources import Row, Source
 
 EMBEDDED = ROOT / "scripts" / "embedded_target"
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]

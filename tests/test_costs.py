@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import Target
-from inference.drafters import DynamicTree, costs
-from inference.drafters.base import Accepted
-from inference.drafters.costs import CostModel, Costs, PaddedRoot
-from inference.tree import TokenTree
+from foredraft.heads import Target
+from foredraft.inference.drafters import DynamicTree, costs
+from foredraft.inference.drafters.base import Accepted
+from foredraft.inference.drafters.costs import CostModel, Costs, PaddedRoot
+from foredraft.inference.tree import TokenTree
 from tests.support.small_targets import eagle, random_model
 
 

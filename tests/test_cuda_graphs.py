@@ -6,18 +6,18 @@ import warnings
 import pytest
 import torch
 
-from heads import Target
-from heads.dflash import DFlashHead
-from heads.dflash2 import DFlash2Head
-from heads.domino import DominoHead
-from heads.dspark import DSparkHead
-from heads.eagle import EagleHead
-from heads.hydra import HydraHead
-from heads.mtp import MTPHead
-from heads.p_eagle import PEagleHead
-from heads.target import cuda_graphs
-from inference import generate
-from inference.drafters import BlockTree, DynamicTree, Lookahead, SuffixDrafter, Union
+from foredraft.heads import Target
+from foredraft.heads.dflash import DFlashHead
+from foredraft.heads.dflash2 import DFlash2Head
+from foredraft.heads.domino import DominoHead
+from foredraft.heads.dspark import DSparkHead
+from foredraft.heads.eagle import EagleHead
+from foredraft.heads.hydra import HydraHead
+from foredraft.heads.mtp import MTPHead
+from foredraft.heads.p_eagle import PEagleHead
+from foredraft.heads.target import cuda_graphs
+from foredraft.inference import generate
+from foredraft.inference.drafters import BlockTree, DynamicTree, Lookahead, SuffixDrafter, Union
 from tests.support.architectures import VOCAB, every_family, pair
 from tests.support.batches import prompt
 from tests.support.drafters import SETTINGS, Random, drafters
@@ -110,7 +110,7 @@ def test_the_text_is_the_same(target, name, monkeypatch, taped):
 def test_drafts_are_those_of_running_it_kernel_by_kernel(target, name, monkeypatch):
     """Greedy, sampled, sampled otherwise, a text that outgrows its columns, a smaller tree; and with an oracle's help, since
     nothing that such a head drafts is accepted."""
-    monkeypatch.setattr("heads.target.cache.MIN_BUCKET", 64)
+    monkeypatch.setattr("foredraft.heads.target.cache.MIN_BUCKET", 64)
     rows = torch.cat([prompt(21), prompt(21, seed=1)])
 
     def proposed(target: Target) -> list:
@@ -170,7 +170,7 @@ def test_a_second_generation_records_nothing_new(target, taped):
 
 
 def test_a_text_that_outgrows_its_recordings(target, taped, monkeypatch):
-    monkeypatch.setattr("heads.target.cache.MIN_BUCKET", 64)
+    monkeypatch.setattr("foredraft.heads.target.cache.MIN_BUCKET", 64)
     settings = LIMITS | {"max_new_tokens": 100}
     recorded = again(target)
     out = generate(recorded, drafters(recorded)["eagle3"], prompt(40), **settings)

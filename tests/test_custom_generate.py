@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, MinLengthLogitsProcessor, pipeline, set_seed
 
-from inference import generate
-from inference.custom_generate import as_custom_generate
-from inference.drafters import NgramDrafter
+from foredraft.inference import generate
+from foredraft.inference.custom_generate import as_custom_generate
+from foredraft.inference.drafters import NgramDrafter
 
 
 def inputs(target):

@@ -7,15 +7,15 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from heads.eagle3 import Eagle3Head
-from inference import generate
-from inference.evaluation.measure import distinct
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.inference import generate
+from foredraft.inference.evaluation.measure import distinct
+from foredraft.train import losses
+from foredraft.train.data import corpus, self_generated, stdlib
+from foredraft.train.data.documents import Document, Documents
+from foredraft.train.data.packing import Packed
+from foredraft.train.module import DistillationModel
 from tests.support.tiny import TEXT
-from train import losses
-from train.data import corpus, self_generated, stdlib
-from train.data.documents import Document, Documents
-from train.data.packing import Packed
-from train.module import DistillationModel
 
 
 def test_parts_of_the_standard_library_share_no_module():

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import preview, regenerate
+from foredraft.scripts import preview, regenerate
+from foredraft.train.run import main as train
 from tests.support.tiny import TEXT
-from train.run import main as train
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAIN = f"data.template={ROOT / 'train' / 'data' / 'plain_chat.jinja'}"

@@ -12,23 +12,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import inference.batch
-import inference.engine
-from heads import Target
-from heads.dflash import DFlashHead
-from heads.dflash2 import DFlash2Head
-from heads.domino import DominoHead
-from heads.draft_model import DraftModelHead
-from heads.dspark import DSparkHead
-from heads.eagle import EagleHead
-from heads.eagle3 import Eagle3Head
-from heads.hydra import HydraHead
-from heads.medusa import MedusaHead
-from heads.mtp import MTPHead
-from heads.p_eagle import PEagleHead
-from inference import Engine, Request, SamplingParams
-from inference.drafters import BlockTree, Drafter, DraftModel, DynamicTree, NgramDrafter, StaticTree
-from inference.verify import Verification
+import foredraft.inference.batch
+import foredraft.inference.engine
+from foredraft.heads import Target
+from foredraft.heads.dflash import DFlashHead
+from foredraft.heads.dflash2 import DFlash2Head
+from foredraft.heads.domino import DominoHead
+from foredraft.heads.draft_model import DraftModelHead
+from foredraft.heads.dspark import DSparkHead
+from foredraft.heads.eagle import EagleHead
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.hydra import HydraHead
+from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.mtp import MTPHead
+from foredraft.heads.p_eagle import PEagleHead
+from foredraft.inference import Engine, Request, SamplingParams
+from foredraft.inference.drafters import BlockTree, Drafter, DraftModel, DynamicTree, NgramDrafter, StaticTree
+from foredraft.inference.verify import Verification
 from tests.support.batches import prompt
 
 BLOCKS = {
@@ -95,7 +95,7 @@ def test_a_step_stays_on_its_device(fresh, name, params, monkeypatch):
         count = min(2, width)
         return [False] * rows, [count] * rows, [list(range(width))] * rows, [[7] * width] * rows
 
-    for module in (inference.engine, inference.batch):
+    for module in (foredraft.inference.engine, foredraft.inference.batch):
         monkeypatch.setattr(module, "to_host", made_up)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # knows no such device
     elsewhere = Target(copy.deepcopy(fresh.model).to("meta"), fresh.tokenizer, "meta")

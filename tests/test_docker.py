@@ -7,7 +7,7 @@ import tomllib
 import yaml
 from omegaconf import OmegaConf
 
-from scripts.foredraft import PROGRAMS
+from foredraft.scripts.foredraft import PROGRAMS
 from tests.support import ROOT
 
 FOLDER = ROOT / "scripts" / "docker"

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from heads.base import PackedBatch, draft_loss_mask
+from foredraft.heads.base import PackedBatch, draft_loss_mask
+from foredraft.train.data import conversations, sources
+from foredraft.train.data.conversations import corpus
+from foredraft.train.data.documents import Document, Documents
+from foredraft.train.data.packing import Packed
+from foredraft.train.data.row_order import EpochStream
 from tests.support import ROOT
 from tests.support.batches import batch_of, documents
 from tests.support.chats import CHATML, tokenizer
-from train.data import conversations, sources
-from train.data.conversations import corpus
-from train.data.documents import Document, Documents
-from train.data.packing import Packed
-from train.data.row_order import EpochStream
 
 COLUMNS = {"tokens": "int32", "flags": "uint8"}
 
@@ -37,7 +37,7 @@ def in_memory(texts: list[Document], length: int, seed: int) -> dict[str, torch.
 
 @pytest.mark.parametrize("block", [1, 50, 1 << 22])
 def test_rows_are_those_of_all_documents_end_to_end(block: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("train.data.documents.BLOCK", block)
+    monkeypatch.setattr("foredraft.train.data.documents.BLOCK", block)
     texts = [*documents(30, 5, 1, 46, 7, 2, 16, 90), *documents(40, 33, prompt=39), Document([3] * 70, [False] * 70)]
     wanted, found = in_memory(texts, 16, 3), batch_of(Packed(texts, 16, 3))
     assert len(wanted["tokens"]) < -(-sum(len(text.tokens) for text in texts) // 16)  # some rows are left out
@@ -56,7 +56,7 @@ def test_joined_and_selected_documents_are_the_same_documents():
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="says what a mapped file takes on Linux")
 def test_what_was_read_of_a_mapped_file_does_not_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("train.data.documents.KEPT", 50_000)
+    monkeypatch.setattr("foredraft.train.data.documents.KEPT", 50_000)
     texts = [{"tokens": [n] * 5_000, "flags": [n % 2] * 5_000} for n in range(100)]
     features = datasets.Features({name: datasets.List(datasets.Value(kind)) for name, kind in COLUMNS.items()})
     stored = datasets.Dataset.from_generator(lambda: iter(texts), features=features, cache_dir=str(tmp_path))
@@ -91,8 +91,8 @@ def test_several_processes_give_the_documents_of_one(tmp_path: Path, monkeypatch
 PREPARE = """
 import sys
 from tests.support.chats import CHATML, tokenizer
-from train.data import encoding
-from train.data.conversations import corpus
+from foredraft.train.data import encoding
+from foredraft.train.data.conversations import corpus
 rows = encoding.Encoder.rows
 encoding.Encoder.rows = lambda self, shards: print("prepares", flush=True) or rows(self, shards)
 print(corpus(tokenizer(CHATML), path=sys.argv[1], cache_dir=sys.argv[2]).train.digest)

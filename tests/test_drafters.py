@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from heads import Target
-from heads.base import RecurrentHead
-from heads.draft_model import DraftModelHead
-from heads.eagle import EagleHead
-from heads.eagle3 import Eagle3Head
-from heads.hydra import HydraHead
-from heads.medusa import MedusaHead
-from heads.target.cache import KVCache
-from inference import generate, load_drafter
-from inference.drafters import (
+from foredraft.heads import Target
+from foredraft.heads.base import RecurrentHead
+from foredraft.heads.draft_model import DraftModelHead
+from foredraft.heads.eagle import EagleHead
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.hydra import HydraHead
+from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.target.cache import KVCache
+from foredraft.inference import generate, load_drafter
+from foredraft.inference.drafters import (
     AdaptiveLength,
     AutoTree,
     Drafter,
@@ -31,10 +31,10 @@ from inference.drafters import (
     Union,
     drafter_for,
 )
-from inference.drafters.base import Accepted, chains, root_only, trees
-from inference.drafters.union import merge
-from inference.evaluation.lossless import PaddedDrafter
-from inference.sampling import Sampling, SamplingParams
+from foredraft.inference.drafters.base import Accepted, chains, root_only, trees
+from foredraft.inference.drafters.union import merge
+from foredraft.inference.evaluation.lossless import PaddedDrafter
+from foredraft.inference.sampling import Sampling, SamplingParams
 from tests.support.drafters import OneBranch
 from tests.support.small_targets import eagle, prompt, random_model
 

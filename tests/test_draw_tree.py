@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from heads import Target
-from heads.eagle3 import Eagle3Head
-from inference import drafter_for, generate
-from inference.engine import Engine
-from inference.request import Request
-from scripts.bench.draw_tree import decode, tree_svg
+from foredraft.heads import Target
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.inference import drafter_for, generate
+from foredraft.inference.engine import Engine
+from foredraft.inference.request import Request
+from foredraft.scripts.bench.draw_tree import decode, tree_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 #   the -> cat -> sat

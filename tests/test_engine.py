@@ -4,13 +4,13 @@ import pytest
 import torch
 from transformers import GenerationConfig, MinPLogitsWarper
 
-from heads import Target
-from heads.dflash import DFlashHead
-from heads.eagle3 import Eagle3Head
-from heads.medusa import MedusaHead
-from heads.target import cuda_graphs
-from inference import Engine, Request, SamplingParams, generate
-from inference.drafters import (
+from foredraft.heads import Target
+from foredraft.heads.dflash import DFlashHead
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.target import cuda_graphs
+from foredraft.inference import Engine, Request, SamplingParams, generate
+from foredraft.inference.drafters import (
     AutoTree,
     BlockTree,
     Drafter,
@@ -22,8 +22,8 @@ from inference.drafters import (
     SuffixDrafter,
     Union,
 )
-from inference.evaluation.lossless import PaddedDrafter
-from inference.sampling import Sampling
+from foredraft.inference.evaluation.lossless import PaddedDrafter
+from foredraft.inference.sampling import Sampling
 from tests.support.tape import Tape
 
 PARAMS = [
@@ -122,7 +122,7 @@ def test_a_long_prompt_joins_a_long_text(target, name):
 @pytest.mark.parametrize("name", ["plain", "suffix", "lookahead", "eagle3", "medusa", "auto", "union", "dflash"])
 def test_the_cache_grows_with_the_texts(target, alone, name, captured, monkeypatch):
     """Not with what they may become. Rows that have ended do not grow with it."""
-    monkeypatch.setattr("inference.batch.ROOM", 2)
+    monkeypatch.setattr("foredraft.inference.batch.ROOM", 2)
     if captured:
         monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
         target = Target(target.model, target.tokenizer, target.name)  # without the cache that another engine gave back

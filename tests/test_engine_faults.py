@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from heads import Target
-from heads.eagle3 import Eagle3Head
-from heads.target import cuda_graphs
-from inference import Engine, Request, SamplingParams
-from inference.drafters import Drafter, DraftModel, DynamicTree, NgramDrafter
+from foredraft.heads import Target
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.target import cuda_graphs
+from foredraft.inference import Engine, Request, SamplingParams
+from foredraft.inference.drafters import Drafter, DraftModel, DynamicTree, NgramDrafter
 from tests.support.batches import prompt
 from tests.support.tape import Tape
 

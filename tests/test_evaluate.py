@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import Target, save_head
-from inference import generate
-from inference.drafters import Drafter, DraftModel, NgramDrafter, drafter_for
-from inference.drafters.base import Accepted, Wrapper
-from inference.drafters.costs import Costs, PaddedRoot
-from inference.evaluation import expected
-from inference.evaluation.alignment import Alignment, Noted, check_alignment, guess_in_training, head_of
-from inference.evaluation.benchmark import Lines, Text
-from inference.evaluation.expected import Observed, in_full_swing, sizes
-from inference.evaluation.figures import Table, conditional, decoding, row, whole
-from inference.tree import TokenTree
-from scripts import evaluate
+from foredraft.heads import Target, save_head
+from foredraft.inference import generate
+from foredraft.inference.drafters import Drafter, DraftModel, NgramDrafter, drafter_for
+from foredraft.inference.drafters.base import Accepted, Wrapper
+from foredraft.inference.drafters.costs import Costs, PaddedRoot
+from foredraft.inference.evaluation import expected
+from foredraft.inference.evaluation.alignment import Alignment, Noted, check_alignment, guess_in_training, head_of
+from foredraft.inference.evaluation.benchmark import Lines, Text
+from foredraft.inference.evaluation.expected import Observed, in_full_swing, sizes
+from foredraft.inference.evaluation.figures import Table, conditional, decoding, row, whole
+from foredraft.inference.tree import TokenTree
+from foredraft.scripts import evaluate
+from foredraft.train.data import prompt_sets
+from foredraft.train.data.prompt_sets import Prompt, questions, tokenize
 from tests.support.head_factory import make_head
-from train.data import prompt_sets
-from train.data.prompt_sets import Prompt, questions, tokenize
 
 WORDS = ["def", "self", "return", "other", "value", "class", "Pair", "pass", "add", "import"]
 

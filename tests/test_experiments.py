@@ -8,8 +8,8 @@ import pytest
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from scripts.plan import plan
-from train.cli import spelled_out
+from foredraft.scripts.plan import plan
+from foredraft.train.cli import spelled_out
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 RECIPES = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml") if path.stem != "train_target")
@@ -29,7 +29,7 @@ def test_a_recipe_composes(name: str):
         cfg = hydra.compose("train", [f"experiment={name}", "data.path=FOLDER"])
     OmegaConf.resolve(cfg)
     assert cfg.output_dir == f"outputs/{name}" and cfg.trainer.output_dir == f"outputs/{name}/checkpoints"
-    assert cfg.data._target_ == "train.data.conversations.corpus"  # learned from answers alone
+    assert cfg.data._target_ == "foredraft.train.data.conversations.corpus"  # learned from answers alone
     assert cfg.target.path.count("/") == 1 and cfg.trainer.num_train_epochs >= 1 and cfg.trainer.max_steps == -1
     assert f"experiment={name} data.path=FOLDER" in text and re.search(r"80 GB", text)
     planned = re.search(r"tokens: ([\d.]+) GiB.*, ([\d.]+) hours, by\n# +python scripts/plan.py (.+)", text)

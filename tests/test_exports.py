@@ -9,15 +9,15 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
-from heads import Target, save_head
-from heads.checkpoint import read_head, write_head
-from heads.eagle3 import Eagle3Head
-from heads.formats import engines
-from heads.hydra import HydraHead
+from foredraft.heads import Target, save_head
+from foredraft.heads.checkpoint import read_head, write_head
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.formats import engines
+from foredraft.heads.hydra import HydraHead
+from foredraft.train import publish
+from foredraft.train.cli import CONF
 from tests.support import golden
 from tests.support.head_factory import build_head
-from train import publish
-from train.cli import CONF
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 OURS: dict[str, tuple[str, dict[str, Any]]] = {  # kinds of conf/head, and what is changed in their yaml

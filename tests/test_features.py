@@ -13,17 +13,17 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from heads import Target
-from heads.base import PackedBatch
-from heads.eagle3 import Eagle3Head
+from foredraft.heads import Target
+from foredraft.heads.base import PackedBatch
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.train import losses
+from foredraft.train.data.packing import Packed
+from foredraft.train.features import disk, online, storage
+from foredraft.train.module import DistillationModel
 from tests.support import ROOT
 from tests.support.batches import batch, batch_of, documents
 from tests.support.feature_writer import LAYERS, rows
 from tests.support.tiny import tiny_config
-from train import losses
-from train.data.packing import Packed
-from train.features import disk, online, storage
-from train.module import DistillationModel
 
 
 @pytest.fixture(autouse=True)

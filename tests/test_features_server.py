@@ -19,19 +19,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from heads import Target
-from heads.base import PackedBatch
+from foredraft.heads import Target
+from foredraft.heads.base import PackedBatch
+from foredraft.train.data.packing import Packed
+from foredraft.train.features import online
+from foredraft.train.features.engine import EngineError
+from foredraft.train.features.probe import final_norm, on_host, read_states
+from foredraft.train.features.server import server
 from tests.support import ROOT
 from tests.support.architectures import FAMILIES, pair
 from tests.support.batches import batch_of, documents
 from tests.support.mortal_engine import LAYERS
 from tests.support.processes import ONE, SMALL_EAGLE3, complaint, end, losses, program
 from tests.support.tiny import tiny_config
-from train.data.packing import Packed
-from train.features import online
-from train.features.engine import EngineError
-from train.features.probe import final_norm, on_host, read_states
-from train.features.server import server
 
 STEPS = 6
 RUN = [*SMALL_EAGLE3, ONE, "optimizer=adamw", f"trainer.max_steps={STEPS}", "trainer.save_steps=2"]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from heads import block_attention, flex, step_attention
-from heads.base import PackedBatch
+from foredraft.heads import block_attention, flex, step_attention
+from foredraft.heads.base import PackedBatch
 from tests.support.batches import batch
 
 # (lengths of the documents) of each row

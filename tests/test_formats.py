@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from heads import Target, load_head
-from inference import generate, load_drafter
+from foredraft.heads import Target, load_head
+from foredraft.inference import generate, load_drafter
+from foredraft.train import parity_gate
 from tests.support import golden
-from train import parity_gate
 
 PROMPT = torch.randint(1, 300, (20,), generator=torch.Generator().manual_seed(3)).tolist()
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from foredraft.train.data import self_generated
+from foredraft.train.data.documents import Document, Documents
+from foredraft.train.data.row_order import EpochStream
 from tests.support import ROOT
 from tests.support.processes import ONE, SMALL_EAGLE3, TWO, complaint, end, losses, program, torchrun
-from train.data import self_generated
-from train.data.documents import Document, Documents
-from train.data.row_order import EpochStream
 
 FRESH = ["self_generated_tokens=512", "fresh_text=true", "optimizer=adamw", "trainer.max_steps=9"]
 

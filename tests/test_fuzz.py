@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from foredraft.train.data.conversations import corpus
 from tests.support.chats import CHATML, GEMMA, tokenizer
-from train.data.conversations import corpus
 
 FORMS = [tokenizer(CHATML), tokenizer(GEMMA)]
 NAMES = [

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from heads import Target
-from heads.eagle3 import Eagle3Head
-from inference import generate
-from inference.drafters import DraftModel, DynamicTree, NgramDrafter
-from inference.drafters.base import Accepted, Drafter
-from inference.sampling import Sampling
-from inference.tree import chain
+from foredraft.heads import Target
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.inference import generate
+from foredraft.inference.drafters import DraftModel, DynamicTree, NgramDrafter
+from foredraft.inference.drafters.base import Accepted, Drafter
+from foredraft.inference.sampling import Sampling
+from foredraft.inference.tree import chain
 from tests.support.batches import prompt
 from tests.support.drafters import SETTINGS, drafters, eager_head
 from tests.support.tiny import tiny_config

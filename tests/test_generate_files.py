@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from heads import Target
-from inference import generate
+from foredraft.heads import Target
+from foredraft.inference import generate
 from tests.support import ROOT
 
 PROMPTS = ["def add(self", "class Pair:\n", "return", "other.value + é", "self"]

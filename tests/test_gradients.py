@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.eagle3 import Eagle3Head
-from heads.target import Target
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.target import Target
+from foredraft.train import losses
+from foredraft.train.gradients import PartialGradients
+from foredraft.train.module import DistillationModel
+from foredraft.train.runtime.cost import Live
 from tests.support.batches import batch
 from tests.support.head_factory import make_head, objective
-from train import losses
-from train.gradients import PartialGradients
-from train.module import DistillationModel
-from train.runtime.cost import Live
 
 
 class Kept(PartialGradients):
@@ -30,7 +30,7 @@ def test_gradients_are_autograds(fresh: Target, kind: str, monkeypatch):
     made, found = objective(kind, head, fresh), []
     made.chunk, made.num_items = 17, torch.arange(head.depth) + 50
     for gradients in (PartialGradients, Kept):
-        for module in ("train.module", "train.blocks"):
+        for module in ("foredraft.train.module", "foredraft.train.blocks"):
             monkeypatch.setattr(f"{module}.PartialGradients", gradients)
         made.zero_grad()
         outcome = made(*text[:4])

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from heads import Target
-from inference import Engine, Grammars, Request, SamplingParams, generate
-from inference.drafters import DraftModel, DynamicTree, NgramDrafter
+from foredraft.heads import Target
+from foredraft.inference import Engine, Grammars, Request, SamplingParams, generate
+from foredraft.inference.drafters import DraftModel, DynamicTree, NgramDrafter
 from tests.support.batches import prompt
 from tests.support.head_factory import make_head
 

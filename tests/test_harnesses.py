@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from heads import save_head
-from inference.drafters import NgramDrafter
-from inference.evaluation.spec_bench import as_forward_func
-from scripts.bench.rivals import table
+from foredraft.heads import save_head
+from foredraft.inference.drafters import NgramDrafter
+from foredraft.inference.evaluation.spec_bench import as_forward_func
+from foredraft.scripts.bench.rivals import table
 from tests.support.head_factory import make_head
 
 
@@ -35,7 +35,7 @@ def test_lm_eval_writes_the_answers_of_its_own_model(tiny_path):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from inference.evaluation.lm_eval_model import Foredraft
+    from foredraft.inference.evaluation.lm_eval_model import Foredraft
 
     asked = [("def add(self, other):", {"until": ["\n\n"], "max_gen_toks": 20}), ("class Pair", {"max_gen_toks": 16})]
     asked += [("return", {"until": ["self"], "max_gen_toks": 20, "do_sample": False})]

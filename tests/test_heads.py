@@ -8,16 +8,16 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from heads import Target, load_head, save_head, vocab
-from heads import step_attention as steps
-from heads.base import PackedBatch, draft_loss_mask
-from heads.eagle3 import paper_layers
+from foredraft.heads import Target, load_head, save_head, vocab
+from foredraft.heads import step_attention as steps
+from foredraft.heads.base import PackedBatch, draft_loss_mask
+from foredraft.heads.eagle3 import paper_layers
+from foredraft.train import parity_gate
+from foredraft.train.losses import soft
+from foredraft.train.module import DistillationModel
+from foredraft.train.runtime.cost import Live
 from tests.support.batches import PROMPT, batch
 from tests.support.head_factory import make_head, objective
-from train import parity_gate
-from train.losses import soft
-from train.module import DistillationModel
-from train.runtime.cost import Live
 
 
 def states(head, target: Target, text: PackedBatch) -> list[torch.Tensor]:
@@ -143,7 +143,12 @@ def test_gate_sees_fused_layers_off_by_one(target, monkeypatch):
         parity_gate.check(head, target, PROMPT)
 
 
-MOVES = {"eagle3": "heads.eagle3", "hass": "heads.eagle", "hydra": "heads.hydra", "hydra_pp": "heads.hydra"}
+MOVES = {
+    "eagle3": "foredraft.heads.eagle3",
+    "hass": "foredraft.heads.eagle",
+    "hydra": "foredraft.heads.hydra",
+    "hydra_pp": "foredraft.heads.hydra",
+}
 
 
 @pytest.mark.parametrize("kind", MOVES)
@@ -161,7 +166,7 @@ def test_gate_sees_a_prefix_layer_that_reads_other_text(target, monkeypatch):
     def everything(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
 
-    monkeypatch.setattr("heads.step_attention.attend_text", everything)
+    monkeypatch.setattr("foredraft.heads.step_attention.attend_text", everything)
     with pytest.raises(ValueError, match="parity gate: at depth 1"):
         parity_gate.check(head, target, PROMPT)
 
@@ -227,9 +232,9 @@ def test_context_length_is_the_targets(target):
 @torch.no_grad()
 def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
     """A second proposal equals that of a drafter that never saw the rejected branch."""
-    from inference.drafters import DynamicTree
-    from inference.drafters.base import Accepted
-    from inference.sampling import Sampling, SamplingParams
+    from foredraft.inference.drafters import DynamicTree
+    from foredraft.inference.drafters.base import Accepted
+    from foredraft.inference.sampling import Sampling, SamplingParams
 
     head = make_head("eagle3", target)
     text = torch.tensor([PROMPT])
@@ -259,8 +264,10 @@ def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
 def test_a_training_step_does_not_depend_on_the_blocks_it_is_read_in(target, kind, monkeypatch):
     distillation, text, found = DistillationModel(make_head(kind, target), target, soft), batch(20, 12), []
     for by_document, block in ((True, 256), (False, 256), (False, 7)):
-        monkeypatch.setattr("heads.step_attention.by_document", lambda q, by_document=by_document: by_document)
-        monkeypatch.setattr("heads.step_attention.BLOCK", block)
+        monkeypatch.setattr(
+            "foredraft.heads.step_attention.by_document", lambda q, by_document=by_document: by_document
+        )
+        monkeypatch.setattr("foredraft.heads.step_attention.BLOCK", block)
         distillation.zero_grad()
         outcome = distillation(*text)
         outcome.loss.backward()
@@ -285,8 +292,8 @@ def plainly(q, parts, mask):
 @pytest.mark.parametrize("by_document", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_step_attention_and_its_gradients(count, by_document, monkeypatch):
-    monkeypatch.setattr("heads.step_attention.BLOCK", 7)
-    monkeypatch.setattr("heads.step_attention.by_document", lambda q: by_document)
+    monkeypatch.setattr("foredraft.heads.step_attention.BLOCK", 7)
+    monkeypatch.setattr("foredraft.heads.step_attention.by_document", lambda q: by_document)
     torch.manual_seed(0)
     length, rows = 25, (batch(15, 10), batch(4, 1, 20))
     q = torch.randn(2, 6, length, 4, dtype=torch.float64)
@@ -309,8 +316,8 @@ def test_step_attention_and_its_gradients(count, by_document, monkeypatch):
 @pytest.mark.parametrize("by_document", [True, False])
 @pytest.mark.parametrize("count", [1, 3])
 def test_step_attention_keeps_neither_scores_nor_masks(count, by_document, monkeypatch):
-    monkeypatch.setattr("heads.step_attention.BLOCK", 25)
-    monkeypatch.setattr("heads.step_attention.by_document", lambda q: by_document)
+    monkeypatch.setattr("foredraft.heads.step_attention.BLOCK", 25)
+    monkeypatch.setattr("foredraft.heads.step_attention.by_document", lambda q: by_document)
     length = 300
     x = torch.randn(1, 1, length, 8, requires_grad=True)
     with Live([x]) as live:

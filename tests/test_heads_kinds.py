@@ -10,22 +10,22 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
-from heads import Target, load_head
-from heads.base import PackedBatch, RecurrentHead
-from inference import generate
-from inference.drafters import drafter_for, load_drafter
-from inference.drafters.base import Accepted
-from inference.sampling import Sampling, SamplingParams
+from foredraft.heads import Target, load_head
+from foredraft.heads.base import PackedBatch, RecurrentHead
+from foredraft.inference import generate
+from foredraft.inference.drafters import drafter_for, load_drafter
+from foredraft.inference.drafters.base import Accepted
+from foredraft.inference.sampling import Sampling, SamplingParams
+from foredraft.train import module, parity_gate
+from foredraft.train.losses import Prediction, soft
+from foredraft.train.module import DistillationModel
+from foredraft.train.run import main
 from tests.support import ROOT
 from tests.support.batches import PROMPT
 from tests.support.configs import composed
 from tests.support.head_factory import make_head
 from tests.support.tiny import TEXT
 from tests.support.toy.head import ToyHead
-from train import module, parity_gate
-from train.losses import Prediction, soft
-from train.module import DistillationModel
-from train.run import main
 
 # -- what is learnt ---------------------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ def test_a_head_may_choose_loss_and_objective_and_the_command_line_overrules_it(
     losses = {line: cfg.loss["_target_"].rpartition(".")[2] for line, cfg in chosen.items()}
     assert losses["head=medusa"] == "soft" and losses["head=eagle"] == "regression"
     assert losses["head=eagle loss=hard"] == "hard"
-    assert chosen["head=medusa2"].objective["_target_"] == "train.joint.JointDistillation"
+    assert chosen["head=medusa2"].objective["_target_"] == "foredraft.train.joint.JointDistillation"
     assert chosen["head=eagle3_1"].head.fc_norm and chosen["head=eagle3_1"].head.norm_output
 
 

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from heads import Target
-from heads.eagle3 import Eagle3Head
-from inference import generate
-from inference.drafters import drafter_for
-from inference.evaluation.measure import acceptance
+from foredraft.heads import Target
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.inference import generate
+from foredraft.inference.drafters import drafter_for
+from foredraft.inference.evaluation.measure import acceptance
+from foredraft.train import held_out, losses, parity_gate
+from foredraft.train.data.documents import Document, Documents
+from foredraft.train.data.packing import Packed
+from foredraft.train.data.self_generated import masked
+from foredraft.train.module import DistillationModel
 from tests.support.processes import SMALL, printed
-from train import held_out, losses, parity_gate
-from train.data.documents import Document, Documents
-from train.data.packing import Packed
-from train.data.self_generated import masked
-from train.module import DistillationModel
 
 NEW, DEPTH = 24, 3
 Rows = list[dict[str, torch.Tensor]]
@@ -132,7 +132,7 @@ def test_self_generated_text_is_measured_on_text_of_the_same_kind(here, tiny_pat
     fast = ["trainer.max_steps=8", "evaluate.eval_steps=0", "evaluate.proof=false", "evaluate.timed_prompts=1"]
     ended = here(*given, *fast, "self_generated_tokens=4000", "keep_checkpoints=true")
     assert ended.code == 0, ended.err
-    from train.data.self_generated import load
+    from foredraft.train.data.self_generated import load
 
     own, apart = (load(tmp_path / "out" / f"{name}.safetensors") for name in ("self_generated", "held_out"))
     assert len(apart) and not {tuple(d.tokens) for d in own} & {tuple(d.tokens) for d in apart}

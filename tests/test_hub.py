@@ -11,13 +11,13 @@ from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from heads import Target, hub, load_head, save_head
-from heads.eagle3 import Eagle3Head
-from heads.hub.card import model_card
-from inference import load_drafter
+from foredraft.heads import Target, hub, load_head, save_head
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.hub.card import model_card
+from foredraft.inference import load_drafter
+from foredraft.train import publish
 from tests.support import golden
 from tests.support.hub_server import TOKEN, HubServer, Repo
-from train import publish
 
 NAME = "org/a-head"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from heads.target import stacked_cache, state_cache
-from scripts.bench.hybrid import READS, max_pending, of_pending
+from foredraft.heads.target import stacked_cache, state_cache
+from foredraft.scripts.bench.hybrid import READS, max_pending, of_pending
 from tests.support import ROOT
 from tests.support.hybrids import LINEAR, SIZES
 from tests.support.tiny import TEXT, VOCAB

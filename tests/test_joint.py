@@ -7,18 +7,18 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from heads import Target, adapter, load_head, save_head
-from heads.draft_model import DraftModelHead
-from heads.hub.card import model_card
-from heads.medusa import MedusaHead
-from heads.medusa2 import Medusa2Head
-from inference import generate, load_drafter
+from foredraft.heads import Target, adapter, load_head, save_head
+from foredraft.heads.draft_model import DraftModelHead
+from foredraft.heads.hub.card import model_card
+from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.medusa2 import Medusa2Head
+from foredraft.inference import generate, load_drafter
+from foredraft.train import parity_gate
+from foredraft.train.joint import JointDistillation
+from foredraft.train.losses import soft
+from foredraft.train.module import DistillationModel
+from foredraft.train.optimizer import adamw, muon
 from tests.support.batches import PROMPT, batch
-from train import parity_gate
-from train.joint import JointDistillation
-from train.losses import soft
-from train.module import DistillationModel
-from train.optimizer import adamw, muon
 
 IDS = torch.tensor([PROMPT])
 

@@ -7,11 +7,11 @@ from torch import Tensor
 from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from heads.latent_attention import LatentAttention
-from heads.layers import MLP, FeatureLinear, RMSNorm, Rotary, read_first_half
-from heads.llama_config import LATENT, LayerConfig
-from heads.target.attention import attend
-from train.runtime.cost import Live
+from foredraft.heads.latent_attention import LatentAttention
+from foredraft.heads.layers import MLP, FeatureLinear, RMSNorm, Rotary, read_first_half
+from foredraft.heads.llama_config import LATENT, LayerConfig
+from foredraft.heads.target.attention import attend
+from foredraft.train.runtime.cost import Live
 
 WIDTH, INNER, ROWS = 16, 48, 10
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from foredraft.train.runtime import loggers
 from tests.support.processes import SMALL_EAGLE3, end, program
-from train.runtime import loggers
 
 
 def test_without_a_key_wandb_stays_offline(tiny_path, folder: Path, tmp_path: Path):

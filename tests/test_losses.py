@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from train import losses
-from train.losses import Prediction
+from foredraft.train import losses
+from foredraft.train.losses import Prediction
 
 LOSSES = {
     "hard": losses.hard,

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inference import generate, target_sampler
-from inference.drafters import NoDrafter
-from inference.evaluation import lossless as levels
-from inference.evaluation.lossless import PaddedDrafter
-from scripts import lossless
+from foredraft.inference import generate, target_sampler
+from foredraft.inference.drafters import NoDrafter
+from foredraft.inference.evaluation import lossless as levels
+from foredraft.inference.evaluation.lossless import PaddedDrafter
+from foredraft.scripts import lossless
 from tests.support.batches import prompt
 
 

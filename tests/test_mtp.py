@@ -10,17 +10,17 @@ from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding
 
-from heads import Target, load_head
-from heads.checkpoint import write_head
-from heads.formats import engines
-from heads.mtp import MTPHead
-from inference import generate
-from inference.drafters import drafter_for
+from foredraft.heads import Target, load_head
+from foredraft.heads.checkpoint import write_head
+from foredraft.heads.formats import engines
+from foredraft.heads.mtp import MTPHead
+from foredraft.inference import generate
+from foredraft.inference.drafters import drafter_for
+from foredraft.train import parity_gate
 from tests.support.batches import PROMPT
 from tests.support.equations import attention, mlp, rms
 from tests.support.head_factory import make_head
 from tests.support.hybrids import CONFIGS
-from train import parity_gate
 
 CONFIG = CONFIGS["qwen3_5"]
 TEXT = [token % CONFIG.vocab_size for token in PROMPT[:18]]
@@ -149,7 +149,7 @@ def test_a_layer_is_stitched_back_into_its_targets_files(shipping, tmp_path):
 def test_a_layer_of_another_kind_is_named(shipping, tmp_path, monkeypatch):
     experts = {name.removeprefix("mtp."): tensor for name, tensor in shipped().items()}
     experts["layers.0.mlp.experts.gate_up_proj"] = experts.pop("layers.0.mlp.gate_proj.weight")
-    monkeypatch.setattr("heads.mtp.stored_tensors", lambda target, prefix: experts)
+    monkeypatch.setattr("foredraft.heads.mtp.stored_tensors", lambda target, prefix: experts)
     with pytest.raises(ValueError, match=r"the MTP layer of .*mtp\.layers\.0\.mlp\.experts.*head=eagle"):
         MTPHead.for_target(shipping)
 

@@ -17,9 +17,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from foredraft.train.runtime import checkpoints
 from tests.support import ROOT
 from tests.support.processes import SMALL_EAGLE3, TWO, Ended, end, free_port, start, torchrun, until
-from train.runtime import checkpoints
 
 PYTHON = sys.executable
 # Without a schedule the steps are the same however many follow: runs are stopped at any of them.
@@ -139,7 +139,7 @@ def pod(manifest: dict[str, dict], index: int, port: int, given: list[str]) -> s
     """The container's command, as the kubelet starts it, but with one accelerator, and another run at its end."""
     container = manifest["Job"]["spec"]["template"]["spec"]["containers"][0]
     assert container["command"] == ["torchrun"]
-    options = container["args"][: container["args"].index("train.run") + 1]
+    options = container["args"][: container["args"].index("foredraft.train.run") + 1]
     text = (
         " ".join(options).replace("$(JOB_COMPLETION_INDEX)", str(index)).replace("proc-per-node=8", "proc-per-node=1")
     )
@@ -273,7 +273,7 @@ def test_the_pods_of_the_manifest_find_each_other_and_their_volume(manifest: dic
 SHARED = """import sys
 from pathlib import Path
 import torch.distributed as dist
-from train.runtime import distributed
+from foredraft.train.runtime import distributed
 both, own = map(Path, sys.argv[1:])
 dist.init_process_group("gloo", f"file://{both}/rendezvous", rank=distributed.rank(), world_size=2)
 distributed.SEEN_WITHIN = 0.5

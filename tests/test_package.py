@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.foredraft import PROGRAMS
+from foredraft.scripts.foredraft import PROGRAMS
 
 ROOT = Path(__file__).resolve().parent.parent
-PLACES = {"conf": "train/conf", "scripts": "train/scripts"}  # where a folder of the repository is in the wheel
 CPU = ["target.device=cpu", "target.dtype=float32"]
 THREE_STEPS = [
     *("head=medusa", "data.max_files=4", "length=64", "self_generated_tokens=0", "trainer.bf16=false"),
@@ -41,9 +40,9 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy, because setuptools leaves a build/ that a later wheel would take files from."""
     copy = tmp_path_factory.mktemp("source")
-    for name in ("heads", "inference", "train", "conf", "scripts"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("foredraft", "heads", "inference", "train", "conf", "scripts"):
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, copy)
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", "dist", "."]
     built = run(*pip, cwd=copy)
@@ -65,8 +64,12 @@ def foredraft(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
     # Python reads no .pth file in a folder that a .pth file names, so the editable install there has no effect here.
     (place,) = environment.glob("lib/python*/site-packages")
     (place / "libraries.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
-    asked = run(python, "-c", "import heads, train; print(heads.__file__, train.__file__)", cwd=folder)
-    assert asked.stdout.count(str(environment)) == 2, asked
+    for name in ("train", "inference", "heads"):  # files of a user's own, which ours neither hide nor stumble over
+        (folder / f"{name}.py").write_text("MINE = True\n")
+    code = "import heads, inference, train, foredraft.train.run; assert heads.MINE and inference.MINE and train.MINE"
+    shown = "from foredraft import Target, generate; print(foredraft.__file__)"
+    asked = run(python, "-c", f"{code}; {shown}", cwd=folder)
+    assert asked.returncode == 0 and str(environment) in asked.stdout, asked
 
     def program(*arguments: str) -> subprocess.CompletedProcess[str]:
         return run(environment / "bin" / "foredraft", *arguments, cwd=folder)
@@ -81,14 +84,13 @@ def trained(foredraft: Program) -> subprocess.CompletedProcess[str]:
 
 
 def in_wheel(path: Path) -> str:
-    first, *rest = path.relative_to(ROOT).parts
-    return "/".join([PLACES.get(first, first), *rest])
+    return f"foredraft/{path.relative_to(ROOT).as_posix()}"
 
 
 def test_nothing_else_lands_at_the_top(wheel: Path):
     with zipfile.ZipFile(wheel) as opened:
         top = {name.split("/")[0] for name in opened.namelist()}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"heads", "inference", "train"}
+    assert {name for name in top if not name.endswith(".dist-info")} == {"foredraft"}
 
 
 def test_every_module_config_template_and_target_is_in_it(wheel: Path):
@@ -104,7 +106,8 @@ def test_every_module_config_template_and_target_is_in_it(wheel: Path):
     wanted += [*(ROOT / "scripts" / "targets").glob("*.json")]
     embedded = ROOT / "scripts" / "embedded_target"
     wanted += [*embedded.rglob("*.safetensors"), *embedded.glob("*.json"), *embedded.glob("*.jinja")]
-    assert {in_wheel(path) for path in wanted} <= there
+    assert {in_wheel(path) for path in wanted} | {"foredraft/__init__.py", "foredraft/py.typed"} <= there
+    assert [name for name in there if name.endswith("/licenses/NOTICE")]
     assert not [name for name in there if "/bench/" in name]
 
 
@@ -115,9 +118,20 @@ def test_the_embedded_target_has_the_plain_chat_template():
 
 def test_the_extra_names_what_a_trainer_needs():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    names = {requirement.partition(">")[0].partition(";")[0].strip() for requirement in extras["train"]}
-    assert names >= {"accelerate", "datasets", "hydra-core", "peft", "wandb", "jinja2", "matplotlib", "deepspeed"}
-    assert all(">=" in requirement for requirement in extras["train"])
+    requirements = [*extras["train"], *extras["cli"]]
+    names = {requirement.partition(">")[0].partition(";")[0].strip() for requirement in requirements}
+    assert names == {
+        "accelerate",
+        "datasets",
+        "hydra-core",
+        "peft",
+        "jinja2",
+        "matplotlib",
+        "prompt_toolkit",
+        "rich",
+        "foredraft[cli]",
+    }
+    assert all(">=" in requirement for requirement in requirements if not requirement.startswith("foredraft["))
 
 
 def test_help_lists_every_command(foredraft: Program):

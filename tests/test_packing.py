@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads.base import PackedBatch, draft_loss_mask
-from heads.target import Target
+from foredraft.heads.base import PackedBatch, draft_loss_mask
+from foredraft.heads.target import Target
+from foredraft.train.data.packing import Document, Packed, best_fit
+from foredraft.train.module import DistillationModel
 from tests.support import names
 from tests.support.batches import batch_of, documents
 from tests.support.head_factory import build_head
-from train.data.packing import Document, Packed, best_fit
-from train.module import DistillationModel
 
 
 def distillation(target: Target, kind: str) -> DistillationModel:

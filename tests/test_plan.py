@@ -9,17 +9,17 @@ import torch
 from omegaconf import DictConfig
 from transformers import LlamaForCausalLM
 
-from heads import Target, adapter
-from heads.base import PackedBatch
-from heads.eagle3 import Eagle3Head
-from scripts import plan
+from foredraft.heads import Target, adapter
+from foredraft.heads.base import PackedBatch
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.scripts import plan
+from foredraft.train.cli import spelled_out
+from foredraft.train.losses import soft
+from foredraft.train.module import DistillationModel
+from foredraft.train.optimizer import adamw
+from foredraft.train.runtime import memory_plan
+from foredraft.train.runtime.cost import Live
 from tests.support.tiny import tiny_config
-from train.cli import spelled_out
-from train.losses import soft
-from train.module import DistillationModel
-from train.optimizer import adamw
-from train.runtime import memory_plan
-from train.runtime.cost import Live
 
 CONF = str(Path(__file__).resolve().parent.parent / "conf")
 ROWS, LENGTH = 2, 192
@@ -43,10 +43,12 @@ def test_planned_bytes_are_those_of_a_real_step(
     small: DictConfig, tiny_path: Path, monkeypatch, bf16: bool, chunks: bool
 ):
     """The head's share is counted, the target's is estimated; real tensors are what both are held against."""
-    monkeypatch.setattr("heads.step_attention.by_document", lambda q: False)  # as where no document is waited for
+    monkeypatch.setattr(
+        "foredraft.heads.step_attention.by_document", lambda q: False
+    )  # as where no document is waited for
     if chunks:
-        monkeypatch.setattr("train.module.CHUNK", 16)
-        monkeypatch.setattr("train.module.ROWS", 16)
+        monkeypatch.setattr("foredraft.train.module.CHUNK", 16)
+        monkeypatch.setattr("foredraft.train.module.ROWS", 16)
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     head = Eagle3Head.for_target(target, depth=4, draft_vocab_size=128, counts=torch.ones(target.vocab_size).long())
     distillation = DistillationModel(head, target, soft)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from heads import Target
-from heads.dflash import DFlashHead
-from heads.eagle3 import Eagle3Head
-from heads.medusa import MedusaHead
-from inference import Engine, Request, SamplingParams
-from inference.drafters import (
+from foredraft.heads import Target
+from foredraft.heads.dflash import DFlashHead
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.medusa import MedusaHead
+from foredraft.inference import Engine, Request, SamplingParams
+from foredraft.inference.drafters import (
     AutoTree,
     BlockTree,
     Drafter,
@@ -18,8 +18,8 @@ from inference.drafters import (
     StaticTree,
     Union,
 )
-from inference.drafters.costs import Costs
-from inference.prefix_cache import PrefixCache
+from foredraft.inference.drafters.costs import Costs
+from foredraft.inference.prefix_cache import PrefixCache
 from tests.support.architectures import VOCAB, pair
 from tests.support.batches import prompt
 

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
+from foredraft.train.data import pretraining, stdlib
+from foredraft.train.data.pretraining import Windows, texts
+from foredraft.train.pretrain import prepare, trained_target
 from tests.support.processes import complaint, program
 from tests.support.tiny import TEXT, VOCAB, tiny_config
-from train.data import pretraining, stdlib
-from train.data.pretraining import Windows, texts
-from train.pretrain import prepare, trained_target
 
 STEPS = 30
 SIZES = {"steps": STEPS, "rows": 4, "length": 32}

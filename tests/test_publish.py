@@ -10,9 +10,9 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from heads import load_head, save_head
-from heads.eagle3 import Eagle3Head
-from heads.medusa import MedusaHead
+from foredraft.heads import load_head, save_head
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.medusa import MedusaHead
 from tests.support import ROOT
 from tests.support.hub_server import TOKEN, HubServer
 from tests.support.processes import SMALL, Ended, end, program

@@ -13,13 +13,13 @@ import torch
 from omegaconf import OmegaConf
 from transformers import LlamaForCausalLM
 
-import scripts.bench.families
-from heads import Target
-from scripts.bench.families import default_settings, families, family_cells
-from scripts.bench.published import checked, chosen, small_family, target_cells
-from scripts.bench.published_heads import head_cells
-from scripts.bench.shrink import CONTEXT, HIDDEN, VOCAB, shrink
-from scripts.embedded_target import make
+import foredraft.scripts.bench.families
+from foredraft.heads import Target
+from foredraft.scripts.bench.families import default_settings, families, family_cells
+from foredraft.scripts.bench.published import checked, chosen, small_family, target_cells
+from foredraft.scripts.bench.published_heads import head_cells
+from foredraft.scripts.bench.shrink import CONTEXT, HIDDEN, VOCAB, shrink
+from foredraft.scripts.embedded_target import make
 from tests.support import ROOT
 from tests.support.processes import Ended
 
@@ -171,7 +171,7 @@ def test_a_family_that_takes_a_token_at_a_time_is_decoded_plainly(family: str, t
 
 
 def test_a_near_tie_of_an_indexer_is_compared_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, dtypes = scripts.bench.families.decode, []
+    decode, dtypes = foredraft.scripts.bench.families.decode, []
 
     def differs(target: Target, *given: Any) -> None:
         dtypes.append(target.dtype)
@@ -179,7 +179,7 @@ def test_a_near_tie_of_an_indexer_is_compared_in_float64(monkeypatch: pytest.Mon
             raise RuntimeError("another text")
         decode(target, *given)
 
-    monkeypatch.setattr(scripts.bench.families, "decode", differs)
+    monkeypatch.setattr(foredraft.scripts.bench.families, "decode", differs)
     found = {
         name: checked(family_cells(partial(small_family, families()[name]), new_tokens=6))["greedy"]
         for name in ("deepseek_v32", "llama")

@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
 
-from heads import Target, load_head, save_head
-from heads.checkpoint import fingerprint, write_head
-from heads.eagle3 import Eagle3Head
-from heads.formats import engines
-from inference import generate, load_drafter
-from scripts.bench.published import train
-from scripts.bench.published_heads import LATENT, eagle1, layer, random
+from foredraft.heads import Target, load_head, save_head
+from foredraft.heads.checkpoint import fingerprint, write_head
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.formats import engines
+from foredraft.inference import generate, load_drafter
+from foredraft.scripts.bench.published import train
+from foredraft.scripts.bench.published_heads import LATENT, eagle1, layer, random
 from tests.support.tiny import VOCAB, tiny_config
 
 H, MLP, DRAFT = 32, 64, 200

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from heads import Target, load_head
-from heads.checkpoint import save_head
-from heads.eagle3 import Eagle3Head
-from heads.medusa import MedusaHead
-from inference import drafter_for, generate, load_drafter
-from inference.drafters import NgramDrafter
-from inference.evaluation.measure import float32
+from foredraft.heads import Target, load_head
+from foredraft.heads.checkpoint import save_head
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.medusa import MedusaHead
+from foredraft.inference import drafter_for, generate, load_drafter
+from foredraft.inference.drafters import NgramDrafter
+from foredraft.inference.evaluation.measure import float32
 from tests.support.tiny import tiny_config
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference import generate
+from foredraft.inference import generate
+from foredraft.train.data.chat_template import ChatFormat
+from foredraft.train.data.generation_clients import Server, in_process, through_server
+from foredraft.train.data.regeneration import GenerationSettings, Output, questions
+from foredraft.train.data.sources import Source
 from tests.support.bad_server import WAYS, BadServer
-from train.data.chat_template import ChatFormat
-from train.data.generation_clients import Server, in_process, through_server
-from train.data.regeneration import GenerationSettings, Output, questions
-from train.data.sources import Source
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLING = GenerationSettings(1.0, None, 16, 7)

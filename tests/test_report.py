@@ -14,8 +14,8 @@ import matplotlib
 import pytest
 from huggingface_hub import ModelCard
 
-from heads.hub.card import duration, model_card, number, percent
-from inference.evaluation.plots import (
+from foredraft.heads.hub.card import duration, model_card, number, percent
+from foredraft.inference.evaluation.plots import (
     DEPTHS,
     MOST_POINTS,
     VARIABLES,
@@ -26,7 +26,7 @@ from inference.evaluation.plots import (
     line_chart,
     share_chart,
 )
-from inference.evaluation.report import RunRecord, Sample, table, write_report
+from foredraft.inference.evaluation.report import RunRecord, Sample, table, write_report
 
 METRICS: dict = {
     "acceptance_length": 4.541,
@@ -411,7 +411,8 @@ def test_every_colour_of_a_chart_is_one_variable_of_its_page(tmp_path):
 
 
 def test_decoding_alone_draws_nothing():
-    code = "import sys, inference; print([m for m in ('matplotlib', 'inference.evaluation.pages') if m in sys.modules])"
+    late = ("matplotlib", "foredraft.inference.evaluation.pages")
+    code = f"import sys, foredraft.inference; print([name for name in {late} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert ran.stdout.strip() == "[]"
 

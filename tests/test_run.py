@@ -24,12 +24,12 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from heads import Target, load_head
-from inference import generate, load_drafter
+from foredraft.heads import Target, load_head
+from foredraft.inference import generate, load_drafter
+from foredraft.train.data import self_generated
+from foredraft.train.runtime import callbacks, checkpoints
 from tests.support.processes import SMALL, Ended, complaint, end, printed, program
 from tests.support.tiny import TEXT, VOCAB, tiny_config
-from train.data import self_generated
-from train.runtime import callbacks, checkpoints
 
 KINDS = ["medusa", "eagle3"]
 STEPS = 52

@@ -3,9 +3,9 @@
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
-from inference.sampling import Noise, Sampling, SamplingParams
-from inference.tree import chain, from_parents
-from inference.verify import verify
+from foredraft.inference.sampling import Noise, Sampling, SamplingParams
+from foredraft.inference.tree import chain, from_parents
+from foredraft.inference.verify import verify
 
 
 def test_noise_is_standard_gumbel_and_independent():

@@ -12,9 +12,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerControl, TrainerState
 
-from tests.support.processes import Ended, complaint, end, program
-from train.search import judge
-from train.search.plan import (
+from foredraft.train.search import judge
+from foredraft.train.search.plan import (
     Budget,
     Goal,
     Judged,
@@ -26,7 +25,8 @@ from train.search.plan import (
     shares,
     verdicts,
 )
-from train.search.search import StopAt
+from foredraft.train.search.search import StopAt
+from tests.support.processes import Ended, complaint, end, program
 
 SMALL = [
     "head=auto",

@@ -3,10 +3,10 @@
 import torch
 from transformers import LlamaForCausalLM
 
-from heads import Target
+from foredraft.heads import Target
+from foredraft.train.data import corpus, self_generated
+from foredraft.train.data.documents import Document, Documents
 from tests.support.tiny import tiny_config
-from train.data import corpus, self_generated
-from train.data.documents import Document, Documents
 
 
 def test_text_beside_the_weights_is_found_for_its_weights_and_data_only(tmp_path):

@@ -10,8 +10,8 @@ import openai
 import pytest
 import torch
 
-from heads import Target
-from inference import generate
+from foredraft.heads import Target
+from foredraft.inference import generate
 from tests.support import ROOT
 from tests.support.serving import Served, served
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from heads import save_head
+from foredraft.heads import save_head
 from tests.support import ROOT
 from tests.support.head_factory import make_head
 
@@ -64,7 +64,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path, arguments, sentence
 
 
 def test_vllm_does_not_draft_with_everything(target):
-    from inference.serve.vllm import serve_command
+    from foredraft.inference.serve.vllm import serve_command
 
     with pytest.raises(ValueError, match=r"ngram.*drafter=head"):
         serve_command(target, "ngram", "tiny", "127.0.0.1", 8000, 4)

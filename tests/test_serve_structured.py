@@ -9,7 +9,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from inference.serve.tools import BARE, HERMES, LLAMA, ToolFormat, ToolReader, format_of
+from foredraft.inference.serve.tools import BARE, HERMES, LLAMA, ToolFormat, ToolReader, format_of
 from tests.support.serving import Served, served
 
 ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "def add(self, other):"}]}

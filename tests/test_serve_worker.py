@@ -5,12 +5,12 @@ import asyncio
 import pytest
 import torch
 
-from heads import Target
-from inference import Engine, Request, SamplingParams
-from inference.drafters import DraftModel, NgramDrafter
-from inference.serve.detokenizer import Detokenizer, StopStrings
-from inference.serve.metrics import Metrics
-from inference.serve.worker import Failed, Job, QueueFull, Worker
+from foredraft.heads import Target
+from foredraft.inference import Engine, Request, SamplingParams
+from foredraft.inference.drafters import DraftModel, NgramDrafter
+from foredraft.inference.serve.detokenizer import Detokenizer, StopStrings
+from foredraft.inference.serve.metrics import Metrics
+from foredraft.inference.serve.worker import Failed, Job, QueueFull, Worker
 from tests.support.batches import prompt
 
 

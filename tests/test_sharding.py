@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from heads import Target
-from heads.target.cache import KVCache
-from heads.target.sharding import COLLECTIVE, arguments
-from inference import generate
-from inference.drafters import NgramDrafter
+from foredraft.heads import Target
+from foredraft.heads.target.cache import KVCache
+from foredraft.heads.target.sharding import COLLECTIVE, arguments
+from foredraft.inference import generate
+from foredraft.inference.drafters import NgramDrafter
 
 
 def test_layers_may_lie_on_several_devices(target: Target, tiny_path: Path, tmp_path: Path):

@@ -15,14 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from heads import Target, save_head
-from heads.eagle3 import Eagle3Head
-from scripts import plan
+from foredraft.heads import Target, save_head
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.scripts import plan
+from foredraft.train.cli import CONF
+from foredraft.train.runtime import run_state
+from foredraft.train.trainer import HeadTrainer
 from tests.support import ROOT
 from tests.support.processes import ONE, SMALL_EAGLE3, complaint, end, program
-from train.cli import CONF
-from train.runtime import run_state
-from train.trainer import HeadTrainer
 
 SHORT = [*SMALL_EAGLE3, ONE, "trainer.max_steps=2", "evaluate.eval_steps=0"]
 

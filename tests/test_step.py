@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heads import Target
-from heads.base import PackedBatch
+from foredraft.heads import Target
+from foredraft.heads.base import PackedBatch
+from foredraft.train.module import DistillationModel
 from tests.support.batches import batch
 from tests.support.head_factory import make_head, objective
 from tests.support.processes import SMALL, complaint
 from tests.support.trainers import make_trainer
-from train.module import DistillationModel
 
 # Compiled
 

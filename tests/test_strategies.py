@@ -12,14 +12,14 @@ import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
-from heads import Target
-from inference import generate, load_drafter
+from foredraft.heads import Target
+from foredraft.inference import generate, load_drafter
+from foredraft.train.data import self_generated
+from foredraft.train.data.row_order import EpochStream
+from foredraft.train.runtime import strategy
 from tests.support import ROOT
 from tests.support.processes import ONE, SMALL_EAGLE3, STEPS, TWO, end, losses, program, torchrun
 from tests.support.tiny import TEXT
-from train.data import self_generated
-from train.data.row_order import EpochStream
-from train.runtime import strategy
 
 HALVES = {"ddp": "MULTI_CPU", "fsdp": "FSDP"}
 if importlib.util.find_spec("deepspeed") is not None:
@@ -156,9 +156,19 @@ def test_the_order_of_rows_knows_no_batches():
 @pytest.mark.parametrize(
     "environment, name, optimizer, message",
     [
-        ({}, "ddp", "train.optimizer.muon", "strategy=ddp works in processes that torchrun starts: torchrun"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "single", "train.optimizer.muon", "torchrun started 2: take strategy=ddp"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "zero2", "train.optimizer.muon", "take optimizer=adamw, or strategy=fsdp"),
+        ({}, "ddp", "foredraft.train.optimizer.muon", "strategy=ddp works in processes that torchrun starts: torchrun"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "single",
+            "foredraft.train.optimizer.muon",
+            "torchrun started 2: take strategy=ddp",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "zero2",
+            "foredraft.train.optimizer.muon",
+            "take optimizer=adamw, or strategy=fsdp",
+        ),
     ],
 )
 def test_an_engine_that_cannot_work_says_why(environment, name, optimizer, message, monkeypatch):

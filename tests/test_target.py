@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from heads import Target, load_head, save_head
-from heads.eagle3 import Eagle3Head
-from heads.target.loading import read_config
-from heads.target.sharding import left_whole
-from inference import drafter_for, generate
+from foredraft.heads import Target, load_head, save_head
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.target.loading import read_config
+from foredraft.heads.target.sharding import left_whole
+from foredraft.inference import drafter_for, generate
 from tests.support.architectures import FAMILIES
 from tests.support.tiny import tiny_config
 
@@ -62,7 +62,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_missed_where_text_is_read(tmp_path
         raise error
 
     LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
-    monkeypatch.setattr("heads.target.loading.AutoTokenizer.from_pretrained", fail)
+    monkeypatch.setattr("foredraft.heads.target.loading.AutoTokenizer.from_pretrained", fail)
     target = Target.from_pretrained(tmp_path, device="cpu")
     with pytest.raises(ValueError, match=rf"has no tokenizer \({error}\), which text needs"):
         target.text_tokenizer  # noqa: B018

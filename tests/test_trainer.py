@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from heads.checkpoint import save_head
-from heads.eagle3 import Eagle3Head
-from heads.hydra import HydraHead
-from heads.medusa import MedusaHead
-from heads.target import Target
+from foredraft.heads.checkpoint import save_head
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.hydra import HydraHead
+from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.target import Target
+from foredraft.train import checks, parity_gate
+from foredraft.train.data.packing import Document
+from foredraft.train.optimizer import adamw, muon
+from foredraft.train.runtime import distributed
 from tests.support.processes import SMALL, complaint
 from tests.support.tiny import TEXT
 from tests.support.trainers import make_trainer
-from train import checks, parity_gate
-from train.data.packing import Document
-from train.optimizer import adamw, muon
-from train.runtime import distributed
 
 
 def test_one_process_uses_one_of_several_devices(target: Target, tmp_path: Path):

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from heads.base import BlockHead, DraftHead, PackedBatch, draft_loss_mask
-from heads.target import Target
-from inference.sampling import GOLDEN, mix, shift, wrap
-from train.gradients import PartialGradients
-from train.losses import Prediction, exact
-from train.module import DistillationModel, Loss, Outcome
+from foredraft.heads.base import BlockHead, DraftHead, PackedBatch, draft_loss_mask
+from foredraft.heads.target import Target
+from foredraft.inference.sampling import GOLDEN, mix, shift, wrap
+from foredraft.train.gradients import PartialGradients
+from foredraft.train.losses import Prediction, exact
+from foredraft.train.module import DistillationModel, Loss, Outcome
 
 
 class BlockDistillation(DistillationModel):

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from heads import adapter
-from heads.base import DraftHead
-from heads.checkpoint import save_head
-from heads.target import Target
-from train import parity_gate
-from train.data.corpus import Corpus, prompts
-from train.data.documents import Document
+from foredraft.heads import adapter
+from foredraft.heads.base import DraftHead
+from foredraft.heads.checkpoint import save_head
+from foredraft.heads.target import Target
+from foredraft.train import parity_gate
+from foredraft.train.data.corpus import Corpus, prompts
+from foredraft.train.data.documents import Document
 
 GATE_TOKENS = 48  # of the text that the parity gate drafts from
 
@@ -73,7 +73,7 @@ def check_fresh_text(cfg: DictConfig, target: Target) -> None:
     """Raises ValueError where `fresh_text=true` cannot be."""
     if not cfg.self_generated_tokens:
         raise ValueError("fresh_text=true writes text anew, and self_generated_tokens=0 lets the target write none")
-    if cfg.features._target_ != "train.features.online.online":
+    if cfg.features._target_ != "foredraft.train.features.online.online":
         raise ValueError("fresh_text=true trains on text that is not there at the start: take features=online")
     if target.reads_collectively:
         raise ValueError(

@@ -28,13 +28,12 @@ from hydra.errors import HydraException, InstantiationException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
-from train.config_check import Plan, first_line, make_plan, search_path
-from train.config_help import describe
+from foredraft.train.config_check import Plan, first_line, make_plan, search_path
+from foredraft.train.config_help import describe
 
 WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
-HERE = Path(__file__).resolve().parent
-# In a wheel both lie inside this package (pyproject.toml), in a checkout beside it.
-CONF, SCRIPTS = (HERE / name if (HERE / name).is_dir() else HERE.parent / name for name in ("conf", "scripts"))
+ROOT = Path(__file__).resolve().parents[1]  # of a checkout, or the folder of the installed package
+CONF, SCRIPTS = ROOT / "conf", ROOT / "scripts"
 
 
 def shipped(name: str) -> str:
@@ -47,7 +46,7 @@ def bfloat16_products() -> bool:
     """For `${bfloat16_products:}`: may the device of a run compute in bfloat16?"""
     import torch  # seconds, which `--help` of the other programs need not wait for
 
-    from heads.target.loading import has_bfloat16_products
+    from foredraft.heads.target.loading import has_bfloat16_products
 
     return has_bfloat16_products("cuda" if torch.cuda.is_available() else "cpu")
 

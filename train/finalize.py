@@ -12,23 +12,23 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
 
-from heads import adapter
-from heads.base import DraftHead, ParallelHead
-from heads.hub.card import model_card
-from heads.target import Target
-from inference.drafters import load_drafter
-from inference.evaluation.measure import NOT_PROVEN, evaluate, prove
-from inference.evaluation.report import RunRecord, Sample, table, write_report
-from inference.generation import generate
-from train import held_out, publish
-from train.checks import save_checked
-from train.data import data_card
-from train.data.corpus import Corpus, Held, Packed, prompts, tokenize
-from train.module import DistillationModel
-from train.runtime import checkpoints, distributed, loggers, strategy
-from train.runtime.environment import facts_of_run
-from train.runtime.run_state import CHECKPOINTS, METRICS, seconds_of, write_atomically
-from train.trainer import HeadTrainer
+from foredraft.heads import adapter
+from foredraft.heads.base import DraftHead, ParallelHead
+from foredraft.heads.hub.card import model_card
+from foredraft.heads.target import Target
+from foredraft.inference.drafters import load_drafter
+from foredraft.inference.evaluation.measure import NOT_PROVEN, evaluate, prove
+from foredraft.inference.evaluation.report import RunRecord, Sample, table, write_report
+from foredraft.inference.generation import generate
+from foredraft.train import held_out, publish
+from foredraft.train.checks import save_checked
+from foredraft.train.data import data_card
+from foredraft.train.data.corpus import Corpus, Held, Packed, prompts, tokenize
+from foredraft.train.module import DistillationModel
+from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
+from foredraft.train.runtime.environment import facts_of_run
+from foredraft.train.runtime.run_state import CHECKPOINTS, METRICS, seconds_of, write_atomically
+from foredraft.train.trainer import HeadTrainer
 
 
 def finalize(

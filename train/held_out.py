@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from heads.base import PackedBatch, draft_loss_mask
-from inference.generation import Generation
-from train.data.corpus import Corpus, tokenize
-from train.data.documents import Documents
-from train.data.packing import Packed
-from train.module import DistillationModel
+from foredraft.heads.base import PackedBatch, draft_loss_mask
+from foredraft.inference.generation import Generation
+from foredraft.train.data.corpus import Corpus, tokenize
+from foredraft.train.data.documents import Documents
+from foredraft.train.data.packing import Packed
+from foredraft.train.module import DistillationModel
 
 TOKENS, WRITTEN = 1 << 14, 1 << 13  # that are read; that the target writes, fewer in a short run
 DOCUMENTS = 64  # that they come from, at most

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from heads import adapter
-from heads.base import DraftHead, PackedBatch, draft_loss_mask
-from heads.target import Target
-from train.losses import exact
-from train.module import DistillationModel, Loss, Outcome
+from foredraft.heads import adapter
+from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
+from foredraft.heads.target import Target
+from foredraft.train.losses import exact
+from foredraft.train.module import DistillationModel, Loss, Outcome
 
 
 class JointDistillation(DistillationModel):

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from heads.base import DraftHead, PackedBatch, draft_loss_mask
-from heads.target import Target
-from train.features.online import read, several_documents
-from train.features.storage import sparse, unpack
-from train.gradients import PartialGradients
-from train.losses import Prediction
+from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
+from foredraft.heads.target import Target
+from foredraft.train.features.online import read, several_documents
+from foredraft.train.features.storage import sparse, unpack
+from foredraft.train.gradients import PartialGradients
+from foredraft.train.losses import Prediction
 
 Loss = Callable[[Prediction, Prediction], Tensor]
 # The loss holds so many logits, or the logits of so many rows, at a time; fewer would read the lm_head once for very few.

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.base import BlockHead, DraftHead, PackedBatch, RecurrentHead
-from heads.checkpoint import load_head
-from heads.target import Target
-from inference.drafters import drafter_for
-from inference.drafters.base import Accepted
-from inference.sampling import Sampling, SamplingParams
+from foredraft.heads.base import BlockHead, DraftHead, PackedBatch, RecurrentHead
+from foredraft.heads.checkpoint import load_head
+from foredraft.heads.target import Target
+from foredraft.inference.drafters import drafter_for
+from foredraft.inference.drafters.base import Accepted
+from foredraft.inference.sampling import Sampling, SamplingParams
 
 TOLERANCE = 1e-3  # of a float32 target's logits
 ROUNDINGS = 8  # of a target in half precision: so many roundings of the largest logit, which its lm_head makes

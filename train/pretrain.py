@@ -27,14 +27,14 @@ from transformers import (
     set_seed,
 )
 
-from heads.hub.card import duration, size
-from heads.target import Target
-from heads.target.loading import has_bfloat16_products
-from train.data.pretraining import Windows, texts, tokens_of, train_tokenizer
-from train.data.row_order import EpochStream
-from train.runtime import checkpoints, distributed
-from train.runtime.callbacks import KeepCheckpoints, StopOnSignal
-from train.runtime.run_state import CHECKPOINTS, differences, seconds_of, write_atomically
+from foredraft.heads.hub.card import duration, size
+from foredraft.heads.target import Target
+from foredraft.heads.target.loading import has_bfloat16_products
+from foredraft.train.data.pretraining import Windows, texts, tokens_of, train_tokenizer
+from foredraft.train.data.row_order import EpochStream
+from foredraft.train.runtime import checkpoints, distributed
+from foredraft.train.runtime.callbacks import KeepCheckpoints, StopOnSignal
+from foredraft.train.runtime.run_state import CHECKPOINTS, differences, seconds_of, write_atomically
 
 SETTINGS, TOKENS, HISTORY = "training.json", "tokens.npy", "history.json"
 HELD_OUT = 64  # rows of held-out text that the loss is measured on

@@ -10,14 +10,14 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from heads import adapter, hub
-from heads.checkpoint import load_head, read_config
-from heads.hub.card import model_card
-from heads.target import Target
-from inference.drafters import load_drafter
-from inference.evaluation import measure
-from inference.evaluation.measure import acceptance, run
-from train import parity_gate
+from foredraft.heads import adapter, hub
+from foredraft.heads.checkpoint import load_head, read_config
+from foredraft.heads.hub.card import model_card
+from foredraft.heads.target import Target
+from foredraft.inference.drafters import load_drafter
+from foredraft.inference.evaluation import measure
+from foredraft.inference.evaluation.measure import acceptance, run
+from foredraft.train import parity_gate
 
 TEXTS, LENGTH = 4, 48  # texts that the gate decodes, and their tokens
 ADAPTER = (adapter.CONFIG, "adapter_model.safetensors")  # of a Medusa-2 head

@@ -21,28 +21,28 @@ from omegaconf import DictConfig
 from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments, set_seed
 
-from heads import hub
-from heads.base import BlockHead, DraftHead
-from heads.target import Target
-from inference.drafters import drafter_for
-from inference.evaluation.measure import acceptance
-from inference.evaluation.measure import run as decode
-from train import held_out
-from train.checks import check_fresh_text, check_saving, check_settings
-from train.cli import entry
-from train.data import data_card
-from train.data.corpus import Corpus, Packed, count_tokens, prompts
-from train.data.documents import Documents
-from train.data.row_order import EpochStream
-from train.data.self_generated import self_generate, write_more
-from train.finalize import finalize
-from train.runtime import distributed, loggers, strategy
-from train.runtime.callbacks import Measure, Progress, StopOnSignal
-from train.runtime.memory import keep_freed, out_of_memory_named
-from train.runtime.memory_plan import planned_memory
-from train.runtime.run_state import done_before, open_directory, rows_per_step
-from train.start import init_from
-from train.trainer import HeadTrainer, arguments
+from foredraft.heads import hub
+from foredraft.heads.base import BlockHead, DraftHead
+from foredraft.heads.target import Target
+from foredraft.inference.drafters import drafter_for
+from foredraft.inference.evaluation.measure import acceptance
+from foredraft.inference.evaluation.measure import run as decode
+from foredraft.train import held_out
+from foredraft.train.checks import check_fresh_text, check_saving, check_settings
+from foredraft.train.cli import entry
+from foredraft.train.data import data_card
+from foredraft.train.data.corpus import Corpus, Packed, count_tokens, prompts
+from foredraft.train.data.documents import Documents
+from foredraft.train.data.row_order import EpochStream
+from foredraft.train.data.self_generated import self_generate, write_more
+from foredraft.train.finalize import finalize
+from foredraft.train.runtime import distributed, loggers, strategy
+from foredraft.train.runtime.callbacks import Measure, Progress, StopOnSignal
+from foredraft.train.runtime.memory import keep_freed, out_of_memory_named
+from foredraft.train.runtime.memory_plan import planned_memory
+from foredraft.train.runtime.run_state import done_before, open_directory, rows_per_step
+from foredraft.train.start import init_from
+from foredraft.train.trainer import HeadTrainer, arguments
 
 
 class Prepared(NamedTuple):
@@ -62,7 +62,7 @@ class Prepared(NamedTuple):
 @entry("train")
 def main(cfg: DictConfig) -> None:
     if HydraConfig.get().runtime.choices["head"] == "auto":
-        from train.search.search import search  # which trains with the functions below
+        from foredraft.train.search.search import search  # which trains with the functions below
 
         search(cfg)
         return

@@ -2,10 +2,10 @@
 
 import torch
 
-from heads.base import DraftHead, RecurrentHead
-from heads.checkpoint import read_head
-from heads.eagle import EagleHead
-from heads.target import Target
+from foredraft.heads.base import DraftHead, RecurrentHead
+from foredraft.heads.checkpoint import read_head
+from foredraft.heads.eagle import EagleHead
+from foredraft.heads.target import Target
 
 
 def init_from(path: str, head: DraftHead, target: Target) -> DraftHead:

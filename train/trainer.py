@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
-from heads.base import DraftHead, PackedBatch, draft_loss_mask
-from heads.target import Target
-from train.module import DistillationModel
-from train.runtime import checkpoints, distributed
-from train.runtime.callbacks import KeepCheckpoints
-from train.runtime.memory import peak_memory
-from train.runtime.strategy import load_full_weights, shard_on_cpus_too, without_weights
+from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
+from foredraft.heads.target import Target
+from foredraft.train.module import DistillationModel
+from foredraft.train.runtime import checkpoints, distributed
+from foredraft.train.runtime.callbacks import KeepCheckpoints
+from foredraft.train.runtime.memory import peak_memory
+from foredraft.train.runtime.strategy import load_full_weights, shard_on_cpus_too, without_weights
 
 NOT_HERE = {  # arguments of Trainer that would change nothing here, and what does
     "optim": "choose optimizer=adamw or optimizer=muon",

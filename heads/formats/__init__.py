@@ -1,18 +1,18 @@
 """Layouts of heads on disk: one class per published layout, and how they are distinguished."""
 
-from heads.base import DraftHead
-from heads.formats.base import Format, HeadFiles, build
-from heads.formats.dflash import DFlash2Format, DFlashFormat, DominoFormat, DSparkFormat
-from heads.formats.eagle import EagleFormat
-from heads.formats.eagle3 import Eagle3Format
-from heads.formats.files import read
-from heads.formats.hydra import HydraFormat
-from heads.formats.medusa import MedusaFormat, VllmMedusaFormat
-from heads.formats.mtp import MTPFormat
-from heads.formats.native import NativeFormat
-from heads.formats.p_eagle import PEagleFormat, SpeculatorsPEagle
-from heads.formats.speculators import SpeculatorsFormat
-from heads.formats.speculators_blocks import SpeculatorsDFlash, SpeculatorsDSpark
+from foredraft.heads.base import DraftHead
+from foredraft.heads.formats.base import Format, HeadFiles, build
+from foredraft.heads.formats.dflash import DFlash2Format, DFlashFormat, DominoFormat, DSparkFormat
+from foredraft.heads.formats.eagle import EagleFormat
+from foredraft.heads.formats.eagle3 import Eagle3Format
+from foredraft.heads.formats.files import read
+from foredraft.heads.formats.hydra import HydraFormat
+from foredraft.heads.formats.medusa import MedusaFormat, VllmMedusaFormat
+from foredraft.heads.formats.mtp import MTPFormat
+from foredraft.heads.formats.native import NativeFormat
+from foredraft.heads.formats.p_eagle import PEagleFormat, SpeculatorsPEagle
+from foredraft.heads.formats.speculators import SpeculatorsFormat
+from foredraft.heads.formats.speculators_blocks import SpeculatorsDFlash, SpeculatorsDSpark
 
 # The first that matches is taken, so the more specific ones come first.
 FORMATS: tuple[type[Format], ...] = (

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from heads import vocab
-from heads.base import DraftHead
-from heads.target import Target
-from heads.target.sharding import full_tensor
+from foredraft.heads import vocab
+from foredraft.heads.base import DraftHead
+from foredraft.heads.target import Target
+from foredraft.heads.target.sharding import full_tensor
 
 
 class HeadFiles(NamedTuple):

@@ -11,14 +11,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from heads.base import DraftHead, PackedBatch
-from heads.dflash import FULL, SLIDING, DFlashHead
-from heads.dflash2 import DFlash2Head
-from heads.domino import DominoHead
-from heads.dspark import DSparkHead
-from heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_copy
-from heads.formats.llama_layer import layer_settings
-from heads.target import Target
+from foredraft.heads.base import DraftHead, PackedBatch
+from foredraft.heads.dflash import FULL, SLIDING, DFlashHead
+from foredraft.heads.dflash2 import DFlash2Head
+from foredraft.heads.domino import DominoHead
+from foredraft.heads.dspark import DSparkHead
+from foredraft.heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_copy
+from foredraft.heads.formats.llama_layer import layer_settings
+from foredraft.heads.target import Target
 
 # Architectures, and whether the root's slot drafts in files that do not say so.
 ARCHITECTURES = {

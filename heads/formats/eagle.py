@@ -9,11 +9,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from heads.base import DraftHead
-from heads.eagle import EagleHead
-from heads.formats.base import Format, HeadFiles, check_settings, drop_embeddings
-from heads.formats.llama_layer import layer_settings
-from heads.target import Target
+from foredraft.heads.base import DraftHead
+from foredraft.heads.eagle import EagleHead
+from foredraft.heads.formats.base import Format, HeadFiles, check_settings, drop_embeddings
+from foredraft.heads.formats.llama_layer import layer_settings
+from foredraft.heads.target import Target
 
 ARCHITECTURES = {"LlamaForCausalLMEagle", "EagleLlamaForCausalLM"}
 EMBEDDINGS = "embed_tokens.weight"

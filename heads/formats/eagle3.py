@@ -7,13 +7,13 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from heads.base import DraftHead
-from heads.eagle3 import Eagle3Head
-from heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_embeddings
-from heads.formats.layer_ids import IDS, for_sglang, resolve_layer_ids
-from heads.formats.llama_layer import layer_settings
-from heads.target import Target
-from heads.target.sharding import full_tensor
+from foredraft.heads.base import DraftHead
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_embeddings
+from foredraft.heads.formats.layer_ids import IDS, for_sglang, resolve_layer_ids
+from foredraft.heads.formats.llama_layer import layer_settings
+from foredraft.heads.target import Target
+from foredraft.heads.target.sharding import full_tensor
 
 ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "CosyVoice3Eagle3LlamaForCausalLM"}
 LATENT_ARCHITECTURES = {"Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"}

@@ -6,30 +6,30 @@ would not load the head, or would draft with it wrongly.
 
 from typing import NamedTuple
 
-from heads.base import DraftHead
-from heads.dflash import DFlashHead
-from heads.dflash2 import DFlash2Head
-from heads.domino import DominoHead
-from heads.dspark import DSparkHead
-from heads.eagle import EagleHead
-from heads.eagle3 import Eagle3Head
-from heads.formats.base import Format
-from heads.formats.dflash import DFlash2Format, DFlashFormat, DominoFormat, DSparkFormat
-from heads.formats.eagle import EagleFormat
-from heads.formats.eagle3 import FLAGS, Eagle3Format
-from heads.formats.hydra import HydraFormat, check_tied
-from heads.formats.layer_ids import as_sglang_reads, for_sglang
-from heads.formats.medusa import MedusaFormat, VllmMedusaFormat
-from heads.formats.mtp import MTPFormat
-from heads.formats.p_eagle import PEagleFormat, SpeculatorsPEagle
-from heads.formats.speculators import SpeculatorsFormat
-from heads.formats.speculators_blocks import SpeculatorsDFlash, SpeculatorsDSpark
-from heads.hydra import HydraHead
-from heads.medusa import MedusaHead
-from heads.mtp import PREFIX, MTPHead
-from heads.p_eagle import PEagleHead
-from heads.target import Target
-from heads.target.files import weight_map
+from foredraft.heads.base import DraftHead
+from foredraft.heads.dflash import DFlashHead
+from foredraft.heads.dflash2 import DFlash2Head
+from foredraft.heads.domino import DominoHead
+from foredraft.heads.dspark import DSparkHead
+from foredraft.heads.eagle import EagleHead
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.formats.base import Format
+from foredraft.heads.formats.dflash import DFlash2Format, DFlashFormat, DominoFormat, DSparkFormat
+from foredraft.heads.formats.eagle import EagleFormat
+from foredraft.heads.formats.eagle3 import FLAGS, Eagle3Format
+from foredraft.heads.formats.hydra import HydraFormat, check_tied
+from foredraft.heads.formats.layer_ids import as_sglang_reads, for_sglang
+from foredraft.heads.formats.medusa import MedusaFormat, VllmMedusaFormat
+from foredraft.heads.formats.mtp import MTPFormat
+from foredraft.heads.formats.p_eagle import PEagleFormat, SpeculatorsPEagle
+from foredraft.heads.formats.speculators import SpeculatorsFormat
+from foredraft.heads.formats.speculators_blocks import SpeculatorsDFlash, SpeculatorsDSpark
+from foredraft.heads.hydra import HydraHead
+from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.mtp import PREFIX, MTPHead
+from foredraft.heads.p_eagle import PEagleHead
+from foredraft.heads.target import Target
+from foredraft.heads.target.files import weight_map
 
 VLLM = """vllm serve {target} --speculative-config '{{"method": "{method}", "model": "{head}", \
 "num_speculative_tokens": {depth}}}'"""

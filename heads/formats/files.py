@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from heads.formats.base import HeadFiles
-from heads.formats.unsupported import check_supported_drafter
+from foredraft.heads.formats.base import HeadFiles
+from foredraft.heads.formats.unsupported import check_supported_drafter
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

@@ -5,11 +5,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from heads import llama_config
-from heads.base import DraftHead
-from heads.formats.base import Format, HeadFiles, check_settings
-from heads.hydra import HydraHead
-from heads.target import Target
+from foredraft.heads import llama_config
+from foredraft.heads.base import DraftHead
+from foredraft.heads.formats.base import Format, HeadFiles, check_settings
+from foredraft.heads.hydra import HydraHead
+from foredraft.heads.target import Target
 
 PREFIX = "prefix_embeding_layer."
 

@@ -8,8 +8,8 @@ SGLang takes ids in eagle_config for layer outputs where the first is 1 (its #25
 for hidden states where the target is a GPT-OSS (its #32334).
 """
 
-from heads.formats.base import HeadFiles
-from heads.target import Target
+from foredraft.heads.formats.base import HeadFiles
+from foredraft.heads.target import Target
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 

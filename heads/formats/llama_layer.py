@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from heads import llama_config
-from heads.formats.base import HeadFiles, check_one_layer, check_settings
-from heads.target import Target
+from foredraft.heads import llama_config
+from foredraft.heads.formats.base import HeadFiles, check_one_layer, check_settings
+from foredraft.heads.target import Target
 
 # What our decoder layer does, and no other.
 LAYER = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}

@@ -6,11 +6,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from heads.base import DraftHead
-from heads.formats.base import Format, HeadFiles, check_settings
-from heads.medusa import MedusaHead
-from heads.target import Target
-from heads.target.sharding import full_tensor
+from foredraft.heads.base import DraftHead
+from foredraft.heads.formats.base import Format, HeadFiles, check_settings
+from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.target import Target
+from foredraft.heads.target.sharding import full_tensor
 
 
 def medusa_config(

@@ -13,12 +13,12 @@ from typing import Any, Self
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from heads.base import DraftHead
-from heads.formats.base import Format, HeadFiles
-from heads.formats.llama_layer import layer_settings
-from heads.mtp import PREFIX, MTPHead, norm_offset
-from heads.target import Target
-from heads.target.files import INDEX, checkpoint_file, weight_map
+from foredraft.heads.base import DraftHead
+from foredraft.heads.formats.base import Format, HeadFiles
+from foredraft.heads.formats.llama_layer import layer_settings
+from foredraft.heads.mtp import PREFIX, MTPHead, norm_offset
+from foredraft.heads.target import Target
+from foredraft.heads.target.files import INDEX, checkpoint_file, weight_map
 
 LAYER = f"{PREFIX}layers.0.self_attn."
 COPIED = (".json", ".jinja", ".model", ".txt")

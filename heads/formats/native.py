@@ -4,11 +4,11 @@ import sys
 from operator import attrgetter
 from typing import Any, Self
 
-import heads.draft_model
-import heads.medusa2  # noqa: F401 -- both are named by configs, and only imported modules can be
-from heads.base import DraftHead
-from heads.formats.base import Format, HeadFiles
-from heads.target import Target
+import foredraft.heads.draft_model
+import foredraft.heads.medusa2  # noqa: F401 -- both are named by configs, and only imported modules can be
+from foredraft.heads.base import DraftHead
+from foredraft.heads.formats.base import Format, HeadFiles
+from foredraft.heads.target import Target
 
 
 class NativeFormat(Format):
@@ -38,6 +38,8 @@ def find_class(files: HeadFiles, name: str) -> type[DraftHead]:
     """The head class that a config.json names as module:Class. Its module must be imported already: files are data, and
     must not decide what Python imports."""
     module, _, attribute = name.partition(":")
+    if module.startswith("heads."):  # as 0.1 wrote it
+        module = f"foredraft.{module}"
     if module not in sys.modules:
         raise files.error(f"config.json names the head class {name}, which is not imported: import {module} first")
     try:

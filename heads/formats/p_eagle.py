@@ -6,14 +6,14 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from heads.base import DraftHead
-from heads.formats.base import HeadFiles, check_settings
-from heads.formats.eagle3 import Eagle3Format
-from heads.formats.layer_ids import IDS
-from heads.formats.llama_layer import layer_settings
-from heads.formats.speculators import speculators_config
-from heads.p_eagle import PEagleHead
-from heads.target import Target
+from foredraft.heads.base import DraftHead
+from foredraft.heads.formats.base import HeadFiles, check_settings
+from foredraft.heads.formats.eagle3 import Eagle3Format
+from foredraft.heads.formats.layer_ids import IDS
+from foredraft.heads.formats.llama_layer import layer_settings
+from foredraft.heads.formats.speculators import speculators_config
+from foredraft.heads.p_eagle import PEagleHead
+from foredraft.heads.target import Target
 
 ARCHITECTURES = {"PeagleLlamaForCausalLM", "PEagleDraftModel"}
 TOKEN = ("pard_token", "ptd_token_id", "mask_token_id")  # names of one setting

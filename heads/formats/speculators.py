@@ -8,13 +8,13 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from heads.base import DraftHead
-from heads.eagle3 import Eagle3Head
-from heads.formats.base import HeadFiles, check_settings
-from heads.formats.eagle3 import FLAGS, Eagle3Format
-from heads.formats.layer_ids import IDS
-from heads.formats.llama_layer import layer_settings
-from heads.target import Target
+from foredraft.heads.base import DraftHead
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.formats.base import HeadFiles, check_settings
+from foredraft.heads.formats.eagle3 import FLAGS, Eagle3Format
+from foredraft.heads.formats.layer_ids import IDS
+from foredraft.heads.formats.llama_layer import layer_settings
+from foredraft.heads.target import Target
 
 ARCHITECTURES = {"Eagle3Speculator", "Eagle3DraftModel"}
 EMBEDDINGS = "embed_tokens.weight"

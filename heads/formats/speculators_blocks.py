@@ -3,13 +3,13 @@ block's settings stand flat, and layers are numbered as hidden states, one more 
 
 from typing import Any, Self
 
-from heads.base import DraftHead
-from heads.dflash import SLIDING, DFlashHead
-from heads.dspark import DSparkHead
-from heads.formats.base import HeadFiles, check_settings
-from heads.formats.dflash import DFlashFormat, layer_ids, markov_settings
-from heads.formats.speculators import speculators_config
-from heads.target import Target
+from foredraft.heads.base import DraftHead
+from foredraft.heads.dflash import SLIDING, DFlashHead
+from foredraft.heads.dspark import DSparkHead
+from foredraft.heads.formats.base import HeadFiles, check_settings
+from foredraft.heads.formats.dflash import DFlashFormat, layer_ids, markov_settings
+from foredraft.heads.formats.speculators import speculators_config
+from foredraft.heads.target import Target
 
 IDS = "aux_hidden_state_layer_ids"
 NAMES = ("block_size", "mask_token_id", "sample_from_anchor")

@@ -16,7 +16,7 @@ from typing import Any
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from heads.formats.engines import SGLANG, VLLM
+from foredraft.heads.formats.engines import SGLANG, VLLM
 
 Rows = list[tuple[str, str]]
 
@@ -163,7 +163,7 @@ def model_card(metrics: dict, head: dict, data: dict | None) -> str:
     the target?). data: what the head was trained on, as names and values.
     """
     markdown = Environment(
-        loader=PackageLoader("heads.hub"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("foredraft.heads.hub"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     markdown.filters["json"] = partial(json.dumps, ensure_ascii=False)
     markdown.filters["cell"] = lambda text: " ".join(text.split()).replace("|", "\\|")

@@ -20,7 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, Repository
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 
-from heads.formats.files import PICKLED, SAFE, read_config
+from foredraft.heads.formats.files import PICKLED, SAFE, read_config
 
 WEIGHTS = (*SAFE, *PICKLED)
 # What a head consists of, in any layout: of these a repository holds what the newest head has, and no others.

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from heads.target.cuda_graphs import CudaGraphs
+from foredraft.heads.target.cuda_graphs import CudaGraphs
 
 MIN_BUCKET = 256  # columns that a read over fixed shapes sees, at least
 

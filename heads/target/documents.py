@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from heads.target.reading import Reading
+from foredraft.heads.target.reading import Reading
 
 if TYPE_CHECKING:
-    from heads.target.model import Target
+    from foredraft.heads.target.model import Target
 
 
 class Span(NamedTuple):

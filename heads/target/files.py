@@ -7,7 +7,7 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from torch import Tensor
 
-from heads.target.model import Target
+from foredraft.heads.target.model import Target
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from heads.target import attention
-from heads.target.cache import KVCache
-from heads.target.loading import check_path, load_model, load_tokenizer
-from heads.target.masks import Masks
-from heads.target.reading import Reading
-from heads.target.sharding import COLLECTIVE, arguments, broadcast, full_tensor
-from heads.target.state_cache import StateCache, reads_chains, reads_on, reads_rows
-from heads.target.support import (
+from foredraft.heads.target import attention
+from foredraft.heads.target.cache import KVCache
+from foredraft.heads.target.loading import check_path, load_model, load_tokenizer
+from foredraft.heads.target.masks import Masks
+from foredraft.heads.target.reading import Reading
+from foredraft.heads.target.sharding import COLLECTIVE, arguments, broadcast, full_tensor
+from foredraft.heads.target.state_cache import StateCache, reads_chains, reads_on, reads_rows
+from foredraft.heads.target.support import (
     CHUNK,
     PASTS,
     check_supported,

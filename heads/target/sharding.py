@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from heads.target.loading import model_class, read_config
+from foredraft.heads.target.loading import model_class, read_config
 
 T = TypeVar("T")
 COLLECTIVE = ("fsdp", "tensor")

@@ -25,11 +25,11 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from heads.target.cache import CacheLayer, KVCache
-from heads.target.reading import Reading
+from foredraft.heads.target.cache import CacheLayer, KVCache
+from foredraft.heads.target.reading import Reading
 
 if TYPE_CHECKING:
-    from heads.target.model import Target
+    from foredraft.heads.target.model import Target
 
 # Accepted tokens that are read again with every chain, at most; then one read commits them. Fewer commit more often, more
 # make every read longer; of 4, 8, 16 and 32 none is ahead in all of greedy, sampled, alone and in a batch, and 16 is within

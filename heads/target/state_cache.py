@@ -34,12 +34,12 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from heads.target.cuda_graphs import CudaGraphs
-from heads.target.reading import Reading
-from heads.target.stacked_cache import MAX_PENDING, RowState, StackedCache, stacks
+from foredraft.heads.target.cuda_graphs import CudaGraphs
+from foredraft.heads.target.reading import Reading
+from foredraft.heads.target.stacked_cache import MAX_PENDING, RowState, StackedCache, stacks
 
 if TYPE_CHECKING:
-    from heads.target.model import Target
+    from foredraft.heads.target.model import Target
 
 # Of `reads_chains`: tokens read, and how far logits may differ, as a share of their largest. In half precision only what is
 # grossly wrong can be distinguished from rounding.

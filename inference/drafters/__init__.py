@@ -3,24 +3,24 @@
 from pathlib import Path
 from typing import Any
 
-from heads import adapter
-from heads.base import BlockHead, DraftHead, ParallelHead, RecurrentHead
-from heads.checkpoint import find, load_head, read_config
-from heads.draft_model import DraftModelHead
-from heads.target import Target
-from inference.drafters.adaptive import AdaptiveLength
-from inference.drafters.auto import AutoTree
-from inference.drafters.base import Drafter, NoDrafter
-from inference.drafters.block import BlockTree
-from inference.drafters.chain import Chain
-from inference.drafters.costs import Tree
-from inference.drafters.draft_model import DraftModel
-from inference.drafters.dynamic import DynamicTree
-from inference.drafters.lookahead import Lookahead
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.static import StaticTree
-from inference.drafters.suffix import SuffixDrafter
-from inference.drafters.union import Union
+from foredraft.heads import adapter
+from foredraft.heads.base import BlockHead, DraftHead, ParallelHead, RecurrentHead
+from foredraft.heads.checkpoint import find, load_head, read_config
+from foredraft.heads.draft_model import DraftModelHead
+from foredraft.heads.target import Target
+from foredraft.inference.drafters.adaptive import AdaptiveLength
+from foredraft.inference.drafters.auto import AutoTree
+from foredraft.inference.drafters.base import Drafter, NoDrafter
+from foredraft.inference.drafters.block import BlockTree
+from foredraft.inference.drafters.chain import Chain
+from foredraft.inference.drafters.costs import Tree
+from foredraft.inference.drafters.draft_model import DraftModel
+from foredraft.inference.drafters.dynamic import DynamicTree
+from foredraft.inference.drafters.lookahead import Lookahead
+from foredraft.inference.drafters.ngram import NgramDrafter
+from foredraft.inference.drafters.static import StaticTree
+from foredraft.inference.drafters.suffix import SuffixDrafter
+from foredraft.inference.drafters.union import Union
 
 WORDS = "none, ngram, suffix, lookahead, draft:<path or id of a smaller model>, a head's directory or Hub id"
 

@@ -9,9 +9,9 @@ import math
 
 from torch import Tensor
 
-from inference.drafters.base import Accepted, Wrapper
-from inference.drafters.dynamic import DynamicTree
-from inference.tree import TokenTree
+from foredraft.inference.drafters.base import Accepted, Wrapper
+from foredraft.inference.drafters.dynamic import DynamicTree
+from foredraft.inference.tree import TokenTree
 
 
 class AdaptiveLength(Wrapper):

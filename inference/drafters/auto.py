@@ -23,12 +23,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heads.target import Target
-from inference.drafters.base import Accepted, Drafter, concatenate, root_only, select
-from inference.drafters.costs import SIZES, CostModel, Costs, Tree
-from inference.drafters.grown import GrownTree
-from inference.sampling import Sampling
-from inference.tree import TokenTree
+from foredraft.heads.target import Target
+from foredraft.inference.drafters.base import Accepted, Drafter, concatenate, root_only, select
+from foredraft.inference.drafters.costs import SIZES, CostModel, Costs, Tree
+from foredraft.inference.drafters.grown import GrownTree
+from foredraft.inference.sampling import Sampling
+from foredraft.inference.tree import TokenTree
 
 FIRST, REMEMBER = 24, 128  # full steps at first (of fewer, what a tree gains is a guess); full steps remembered
 FEWEST = 6  # full steps after which a drafter may be seen not to help

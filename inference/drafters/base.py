@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from heads.target.cache import to_device
-from inference.sampling import Sampling
-from inference.tree import TokenTree, chain, from_parents
+from foredraft.heads.target.cache import to_device
+from foredraft.inference.sampling import Sampling
+from foredraft.inference.tree import TokenTree, chain, from_parents
 
 if TYPE_CHECKING:
-    from inference.drafters.grown import GrownTree
+    from foredraft.inference.drafters.grown import GrownTree
 
 
 class Accepted(NamedTuple):

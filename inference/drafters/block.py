@@ -14,13 +14,13 @@ import itertools
 import torch
 from torch import Tensor
 
-from heads.base import BlockHead
-from heads.target import Target
-from heads.target.cache import to_device
-from inference.drafters.base import Accepted
-from inference.drafters.grown import MIN_PROBABILITY, WIDTH, GrownTree, check_width, newest
-from inference.sampling import Sampling
-from inference.tree import TokenTree
+from foredraft.heads.base import BlockHead
+from foredraft.heads.target import Target
+from foredraft.heads.target.cache import to_device
+from foredraft.inference.drafters.base import Accepted
+from foredraft.inference.drafters.grown import MIN_PROBABILITY, WIDTH, GrownTree, check_width, newest
+from foredraft.inference.sampling import Sampling
+from foredraft.inference.tree import TokenTree
 
 
 class BlockTree(GrownTree):

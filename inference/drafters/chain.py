@@ -5,10 +5,10 @@ import warnings
 import torch
 from torch import Tensor
 
-from heads.target import Target
-from inference.drafters.base import Accepted, Drafter, NoDrafter, Wrapper, concatenate, root_only, select
-from inference.sampling import Sampling
-from inference.tree import TokenTree, chain
+from foredraft.heads.target import Target
+from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, Wrapper, concatenate, root_only, select
+from foredraft.inference.sampling import Sampling
+from foredraft.inference.tree import TokenTree, chain
 
 
 def readable(drafter: Drafter, target: Target) -> Drafter:

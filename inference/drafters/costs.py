@@ -22,21 +22,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heads.target import Target
-from heads.target.device import device_name, synchronise
-from inference.drafters.base import Accepted, Drafter, root_only
-from inference.drafters.block import BlockTree
-from inference.drafters.dynamic import DynamicTree
-from inference.drafters.static import StaticTree
-from inference.sampling import Sampling, SamplingParams
-from inference.tree import TokenTree, chain
+from foredraft.heads.target import Target
+from foredraft.heads.target.device import device_name, synchronise
+from foredraft.inference.drafters.base import Accepted, Drafter, root_only
+from foredraft.inference.drafters.block import BlockTree
+from foredraft.inference.drafters.dynamic import DynamicTree
+from foredraft.inference.drafters.static import StaticTree
+from foredraft.inference.sampling import Sampling, SamplingParams
+from foredraft.inference.tree import TokenTree, chain
 
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 Tree = DynamicTree | BlockTree | StaticTree  # of a head: its best nodes are a smaller tree
 
 TEXT = 256  # tokens of a text after which costs are measured, unless it is said; and those it may grow by
-# Rows that are drafted for are not of one length, and all are padded to the longest: so much of a text lies between the longest
-# and the shortest. (Four rows that were 0.22 of it apart took 4 to 9 % longer to read than four of one length.)
+# Rows that are drafted for are not of one length, and all are padded to the longest: so much of a text lies between the
+# longest and the shortest. (Four rows that were 0.22 of it apart took 4 to 9 % longer to read than four of one length.)
 SPREAD = 1 / 8
 REPEATS = 6  # of which the median counts, as it does of steps; the first is left out
 
@@ -136,8 +136,8 @@ class CostModel:
         return [round(self.text * (1 + SPREAD * (row / (batch - 1) - 0.5))) for row in range(batch)]
 
     def measure_read(self, batch: int) -> dict[str, float]:
-        from inference.engine import Engine  # it imports drafters, this file among them
-        from inference.request import Request
+        from foredraft.inference.engine import Engine  # it imports drafters, this file among them
+        from foredraft.inference.request import Request
 
         sizes = sorted({1, self.nodes, *(size for size in SIZES if size < self.nodes)})
         # Rows that are decoded plainly stay of one length, and those with trees do not.

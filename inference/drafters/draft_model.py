@@ -6,13 +6,13 @@ It grows the same tree as a recurrent head does; the model takes the head's plac
 import torch
 from torch import Tensor
 
-from heads.draft_model import DraftModelHead, check_vocabulary
-from heads.target import Target
-from heads.target.cache import KVCache, to_device
-from inference.drafters.base import Accepted
-from inference.drafters.dynamic import DynamicTree
-from inference.drafters.grown import MIN_PROBABILITY, check_width
-from inference.tree import TokenTree
+from foredraft.heads.draft_model import DraftModelHead, check_vocabulary
+from foredraft.heads.target import Target
+from foredraft.heads.target.cache import KVCache, to_device
+from foredraft.inference.drafters.base import Accepted
+from foredraft.inference.drafters.dynamic import DynamicTree
+from foredraft.inference.drafters.grown import MIN_PROBABILITY, check_width
+from foredraft.inference.tree import TokenTree
 
 
 class DraftModel(DynamicTree):

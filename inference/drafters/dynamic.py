@@ -8,11 +8,11 @@ parent, so the best always hang together.
 import torch
 from torch import Tensor
 
-from heads.base import RecurrentHead
-from heads.target import Target
-from inference.drafters.grown import MIN_PROBABILITY, WIDTH, GrownTree, check_width, newest
-from inference.sampling import Sampling
-from inference.tree import TokenTree
+from foredraft.heads.base import RecurrentHead
+from foredraft.heads.target import Target
+from foredraft.inference.drafters.grown import MIN_PROBABILITY, WIDTH, GrownTree, check_width, newest
+from foredraft.inference.sampling import Sampling
+from foredraft.inference.tree import TokenTree
 
 
 class DynamicTree(GrownTree):

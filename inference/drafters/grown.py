@@ -8,12 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from heads.base import BlockHead, RecurrentHead
-from heads.target import Target
-from heads.target.cache import KVCache
-from inference.drafters.base import Accepted, Drafter
-from inference.sampling import Sampling
-from inference.tree import TokenTree, from_parents
+from foredraft.heads.base import BlockHead, RecurrentHead
+from foredraft.heads.target import Target
+from foredraft.heads.target.cache import KVCache
+from foredraft.inference.drafters.base import Accepted, Drafter
+from foredraft.inference.sampling import Sampling
+from foredraft.inference.tree import TokenTree, from_parents
 
 # A head learns the target's distribution, but a greedy target always takes the top of it: a first guess of probability
 # 0.3 is right more often than that. Sharpened scores go deeper and less wide (2.39 -> 2.49 tokens per step, 16 nodes,

@@ -19,9 +19,9 @@ converges to the same text as sampling one by one.
 import torch
 from torch import Tensor
 
-from inference.drafters.base import Accepted, Drafter, roots
-from inference.sampling import Sampling
-from inference.tree import TokenTree, from_parents
+from foredraft.inference.drafters.base import Accepted, Drafter, roots
+from foredraft.inference.sampling import Sampling
+from foredraft.inference.tree import TokenTree, from_parents
 
 
 class Lookahead(Drafter):

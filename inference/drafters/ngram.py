@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from inference.drafters.base import Accepted, Drafter, chains
-from inference.sampling import Sampling
-from inference.tree import TokenTree
+from foredraft.inference.drafters.base import Accepted, Drafter, chains
+from foredraft.inference.sampling import Sampling
+from foredraft.inference.tree import TokenTree
 
 MATCHES = ("latest", "frequent")
 

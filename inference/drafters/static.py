@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heads.base import ParallelHead
-from heads.target import Target
-from heads.target.cuda_graphs import CudaGraphs
-from inference.drafters.base import Accepted, Drafter, newest
-from inference.sampling import Sampling
-from inference.tree import TokenTree, from_parents
+from foredraft.heads.base import ParallelHead
+from foredraft.heads.target import Target
+from foredraft.heads.target.cuda_graphs import CudaGraphs
+from foredraft.inference.drafters.base import Accepted, Drafter, newest
+from foredraft.inference.sampling import Sampling
+from foredraft.inference.tree import TokenTree, from_parents
 
 # Until a head's own accuracies are measured: the shape that published heads have, roughly.
 TYPICAL = [[0.6 * 0.8**d * share for share in (1.0, 0.2, 0.1, 0.06, 0.04, 0.03)] for d in range(8)]

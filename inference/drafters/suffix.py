@@ -9,9 +9,9 @@ import heapq
 
 from torch import Tensor
 
-from inference.drafters.base import Accepted, Drafter, trees
-from inference.sampling import Sampling
-from inference.tree import TokenTree
+from foredraft.inference.drafters.base import Accepted, Drafter, trees
+from foredraft.inference.sampling import Sampling
+from foredraft.inference.tree import TokenTree
 
 
 class Trie:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.drafters.base import Accepted, Drafter, share
-from inference.drafters.grown import GrownTree
-from inference.sampling import Sampling, mix
-from inference.tree import TokenTree, from_parents
+from foredraft.inference.drafters.base import Accepted, Drafter, share
+from foredraft.inference.drafters.grown import GrownTree
+from foredraft.inference.sampling import Sampling, mix
+from foredraft.inference.tree import TokenTree, from_parents
 
 
 class Union(Drafter):

@@ -17,12 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heads.base import DraftHead, PackedBatch
-from heads.target import Target
-from inference.drafters import tree_of
-from inference.drafters.base import Accepted, Drafter, Wrapper
-from inference.generation import generate
-from inference.tree import TokenTree
+from foredraft.heads.base import DraftHead, PackedBatch
+from foredraft.heads.target import Target
+from foredraft.inference.drafters import tree_of
+from foredraft.inference.drafters.base import Accepted, Drafter, Wrapper
+from foredraft.inference.generation import generate
+from foredraft.inference.tree import TokenTree
 
 SHIFTS = (-2, -1, 1, 2)
 ERRORS = 3.0  # standard errors that count as more than chance

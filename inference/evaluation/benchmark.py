@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from tqdm.auto import tqdm
 
-from heads.target import Target
-from inference.drafters.base import Drafter
-from inference.evaluation.speed import Decoder, FirstTokens, foredraft_decoder, transformers_decoder
-from inference.generation import generate
+from foredraft.heads.target import Target
+from foredraft.inference.drafters.base import Drafter
+from foredraft.inference.evaluation.speed import Decoder, FirstTokens, foredraft_decoder, transformers_decoder
+from foredraft.inference.generation import generate
 
 PLAIN = "plain"
 Line = dict[str, Any]

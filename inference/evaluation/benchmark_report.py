@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from heads.hub.card import aligned, duration
-from inference.evaluation import plots
-from inference.evaluation.figures import ALL, LOOPS, Spread
-from inference.evaluation.pages import write_page
-from inference.evaluation.plots import Bar, Series, depth_color
-from inference.evaluation.report import Figure
+from foredraft.heads.hub.card import aligned, duration
+from foredraft.inference.evaluation import plots
+from foredraft.inference.evaluation.figures import ALL, LOOPS, Spread
+from foredraft.inference.evaluation.pages import write_page
+from foredraft.inference.evaluation.plots import Bar, Series, depth_color
+from foredraft.inference.evaluation.report import Figure
 
 TIMES = "\u00d7"
 

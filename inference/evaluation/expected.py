@@ -15,14 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from heads.target import Target
-from heads.target.device import synchronise
-from inference.drafters.base import Accepted, Drafter, Wrapper
-from inference.drafters.costs import SIZES, CostModel, Costs, PaddedRoot, Tree
-from inference.drafters.static import StaticTree
-from inference.engine import Engine
-from inference.request import Request
-from inference.tree import TokenTree
+from foredraft.heads.target import Target
+from foredraft.heads.target.device import synchronise
+from foredraft.inference.drafters.base import Accepted, Drafter, Wrapper
+from foredraft.inference.drafters.costs import SIZES, CostModel, Costs, PaddedRoot, Tree
+from foredraft.inference.drafters.static import StaticTree
+from foredraft.inference.engine import Engine
+from foredraft.inference.request import Request
+from foredraft.inference.tree import TokenTree
 
 TREES = 5  # sizes that are tried
 

@@ -11,8 +11,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
-from inference.evaluation.benchmark import PLAIN, Line, Text
-from inference.evaluation.measure import REPETITIVE, distinct
+from foredraft.inference.evaluation.benchmark import PLAIN, Line, Text
+from foredraft.inference.evaluation.measure import REPETITIVE, distinct
 
 ALL, LOOPS = "all", "loops"
 

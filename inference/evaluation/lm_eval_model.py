@@ -1,7 +1,7 @@
 """lm-evaluation-harness over our decoding: the same answers and scores as its `hf` model, in less time.
 
     pip install lm_eval
-    python -m inference.evaluation.lm_eval_model --model foredraft \\
+    python -m foredraft.inference.evaluation.lm_eval_model --model foredraft \\
         --model_args pretrained=ORG/NAME,drafter=outputs/mine/head --tasks gsm8k
 
 Other arguments are those of `lm_eval --model hf`. Only tasks that generate get faster: a log-likelihood is one forward.
@@ -15,9 +15,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 
-from heads.target import Target
-from inference.drafters import load_drafter
-from inference.generation import generate
+from foredraft.heads.target import Target
+from foredraft.inference.drafters import load_drafter
+from foredraft.inference.generation import generate
 
 
 @register_model("foredraft")

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heads.target import Target
-from inference.drafters.base import Accepted, Drafter, Wrapper
-from inference.generation import generate
-from inference.sampling import Noise, Sampling, SamplingParams
-from inference.tree import TokenTree, chain, padded
+from foredraft.heads.target import Target
+from foredraft.inference.drafters.base import Accepted, Drafter, Wrapper
+from foredraft.inference.generation import generate
+from foredraft.inference.sampling import Noise, Sampling, SamplingParams
+from foredraft.inference.tree import TokenTree, chain, padded
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from heads.target import Target
-from inference.drafters.auto import AutoTree
-from inference.drafters.base import Drafter
-from inference.drafters.costs import Tree
-from inference.evaluation.speed import foredraft_decoder, time_decoders
-from inference.generation import Generation, generate
+from foredraft.heads.target import Target
+from foredraft.inference.drafters.auto import AutoTree
+from foredraft.inference.drafters.base import Drafter
+from foredraft.inference.drafters.costs import Tree
+from foredraft.inference.evaluation.speed import foredraft_decoder, time_decoders
+from foredraft.inference.generation import Generation, generate
 
 BATCH = 16  # prompts decoded together where speed is not what is measured
 NOT_PROVEN: dict[str, float | None] = {"identical_greedy": None, "identical_sampled": None}

@@ -3,8 +3,8 @@
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from heads.target import Target
-from heads.target.loading import model_class, read_config, resolve_dtype
+from foredraft.heads.target import Target
+from foredraft.heads.target.loading import model_class, read_config, resolve_dtype
 
 
 def random_target(

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from heads.hub.card import TRAINING, aligned, duration, finite, identical, measured, number, percent, rows
-from inference.evaluation import plots
-from inference.evaluation.pages import write_page
-from inference.evaluation.plots import Bar, Point, Series, depth_color
+from foredraft.heads.hub.card import TRAINING, aligned, duration, finite, identical, measured, number, percent, rows
+from foredraft.inference.evaluation import plots
+from foredraft.inference.evaluation.pages import write_page
+from foredraft.inference.evaluation.plots import Bar, Point, Series, depth_color
 
 
 class Sample(NamedTuple):

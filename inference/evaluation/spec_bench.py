@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.target import Target
-from inference.drafters.base import Drafter
-from inference.generation import generate
+from foredraft.heads.target import Target
+from foredraft.inference.drafters.base import Drafter
+from foredraft.inference.generation import generate
 
 # output ids (1, length), new tokens, steps, tokens gained per step
 Forward = Callable[..., tuple[Tensor, int, int, list[int]]]

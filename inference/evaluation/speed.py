@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from heads.target import Target
-from inference.drafters.base import Drafter
-from inference.generation import Generation, generate
+from foredraft.heads.target import Target
+from foredraft.inference.drafters.base import Drafter
+from foredraft.inference.generation import Generation, generate
 
 # prompt (1, length) int64 and seed -> how many new tokens, and the generation if foredraft made it
 Decoder = Callable[[Tensor, int], tuple[int, Generation | None]]

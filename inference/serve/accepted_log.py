@@ -11,7 +11,7 @@ import json
 import os
 from pathlib import Path
 
-from inference.serve.completion import Answer
+from foredraft.inference.serve.completion import Answer
 
 
 class AcceptedLog:

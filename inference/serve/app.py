@@ -18,16 +18,16 @@ from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-import inference
-from inference.grammar import Grammar, Grammars
-from inference.serve import tools
-from inference.serve.accepted_log import AcceptedLog
-from inference.serve.completion import Answer
-from inference.serve.limits import Gate, error_body, error_response
-from inference.serve.metrics import Metrics
-from inference.serve.prompts import PromptEncoder
-from inference.serve.protocol import ChatRequest, CommonRequest, CompletionRequest
-from inference.serve.worker import Failed, QueueFull, Worker
+from foredraft import inference as decoding
+from foredraft.inference.grammar import Grammar, Grammars
+from foredraft.inference.serve import tools
+from foredraft.inference.serve.accepted_log import AcceptedLog
+from foredraft.inference.serve.completion import Answer
+from foredraft.inference.serve.limits import Gate, error_body, error_response
+from foredraft.inference.serve.metrics import Metrics
+from foredraft.inference.serve.prompts import PromptEncoder
+from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, CompletionRequest
+from foredraft.inference.serve.worker import Failed, QueueFull, Worker
 
 log = logging.getLogger("foredraft.serve")
 PATHS = ("/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/completions", "/v1/chat/completions")
@@ -106,12 +106,12 @@ class Service:
 
     def requests(
         self, asked: CommonRequest, prompts: list[list[int]], grammar: Grammar | None
-    ) -> list[inference.Request]:
+    ) -> list[decoding.Request]:
         params, seed = asked.sampling(self.target.vocab_size, grammar), asked.first_seed()
         trace = asked.top_tokens if asked.top_tokens is not None else 0 if asked.trace else None
         ends, most = frozenset(self.target.eos_token_ids), asked.budget or self.max_tokens
         return [
-            inference.Request(prompt, params, most, seed + index, ends, asked.stop_strings, trace)
+            decoding.Request(prompt, params, most, seed + index, ends, asked.stop_strings, trace)
             for index, prompt in enumerate(prompt for prompt in prompts for _ in range(asked.n))
         ]
 

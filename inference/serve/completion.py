@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from inference.engine import Output
-from inference.serve.detokenizer import Detokenizer, StopStrings
-from inference.serve.protocol import ChatRequest, CommonRequest
-from inference.serve.tools import ToolReader, reader
-from inference.serve.worker import Failed, Job, Worker
-from inference.trace import Trace
+from foredraft.inference.engine import Output
+from foredraft.inference.serve.detokenizer import Detokenizer, StopStrings
+from foredraft.inference.serve.protocol import ChatRequest, CommonRequest
+from foredraft.inference.serve.tools import ToolReader, reader
+from foredraft.inference.serve.worker import Failed, Job, Worker
+from foredraft.inference.trace import Trace
 
 
 class Piece(NamedTuple):

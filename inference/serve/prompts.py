@@ -9,8 +9,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from heads.target import Target
-from inference.serve.protocol import ChatRequest, CompletionRequest, Message
+from foredraft.heads.target import Target
+from foredraft.inference.serve.protocol import ChatRequest, CompletionRequest, Message
 
 PLACE = "\ue000{}\ue001"  # of a special token's text in a message; private characters, which are taken out of messages
 PLACES = re.compile("\ue000(\\d+)\ue001")

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from inference.grammar import Grammar
-from inference.sampling import SamplingParams
+from foredraft.inference.grammar import Grammar
+from foredraft.inference.sampling import SamplingParams
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Tokens = Annotated[int, Field(ge=1, le=2**31)]

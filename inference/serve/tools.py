@@ -10,8 +10,8 @@ import json
 import uuid
 from typing import Any, NamedTuple
 
-from inference.grammar import JSON_OPTIONS, Grammar, Grammars
-from inference.serve.protocol import ChatRequest, CommonRequest, NamedTool, Tool
+from foredraft.inference.grammar import JSON_OPTIONS, Grammar, Grammars
+from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, NamedTool, Tool
 
 
 class ToolFormat(NamedTuple):

@@ -6,9 +6,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from heads.checkpoint import read_head, write_head
-from heads.formats.engines import vllm
-from heads.target import Target
+from foredraft.heads.checkpoint import read_head, write_head
+from foredraft.heads.formats.engines import vllm
+from foredraft.heads.target import Target
 
 
 def find_vllm() -> str:

@@ -16,12 +16,12 @@ from functools import partial
 
 import torch
 
-from heads.target import Target
-from heads.target.cache import KVCache
-from inference.drafters.base import Accepted, Drafter, NoDrafter, share
-from inference.engine import Engine, Output
-from inference.prefix_cache import PrefixCache
-from inference.request import Request
+from foredraft.heads.target import Target
+from foredraft.heads.target.cache import KVCache
+from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, share
+from foredraft.inference.engine import Engine, Output
+from foredraft.inference.prefix_cache import PrefixCache
+from foredraft.inference.request import Request
 
 log = logging.getLogger("foredraft.serve")
 

@@ -16,12 +16,12 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from heads.base import PackedBatch, draft_loss_mask
-from inference.drafters import load_drafter
-from inference.evaluation.measure import acceptance, run
-from train import module, trainer
-from train import run as training
-from train.data.corpus import prompts
+from foredraft.heads.base import PackedBatch, draft_loss_mask
+from foredraft.inference.drafters import load_drafter
+from foredraft.inference.evaluation.measure import acceptance, run
+from foredraft.train import module, trainer
+from foredraft.train import run as training
+from foredraft.train.data.corpus import prompts
 
 DIRECTORY = Path("outputs/ablate_mask")
 

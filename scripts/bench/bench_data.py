@@ -30,14 +30,14 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from heads import Target
-from train.cli import entry
-from train.data import data_card
-from train.data.conversations import corpus
-from train.data.corpus import Packed, count_tokens
-from train.data.documents import Document, Documents
-from train.features.disk import disk
-from train.module import DistillationModel
+from foredraft.heads import Target
+from foredraft.train.cli import entry
+from foredraft.train.data import data_card
+from foredraft.train.data.conversations import corpus
+from foredraft.train.data.corpus import Packed, count_tokens
+from foredraft.train.data.documents import Document, Documents
+from foredraft.train.features.disk import disk
+from foredraft.train.module import DistillationModel
 
 
 @entry("bench_data")

@@ -16,18 +16,18 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from heads import Target
-from heads.base import RecurrentHead
-from heads.eagle3 import Eagle3Head
-from heads.medusa import MedusaHead
-from heads.target.cache import KVCache
-from inference import drafter_for, generate, load_drafter
-from inference.drafters import DraftModel, NgramDrafter
-from inference.drafters.base import Drafter
-from inference.evaluation.measure import REPETITIVE, acceptance, distinct, run
-from inference.evaluation.speed import Timing, foredraft_decoder, time_decoders, transformers_decoder
-from train.cli import entry
-from train.data.corpus import prompts
+from foredraft.heads import Target
+from foredraft.heads.base import RecurrentHead
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.target.cache import KVCache
+from foredraft.inference import drafter_for, generate, load_drafter
+from foredraft.inference.drafters import DraftModel, NgramDrafter
+from foredraft.inference.drafters.base import Drafter
+from foredraft.inference.evaluation.measure import REPETITIVE, acceptance, distinct, run
+from foredraft.inference.evaluation.speed import Timing, foredraft_decoder, time_decoders, transformers_decoder
+from foredraft.train.cli import entry
+from foredraft.train.data.corpus import prompts
 
 
 @entry("bench_decode")

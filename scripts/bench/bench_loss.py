@@ -17,10 +17,10 @@ import time
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heads.eagle3 import Eagle3Head
-from heads.target import Target
-from train import losses
-from train.module import DistillationModel
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.target import Target
+from foredraft.train import losses
+from foredraft.train.module import DistillationModel
 
 HIDDEN, STEPS = 16, 7
 

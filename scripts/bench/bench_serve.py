@@ -21,7 +21,7 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 from openai import APIConnectionError, OpenAI
 
-from train.cli import SCRIPTS, entry
+from foredraft.train.cli import SCRIPTS, entry
 
 PROMPTS = ("import os\n\n\ndef ", "class Reader:\n    def ", "def parse(text):\n    ", "try:\n    import ")
 

@@ -26,12 +26,12 @@ from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PrinterCallback, TrainerCallback
 
-from heads import Target
-from train.cli import entry
-from train.data.corpus import Document, Packed
-from train.data.row_order import EpochStream
-from train.runtime.memory import keep_freed, peak_memory
-from train.trainer import HeadTrainer, arguments
+from foredraft.heads import Target
+from foredraft.train.cli import entry
+from foredraft.train.data.corpus import Document, Packed
+from foredraft.train.data.row_order import EpochStream
+from foredraft.train.runtime.memory import keep_freed, peak_memory
+from foredraft.train.trainer import HeadTrainer, arguments
 
 EPOCHS = 4  # that are timed where there is a baseline, of both
 

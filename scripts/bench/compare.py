@@ -20,14 +20,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a file, it finds what lies beside it
-
-from heads import Target
-from heads.base import ParallelHead
-from heads.target.device import device_name
-from scripts.bench.compare_measure import TEMPERATURES, Bench, Measured
-from train.cli import CONF, entry
-from train.data.corpus import prompts
+from foredraft.heads import Target
+from foredraft.heads.base import ParallelHead
+from foredraft.heads.target.device import device_name
+from foredraft.scripts.bench.compare_measure import TEMPERATURES, Bench, Measured
+from foredraft.train.cli import CONF, entry
+from foredraft.train.data.corpus import prompts
 
 ROOT = CONF.parent
 

@@ -12,15 +12,15 @@ from omegaconf import DictConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from heads import Target, adapter
-from heads.hub.client import weights_sha256
-from inference import load_drafter
-from inference.drafters import Drafter
-from inference.drafters.base import Accepted, Wrapper
-from inference.evaluation.measure import REPETITIVE, acceptance, distinct, per_depth, run, texts
-from inference.evaluation.speed import Decoder, foredraft_decoder, time_decoders, transformers_decoder
-from inference.tree import TokenTree
-from train.runtime.run_state import write_atomically
+from foredraft.heads import Target, adapter
+from foredraft.heads.hub.client import weights_sha256
+from foredraft.inference import load_drafter
+from foredraft.inference.drafters import Drafter
+from foredraft.inference.drafters.base import Accepted, Wrapper
+from foredraft.inference.evaluation.measure import REPETITIVE, acceptance, distinct, per_depth, run, texts
+from foredraft.inference.evaluation.speed import Decoder, foredraft_decoder, time_decoders, transformers_decoder
+from foredraft.inference.tree import TokenTree
+from foredraft.train.runtime.run_state import write_atomically
 
 PLAIN = "plain"
 TEMPERATURES = {"T=0": 0.0, "T=1": 1.0}

@@ -15,12 +15,12 @@ from hydra.utils import instantiate
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from omegaconf import DictConfig
 
-from heads import Target
-from inference.engine import Engine
-from inference.evaluation.plots import COLORS
-from inference.request import Request
-from train.cli import entry
-from train.data.corpus import prompts
+from foredraft.heads import Target
+from foredraft.inference.engine import Engine
+from foredraft.inference.evaluation.plots import COLORS
+from foredraft.inference.request import Request
+from foredraft.train.cli import entry
+from foredraft.train.data.corpus import prompts
 
 LETTER, ROW, GAP, MARGIN = 7.9, 34, 34, 16  # pixels: of a letter, from row to row, between columns, around it all
 LONGEST = 14  # letters of a label

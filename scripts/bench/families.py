@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedConfig
 
-from heads import Target
-from inference import generate
-from inference.drafters.base import Accepted, Drafter, chains
-from inference.sampling import Sampling
-from inference.tree import TokenTree
-from scripts.bench.shrink import CONTEXT, HIDDEN
+from foredraft.heads import Target
+from foredraft.inference import generate
+from foredraft.inference.drafters.base import Accepted, Drafter, chains
+from foredraft.inference.sampling import Sampling
+from foredraft.inference.tree import TokenTree
+from foredraft.scripts.bench.shrink import CONTEXT, HIDDEN
 
 # Of the part that reads sound, which no text prompt reaches.
 SOUND: dict[str, Any] = dict.fromkeys(

@@ -22,16 +22,16 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-import inference.engine
-from heads import Target
-from heads.base import RecurrentHead
-from heads.target import cuda_graphs
-from inference import drafter_for, generate
-from inference.drafters.base import Accepted, Drafter, Wrapper
-from inference.evaluation.random_target import shaped_target
-from inference.generation import Generation
-from inference.tree import TokenTree
-from train.cli import entry
+import foredraft.inference.engine
+from foredraft.heads import Target
+from foredraft.heads.base import RecurrentHead
+from foredraft.heads.target import cuda_graphs
+from foredraft.inference import Request, drafter_for, generate
+from foredraft.inference.drafters.base import Accepted, Drafter, Wrapper
+from foredraft.inference.evaluation.random_target import shaped_target
+from foredraft.inference.generation import Generation
+from foredraft.inference.tree import TokenTree
+from foredraft.train.cli import entry
 
 GIB = 2**30
 
@@ -152,7 +152,7 @@ def waits_once(cfg: DictConfig, target: Target, drafter: Drafter, prompt: Tensor
     """Does nothing but the engine's own read of a step's outcome wait for the device? Whatever is set up is set up by now."""
     if target.device.type != "cuda":
         return True
-    to_host = inference.engine.to_host
+    to_host = foredraft.inference.engine.to_host
 
     def allowed(*args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
@@ -160,11 +160,11 @@ def waits_once(cfg: DictConfig, target: Target, drafter: Drafter, prompt: Tensor
         torch.cuda.set_sync_debug_mode("error")
         return out
 
-    engine = inference.engine.Engine(target, drafter)
-    engine.add(inference.Request(prompt[0].tolist(), max_new_tokens=cfg.new_tokens))
+    engine = foredraft.inference.engine.Engine(target, drafter)
+    engine.add(Request(prompt[0].tolist(), max_new_tokens=cfg.new_tokens))
     engine.step()
     engine.step()
-    inference.engine.to_host = allowed  # type: ignore[assignment]
+    foredraft.inference.engine.to_host = allowed  # type: ignore[assignment]
     torch.cuda.set_sync_debug_mode("error")
     try:
         while engine.has_work:
@@ -174,7 +174,7 @@ def waits_once(cfg: DictConfig, target: Target, drafter: Drafter, prompt: Tensor
         return False
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        inference.engine.to_host = to_host
+        foredraft.inference.engine.to_host = to_host
         engine.close()
     return True
 

@@ -24,17 +24,15 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a file, it finds what lies beside it
-
-from heads import Target
-from heads.target import stacked_cache, state_cache
-from heads.target.device import device_name, synchronise
-from inference import generate, load_drafter
-from inference.drafters.base import Drafter
-from inference.evaluation.measure import REPETITIVE, acceptance, distinct, float32, run, texts
-from scripts.bench import compare
-from train.cli import SCRIPTS, entry
-from train.data.corpus import prompts
+from foredraft.heads import Target
+from foredraft.heads.target import stacked_cache, state_cache
+from foredraft.heads.target.device import device_name, synchronise
+from foredraft.inference import generate, load_drafter
+from foredraft.inference.drafters.base import Drafter
+from foredraft.inference.evaluation.measure import REPETITIVE, acceptance, distinct, float32, run, texts
+from foredraft.scripts.bench import compare
+from foredraft.train.cli import SCRIPTS, entry
+from foredraft.train.data.corpus import prompts
 
 PLAIN, PARTS = "plain", ("GatedDeltaNet", "Attention", "MLP")
 TEMPERATURES = {"T=0": 0.0, "T=1": 1.0}

@@ -11,7 +11,6 @@ sentence that a user would get, or "FAILS". It exits 1 where a cell fails.
 """
 
 import json
-import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -25,24 +24,20 @@ import torch
 from omegaconf import DictConfig
 from transformers import PreTrainedConfig
 
-sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a file, it finds what lies beside it
-
-from heads import Target, load_head
-from heads.base import DraftHead, PackedBatch
-from heads.checkpoint import write_head
-from heads.eagle3 import Eagle3Head
-from heads.formats import engines
-from heads.medusa import MedusaHead
-from heads.target.loading import model_class, read_config
-from inference import drafter_for, generate
-from train.cli import entry
-from train.losses import soft
-from train.module import DistillationModel
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # where this file is run, its neighbours are no package
-from scripts.bench.families import default_settings, families, family_cells
-from scripts.bench.published_heads import head_cells
-from scripts.bench.shrink import shrink
+from foredraft.heads import Target, load_head
+from foredraft.heads.base import DraftHead, PackedBatch
+from foredraft.heads.checkpoint import write_head
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.formats import engines
+from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.target.loading import model_class, read_config
+from foredraft.inference import drafter_for, generate
+from foredraft.scripts.bench.families import default_settings, families, family_cells
+from foredraft.scripts.bench.published_heads import head_cells
+from foredraft.scripts.bench.shrink import shrink
+from foredraft.train.cli import entry
+from foredraft.train.losses import soft
+from foredraft.train.module import DistillationModel
 
 PROMPTS = (100, 5, 30)  # tokens of the ragged batch: texts cross windows, chunks and the boundaries of longrope
 Cells = Iterator[tuple[str, Callable[[], Any]]]

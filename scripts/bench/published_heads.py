@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heads import Target, load_head
-from inference import drafter_for, generate
-from scripts.bench.shrink import CONTEXT, DROPPED, HIDDEN, VOCAB
+from foredraft.heads import Target, load_head
+from foredraft.inference import drafter_for, generate
+from foredraft.scripts.bench.shrink import CONTEXT, DROPPED, HIDDEN, VOCAB
 
 MLP, DRAFT = 64, 100
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -40,13 +40,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from heads import Target
-from heads.target.loading import has_bfloat16_products
-from inference import generate
-from inference.evaluation import measure
-from train.data import self_generated, stdlib
-from train.data.corpus import prompts, standard_library
-from train.data.pretraining import tokens_of, train_tokenizer
+from foredraft.heads import Target
+from foredraft.heads.target.loading import has_bfloat16_products
+from foredraft.inference import generate
+from foredraft.inference.evaluation import measure
+from foredraft.train.data import self_generated, stdlib
+from foredraft.train.data.corpus import prompts, standard_library
+from foredraft.train.data.pretraining import tokens_of, train_tokenizer
 
 HERE = Path(__file__).parent
 VOCAB, LENGTH, ROWS = 1024, 512, 16

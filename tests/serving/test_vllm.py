@@ -18,11 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from heads import Target, load_head
-from heads.base import BlockHead, DraftHead, PackedBatch, ParallelHead
-from inference.drafters import drafter_for
-from inference.evaluation.measure import per_depth, run
-from train.data import stdlib
+from foredraft.heads import Target, load_head
+from foredraft.heads.base import BlockHead, DraftHead, PackedBatch, ParallelHead
+from foredraft.inference.drafters import drafter_for
+from foredraft.inference.evaluation.measure import per_depth, run
+from foredraft.train.data import stdlib
 
 pytestmark = pytest.mark.serving
 

@@ -3,7 +3,7 @@ tests/conftest.py; no test module imports from another one."""
 
 from pathlib import Path
 
-from train.cli import CONF
+from foredraft.train.cli import CONF
 
 ROOT = Path(__file__).resolve().parents[2]
 

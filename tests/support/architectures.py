@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from heads import Target
+from foredraft.heads import Target
 
 VOCAB = 48
 WINDOW = 4

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from heads.base import PackedBatch
-from train.data.packing import Document, Packed
+from foredraft.heads.base import PackedBatch
+from foredraft.train.data.packing import Document, Packed
 
 PROMPT = torch.randint(1, 300, (30,), generator=torch.Generator().manual_seed(1)).tolist()
 

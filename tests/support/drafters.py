@@ -7,13 +7,13 @@ from hydra.utils import instantiate
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from heads import Target
-from heads.eagle3 import Eagle3Head
-from heads.medusa import MedusaHead
-from inference.drafters import AutoTree, DraftModel, DynamicTree, NgramDrafter, StaticTree
-from inference.drafters.base import Accepted, Drafter, chains, root_only
-from inference.sampling import Sampling
-from inference.tree import from_parents
+from foredraft.heads import Target
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.medusa import MedusaHead
+from foredraft.inference.drafters import AutoTree, DraftModel, DynamicTree, NgramDrafter, StaticTree
+from foredraft.inference.drafters.base import Accepted, Drafter, chains, root_only
+from foredraft.inference.sampling import Sampling
+from foredraft.inference.tree import from_parents
 from tests.support.configs import composed
 from tests.support.tiny import tiny_config
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from heads import Target
+from foredraft.heads import Target
+from foredraft.train.data.packing import Packed
+from foredraft.train.features import disk
 from tests.support.batches import documents
-from train.data.packing import Packed
-from train.features import disk
 
 LAYERS = [1, 2, 3]
 

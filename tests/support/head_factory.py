@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 
-from heads import Target
-from heads.base import DraftHead
+from foredraft.heads import Target
+from foredraft.heads.base import DraftHead
+from foredraft.train.module import DistillationModel
 from tests.support import names
 from tests.support.configs import composed
-from train.module import DistillationModel
 
 # What tests change in conf/head/<kind>.yaml, so that a head is small and each of its parts is in use. A kind without a line
 # here is built as its yaml says. A name that is no yaml is a variant: {"kind": the yaml it changes, ...}.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers as hf
 
-from heads import Target
+from foredraft.heads import Target
 from tests.support import architectures
 from tests.support.architectures import LATENT, ROUTED, VOCAB, Pair
 

@@ -19,9 +19,9 @@ import safetensors.torch
 import torch
 from transformers import TrainerState
 
-from train import finalize, run
-from train.runtime import checkpoints, run_state
-from train.trainer import HeadTrainer
+from foredraft.train import finalize, run
+from foredraft.train.runtime import checkpoints, run_state
+from foredraft.train.trainer import HeadTrainer
 
 
 class Fate:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from safetensors.torch import save, save_file
 
-from heads import Target
-from scripts import extract
+from foredraft.heads import Target
+from foredraft.scripts import extract
 from tests.support.processes import free_port
 
 LAYERS = [1, 3, 4]

@@ -3,9 +3,9 @@
 import torch
 from transformers import LlamaForCausalLM
 
-from heads import Target
-from heads.eagle3 import Eagle3Head
-from inference.drafters import DynamicTree
+from foredraft.heads import Target
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.inference.drafters import DynamicTree
 from tests.support.tiny import tiny_config
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from inference.drafters.costs import CostModel
-from train import run
-from train.runtime import distributed
-from train.trainer import HeadTrainer
+from foredraft.inference.drafters.costs import CostModel
+from foredraft.train import run
+from foredraft.train.runtime import distributed
+from foredraft.train.trainer import HeadTrainer
 
 
 def facts(trainer: HeadTrainer) -> dict:

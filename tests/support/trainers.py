@@ -6,15 +6,15 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from heads.eagle3 import Eagle3Head
-from heads.target import Target
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.target import Target
+from foredraft.train.data.packing import Document, Packed
+from foredraft.train.data.row_order import EpochStream
+from foredraft.train.losses import soft
+from foredraft.train.module import DistillationModel
+from foredraft.train.optimizer import adamw
+from foredraft.train.trainer import HeadTrainer, arguments
 from tests.support.configs import composed
-from train.data.packing import Document, Packed
-from train.data.row_order import EpochStream
-from train.losses import soft
-from train.module import DistillationModel
-from train.optimizer import adamw
-from train.trainer import HeadTrainer, arguments
 
 
 def make_trainer(

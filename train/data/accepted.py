@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from train.data.conversations import assemble
-from train.data.corpus import Corpus
-from train.data.documents import REJECTED, Document
-from train.data.encoding import CODE, Encoder, encode, hash_of_code
-from train.data.layouts import SkippedRow
-from train.data.sources import Row, Source
+from foredraft.train.data.conversations import assemble
+from foredraft.train.data.corpus import Corpus
+from foredraft.train.data.documents import REJECTED, Document
+from foredraft.train.data.encoding import CODE, Encoder, encode, hash_of_code
+from foredraft.train.data.layouts import SkippedRow
+from foredraft.train.data.sources import Row, Source
 
 
 class LoggedRequests(Encoder):

@@ -21,8 +21,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from train.data.corpus import Document
-from train.data.layouts import Message, SkippedRow
+from foredraft.train.data.corpus import Document
+from foredraft.train.data.layouts import Message, SkippedRow
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]

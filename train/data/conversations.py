@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from train.data.corpus import Corpus
-from train.data.documents import Document, Documents
-from train.data.encoding import Encoder, encode
-from train.data.sources import Source
+from foredraft.train.data.corpus import Corpus
+from foredraft.train.data.documents import Document, Documents
+from foredraft.train.data.encoding import Encoder, encode
+from foredraft.train.data.sources import Source
 
 
 class HeldOut(Sequence[str | Document]):
@@ -115,7 +115,7 @@ def held_out(keys: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
 def source_of(data: Any) -> Source:
     """The rows that a conf/data yaml names, without reading them. Raises ValueError where it names none."""
     names = {field.name for field in fields(Source)}
-    if "path" not in data or data._target_ != "train.data.conversations.corpus":
+    if "path" not in data or data._target_ != "foredraft.train.data.conversations.corpus":
         raise ValueError("these data are no conversations: give data=conversations data.path=FILE, or a set by name")
     if not isinstance(data.path, str):
         raise ValueError(f"data.path={data.path}: give one set at a time here")

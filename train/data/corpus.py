@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from train.data import stdlib
-from train.data.documents import Document, Documents
-from train.data.packing import Packed as Packed
+from foredraft.train.data import stdlib
+from foredraft.train.data.documents import Document, Documents
+from foredraft.train.data.packing import Packed as Packed
 
 Held = Sequence[str | Document]  # held-out raw texts, and conversations
 TEXTS = 64  # that are tokenised together

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from heads import vocab
-from heads.hub.card import aligned, percent
-from inference.evaluation import plots
-from inference.evaluation.pages import write_page
-from inference.evaluation.plots import Bar
-from train.data.documents import Document, Documents
+from foredraft.heads import vocab
+from foredraft.heads.hub.card import aligned, percent
+from foredraft.inference.evaluation import plots
+from foredraft.inference.evaluation.pages import write_page
+from foredraft.inference.evaluation.plots import Bar
+from foredraft.train.data.documents import Document, Documents
 
 BINS = 12  # of the histogram
 
@@ -76,4 +76,4 @@ def save(directory: Path, card: dict[str, Any]) -> None:
     """data_card.json, and data_card.html."""
     (directory / "data_card.json").write_text(json.dumps(card, indent=2) + "\n")
     shown = {"lines": lines(card), "histogram": histogram(card)}
-    write_page(directory / "data_card.html", "data_card.html.jinja", "train.data", **shown)
+    write_page(directory / "data_card.html", "data_card.html.jinja", "foredraft.train.data", **shown)

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from train.data.chat_template import ChatFormat, template_file
-from train.data.corpus import tokenize
-from train.data.documents import Document
-from train.data.layouts import SkippedRow
-from train.data.sources import Row, Shard, Source
+from foredraft.train.data.chat_template import ChatFormat, template_file
+from foredraft.train.data.corpus import tokenize
+from foredraft.train.data.documents import Document
+from foredraft.train.data.layouts import SkippedRow
+from foredraft.train.data.sources import Row, Shard, Source
 
 CODE = ("sources", "layouts", "chat_template", "corpus", "encoding")  # what makes documents of rows
 TRIED = 256  # rows that are encoded before all others, to see whether the template fits

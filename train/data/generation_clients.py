@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NamedTuple
 
-from heads.target import Target
-from train.data.chat_template import ChatFormat
-from train.data.layouts import Message, SkippedRow
-from train.data.regeneration import ConversationRequest, GenerationSettings, Output
-from train.data.self_generated import continue_rows
+from foredraft.heads.target import Target
+from foredraft.train.data.chat_template import ChatFormat
+from foredraft.train.data.layouts import Message, SkippedRow
+from foredraft.train.data.regeneration import ConversationRequest, GenerationSettings, Output
+from foredraft.train.data.self_generated import continue_rows
 
 
 class Reply(NamedTuple):
@@ -34,7 +34,7 @@ class Server:
         try:
             import openai
         except ImportError:
-            raise ValueError("endpoint=... needs the openai package: pip install foredraft[regenerate]") from None
+            raise ValueError("endpoint=... needs the openai package: pip install 'foredraft[regenerate]'") from None
         self.errors, self.endpoint, self.retries, self.settings, self.extra = openai, endpoint, retries, settings, extra
         key = os.environ.get("OPENAI_API_KEY", "none")
         self.client = openai.AsyncOpenAI(base_url=endpoint, api_key=key, timeout=timeout, max_retries=retries)

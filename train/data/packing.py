@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from train.data.documents import Document as Document
-from train.data.documents import Documents
+from foredraft.train.data.documents import Document as Document
+from foredraft.train.data.documents import Documents
 
 
 class Packed(Dataset):

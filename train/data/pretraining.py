@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from train.data import stdlib
+from foredraft.train.data import stdlib
 
 EOS = "<|endoftext|>"
 AT_ONCE = 64  # texts that are tokenised together: as lists of numbers, all of them take gigabytes

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from train.data.chat_template import ChatFormat
-from train.data.corpus import start_tokens
-from train.data.layouts import Message, SkippedRow, turns
-from train.data.sources import Row, Source, read
+from foredraft.train.data.chat_template import ChatFormat
+from foredraft.train.data.corpus import start_tokens
+from foredraft.train.data.layouts import Message, SkippedRow, turns
+from foredraft.train.data.sources import Row, Source, read
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
 SETS = {

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from train.data.layouts import Message, SkippedRow
-from train.data.sources import Source
+from foredraft.train.data.layouts import Message, SkippedRow
+from foredraft.train.data.sources import Source
 
 
 class GenerationSettings(NamedTuple):

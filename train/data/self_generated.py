@@ -14,11 +14,11 @@ from filelock import FileLock
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from heads.checkpoint import fingerprint
-from heads.target import Target
-from inference.generation import Generation, generate
-from train.data.corpus import Corpus, start_tokens
-from train.data.documents import Document, Documents
+from foredraft.heads.checkpoint import fingerprint
+from foredraft.heads.target import Target
+from foredraft.inference.generation import Generation, generate
+from foredraft.train.data.corpus import Corpus, start_tokens
+from foredraft.train.data.documents import Document, Documents
 
 # In a folder: serving engines take every safetensors file beside the weights for weights.
 NAME = "self_generated/self_generated.safetensors"

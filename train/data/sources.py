@@ -13,7 +13,18 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi
 
-from train.data.layouts import LISTS, PROMPTS, RESPONSES, TEXTS, Message, SkippedRow, pair, pick, turns, unicode
+from foredraft.train.data.layouts import (
+    LISTS,
+    PROMPTS,
+    RESPONSES,
+    TEXTS,
+    Message,
+    SkippedRow,
+    pair,
+    pick,
+    turns,
+    unicode,
+)
 
 SHARD = 1 << 24  # bytes of a file of JSON Lines that one process reads at a time
 SHARD_ROWS = 10_000  # and rows of a dataset from the Hub

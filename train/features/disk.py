@@ -27,14 +27,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from heads.base import PackedBatch
-from heads.hub.card import size
-from heads.target import Target
-from train.data.packing import Packed
-from train.features.online import read
-from train.features.shard import AGAIN, Shard
-from train.features.storage import DTYPES, store
-from train.runtime import distributed
+from foredraft.heads.base import PackedBatch
+from foredraft.heads.hub.card import size
+from foredraft.heads.target import Target
+from foredraft.train.data.packing import Packed
+from foredraft.train.features.online import read
+from foredraft.train.features.shard import AGAIN, Shard
+from foredraft.train.features.storage import DTYPES, store
+from foredraft.train.runtime import distributed
 
 MANIFEST = "manifest.json"
 OWNER = ("target_hash", "layers", "dtype", "top_k", "data_hash", "shard_rows", "target")

@@ -5,11 +5,11 @@ from accelerate.utils import gather
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from heads.base import PackedBatch
-from heads.target import Target
-from heads.target.documents import read_documents
-from train.data.packing import Packed
-from train.runtime import distributed
+from foredraft.heads.base import PackedBatch
+from foredraft.heads.target import Target
+from foredraft.heads.target.documents import read_documents
+from foredraft.train.data.packing import Packed
+from foredraft.train.runtime import distributed
 
 MAX_MASK_LENGTH = 4096  # tokens: the mask of longer rows, length x length in the target's dtype, is what would not fit
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from heads.target import Target
-from heads.target.documents import spans
-from heads.target.sharding import full_tensor
-from train.data.packing import Packed
-from train.features.engine import EngineError
+from foredraft.heads.target import Target
+from foredraft.heads.target.documents import spans
+from foredraft.heads.target.sharding import full_tensor
+from foredraft.train.data.packing import Packed
+from foredraft.train.features.engine import EngineError
 
 TOKENS = 64  # of a probe, at most
 # How far an engine's states may be from the target's own: both in float32; rounded to half precision; of packed weights.

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from heads.target import Target
-from heads.target.documents import spans
-from train.data.packing import Packed
-from train.features.engine import Client
-from train.features.probe import final_norm, find_columns, make_probe, on_host
-from train.runtime import distributed
+from foredraft.heads.target import Target
+from foredraft.heads.target.documents import spans
+from foredraft.train.data.packing import Packed
+from foredraft.train.features.engine import Client
+from foredraft.train.features.probe import final_norm, find_columns, make_probe, on_host
+from foredraft.train.runtime import distributed
 
 AT_ONCE = 16  # documents of a row that are asked for together
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from train.features.storage import STORED
+from foredraft.train.features.storage import STORED
 
 AGAIN = "delete it and the manifest, and both are written again"
 

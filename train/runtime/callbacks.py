@@ -14,8 +14,8 @@ import torch
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from train.runtime import checkpoints, distributed
-from train.runtime.run_state import seconds_of
+from foredraft.train.runtime import checkpoints, distributed
+from foredraft.train.runtime.run_state import seconds_of
 
 
 class StopOnSignal(TrainerCallback):

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from train.runtime import distributed
+from foredraft.train.runtime import distributed
 
 STATE = "trainer_state.json"
 UNFINISHED = "unfinished"  # the Trainer's output_dir

@@ -21,13 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 
-from heads import adapter
-from heads.base import BlockHead, PackedBatch
-from heads.target import Reading, Target
-from heads.target.loading import model_class
-from train.blocks import BlockDistillation
-from train.losses import soft
-from train.module import DistillationModel
+from foredraft.heads import adapter
+from foredraft.heads.base import BlockHead, PackedBatch
+from foredraft.heads.target import Reading, Target
+from foredraft.heads.target.loading import model_class
+from foredraft.train.blocks import BlockDistillation
+from foredraft.train.losses import soft
+from foredraft.train.module import DistillationModel
 
 BITS = {"4bit": 4.5, "8bit": 8.0, "mxfp4": 4.25}  # per weight, with the scales that lie beside it
 
@@ -140,8 +140,8 @@ def study(cfg: DictConfig, config: PretrainedConfig, dtype: torch.dtype) -> tupl
         no_init_weights(),
         unmoved,
         # Neither can be read from a batch without numbers.
-        patch("heads.block_attention.text_ends", whole_text),
-        patch("heads.step_attention.by_document", lambda q: False),
+        patch("foredraft.heads.block_attention.text_ends", whole_text),
+        patch("foredraft.heads.step_attention.by_document", lambda q: False),
     ):
         model = model_class(config).from_config(config, dtype=dtype)
         model.tie_weights()  # which it leaves where no weights are initialised

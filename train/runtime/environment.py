@@ -6,11 +6,11 @@ import platform
 import sys
 from typing import Any
 
-from heads import adapter
-from heads.base import DraftHead
-from heads.target import Target
-from heads.target.device import device_name
-from train.runtime.memory import peak_memory
+from foredraft.heads import adapter
+from foredraft.heads.base import DraftHead
+from foredraft.heads.target import Target
+from foredraft.heads.target.device import device_name
+from foredraft.train.runtime.memory import peak_memory
 
 
 def versions() -> dict[str, str]:

@@ -2,9 +2,9 @@
 
 from omegaconf import DictConfig, OmegaConf
 
-from heads.target import Target, loading
-from train.runtime import distributed
-from train.runtime.cost import BITS, Body, Head, study
+from foredraft.heads.target import Target, loading
+from foredraft.train.runtime import distributed
+from foredraft.train.runtime.cost import BITS, Body, Head, study
 
 GIB = 2**30
 RESERVE = 1.5  # GiB per GPU for the driver's context, NCCL's buffers and the allocator's gaps

@@ -7,7 +7,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from transformers import TrainerState
 
-from train.runtime import checkpoints, distributed
+from foredraft.train.runtime import checkpoints, distributed
 
 CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.json", "checkpoints"
 REPLICATED = {"single", "ddp"}  # strategies whose checkpoints are the same

@@ -8,8 +8,8 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
-from heads.base import DraftHead
-from train.runtime import distributed
+from foredraft.heads.base import DraftHead
+from foredraft.train.runtime import distributed
 
 
 def check(strategy: str, optimizer: str) -> None:
@@ -30,7 +30,7 @@ def check(strategy: str, optimizer: str) -> None:
                 "strategy=fsdp"
             )
         if importlib.util.find_spec("deepspeed") is None:
-            raise ValueError(f"strategy={strategy} needs DeepSpeed: pip install -c constraints.txt '.[train]'")
+            raise ValueError(f"strategy={strategy} needs DeepSpeed: pip install 'foredraft[deepspeed]'")
 
 
 def choose_device() -> None:

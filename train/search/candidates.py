@@ -8,8 +8,8 @@ from hydra.errors import HydraException
 from hydra.utils import get_class
 from omegaconf import DictConfig
 
-from train.config_check import check
-from train.joint import JointDistillation
+from foredraft.train.config_check import check
+from foredraft.train.joint import JointDistillation
 
 OWN = ("head", "budget", "heads", "search_share", "judge", "candidates", "output_dir")  # no settings of a candidate
 SHARED = ("target", "data", "length", "long", "seed", "self_generated_tokens")  # settings that all candidates have

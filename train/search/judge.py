@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from omegaconf import DictConfig
 
-from heads.target import Target
-from inference import load_drafter
-from inference.drafters import tree_of
-from inference.evaluation import figures
-from inference.evaluation.benchmark import PLAIN, Benchmark, Contestant, Lines, Text
-from inference.evaluation.figures import Table
-from train.data.corpus import Corpus, prompts
-from train.search.plan import judged
+from foredraft.heads.target import Target
+from foredraft.inference import load_drafter
+from foredraft.inference.drafters import tree_of
+from foredraft.inference.evaluation import figures
+from foredraft.inference.evaluation.benchmark import PLAIN, Benchmark, Contestant, Lines, Text
+from foredraft.inference.evaluation.figures import Table
+from foredraft.train.data.corpus import Corpus, prompts
+from foredraft.train.search.plan import judged
 
 FIXED = ", fixed tree"
 

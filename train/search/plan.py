@@ -13,8 +13,8 @@ from collections.abc import Collection
 from statistics import median
 from typing import NamedTuple
 
-from inference.evaluation import figures
-from inference.evaluation.figures import Table
+from foredraft.inference.evaluation import figures
+from foredraft.inference.evaluation.figures import Table
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "steps": 1}
 JUDGING = 0.3  # of a round's time at most: a short budget measures on fewer prompts

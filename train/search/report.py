@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from heads.hub.card import duration
-from heads.target import Target
-from heads.target.device import device_name
-from inference.evaluation import plots
-from inference.evaluation.benchmark import PLAIN
-from inference.evaluation.pages import write_page
-from inference.evaluation.plots import Bar
-from inference.evaluation.report import Figure
-from train.runtime.environment import versions
-from train.search.plan import shown_error
-from train.search.state import Round, State
+from foredraft.heads.hub.card import duration
+from foredraft.heads.target import Target
+from foredraft.heads.target.device import device_name
+from foredraft.inference.evaluation import plots
+from foredraft.inference.evaluation.benchmark import PLAIN
+from foredraft.inference.evaluation.pages import write_page
+from foredraft.inference.evaluation.plots import Bar
+from foredraft.inference.evaluation.report import Figure
+from foredraft.train.runtime.environment import versions
+from foredraft.train.search.plan import shown_error
+from foredraft.train.search.state import Round, State
 
 HEADINGS = ["candidate", "steps", "tokens/s", "over plain", "tokens per forward", "fixed tree, tokens/s", "verdict"]
 
@@ -79,7 +79,7 @@ def write_search_page(file: Path, state: State, target: Target) -> None:
         "command": " ".join(["python", *sys.argv]),
         "versions": list(versions().items()),
     }
-    write_page(file, "search.html.jinja", "train.data", **values)
+    write_page(file, "search.html.jinja", "foredraft.train.data", **values)
 
 
 def alone(state: State) -> str:

@@ -23,16 +23,16 @@ from typing import Any
 from omegaconf import DictConfig
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
-from heads.target import Target
-from train.cli import sentence
-from train.data.corpus import Corpus
-from train.finalize import finalize, save_final
-from train.run import Prepared, load, prepare, start_process, train, with_self_generated_text
-from train.runtime import checkpoints, distributed
-from train.runtime.run_state import CHECKPOINTS, CONFIG, as_saved, keep_finished, seconds_of
-from train.search.candidates import check_numbers, chosen, composed
-from train.search.judge import Judge
-from train.search.plan import (
+from foredraft.heads.target import Target
+from foredraft.train.cli import sentence
+from foredraft.train.data.corpus import Corpus
+from foredraft.train.finalize import finalize, save_final
+from foredraft.train.run import Prepared, load, prepare, start_process, train, with_self_generated_text
+from foredraft.train.runtime import checkpoints, distributed
+from foredraft.train.runtime.run_state import CHECKPOINTS, CONFIG, as_saved, keep_finished, seconds_of
+from foredraft.train.search.candidates import check_numbers, chosen, composed
+from foredraft.train.search.judge import Judge
+from foredraft.train.search.plan import (
     FEWEST_PROMPTS,
     Judged,
     check_enough,
@@ -43,9 +43,9 @@ from train.search.plan import (
     shares,
     verdicts,
 )
-from train.search.report import announce, write_search_page
-from train.search.state import FILE, Round, State
-from train.trainer import HeadTrainer
+from foredraft.train.search.report import announce, write_search_page
+from foredraft.train.search.state import FILE, Round, State
+from foredraft.train.trainer import HeadTrainer
 
 PROBE = 6  # steps that tell what a step costs; the first is left out
 

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from train.runtime.run_state import differences, write_atomically
-from train.search.plan import Goal
+from foredraft.train.runtime.run_state import differences, write_atomically
+from foredraft.train.search.plan import Goal
 
 FILE = "search.json"
 

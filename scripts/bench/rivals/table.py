@@ -19,15 +19,15 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from heads import Target
-from heads.target.device import device_name
-from inference import load_drafter
-from inference.drafters import chain_of, tree_of
-from inference.evaluation.benchmark import rivals
-from inference.evaluation.measure import acceptance, per_depth
-from inference.evaluation.speed import Decoder, foredraft_decoder, time_decoders, transformers_decoder
-from train.cli import CONF, entry
-from train.data.corpus import prompts
+from foredraft.heads import Target
+from foredraft.heads.target.device import device_name
+from foredraft.inference import load_drafter
+from foredraft.inference.drafters import chain_of, tree_of
+from foredraft.inference.evaluation.benchmark import rivals
+from foredraft.inference.evaluation.measure import acceptance, per_depth
+from foredraft.inference.evaluation.speed import Decoder, foredraft_decoder, time_decoders, transformers_decoder
+from foredraft.train.cli import CONF, entry
+from foredraft.train.data.corpus import prompts
 
 HERE = Path(__file__).resolve().parent
 Row = dict[str, Any]

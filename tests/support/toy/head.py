@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from heads.base import PackedBatch, ParallelHead, shift_right
-from heads.target import Target
+from foredraft.heads.base import PackedBatch, ParallelHead, shift_right
+from foredraft.heads.target import Target
 
 
 class ToyHead(ParallelHead):
