@@ -23,7 +23,7 @@ def add(target: Target, rank: int, alpha: int) -> None:
     Raises ValueError for a target whose layers are sharded."""
     from peft import LoraConfig
 
-    if target.reads_collectively:
+    if target.is_collective:
         raise ValueError(
             f"an adapter needs whole layers, and sharding={target.sharding} splits them: choose sharding=layers"
         )

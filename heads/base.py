@@ -41,7 +41,7 @@ class PackedBatch(NamedTuple):
     positions: Tensor  # (batch, length) int64, from 0 in every document
     # (batch, n) int64: positions at which drafts begin, ascending, -1 for none; None where they begin everywhere. A head that
     # drafts in blocks learns from some of them at a time.
-    starts: Tensor | None = None
+    anchors: Tensor | None = None
     # Does a row hold several documents? None: asked of the tensors, which waits for their device.
     multiple_documents: bool | None = None
 
@@ -71,9 +71,9 @@ def draft_loss_mask(text: PackedBatch, depth: int) -> Tensor:
     slots = torch.arange(length, device=text.tokens.device)
     named, start = text.documents.roll(-2, dims=1), shift_right(text.documents, depth - 1)
     inside = (slots + 2 < length) & (slots >= depth - 1)
-    if text.starts is not None:
-        begun = torch.zeros(len(slots) + 1, dtype=torch.bool, device=slots.device).repeat(len(text.starts), 1)
-        inside = inside & shift_right(begun.scatter(1, text.starts % (length + 1), True)[:, :length], depth - 1)
+    if text.anchors is not None:
+        begun = torch.zeros(len(slots) + 1, dtype=torch.bool, device=slots.device).repeat(len(text.anchors), 1)
+        inside = inside & shift_right(begun.scatter(1, text.anchors % (length + 1), True)[:, :length], depth - 1)
     return text.loss_mask.roll(-2, dims=1) & (named == start) & (named >= 0) & inside
 
 
@@ -128,7 +128,7 @@ class DraftHead(nn.Module, ABC):
         return []
 
     @abstractmethod
-    def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
+    def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         """Training: per depth the hidden states (batch, length, hidden) of a draft at every slot.
 
         embeddings: (batch, length, hidden), the target's, of text.tokens. `logits` turns a hidden state into a draft.
@@ -194,7 +194,7 @@ class ParallelHead(DraftHead):
     """Drafts all depths at once: a draft depends on the text alone, never on the drafts before it (Medusa)."""
 
     @abstractmethod
-    def draft_all(self, features: Tensor) -> Tensor:
+    def draft_all(self, aux_hidden_states: Tensor) -> Tensor:
         """Logits of all depths (batch, depth, draft vocab), from the features (batch, width) of the newest position."""
 
 
@@ -202,7 +202,7 @@ class RecurrentHead(DraftHead):
     """Drafts depth by depth: a draft depends on the drafts before it (EAGLE, Hydra, a draft model)."""
 
     @abstractmethod
-    def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
+    def draft_extend(self, aux_hidden_states: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         """Take in accepted text; the hidden states (batch, new, hidden) of its depth-1 drafts.
 
         features: (batch, new, width) of the newly accepted positions. embeddings: (batch, new, hidden) of the token
@@ -234,12 +234,12 @@ class BlockHead(DraftHead):
     confident: bool = False  # is the last number of a correction the logit of the draft's acceptance?
 
     @abstractmethod
-    def draft_blocks(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
+    def draft_blocks(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
         """Training: states (batch, n, depth, width + correction) of the drafts that begin at text.starts (batch, n), or at
         every position; what comes before a draft is the text's."""
 
     @abstractmethod
-    def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
+    def draft_extend(self, aux_hidden_states: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         """Take in accepted text, as a recurrent head does; what `draft_block` needs of each position (batch, new, hidden)."""
 
     @abstractmethod
@@ -270,8 +270,8 @@ class BlockHead(DraftHead):
         state, correction = hidden.split([self.width, hidden.shape[-1] - self.width], dim=-1)
         return self.correct(self.base_logits(state), state, correction, depth)
 
-    def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
-        states = self.draft_blocks(features, embeddings, text._replace(starts=None))
+    def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
+        states = self.draft_blocks(aux_hidden_states, embeddings, text._replace(anchors=None))
         return [shift_right(state, steps) for steps, state in enumerate(states.unbind(2))]
 
     def condition_on_text(self, hidden: Tensor, tokens: Tensor) -> Tensor:

@@ -39,8 +39,8 @@ class Blocks:
     def of(cls, text: PackedBatch, slots: int) -> "Blocks":
         length, rows = text.tokens.shape[1], len(text.tokens)
         index = torch.arange(length, device=text.tokens.device).expand(rows, -1)
-        last = index if text.starts is None else text.starts
-        return cls(text.document_starts().gather(1, last.clamp(min=0)), last, slots, length, text.starts is None)
+        last = index if text.anchors is None else text.anchors
+        return cls(text.document_starts().gather(1, last.clamp(min=0)), last, slots, length, text.anchors is None)
 
     @cached_property
     def ends(self) -> list[int]:

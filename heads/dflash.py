@@ -227,8 +227,8 @@ class DFlashHead(BlockHead):
     def base_logits(self, hidden: Tensor) -> Tensor:
         return self.target.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
+        return self.hidden_norm(self.fc(aux_hidden_states.to(self.fc.weight.dtype)))
 
     def inputs(self, anchors: Tensor) -> Tensor:
         """(..., block_size, hidden): the slots' inputs, from embeddings (..., hidden) of the roots."""
@@ -246,9 +246,9 @@ class DFlashHead(BlockHead):
         sliding = self.layer_types[layer] == SLIDING
         return self.causal or sliding, self.window if sliding else None
 
-    def draft_blocks(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
+    def draft_blocks(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
         length, slots = text.tokens.shape[1], self.block_size
-        context, blocks = self.fuse(features), Blocks.of(text, slots)
+        context, blocks = self.fuse(aux_hidden_states), Blocks.of(text, slots)
         begins = blocks.last.clamp(min=0)
         anchors = (begins + 1).clamp(max=length - 1)
         hidden = self.inputs(embeddings.gather(1, anchors[..., None].expand(-1, -1, self.width))).flatten(1, 2)
@@ -264,9 +264,9 @@ class DFlashHead(BlockHead):
         before = (begins[..., None] + ahead[: self.depth]).clamp(max=length - 1)
         return self.condition_on_text(hidden, text.tokens.gather(1, before.flatten(1)).view_as(before))
 
-    def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
-        context = self.fuse(features)
-        places = self.rotary(cache.columns(features.shape[1]), cache.capacity, context.dtype)
+    def draft_extend(self, aux_hidden_states: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
+        context = self.fuse(aux_hidden_states)
+        places = self.rotary(cache.columns(aux_hidden_states.shape[1]), cache.capacity, context.dtype)
         for number, layer in enumerate(self.own_layers):
             cache.update(*layer.self_attn.keys_values(context, *places), number)
         return embeddings

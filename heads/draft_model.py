@@ -25,8 +25,8 @@ class DraftModelHead(RecurrentHead):
     def __init__(self, reader: Target, vocab_size: int):
         """reader: the small model. vocab_size: the target's; some models pad theirs. Raises ValueError for one whose state
         cannot be taken back to where the target went another way."""
-        if not reader.reads_trees:
-            raise ValueError(f"{reader.no_trees}, which a draft model must do: choose another, or train a head")
+        if not reader.supports_trees:
+            raise ValueError(f"{reader.why_no_trees}, which a draft model must do: choose another, or train a head")
         super().__init__()
         self.reader, self.vocab_size = reader, vocab_size
         self.model = reader.model
@@ -83,23 +83,25 @@ class DraftModelHead(RecurrentHead):
     def to_config(self) -> dict:
         return self.model.config.to_dict() | {"architectures": [type(self.model).__name__]}
 
-    def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
+    def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         facts: dict[str, Any] = {"mask": text.mask(), "key_positions": text.positions}
-        reading = self.reader.read(text.tokens, text.positions, layers=[self.reader.num_layers], keep_logits=1, **facts)
-        return [reading.features.roll(-1, dims=1)]  # what it makes of token p + 1 names token p + 2
+        reading = self.reader.forward(
+            text.tokens, text.positions, layers=[self.reader.num_layers], keep_logits=1, **facts
+        )
+        return [reading.aux_hidden_states.roll(-1, dims=1)]  # what it makes of token p + 1 names token p + 2
 
     def embed(self, tokens: Tensor, target: Target) -> Tensor:
         return tokens
 
-    def read_accepted(self, features: Tensor, tokens: Tensor, cache: KVCache) -> Tensor:
+    def draft_extend(self, aux_hidden_states: Tensor, tokens: Tensor, cache: KVCache) -> Tensor:
         new = tokens.shape[1]
-        return self.draft_step(features, tokens, cache.columns(new), cache.causal_mask(new), cache)
+        return self.draft_step(aux_hidden_states, tokens, cache.columns(new), cache.causal_mask(new), cache)
 
     def draft_step(
         self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache
     ) -> Tensor:
         last = [self.reader.num_layers]
-        return self.reader.read_tree(tokens, positions, mask, cache, last, keep_logits=1).features
+        return self.reader.forward_tree(tokens, positions, mask, cache, last, keep_logits=1).aux_hidden_states
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.reader.logits(hidden)[..., : self.vocab_size]

@@ -81,9 +81,9 @@ class EagleHead(RecurrentHead):
     def fuse(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
         return self.fc(torch.cat([embeddings.to(self.dtype), hidden.to(self.dtype)], dim=-1))
 
-    def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
+    def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         length, attention = text.tokens.shape[1], self.layer.self_attn
-        hidden, next_embeddings = features, embeddings.roll(-1, dims=1)
+        hidden, next_embeddings = aux_hidden_states, embeddings.roll(-1, dims=1)
         if self.training and self.noise:
             hidden = hidden + (torch.rand_like(hidden) - 0.5) * self.noise * 512 / length
         cos, sin = self.rotary(text.positions, length, self.dtype)
@@ -98,9 +98,9 @@ class EagleHead(RecurrentHead):
             hidden = shift_right(outs[-1], 1)
         return outs
 
-    def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
+    def draft_extend(self, aux_hidden_states: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         new = embeddings.shape[1]
-        return self.draft_step(features, embeddings, cache.columns(new), cache.causal_mask(new), cache)
+        return self.draft_step(aux_hidden_states, embeddings, cache.columns(new), cache.causal_mask(new), cache)
 
     def draft_step(
         self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache

@@ -115,10 +115,10 @@ class Eagle3Head(RecurrentHead):
 
     def on_train_begin(self, target: Target) -> None:
         if self.input_norm is None and not len(self.fc_norm):
-            self.fc.learn_with(self.feature_sizes(target).to(self.device))
+            self.fc.scale_inputs(self.feature_sizes(target).to(self.device))
 
     def on_train_end(self) -> None:
-        self.fc.learn_with(None)
+        self.fc.scale_inputs(None)
 
     @property
     def latent(self) -> bool:
@@ -163,13 +163,15 @@ class Eagle3Head(RecurrentHead):
     def differences(self, target: Target) -> list[str]:
         return llama_config.differences(self.config, target)
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         if self.input_norm is not None:
-            features = self.input_norm(features)
+            aux_hidden_states = self.input_norm(aux_hidden_states)
         if len(self.fc_norm):
-            chunks = features.chunk(len(self.layers), dim=-1)
-            features = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
-        return self.fc(features)
+            chunks = aux_hidden_states.chunk(len(self.layers), dim=-1)
+            aux_hidden_states = torch.cat(
+                [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1
+            )
+        return self.fc(aux_hidden_states)
 
     def feed_back(self, out: Tensor) -> Tensor:
         return self.norm(out) if self.norm_output else out
@@ -181,8 +183,8 @@ class Eagle3Head(RecurrentHead):
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.lm_head(self.norm(hidden))
 
-    def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
-        hidden = self.fuse(features)
+    def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
+        hidden = self.fuse(aux_hidden_states)
         next_embeddings = embeddings.to(hidden.dtype).roll(-1, dims=1)
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], hidden.dtype)
         layer, attention = self.midlayer, self.midlayer.self_attn
@@ -198,9 +200,9 @@ class Eagle3Head(RecurrentHead):
             hidden = shift_right(self.feed_back(outs[-1]), 1)
         return outs
 
-    def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
+    def draft_extend(self, aux_hidden_states: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         new = embeddings.shape[1]
-        return self._draft(self.fuse(features), embeddings, cache.columns(new), cache.causal_mask(new), cache)
+        return self._draft(self.fuse(aux_hidden_states), embeddings, cache.columns(new), cache.causal_mask(new), cache)
 
     def draft_step(
         self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache

@@ -131,7 +131,9 @@ class HydraHead(RecurrentHead):
             layer, norm = head.prefix_embeding_layer.layer, head.prefix_embeding_layer.norm
             llama_config.init_near_identity(layer.self_attn.o_proj, layer.mlp.down_proj)
             probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
-            size = target.read(probe, layers=head.layers, keep_logits=1).features.float().pow(2).mean().sqrt()
+            size = (
+                target.forward(probe, layers=head.layers, keep_logits=1).aux_hidden_states.float().pow(2).mean().sqrt()
+            )
             with torch.no_grad():
                 norm.weight.copy_(size)  # the identity, nearly
         return head.to(target.device)
@@ -189,8 +191,8 @@ class HydraHead(RecurrentHead):
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.hydra_lm_head[depth - 1](self.hydra_mlp[depth - 1](hidden))
 
-    def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
-        hidden, next_embeddings = features.to(self.dtype), embeddings.to(self.dtype).roll(-1, dims=1)
+    def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
+        hidden, next_embeddings = aux_hidden_states.to(self.dtype), embeddings.to(self.dtype).roll(-1, dims=1)
         if self.cache_layers:
             hidden = self.prefix_embeding_layer(hidden, text)
         # Slot p of depth d: the hidden state of p + 1 - d, then the embeddings of p + 2 - d .. p + 1.
@@ -201,8 +203,8 @@ class HydraHead(RecurrentHead):
             for i in range(self.depth)
         ]
 
-    def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
-        hidden = features.to(self.dtype)
+    def draft_extend(self, aux_hidden_states: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
+        hidden = aux_hidden_states.to(self.dtype)
         if self.cache_layers:
             hidden = self.prefix_embeding_layer.read(hidden, cache)
         return torch.cat([hidden, embeddings.to(self.dtype)], dim=-1)

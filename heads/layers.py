@@ -80,7 +80,7 @@ class FeatureLinear(nn.Linear):
         return F.linear(x.to(self.weight.dtype), weight)
 
     @torch.no_grad()
-    def learn_with(self, sizes: Tensor | None) -> None:
+    def scale_inputs(self, sizes: Tensor | None) -> None:
         """Give the same products by weights that these sizes divide."""
         if self.sizes is not None:
             self.weight.div_(self.sizes)

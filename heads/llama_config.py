@@ -127,8 +127,8 @@ def differences(config: LlamaConfig, target: Target) -> list[str]:
 def feature_sizes(layers: list[int], target: Target) -> Tensor:
     """(len(layers) * hidden,) float32: the root mean square of each layer's features, for every one of them."""
     probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
-    features = target.read(probe, layers=layers, keep_logits=1).features.float()[0]
-    sizes = features.unflatten(-1, (len(layers), -1)).pow(2).mean((0, 2)).sqrt()
+    aux_hidden_states = target.forward(probe, layers=layers, keep_logits=1).aux_hidden_states.float()[0]
+    sizes = aux_hidden_states.unflatten(-1, (len(layers), -1)).pow(2).mean((0, 2)).sqrt()
     return sizes.repeat_interleave(target.hidden_size)
 
 
@@ -136,7 +136,7 @@ def feature_sizes(layers: list[int], target: Target) -> Tensor:
 def init_norm(norm: RMSNorm, target: Target) -> None:
     """Make the last norm give the target's lm_head inputs of the sizes that it is used to."""
     probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
-    last = target.read(probe, layers=[target.num_layers], keep_logits=1).features.float()[0]
+    last = target.forward(probe, layers=[target.num_layers], keep_logits=1).aux_hidden_states.float()[0]
     norm.weight.copy_(last.pow(2).mean(0).sqrt())
 
 

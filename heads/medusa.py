@@ -82,13 +82,15 @@ class MedusaHead(ParallelHead):
             "foredraft": {"hidden_size": self.hidden, "vocab_size": self.vocab, "layers": self.layers} | pruned,
         }
 
-    def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
-        features = features.to(self.dtype)
-        return [shift_right(stack[:-1](features), i) for i, stack in enumerate(self.stacks)]
+    def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
+        aux_hidden_states = aux_hidden_states.to(self.dtype)
+        return [shift_right(stack[:-1](aux_hidden_states), i) for i, stack in enumerate(self.stacks)]
 
-    def draft_all(self, features: Tensor) -> Tensor:
-        features = features.to(self.dtype)
-        return torch.stack([self.logits(stack[:-1](features), i) for i, stack in enumerate(self.stacks, 1)], dim=1)
+    def draft_all(self, aux_hidden_states: Tensor) -> Tensor:
+        aux_hidden_states = aux_hidden_states.to(self.dtype)
+        return torch.stack(
+            [self.logits(stack[:-1](aux_hidden_states), i) for i, stack in enumerate(self.stacks, 1)], dim=1
+        )
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.stacks[depth - 1][-1](hidden)

@@ -113,7 +113,7 @@ class MTPHead(RecurrentHead):
         """Hand the hidden state on as it is: the target's own guess of the token before is where it starts."""
         width = self.config.hidden_size
         probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
-        last = target.read(probe, layers=[target.num_layers], keep_logits=1).features.float()
+        last = target.forward(probe, layers=[target.num_layers], keep_logits=1).aux_hidden_states.float()
         llama_config.init_near_identity(self.layer.self_attn.o_proj, self.layer.mlp.down_proj)
         self.fc.weight[:, width:].copy_(torch.eye(width))
         for norm in (self.pre_fc_norm_hidden, self.norm):
@@ -163,8 +163,8 @@ class MTPHead(RecurrentHead):
         both = self.pre_fc_norm_embedding(embeddings.to(self.dtype)), self.pre_fc_norm_hidden(hidden.to(self.dtype))
         return self.fc(torch.cat(both, dim=-1))
 
-    def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
-        hidden, after = features, embeddings.roll(-1, dims=1)
+    def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
+        hidden, after = aux_hidden_states, embeddings.roll(-1, dims=1)
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], self.dtype)
         attention, document_starts = self.layer.self_attn, text.document_starts()
         steps: list[tuple[Tensor, Tensor]] = []
@@ -178,9 +178,9 @@ class MTPHead(RecurrentHead):
             hidden = shift_right(outs[-1], 1)
         return outs
 
-    def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
+    def draft_extend(self, aux_hidden_states: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         new = embeddings.shape[1]
-        return self.draft_step(features, embeddings, cache.columns(new), cache.causal_mask(new), cache)
+        return self.draft_step(aux_hidden_states, embeddings, cache.columns(new), cache.causal_mask(new), cache)
 
     def draft_step(
         self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache

@@ -154,10 +154,10 @@ class PEagleHead(BlockHead):
     def base_logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(self.norm(hidden))
 
-    def fuse(self, features: Tensor) -> Tensor:
+    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         if self.input_norm is not None:
-            features = self.input_norm(features)
-        return self.fc(features.to(self.fc.weight.dtype))
+            aux_hidden_states = self.input_norm(aux_hidden_states)
+        return self.fc(aux_hidden_states.to(self.fc.weight.dtype))
 
     def mask_inputs(self, *shape: int) -> tuple[Tensor, Tensor]:
         """(*shape, hidden) each: in the place of fused features, and the mask token's embedding."""
@@ -172,11 +172,11 @@ class PEagleHead(BlockHead):
         residual = layer.hidden_norm(hidden) if self.norm_before_residual else hidden
         return layer.concat_inputs(embeddings, hidden), residual
 
-    def draft_blocks(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
+    def draft_blocks(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
         length, slots = text.tokens.shape[1], self.depth - 1
         blocks, firsts = Blocks.of(text, slots), text.document_starts()
         begins = blocks.last.clamp(min=0)
-        hidden, after = self.fuse(features), self.embed_tokens(text.tokens.roll(-1, dims=1))
+        hidden, after = self.fuse(aux_hidden_states), self.embed_tokens(text.tokens.roll(-1, dims=1))
         drafts, unknown = self.mask_inputs(len(begins), begins.shape[1] * slots)
         ahead = torch.arange(1, slots + 1, device=begins.device)
         places = (text.positions.gather(1, begins)[..., None] + ahead).flatten(1)
@@ -192,9 +192,9 @@ class PEagleHead(BlockHead):
         first = hidden.gather(1, begins[..., None].expand(-1, -1, self.width))
         return torch.cat([first[:, :, None], drafts.unflatten(1, (-1, slots))], dim=2)
 
-    def read_accepted(self, features: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
+    def draft_extend(self, aux_hidden_states: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         new = embeddings.shape[1]
-        return self.attend_text(self.fuse(features), embeddings, cache.causal_mask(new), cache)
+        return self.attend_text(self.fuse(aux_hidden_states), embeddings, cache.causal_mask(new), cache)
 
     def draft_block(self, last: Tensor, cache: KVCache) -> Tensor:
         hidden, embeddings = self.mask_inputs(len(last), self.block_entries)

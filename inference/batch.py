@@ -10,10 +10,10 @@ from torch.nn.functional import pad
 
 from foredraft.heads.target import Target, TargetCache
 from foredraft.heads.target.cache import to_device
-from foredraft.inference.drafters.base import Accepted, Drafter, root_only, select
+from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, select
 from foredraft.inference.prefill import LastPositions, Prompts
 from foredraft.inference.prefix_cache import PrefixCache
-from foredraft.inference.request import Request, Row
+from foredraft.inference.request import Request, SequenceState
 from foredraft.inference.target_sampler import RuleSampler, TargetSampler
 from foredraft.inference.trace import Trace, trace_rows
 from foredraft.inference.verify import to_host
@@ -39,7 +39,7 @@ class Batch:
         """As `Engine` has them."""
         self.target, self.drafter = target, drafter
         self.rule, self.lossless, self.max_cache_tokens = rule, lossless, max_cache_tokens
-        self.rows: list[Row] = []
+        self.rows: list[SequenceState] = []
         self.cache: TargetCache | None = None
         self.sampler: TargetSampler
         self.accepted: Accepted  # what the drafter reads next
@@ -57,12 +57,12 @@ class Batch:
             self.ended = ended, to_device(ended, counts.device)[:, None].bool()
         return counts[:, None].masked_fill(self.ended[1], 0)
 
-    def capacity(self, rows: Sequence[Row]) -> int:
+    def capacity(self, rows: Sequence[SequenceState]) -> int:
         """Entries that each row of a batch of these may come to need."""
         longest = max(len(row.request.prompt) + row.stopping.budget for row in rows)
         return longest + 2 * self.drafter.nodes  # the last tree, after what the last path kept
 
-    def room(self, rows: Sequence[Row]) -> int:
+    def room(self, rows: Sequence[SequenceState]) -> int:
         """Entries that each gets for now."""
         longest = max(len(row.text) for row in rows)
         return min(self.capacity(rows), longest + 2 * self.drafter.nodes + ROOM)
@@ -93,20 +93,20 @@ class Batch:
             outputs.append(Output(row.request, added, None, 1, row.finish_reason, traces.get(row.request)))
         new = [number for number, row in enumerate(prompts.rows) if row.finish_reason is None]
         if new:
-            self.add(prompts, new, last.reading.features)
+            self.add(prompts, new, last.reading.aux_hidden_states)
         return outputs
 
     def first_tokens(self, prompts: Prompts, last: LastPositions) -> tuple[list[int | None], dict[Request, Trace]]:
         """The first token after each prompt, None where a logit was not a number, and traces."""
         sampler, rows, logits = self.new_sampler(prompts.rows), prompts.rows, last.reading.logits
-        roots = root_only(Accepted(last.tokens, last.reading.features, [1] * len(rows), []))
-        gumbel = sampler.gumbel(prompts.cache.starts, 1)
-        verification, broken = sampler.verify(logits, roots, gumbel, 0, prompts.cache.graphs)
+        bonus_tokens = bonus_only(Accepted(last.tokens, last.reading.aux_hidden_states, [1] * len(rows), []))
+        gumbel = sampler.gumbel(prompts.cache.seq_lens, 1)
+        verification, broken = sampler.verify(logits, bonus_tokens, gumbel, 0, prompts.cache.graphs)
         bad, _, _, written = to_host(verification, broken)
         chosen = [None if is_bad else tokens[0] for is_bad, tokens in zip(bad, written, strict=True)]
-        return chosen, trace_rows(rows, roots, verification, logits)
+        return chosen, trace_rows(rows, bonus_tokens, verification, logits)
 
-    def add(self, prompts: Prompts, new: list[int], features: Tensor) -> None:
+    def add(self, prompts: Prompts, new: list[int], aux_hidden_states: Tensor) -> None:
         """These of the rows that have been read join the batch, in the places of finished ones as far as there are any, so
         that nothing of the others is copied. features: (rows, 1, width), of the positions before their roots."""
         rows = [prompts.rows[number] for number in new]
@@ -125,21 +125,21 @@ class Batch:
             cache.adopt(places, prompts.cache, new)
         capacity, sampling = self.open_cache().capacity, self.sampler.sampling
         if begun:
-            self.drafter.select_rows(order, capacity, sampling)
+            self.drafter.select_sequences(order, capacity, sampling)
         else:
             self.drafter.begin(len(order), capacity, sampling)
-        for reader, cache in zip(self.drafter.readers, prompts.caches, strict=True):
+        for reader, cache in zip(self.drafter.cached_drafters, prompts.caches, strict=True):
             assert reader.cache is not None
             for place in failed:
                 reader.cache.erase(place)
             reader.cache.adopt(places, cache, new)
-        roots = features.new_tensor([[row.text[-1]] for row in rows], dtype=torch.int64)
-        fresh = Accepted(roots, features[new], [1] * len(new), [row.text for row in rows])
+        bonus_tokens = aux_hidden_states.new_tensor([[row.text[-1]] for row in rows], dtype=torch.int64)
+        fresh = Accepted(bonus_tokens, aux_hidden_states[new], [1] * len(new), [row.text for row in rows])
         if self.open_cache().graphs.active:  # as wide as what a step gives: one graph drafts after both
             fresh = widened(fresh, 1 + self.drafter.depth)
         self.accepted = fresh if len(new) == len(order) else placed(select(self.accepted, order), places, fresh)
 
-    def places_for(self, rows: Sequence[Row]) -> tuple[list[int | None], list[int]]:
+    def places_for(self, rows: Sequence[SequenceState]) -> tuple[list[int | None], list[int]]:
         """Which of its rows the batch will be, None being a new one, and where these new ones will be, ascending. Finished
         rows beyond those stay too, unless they would be half of the batch, or take memory that there is not."""
         staying = self.unfinished()
@@ -165,10 +165,10 @@ class Batch:
         order: list[int | None] = [*staying]
         self.open_cache().rearrange(order, capacity)
         self.sampler = self.new_sampler(self.rows)
-        self.drafter.select_rows(order, capacity, self.sampler.sampling)
+        self.drafter.select_sequences(order, capacity, self.sampler.sampling)
         self.accepted = select(self.accepted, order)
 
-    def cache_for_prompts(self, rows: Sequence[Row]) -> TargetCache:
+    def cache_for_prompts(self, rows: Sequence[SequenceState]) -> TargetCache:
         """For rows that are to join: the batch's own where there is none yet."""
         if self.cache is None:
             return self.target.acquire_cache(len(rows), self.room(rows))
@@ -178,9 +178,9 @@ class Batch:
         """Texts that have ended in this step go into the prefix cache: a conversation continues from them."""
         for number, row in enumerate(self.rows):
             if stepped[number] and row.finish_reason in ("stop", "length"):
-                readers = self.drafter.readers
-                caches: Any = [self.cache, *(reader.cache for reader in readers)]
-                prefixes.store(root, row.text, caches, [0, *(reader.lag for reader in readers)], number)
+                cached_drafters = self.drafter.cached_drafters
+                caches: Any = [self.cache, *(reader.cache for reader in cached_drafters)]
+                prefixes.store(root, row.text, caches, [0, *(reader.cache_lag for reader in cached_drafters)], number)
 
     def rearrange(self, rows: list[int | None]) -> TargetCache:
         """The cache for a batch of these of its rows, None being a new one."""
@@ -206,7 +206,7 @@ class Batch:
                 failed.append(Output(row.request, [], None, nodes, "error"))
         return failed
 
-    def new_sampler(self, rows: Sequence[Row]) -> TargetSampler:
+    def new_sampler(self, rows: Sequence[SequenceState]) -> TargetSampler:
         facts = rows, self.target.vocab_size, self.target.device
         return TargetSampler(*facts) if self.rule == "coupled" else RuleSampler(self.rule, self.lossless, *facts)
 
@@ -214,13 +214,15 @@ class Batch:
 def widened(accepted: Accepted, width: int) -> Accepted:
     """Padded on the right."""
     more = max(0, width - accepted.tokens.shape[1])
-    return accepted._replace(tokens=pad(accepted.tokens, (0, more)), features=pad(accepted.features, (0, 0, 0, more)))
+    return accepted._replace(
+        tokens=pad(accepted.tokens, (0, more)), aux_hidden_states=pad(accepted.aux_hidden_states, (0, 0, 0, more))
+    )
 
 
 def placed(accepted: Accepted, places: Sequence[int], fresh: Accepted) -> Accepted:
     """The same with these rows in these places."""
     accepted, fresh = widened(accepted, fresh.tokens.shape[1]), widened(fresh, accepted.tokens.shape[1])
-    accepted.tokens[places], accepted.features[places] = fresh.tokens, fresh.features
+    accepted.tokens[places], accepted.aux_hidden_states[places] = fresh.tokens, fresh.aux_hidden_states
     for place, count, text in zip(places, fresh.counts, fresh.text, strict=True):
         accepted.counts[place], accepted.text[place] = count, text
     return accepted

@@ -12,7 +12,7 @@ class Clock:
 
     def __init__(self, device: torch.device, enabled: bool):
         self.device, self.enabled, self.last = device, enabled, time.perf_counter()
-        self.seconds = dict.fromkeys(("draft", "read", "verify", "commit", "host"), 0.0) if enabled else {}
+        self.seconds = dict.fromkeys(("draft", "forward", "verify", "commit", "host"), 0.0) if enabled else {}
 
     def start(self) -> None:
         self.last = time.perf_counter()

@@ -18,14 +18,14 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from foredraft.heads.target import Reading, Target, TargetCache
+from foredraft.heads.target import Target, TargetCache, TargetOutput
 from foredraft.inference.batch import Batch, Output
 from foredraft.inference.clock import Clock
 from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter
 from foredraft.inference.drafters.chain import readable
 from foredraft.inference.prefill import Prompts
 from foredraft.inference.prefix_cache import PrefixCache
-from foredraft.inference.request import Request, Row, StoppingCriteria
+from foredraft.inference.request import Request, SequenceState, StoppingCriteria
 from foredraft.inference.trace import trace_rows
 from foredraft.inference.tree import TokenTree, padded
 from foredraft.inference.verify import Verification, to_host
@@ -40,26 +40,26 @@ class Engine:
         drafter: Drafter | None = None,
         rule: str = "coupled",
         lossless: bool = True,
-        max_rows: int | None = None,
+        max_num_seqs: int | None = None,
         timings: bool = False,
         max_cache_tokens: int | None = None,
         prefill_chunk: int | None = None,
         prefixes: PrefixCache | None = None,
     ):
         """drafter: None is plain decoding. rule: "coupled", or a published one to compare with
-        (inference/acceptance_rules.py); "typical" needs lossless=False, because it changes the text. max_rows: requests
+        (inference/acceptance_rules.py); "typical" needs lossless=False, because it changes the text. max_num_seqs: requests
         decoded at a time, others wait; None for no limit. timings: measure where the time goes. max_cache_tokens:
         entries of the target's cache, rows times capacity, beyond which requests wait as well. prefill_chunk: most prompt
         tokens that are read in one step, so that a long prompt does not stall the others; None reads all that there are (as
         does a target that reads no trees). prefixes: where texts are kept that later ones may begin with; None keeps none."""
         self.target, self.drafter = target, readable(drafter or NoDrafter(), target)
-        self.max_rows = max_rows
-        self.waiting: deque[Row] = deque()
+        self.max_num_seqs = max_num_seqs
+        self.waiting: deque[SequenceState] = deque()
         self.reading: deque[Prompts] = deque()
         self.prefilled = False  # did the last step read prompts?
-        self.prefill_chunk = prefill_chunk if target.reads_trees else None
-        self.prefixes = prefixes if target.reads_trees else None
-        self.root = 0 if prefixes is None else prefixes.new_root()
+        self.prefill_chunk = prefill_chunk if target.supports_trees else None
+        self.prefixes = prefixes if target.supports_trees else None
+        self.root = 0 if prefixes is None else prefixes.new_namespace()
         self.batch = Batch(target, self.drafter, rule, lossless, max_cache_tokens)
         self.clock = Clock(target.device, timings)
 
@@ -67,7 +67,7 @@ class Engine:
         """Let a request join before a coming step. Raises ValueError as `check` does."""
         self.waiting.append(self.check(request))
 
-    def check(self, request: Request) -> Row:
+    def check(self, request: Request) -> SequenceState:
         """The request's row, before it is decoded. Raises ValueError for a prompt that the target cannot read, or a text that
         the cache has no room for."""
         context = self.target.context
@@ -78,7 +78,7 @@ class Engine:
                 f"the prompt has {len(request.prompt)} tokens, the target {self.target.name} reads {context}, its answer "
                 "included"
             )
-        row = Row(request, list(request.prompt), StoppingCriteria(self.target, request))
+        row = SequenceState(request, list(request.prompt), StoppingCriteria(self.target, request))
         if self.batch.max_cache_tokens is not None and self.batch.capacity([row]) > self.batch.max_cache_tokens:
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} need more than the "
@@ -101,7 +101,7 @@ class Engine:
         self.batch.rows, self.batch.cache = [], None
         self.reading.clear()
 
-    def started(self) -> list[Row]:
+    def started(self) -> list[SequenceState]:
         """Rows that wait no longer: those that are decoded, the finished ones that have not left, and those that are read."""
         rows = [*self.batch.rows, *(row for prompts in self.reading for row in prompts.rows)]
         return list({id(row): row for row in rows}.values())  # a step that raised may have left a row in both
@@ -118,10 +118,10 @@ class Engine:
             return self.prefill()
         self.clock.start()
         tree, gumbel = self.propose()
-        reading = self.read(tree)
+        reading = self.forward(tree)
         verification, broken = self.verify(tree, reading.logits, gumbel)
         traces = trace_rows(self.batch.rows, tree, verification, reading.logits)
-        outputs = self.commit(tree, verification, broken, reading.features)
+        outputs = self.commit(tree, verification, broken, reading.aux_hidden_states)
         return [output._replace(trace=traces.get(output.request)) for output in outputs] if traces else outputs
 
     def propose(self) -> tuple[TokenTree, Tensor | None]:
@@ -129,7 +129,7 @@ class Engine:
         self.batch.make_room()
         cache = self.batch.open_cache()
         self.depth = self.drafter.depth
-        gumbel = self.batch.sampler.gumbel(cache.starts + 1, self.depth + 1)
+        gumbel = self.batch.sampler.gumbel(cache.seq_lens + 1, self.depth + 1)
         tree = self.drafter.propose(self.batch.accepted, gumbel)
         if cache.graphs.active:  # few sizes, so few graphs
             tree = padded(tree, 1 << (tree.tokens.shape[1] - 1).bit_length())
@@ -137,19 +137,21 @@ class Engine:
         self.clock.lap("draft")
         return tree, gumbel
 
-    def read(self, tree: TokenTree) -> Reading:
+    def forward(self, tree: TokenTree) -> TargetOutput:
         """The target's logits and features of every node."""
         cache, layers = self.batch.open_cache(), self.drafter.layers
-        read = partial(read_nodes, self.target, cache, layers)
+        read = partial(forward_nodes, self.target, cache, layers)
         reading = cache.graphs(("read", cache.kv_bucket, *layers), read, tree.tokens, tree.depths, tree.ancestors)
-        self.clock.lap("read")
+        self.clock.lap("forward")
         return reading
 
     def verify(self, tree: TokenTree, logits: Tensor, gumbel: Tensor | None) -> tuple[Verification, Tensor]:
         """What the target writes itself, and in which rows (batch,) a logit was not a number."""
         return self.batch.sampler.verify(logits, tree, gumbel, self.depth, self.batch.open_cache().graphs)
 
-    def commit(self, tree: TokenTree, verification: Verification, broken: Tensor, features: Tensor) -> list[Output]:
+    def commit(
+        self, tree: TokenTree, verification: Verification, broken: Tensor, aux_hidden_states: Tensor
+    ) -> list[Output]:
         """Keep the accepted path of every row in the cache and in its text."""
         bad, counts, paths, tokens = to_host(verification, broken)
         self.clock.lap("verify")
@@ -163,8 +165,8 @@ class Engine:
         device_counts = self.batch.of_unfinished(verification.counts)
         cache.commit(paths, verification.path, device_counts)
         width = self.depth + 1 if captured else max(counts)
-        kept = verification.path[:, :width, None].expand(-1, -1, features.shape[-1])
-        features = features.gather(1, kept)
+        kept = verification.path[:, :width, None].expand(-1, -1, aux_hidden_states.shape[-1])
+        aux_hidden_states = aux_hidden_states.gather(1, kept)
         self.batch.sampler.append(verification.tokens[:, :width], verification.counts)
         self.clock.lap("commit")
         for row, count, new in zip(self.batch.rows, counts, tokens, strict=True):
@@ -175,7 +177,7 @@ class Engine:
             self.batch.keep(self.prefixes, self.root, [count > 0 for count in counts])
         texts = [row.text for row in self.batch.rows]
         kept_tokens = verification.tokens[:, :width]
-        self.batch.accepted = Accepted(kept_tokens, features, counts, texts, device_counts, cache.behind)
+        self.batch.accepted = Accepted(kept_tokens, aux_hidden_states, counts, texts, device_counts, cache.behind)
         self.clock.lap("host")
         return outputs
 
@@ -188,7 +190,7 @@ class Engine:
 
     def admit(self) -> None:
         """Waiting requests for which there is room are to be read together: as many as fit into one chunk, or one."""
-        rows: list[Row] = []
+        rows: list[SequenceState] = []
         free, longest = self.free_rows(), 0
         while len(rows) < free:
             longest = max(longest, len(self.waiting[0].text))
@@ -216,7 +218,7 @@ class Engine:
     def free_rows(self) -> int:
         """How many of the waiting requests may join now, in the order in which they came."""
         busy = [row for row in self.started() if row.finish_reason is None]
-        free = len(self.waiting) if self.max_rows is None else min(len(self.waiting), self.max_rows - len(busy))
+        free = len(self.waiting) if self.max_num_seqs is None else min(len(self.waiting), self.max_num_seqs - len(busy))
         if self.batch.max_cache_tokens is not None:
             rows = [*busy, *islice(self.waiting, max(0, free))]
             while len(rows) > len(busy) and len(rows) * self.batch.capacity(rows) > self.batch.max_cache_tokens:
@@ -230,7 +232,7 @@ class Engine:
             self.target.release(self.batch.cache)
 
 
-def read_nodes(
+def forward_nodes(
     target: Target, cache: TargetCache, layers: Sequence[int], tokens: Tensor, depths: Tensor, ancestors: Tensor
-) -> Reading:
-    return target.read_tree(tokens, cache.starts + depths, cache.mask(ancestors), cache, layers)
+) -> TargetOutput:
+    return target.forward_tree(tokens, cache.seq_lens + depths, cache.mask(ancestors), cache, layers)

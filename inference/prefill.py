@@ -1,4 +1,4 @@
-"""Reading the prompts of requests that are to join: whole, or in chunks between the steps of those that are decoded.
+"""TargetOutput the prompts of requests that are to join: whole, or in chunks between the steps of those that are decoded.
 
     prompt    h h h h h h h h | a a a a | b b b b | c c        h found in the prefix cache, a b c read chunk by chunk
 
@@ -12,28 +12,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foredraft.heads.target import Reading, Target, TargetCache
+from foredraft.heads.target import Target, TargetCache, TargetOutput
 from foredraft.heads.target.cache import KVCache
 from foredraft.inference.drafters.base import Accepted, Drafter, share
 from foredraft.inference.prefix_cache import PrefixCache
-from foredraft.inference.request import Row
+from foredraft.inference.request import SequenceState
 
 
 class LastPositions(NamedTuple):
     """Of prompts that have been read, what follows from their last tokens."""
 
     tokens: Tensor  # (rows, 1) int64
-    reading: Reading  # logits (rows, 1, vocab), features (rows, 1, width)
+    reading: TargetOutput  # logits (rows, 1, vocab), features (rows, 1, width)
 
 
 class Prompts:
     """Some rows whose texts are read together. Several are short enough for one chunk, a longer one is alone."""
 
-    def __init__(self, rows: Sequence[Row], target: Target, drafter: Drafter, cache: TargetCache):
+    def __init__(self, rows: Sequence[SequenceState], target: Target, drafter: Drafter, cache: TargetCache):
         """cache: the target's, empty, with room for their texts."""
         self.rows, self.target, self.drafter, self.cache = rows, target, drafter, cache
         self.lengths = [len(row.text) for row in rows]
-        self.caches = [reader.new_cache(len(rows), max(self.lengths)) for reader in drafter.readers]
+        self.caches = [reader.new_cache(len(rows), max(self.lengths)) for reader in drafter.cached_drafters]
 
     def unfinished(self) -> bool:
         return any(row.finish_reason is None for row in self.rows)
@@ -52,15 +52,17 @@ class Prompts:
                 if blocks:
                     cache.copy_in(number, [block.states[place] for block in blocks])
         self.cache.set_lengths(lengths)
-        for reader, cache in zip(self.drafter.readers, self.caches, strict=True):
-            cache.set_lengths([length and length + 1 - reader.lag for length in lengths])
+        for reader, cache in zip(self.drafter.cached_drafters, self.caches, strict=True):
+            cache.set_lengths([length and length + 1 - reader.cache_lag for length in lengths])
 
     def keep(self, prefixes: PrefixCache, root: int) -> None:
         """Prompts that have been read go into the prefix cache."""
         for number, row in enumerate(self.rows):
             if row.finish_reason != "error":
                 caches: Any = [self.cache, *self.caches]
-                prefixes.store(root, row.text, caches, [0, *(reader.lag for reader in self.drafter.readers)], number)
+                prefixes.store(
+                    root, row.text, caches, [0, *(reader.cache_lag for reader in self.drafter.cached_drafters)], number
+                )
 
     def read(self, most: int | None) -> LastPositions | None:
         """Read on, at most so many tokens of all rows together, or at least one of each. None until all have been read."""
@@ -70,16 +72,18 @@ class Prompts:
         counts = [min(width, count) for count in rest]
         parts = [row.text[start : start + width + 1] for row, start in zip(self.rows, done, strict=True)]
         text = torch.tensor([part + [0] * (width + 1 - len(part)) for part in parts], device=device)
-        reading = self.target.read_prompts(text[:, :width], counts, self.cache, self.drafter.layers)
+        reading = self.target.prefill(text[:, :width], counts, self.cache, self.drafter.layers)
         self.cache.set_lengths([start + count for start, count in zip(done, counts, strict=True)])
-        self.read_drafts(text[:, 1:], reading.features, counts)
+        self.read_drafts(text[:, 1:], reading.aux_hidden_states, counts)
         if self.cache.lengths != self.lengths:
             return None
         last = text.new_tensor(counts)[:, None] - 1
-        features = reading.features.gather(1, last[:, :, None].expand(-1, -1, reading.features.shape[-1]))
-        return LastPositions(text.gather(1, last), Reading(reading.logits, features))
+        aux_hidden_states = reading.aux_hidden_states.gather(
+            1, last[:, :, None].expand(-1, -1, reading.aux_hidden_states.shape[-1])
+        )
+        return LastPositions(text.gather(1, last), TargetOutput(reading.logits, aux_hidden_states))
 
-    def read_drafts(self, following: Tensor, features: Tensor, counts: Sequence[int]) -> None:
+    def read_drafts(self, following: Tensor, aux_hidden_states: Tensor, counts: Sequence[int]) -> None:
         """Drafters read the chunk too: each position's features (rows, n, width) with the token after it (rows, n). What
         follows a prompt's last token is not known yet."""
         ends = zip(self.cache.lengths, self.lengths, counts, strict=True)
@@ -88,6 +92,6 @@ class Prompts:
         if width == 0:
             return
         texts = [row.text for row in self.rows]
-        accepted = Accepted(following[:, :width], features[:, :width], known, texts)
-        for reader, cache in zip(self.drafter.readers, self.caches, strict=True):
-            reader.read_prompt(share(accepted, self.drafter.layers, reader.layers), cache)
+        accepted = Accepted(following[:, :width], aux_hidden_states[:, :width], known, texts)
+        for reader, cache in zip(self.drafter.cached_drafters, self.caches, strict=True):
+            reader.prefill(share(accepted, self.drafter.layers, reader.layers), cache)

@@ -45,7 +45,7 @@ class PrefixCache:
         self.bytes = 0
         self.looked_up = self.found = 0  # tokens
 
-    def new_root(self) -> int:
+    def new_namespace(self) -> int:
         return next(self.numbers)
 
     def keys(self, root: int, text: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
@@ -71,7 +71,9 @@ class PrefixCache:
     def store(self, root: int, text: Sequence[int], caches: Sequence[KVCache], lags: Sequence[int], row: int) -> None:
         """Keep what is not kept yet of a text, of which `row` of these caches has the entries. lags: by how many entries
         each of the caches stays behind the tokens."""
-        known = min([len(text), *(cache.lengths[row] + lag for cache, lag in zip(caches, lags, strict=True))])
+        known = min(
+            [len(text), *(cache.lengths[row] + cache_lag for cache, cache_lag in zip(caches, lags, strict=True))]
+        )
         keys = self.keys(root, text[:known])
         number = self.blocks[keys[-1]].number if keys else root
         for start in range(len(keys) * self.block, known - self.block + 1, self.block):
@@ -79,7 +81,10 @@ class PrefixCache:
             block = Block(
                 next(self.numbers),
                 tuple(text[start:end]),
-                [cache.copy_out(row, max(0, start - lag), end - lag) for cache, lag in zip(caches, lags, strict=True)],
+                [
+                    cache.copy_out(row, max(0, start - cache_lag), end - cache_lag)
+                    for cache, cache_lag in zip(caches, lags, strict=True)
+                ],
             )
             keys.append((number, block.tokens))
             self.blocks[keys[-1]] = block

@@ -64,7 +64,7 @@ class StoppingCriteria:
 
 
 @dataclass
-class Row:
+class SequenceState:
     """A request that is being decoded."""
 
     request: Request

@@ -10,7 +10,7 @@ from torch import Tensor
 from foredraft.heads.target.cuda_graphs import CudaGraphs
 from foredraft.inference.acceptance_rules import RULES
 from foredraft.inference.grammar import GrammarState, allowed_tokens, forbid
-from foredraft.inference.request import Row
+from foredraft.inference.request import SequenceState
 from foredraft.inference.sampling import Noise, Sampling
 from foredraft.inference.tree import TokenTree
 from foredraft.inference.verify import Verification, verify
@@ -22,7 +22,7 @@ HEAD_RULES = ("tree_deterministic", "typical")
 class TargetSampler:
     """The target's own choice after each node: processed logits plus the keyed noise of its position, then argmax."""
 
-    def __init__(self, rows: Sequence[Row], vocab: int, device: torch.device):
+    def __init__(self, rows: Sequence[SequenceState], vocab: int, device: torch.device):
         params = [row.request.params for row in rows]
         self.rows, self.vocab = rows, vocab
         self.sampling = Sampling.of(params, vocab, device)
@@ -117,7 +117,7 @@ class RuleSampler(TargetSampler):
     position, so a text depends on the drafter and equals the target's in distribution only. Plain Python, a host wait
     per node."""
 
-    def __init__(self, rule: str, lossless: bool, rows: Sequence[Row], vocab: int, device: torch.device):
+    def __init__(self, rule: str, lossless: bool, rows: Sequence[SequenceState], vocab: int, device: torch.device):
         super().__init__(rows, vocab, device)
         if rule not in HEAD_RULES:
             raise ValueError(f"rule={rule} is not one of coupled, {', '.join(HEAD_RULES)}")

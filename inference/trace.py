@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from foredraft.inference.request import Request, Row
+from foredraft.inference.request import Request, SequenceState
 from foredraft.inference.tree import TokenTree
 from foredraft.inference.verify import Verification
 
@@ -25,14 +25,14 @@ class Trace(NamedTuple):
 
 
 def trace_rows(
-    rows: Sequence[Row], tree: TokenTree, verification: Verification, logits: Tensor
+    rows: Sequence[SequenceState], tree: TokenTree, verification: Verification, logits: Tensor
 ) -> dict[Request, Trace]:
     """A trace of every row whose request asks for one. logits: (batch, nodes, vocab), as the target gave them."""
     asked = [number for number, row in enumerate(rows) if row.request.trace is not None and not row.finish_reason]
     return {rows[number].request: trace(number, rows[number], tree, verification, logits) for number in asked}
 
 
-def trace(number: int, row: Row, tree: TokenTree, verification: Verification, logits: Tensor) -> Trace:
+def trace(number: int, row: SequenceState, tree: TokenTree, verification: Verification, logits: Tensor) -> Trace:
     logprobs = logits[number].float().log_softmax(-1)
     tokens, parents = tree.tokens[number], tree.parents[number]
     probabilities = logprobs[parents, tokens.clamp(min=0)].exp().tolist()

@@ -35,8 +35,8 @@ def main(cfg: DictConfig) -> None:
     target = instantiate(cfg.target)
     drafter = instantiate(cfg.drafter, target=target)
     if isinstance(drafter, AutoTree):
-        drafter.prepare(cfg.max_rows)
-    limits = cfg.max_rows, cfg.max_waiting, cfg.timeout, cfg.cache_gib
+        drafter.prepare(cfg.max_num_seqs)
+    limits = cfg.max_num_seqs, cfg.max_waiting, cfg.timeout, cfg.cache_gib
     worker = Worker(target, drafter, *limits, cfg.prefill_chunk, cfg.prefix_cache_gib)
     app = create_app(worker, model_name(cfg, target.name), cfg.max_tokens, cfg.max_body, api_key, log)
     run(app, cfg.host, cfg.port, cfg.drain)
@@ -56,7 +56,7 @@ def hand_over(cfg: DictConfig, api_key: str | None) -> None:
         )
     target = instantiate(cfg.target)
     name = model_name(cfg, target.name)
-    become(program, serve_command(target, cfg.drafter.spec, name, cfg.host, cfg.port, cfg.max_rows), api_key)
+    become(program, serve_command(target, cfg.drafter.spec, name, cfg.host, cfg.port, cfg.max_num_seqs), api_key)
 
 
 if __name__ == "__main__":

@@ -47,13 +47,13 @@ def filled(target: Target, texts: list[list[int]], capacity: int) -> KVCache:
     tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
     positions = torch.arange(longest).expand(len(texts), -1)
     mask = cache.mask(torch.ones(1, longest, longest, dtype=torch.bool).tril())
-    target.read(tokens, positions, mask, cache, key_positions=positions)
+    target.forward(tokens, positions, mask, cache, key_positions=positions)
     cache.set_lengths([len(text) for text in texts])
     return cache
 
 
-def read_tree(target: Target, tree: TokenTree, cache: KVCache) -> Tensor:
-    return target.read_tree(tree.tokens, cache.starts + tree.depths, cache.mask(tree.ancestors), cache).logits
+def forward_tree(target: Target, tree: TokenTree, cache: KVCache) -> Tensor:
+    return target.forward_tree(tree.tokens, cache.seq_lens + tree.depths, cache.mask(tree.ancestors), cache).logits
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def test_a_tree_is_read_as_each_of_its_branches_alone(family: str, attention: st
     texts = [random_text(luck, length) for length in lengths]
     tree = random_tree(luck, len(texts))
     assert tree.depths.max() > WINDOW
-    logits = read_tree(target, tree, filled(target, texts, capacity=48))
+    logits = forward_tree(target, tree, filled(target, texts, capacity=48))
     for row, text in enumerate(texts):
         for node in range(tree.tokens.shape[1]):
             nodes = branch(tree, row, node)
@@ -99,7 +99,7 @@ def test_nothing_drifts_over_many_accepted_paths(family: str, attention: str, ro
     kept: list[list[Tensor]] = [[] for _ in texts]
     for _ in range(steps):
         tree = random_tree(luck, rows, nodes=8)
-        logits = read_tree(target, tree, cache)
+        logits = forward_tree(target, tree, cache)
         # A row that has finished keeps nothing while the others go on.
         paths = [
             [] if rows > 1 and luck.random() < 0.1 else branch(tree, row, luck.randrange(8)) for row in range(rows)
@@ -186,21 +186,21 @@ def test_features_are_the_hidden_states_of_the_model(family: str, attention: str
     last = target.num_layers
     assert len(states) == last + 1
     for layers in ([2], [last], [0, 2, last]):
-        ours = target.read(tokens, layers=layers).features
+        ours = target.forward(tokens, layers=layers).aux_hidden_states
         assert_same(ours, torch.cat([states[layer] for layer in layers], dim=-1), f"layers {layers}")
 
 
 @every_family
 def test_logits_are_rebuilt_from_the_last_hidden_state(family: str, attention: str) -> None:
     _, target = pair(family, attention)
-    reading = target.read(torch.tensor([random_text(random.Random(6), 21)]), layers=[target.num_layers])
-    assert_same(target.logits(reading.features), reading.logits, "rebuilt")
+    reading = target.forward(torch.tensor([random_text(random.Random(6), 21)]), layers=[target.num_layers])
+    assert_same(target.logits(reading.aux_hidden_states), reading.logits, "rebuilt")
     target.check_logits()
 
 
 def test_a_cap_on_logits_is_felt_by_the_tests_above() -> None:
     _, target = pair("gemma2", "eager")
-    uncapped = target.model.lm_head(target.read(torch.arange(9)[None], layers=[target.num_layers]).features)
+    uncapped = target.model.lm_head(target.forward(torch.arange(9)[None], layers=[target.num_layers]).aux_hidden_states)
     assert uncapped.abs().max() > 2.5
 
 
@@ -267,8 +267,8 @@ def on_meta(config: hf.PreTrainedConfig) -> hf.PreTrainedModel:
 def test_a_model_that_cannot_branch_says_why(model_type: str) -> None:
     config, reason = CHAINS[model_type]
     target = Target(on_meta(config))
-    assert not target.reads_trees
-    assert re.match(rf"^model_type {model_type} (has|has no|takes no|writes) {reason}\b", target.no_trees or "")
+    assert not target.supports_trees
+    assert re.match(rf"^model_type {model_type} (has|has no|takes no|writes) {reason}\b", target.why_no_trees or "")
 
 
 @pytest.mark.parametrize("model_type", UNFIT)
@@ -281,8 +281,8 @@ def test_a_model_that_writes_no_text_is_refused_by_name(model_type: str) -> None
 def test_what_does_not_read_on_has_no_head_to_train() -> None:
     config = hf.XLMConfig(n_layers=1, emb_dim=32, n_heads=2, n_words=50)
     target = Target(hf.AutoModelForCausalLM.from_config(config))
-    assert not target.reads_on and not target.reads_chains
+    assert not target.supports_caching and not target.supports_chains
     with pytest.raises(
         ValueError, match=r"^model_type xlm does not read on .* no head to train for it; choose another target"
     ):
-        target.read(torch.tensor([[1, 2, 3]]))
+        target.forward(torch.tensor([[1, 2, 3]]))

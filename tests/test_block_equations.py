@@ -169,8 +169,8 @@ def trained(head, target: Target, text: list[int], starts: list[int] | None) -> 
     places = torch.arange(len(text))[None]
     chosen = None if starts is None else torch.tensor([starts])
     whole = PackedBatch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), places, chosen)
-    features = target.read(tokens, layers=head.layers).features
-    states = head.draft_blocks(features, target.embed(tokens), whole)[0]
+    aux_hidden_states = target.forward(tokens, layers=head.layers).aux_hidden_states
+    states = head.draft_blocks(aux_hidden_states, target.embed(tokens), whole)[0]
     return torch.stack([head.logits(states[:, d - 1], d) for d in range(1, head.depth + 1)], 1), states[..., -1]
 
 

@@ -194,9 +194,9 @@ def test_a_layout_that_is_said_is_taken(deep, tmp_path, monkeypatch, flag):
 def test_the_measure_knows_a_head_that_drafts_right(deep, monkeypatch, right):
     """Its states at one slot are the target's own, one position on."""
 
-    def draft_blocks(self, features, embeddings, text):
+    def draft_blocks(self, aux_hidden_states, embeddings, text):
         assert self.sample_from_anchor
-        last = deep.read(text.tokens, layers=[deep.num_layers]).features.roll(-1, dims=1)
+        last = deep.forward(text.tokens, layers=[deep.num_layers]).aux_hidden_states.roll(-1, dims=1)
         return torch.stack([last if slot == right else -last for slot in range(self.block_size)], dim=2)
 
     head = make_head("dflash", deep)

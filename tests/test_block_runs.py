@@ -14,7 +14,7 @@ from foredraft.train.trainer import HeadTrainer
 from tests.support import ROOT
 from tests.support.batches import batch_of
 from tests.support.feature_writer import rows
-from tests.support.head_factory import make_head, objective
+from tests.support.head_factory import criterion, make_head
 from tests.support.processes import ONE, SMALL_EAGLE3, TWO, end, losses, torchrun
 
 RUN = [*SMALL_EAGLE3[2:], "optimizer=adamw", "trainer.max_steps=6", "trainer.save_steps=2", "evaluate.eval_steps=0"]
@@ -29,12 +29,12 @@ def given(tiny_path: Path, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["p_eagle", "dspark pruned", "dflash2"])
 def test_from_disk_the_losses_are_those_of_training_online(kind, target, tmp_path):
-    made, packed, found = objective(kind, make_head(kind, target), target), rows(), []
+    made, packed, found = criterion(kind, make_head(kind, target), target), rows(), []
     written = disk.disk(packed, target, made.head.layers, 2, str(tmp_path), dtype="float32", shard_rows=2)
     for source in (packed, written):
         batch = batch_of(source)
         text = PackedBatch(*(batch[name] for name in PackedBatch._fields[:4]))
-        found.append(made(**batch, starts=made.choose_starts(text, 0)))
+        found.append(made(**batch, anchors=made.choose_anchors(text, 0)))
     online, stored = found
     torch.testing.assert_close(stored.loss, online.loss, atol=1e-5, rtol=1e-5)
     assert torch.equal(stored.hits, online.hits) and torch.equal(stored.counts, online.counts) and online.counts.all()

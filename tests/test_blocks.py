@@ -20,7 +20,7 @@ from foredraft.train.blocks import BlockDistillation
 from foredraft.train.losses import label, soft
 from foredraft.train.module import DistillationModel
 from tests.support.batches import PROMPT, batch
-from tests.support.head_factory import BLOCK_KINDS, make_head, objective
+from tests.support.head_factory import BLOCK_KINDS, criterion, make_head
 
 
 @pytest.fixture(params=BLOCK_KINDS)
@@ -61,10 +61,10 @@ def test_settings_that_make_no_block_are_named(target):
 def test_all_blocks_at_once_are_the_loss_on_the_grid(target, kind):
     head, text = make_head(kind, target), batch(20, 12)
     whole = DistillationModel(head, target, soft)(*text)
-    made = BlockDistillation(head, target, soft, confidence_weight=0.0, starts=1.0)
+    made = BlockDistillation(head, target, soft, confidence_weight=0.0, anchors=1.0)
     for chunk in (1000, 5):
         made.chunk = chunk
-        got = made(*text._replace(starts=made.choose_starts(text, 0)))
+        got = made(*text._replace(anchors=made.choose_anchors(text, 0)))
         torch.testing.assert_close(got.loss, whole.loss)
         assert torch.equal(got.counts, whole.counts) and torch.equal(got.hits, whole.hits)
 
@@ -73,7 +73,7 @@ def test_all_blocks_at_once_are_the_loss_on_the_grid(target, kind):
 def test_attention_of_blocks_and_its_gradients_are_those_of_one_query_at_a_time(causal, window, monkeypatch):
     monkeypatch.setattr(block_attention, "QUERIES", 7)  # two blocks a part
     slots, starts = 3, torch.tensor([[-1, 0, 3, 4, 9], [1, 2, 6, 7, 10]])
-    text = PackedBatch(*(part.expand(2, -1) for part in batch(5, 7)[:4]), starts=starts)
+    text = PackedBatch(*(part.expand(2, -1) for part in batch(5, 7)[:4]), anchors=starts)
     blocks = block_attention.Blocks.of(text, slots)
     given = [
         torch.randn(2, heads, n, 8).double().requires_grad_()
@@ -102,7 +102,7 @@ def test_attention_of_blocks_and_its_gradients_are_those_of_one_query_at_a_time(
 
 def test_gradients_do_not_depend_on_the_size_of_parts(target):
     head, text = make_head("dspark", target), batch(20, 12)
-    made, found = objective("dspark", head, target), []
+    made, found = criterion("dspark", head, target), []
     for made.chunk in (1000, 5):
         made.zero_grad()
         made(*text).loss.backward()
@@ -111,27 +111,27 @@ def test_gradients_do_not_depend_on_the_size_of_parts(target):
 
 
 def test_some_positions_begin_drafts_and_others_in_the_next_step(target):
-    made = BlockDistillation(make_head("dflash", target), target, soft, starts=0.2)
+    made = BlockDistillation(make_head("dflash", target), target, soft, anchors=0.2)
     text = batch(25, 15)
     text = text._replace(loss_mask=text.positions >= 10)
-    first, second = (made.choose_starts(text, step) for step in (0, 1))
+    first, second = (made.choose_anchors(text, step) for step in (0, 1))
     assert first.shape == (1, 8) and not torch.equal(first, second)
     assert (first.diff() > 0).all() and (first >= 0).all()
     useful = [any(draft_loss_mask(text, d)[0, t + d - 1] for d in (1, 2, 3) if t + d - 1 < 40) for t in range(40)]
     assert all(useful[t] for t in first[0].tolist())
     both = PackedBatch(*(torch.cat([x.flip(1), x]) for x in text[:4]))
-    assert torch.equal(made.choose_starts(both, 0)[1:], first)  # whatever stands in other rows
-    counts = made(*text._replace(starts=first)).counts
+    assert torch.equal(made.choose_anchors(both, 0)[1:], first)  # whatever stands in other rows
+    counts = made(*text._replace(anchors=first)).counts
     for depth, count in enumerate(counts.tolist(), start=1):
         assert count == sum(bool(draft_loss_mask(text, depth)[0, t + depth - 1]) for t in first[0].tolist())
 
 
 def test_rows_with_little_to_learn_begin_fewer_drafts(target):
-    made = BlockDistillation(make_head("dflash", target), target, soft, starts=0.5)
+    made = BlockDistillation(make_head("dflash", target), target, soft, anchors=0.5)
     text = batch(20)
-    starts = made.choose_starts(text._replace(loss_mask=text.positions == 18), 0)
+    starts = made.choose_anchors(text._replace(loss_mask=text.positions == 18), 0)
     assert starts[0].tolist() == [-1] * 7 + [14, 15, 16]
-    assert made.choose_starts(text._replace(loss_mask=text.positions > 99), 0).max() == -1
+    assert made.choose_anchors(text._replace(loss_mask=text.positions > 99), 0).max() == -1
 
 
 def test_d_pace_is_its_formula():
@@ -191,7 +191,7 @@ def test_an_objective_holds_its_head_once(target):
 
 
 def test_objectives_of_blocks_refuse_other_heads(target):
-    with pytest.raises(ValueError, match="objective=block is for heads that draft in blocks, and eagle3 does not"):
+    with pytest.raises(ValueError, match="criterion=block is for heads that draft in blocks, and eagle3 does not"):
         BlockDistillation(make_head("eagle3", target), target, soft)
 
 

@@ -32,7 +32,7 @@ from foredraft.inference.drafters.ngram import NgramDrafter
 from foredraft.inference.generation import Generation
 from foredraft.inference.tree import TokenTree
 from foredraft.scripts.bench.families import Knowing
-from foredraft.train.features.online import read
+from foredraft.train.features.online import forward_target
 from tests.support import architectures
 from tests.support.architectures import VOCAB
 from tests.support.drafters import Random
@@ -56,7 +56,7 @@ CASES = [(kind, 0.0) for kind in CONFIGS] + [(kind, 1.0) for kind in ("qwen3_5",
 @pytest.mark.parametrize("kind, temperature", CASES)
 def test_a_chain_changes_nothing(kind: str, temperature: float) -> None:
     plain, target = pair(kind)
-    assert not target.reads_trees
+    assert not target.supports_trees
     settings = {"max_new_tokens": NEW, "eos_token_id": -1, "temperature": temperature}
     alone = [generate(target, None, *batch([row]), seed=row, **settings).new_tokens[0] for row in range(len(PROMPTS))]
     if temperature == 0:
@@ -69,13 +69,13 @@ def test_a_chain_changes_nothing(kind: str, temperature: float) -> None:
         drafter = Knowing([answers[row] for row in rows], VOCAB)
         drafted = generate(target, drafter, *batch(rows), seed=rows, **settings)
         assert drafted.new_tokens == [alone[row] for row in rows]
-        if target.reads_chains:  # else little was accepted, and keeping it was not tested
+        if target.supports_chains:  # else little was accepted, and keeping it was not tested
             assert drafted.acceptance_length > 2
 
 
 def test_what_does_not_read_several_tokens_right_is_decoded_plainly_and_says_so() -> None:
     _, target = pair("mamba")
-    assert not target.reads_chains and all(pair(kind).target.reads_chains for kind in READING)
+    assert not target.supports_chains and all(pair(kind).target.supports_chains for kind in READING)
     with pytest.warns(UserWarning, match=r"^mamba does not read several tokens at once .* decoded plainly"):
         generation = generate(target, NgramDrafter(), *batch([0]), max_new_tokens=4, eos_token_id=-1)
     assert {step.nodes for step in generation.steps} == {1}
@@ -149,13 +149,13 @@ def test_a_chain_is_the_deepest_branch_and_its_drafter_observes_it() -> None:
 def test_a_fork_leaves_the_state_as_it_was(kind: str) -> None:
     target = pair(kind).target
     tokens = torch.tensor([PROMPTS[0]])
-    _, state = target.read_on(tokens[:, :10], 0, None)
+    _, state = target.forward_from(tokens[:, :10], 0, None)
     assert not can_crop(state)
-    first, _ = target.read_on(tokens[:, 10:], 10, fork(state))
-    again, _ = target.read_on(tokens[:, 10:], 10, fork(state))
+    first, _ = target.forward_from(tokens[:, 10:], 10, fork(state))
+    again, _ = target.forward_from(tokens[:, 10:], 10, fork(state))
     assert torch.equal(first.logits, again.logits)
-    target.read_on(tokens[:, 10:], 10, state)
-    moved, _ = target.read_on(tokens[:, 10:], 10, fork(state))
+    target.forward_from(tokens[:, 10:], 10, state)
+    moved, _ = target.forward_from(tokens[:, 10:], 10, fork(state))
     assert (moved.logits - first.logits).abs().max() > 1e-3
 
 
@@ -164,13 +164,13 @@ def test_pending_tokens_are_committed_when_they_are_many() -> None:
     """Each step accepts the root and one of two drafts; nothing but pending ever grows, up to the bound."""
     _, target = pair("qwen3_5")
     cache, text = StateCache(1, 200, "cpu"), PROMPTS[0]
-    target.read_prompts(torch.tensor([text]), [len(text)], cache)
+    target.prefill(torch.tensor([text]), [len(text)], cache)
     cache.set_lengths([len(text)])
     luck, seen = random.Random(4), []
     for _ in range(30):
         chain = [luck.randrange(3, VOCAB) for _ in range(3)]
-        reading = target.read_tree(torch.tensor([chain]), None, None, cache)
-        whole = target.read(torch.tensor([text + chain])).logits
+        reading = target.forward_tree(torch.tensor([chain]), None, None, cache)
+        whole = target.forward(torch.tensor([text + chain])).logits
         assert (reading.logits - whole[:, -3:]).abs().max() < 2e-3
         cache.commit([[0, 1]])
         text = text + chain[:2]
@@ -185,7 +185,7 @@ def test_a_step_without_drafts_commits_what_is_pending_and_the_head_misses_nothi
     torch.manual_seed(1)
     head, forward = Eagle3Head.for_target(target, depth=3).eval(), target.model.forward
     monkeypatch.setattr(target.model, "forward", lambda *args, **facts: calls.append(0) or forward(*args, **facts))
-    assert target.reads_chains
+    assert target.supports_chains
 
     def decode(most: int) -> tuple[Generation, dict[int, list]]:
         """What it wrote, and what was drafted after a text of each length."""
@@ -235,10 +235,10 @@ def test_a_short_read_is_no_padded_chunk(monkeypatch) -> None:
 
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", spy)
     tokens = torch.tensor([PROMPTS[0] * 4])
-    long, state = target.read_on(tokens, 0, None)
-    first, after = target.read_on(tokens[:, :20], 0, None)
-    second, _ = target.read_on(tokens[:, 20:27], 20, after)
-    target.read_on(tokens[:, :1], tokens.shape[1], state)
+    long, state = target.forward_from(tokens, 0, None)
+    first, after = target.forward_from(tokens[:, :20], 0, None)
+    second, _ = target.forward_from(tokens[:, 20:27], 20, after)
+    target.forward_from(tokens[:, :1], tokens.shape[1], state)
     assert asked == [None, 20, 7]
     short = torch.cat([first.logits, second.logits], 1)
     assert (long.logits[:, :27] - short).abs().max() < 1e-5 * long.logits.abs().max()
@@ -252,18 +252,18 @@ STACKED = ["qwen3_5", "lfm2", "falcon_h1", "granite_h", "mamba2"]
 def test_rows_of_a_batch_are_read_together(kind: str) -> None:
     """Rows whose drafts are accepted at different rates, far beyond the bound of what is pending."""
     target = pair(kind).target
-    assert target.reads_rows
+    assert target.supports_ragged
     cache, texts, luck = StateCache(3, 300, "cpu"), [list(prompt) for prompt in PROMPTS], random.Random(5)
     longest = max(map(len, texts))
     tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
-    target.read_prompts(tokens, [len(text) for text in texts], cache)
+    target.prefill(tokens, [len(text) for text in texts], cache)
     for _ in range(12):
         chains = [[luck.randrange(3, VOCAB) for _ in range(4)] for _ in texts]
-        logits = target.read_tree(torch.tensor(chains), None, None, cache).logits
+        logits = target.forward_tree(torch.tensor(chains), None, None, cache).logits
         assert all(row.state is None and row.pending <= MAX_PENDING + 4 for row in cache.rows)
         counts = [1, 3, luck.choice([2, 4])]
         for row, (text, chain, count) in enumerate(zip(texts, chains, counts, strict=True)):
-            whole = target.read(torch.tensor([text + chain])).logits
+            whole = target.forward(torch.tensor([text + chain])).logits
             assert (logits[row] - whole[0, -4:]).abs().max() < 1e-3 * whole.abs().max()
             texts[row] = text + chain[:count]
         cache.commit([list(range(count)) for count in counts])
@@ -274,7 +274,7 @@ def test_a_batch_costs_one_forward_a_step(monkeypatch) -> None:
     target, calls = pair("qwen3_5").target, []
     forward = target.model.forward
     monkeypatch.setattr(target.model, "forward", lambda *args, **facts: calls.append(0) or forward(*args, **facts))
-    assert target.reads_rows
+    assert target.supports_ragged
     calls.clear()
     steps = generate(target, None, *batch([0, 1, 2]), max_new_tokens=10, eos_token_id=-1).steps
     assert len(calls) == len(PROMPTS) + len(steps)
@@ -282,14 +282,14 @@ def test_a_batch_costs_one_forward_a_step(monkeypatch) -> None:
 
 @pytest.mark.parametrize("kind", ["llama4", "bloom", "deepseek_v32", "phi3"])
 def test_what_masks_otherwise_is_read_row_by_row(kind: str) -> None:
-    assert not pair(kind).target.reads_rows
+    assert not pair(kind).target.supports_ragged
 
 
 def test_texts_below_the_boundary_of_longrope_are_drafted_for_by_trees() -> None:
     whole = pair("phi3").target
-    assert whole.rope_boundary == 30 and "unless texts stay below (target.context=30)" in str(whole.no_trees)
+    assert whole.rope_boundary == 30 and "unless texts stay below (target.context=30)" in str(whole.why_no_trees)
     short = Target(copy.deepcopy(whole.model), name="short", context=30)
-    assert short.reads_trees and short.context == 30 and short.max_positions == whole.context
+    assert short.supports_trees and short.context == 30 and short.max_positions == whole.context
     head = Eagle3Head.for_target(short, depth=3).eval()
     settings = {"max_new_tokens": NEW, "eos_token_id": -1}
     alone = generate(whole, None, *batch([1, 2]), **settings).new_tokens
@@ -311,7 +311,7 @@ def test_requests_join_a_batch_that_is_read_together_and_leave_it(kind: str) -> 
         generate(target, None, torch.tensor([prompt]), max_new_tokens=budget, eos_token_id=-1).new_tokens[0]
         for prompt, budget in zip(prompts, budgets, strict=True)
     ]
-    engine = Engine(target, NgramDrafter(), max_rows=2)
+    engine = Engine(target, NgramDrafter(), max_num_seqs=2)
     requests = [Request(prompt, max_new_tokens=budget) for prompt, budget in zip(prompts, budgets, strict=True)]
     for request in requests:
         engine.add(request)
@@ -370,10 +370,10 @@ def packed_batch() -> PackedBatch:
 def test_a_packed_document_has_the_features_that_it_has_alone(kind: str) -> None:
     plain, target = pair(kind)
     text = packed_batch()
-    features, last = read(target, text, [1])
+    aux_hidden_states, last = forward_target(target, text, [1])
     for row, document in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
         where = text.documents[row] == document
         alone = plain(text.tokens[row : row + 1, where], output_hidden_states=True, use_cache=False).hidden_states
-        for ours, theirs in ((features, alone[1]), (last, alone[-1])):
+        for ours, theirs in ((aux_hidden_states, alone[1]), (last, alone[-1])):
             assert (ours[row, where] - theirs).abs().max() < 1e-5 * theirs.abs().max().clamp(min=1)
     assert not last[1, 17:].any()

@@ -11,7 +11,7 @@ import hydra
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from foredraft.scripts import foredraft
+from foredraft import __main__ as foredraft
 from foredraft.train.cli import entry
 from foredraft.train.config_check import nearest
 from foredraft.train.config_help import comments, describe
@@ -372,7 +372,7 @@ def test_as_a_program(run: Run, tmp_path: Path) -> None:
     """A script beside its conf folder, as `python train/run.py` is, run from somewhere else."""
     script = tmp_path / "run.py"
     script.write_text(
-        "from pathlib import Path\nfrom train.cli import entry\n\n"
+        "from pathlib import Path\nfrom foredraft.train.cli import entry\n\n"
         "@entry('tiny', config_dir=Path(__file__).parent / 'conf')\n"
         "def main(cfg):\n    print('ran', cfg.head.heads)\n\nmain()\n"
     )

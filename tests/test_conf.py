@@ -27,7 +27,7 @@ from tests.support.tiny import TEXT
 def test_a_head_with_its_objective_and_loss(name: str, fresh):
     cfg = composed("train", f"head={name}")
     head = instantiate(cfg.head, target=fresh)
-    distillation = instantiate(cfg.objective, head=head, target=fresh, loss=instantiate(cfg.loss))
+    distillation = instantiate(cfg.criterion, head=head, target=fresh, loss=instantiate(cfg.loss))
     assert distillation.head is head and distillation.target is fresh  # not copies of them
     places = torch.arange(12)[None]
     text = PackedBatch(torch.tensor([PROMPT[:12]]), places >= 4, torch.zeros_like(places), places)
@@ -36,9 +36,9 @@ def test_a_head_with_its_objective_and_loss(name: str, fresh):
 
 @pytest.mark.parametrize("name", names("objective"))
 def test_an_objective(name: str, fresh):
-    objective = composed("train", f"objective={name}").objective
+    criterion = composed("train", f"criterion={name}").criterion
     head = make_head("dflash" if name in ("block", "domino", "p_eagle") else "medusa2", fresh)
-    assert isinstance(instantiate(objective, head=head, target=fresh, loss=soft), DistillationModel)
+    assert isinstance(instantiate(criterion, head=head, target=fresh, loss=soft), DistillationModel)
 
 
 @pytest.mark.parametrize("name", names("loss"))

@@ -72,7 +72,7 @@ def test_reads_are_timed_after_texts_of_the_length_that_is_asked_for(monkeypatch
 
 def test_a_draft_is_timed_after_a_text_and_after_what_a_step_accepts(monkeypatch):
     target, seen, propose = random_model(1, max_position_embeddings=512), [], DynamicTree.propose
-    read, reads = target.read, []
+    read, reads = target.forward, []
 
     def spied(self: DynamicTree, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         seen.append((self.levels, accepted.tokens.shape, list(self.cache.lengths)))
@@ -84,7 +84,7 @@ def test_a_draft_is_timed_after_a_text_and_after_what_a_step_accepts(monkeypatch
         return read(*args, **kwargs)
 
     monkeypatch.setattr(DynamicTree, "propose", spied)
-    monkeypatch.setattr(target, "read", spied_read)
+    monkeypatch.setattr(target, "forward", spied_read)
     model = CostModel(eagle(target), target, text=100)
     for batch in (1, 2):
         seen.clear(), reads.clear()

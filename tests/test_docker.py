@@ -7,7 +7,7 @@ import tomllib
 import yaml
 from omegaconf import OmegaConf
 
-from foredraft.scripts.foredraft import PROGRAMS
+from foredraft.__main__ import PROGRAMS
 from tests.support import ROOT
 
 FOLDER = ROOT / "scripts" / "docker"

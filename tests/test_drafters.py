@@ -31,7 +31,7 @@ from foredraft.inference.drafters import (
     Union,
     drafter_for,
 )
-from foredraft.inference.drafters.base import Accepted, chains, root_only, trees
+from foredraft.inference.drafters.base import Accepted, bonus_only, chains, trees
 from foredraft.inference.drafters.union import merge
 from foredraft.inference.evaluation.lossless import PaddedDrafter
 from foredraft.inference.sampling import Sampling, SamplingParams
@@ -219,15 +219,15 @@ def test_drafters_in_a_union_observe_their_own_nodes():
 def test_a_union_gives_each_drafter_the_features_it_asked_for():
     class Wants(OneBranch):
         def propose(self, step, gumbel):
-            self.got = step.features
-            return root_only(step)
+            self.got = step.aux_hidden_states
+            return bonus_only(step)
 
     one, two, three = Wants([1]), Wants([1]), Wants([1])
     one.layers, two.layers = [1, 6], [3]
     both = begun(Union([one, two, three]))
     assert both.layers == [1, 3, 6]
-    features = torch.tensor([1.0, 1, 3, 3, 6, 6]).expand(1, 1, -1)
-    both.propose(accepted([1, 2])._replace(features=features), None)
+    aux_hidden_states = torch.tensor([1.0, 1, 3, 3, 6, 6]).expand(1, 1, -1)
+    both.propose(accepted([1, 2])._replace(aux_hidden_states=aux_hidden_states), None)
     assert one.got.flatten().tolist() == [1, 1, 6, 6] and two.got.flatten().tolist() == [3, 3]
     assert three.got.shape == (1, 1, 0)
 
@@ -268,11 +268,11 @@ def test_adaptive_length_stops_where_the_draft_is_not_sure(small):
 @torch.inference_mode()
 def test_a_tree_stops_where_little_is_left_to_gain_in_any_row(small):
     head = eagle(small).head
-    texts, features = [[1, 2, 3], [4, 5]], len(head.layers) * small.hidden_size
+    texts, aux_hidden_states = [[1, 2, 3], [4, 5]], len(head.layers) * small.hidden_size
     for min_probability, levels in ((0.0, 4), (1.1, 1)):
         drafter = DynamicTree(head, small, nodes=10, depth=4, width=3, min_probability=min_probability)
         drafter.begin(2, 64, Sampling.of([SamplingParams()] * 2, 1024))
-        assert drafter.propose(accepted(*texts, width=features), None).depths.max() == levels
+        assert drafter.propose(accepted(*texts, width=aux_hidden_states), None).depths.max() == levels
     scores = []
     drafter = DynamicTree(head, small, nodes=10, depth=4, width=3)
     assert drafter.should_stop is not None
@@ -353,15 +353,15 @@ def test_a_prompt_is_read_without_a_mask_of_its_length_squared(target, kind):
     }[kind]()
     length = 240
     tokens = torch.arange(length)[None] % target.vocab_size
-    features = target.read(tokens, layers=head.layers).features
-    inputs = features, head.embed(tokens, target)
+    aux_hidden_states = target.forward(tokens, layers=head.layers).aux_hidden_states
+    inputs = aux_hidden_states, head.embed(tokens, target)
     with torch.no_grad(), Largest() as whole:
-        read = head.read_accepted(*inputs, KVCache(head.cache_layers, 1, length, "cpu"))
+        read = head.draft_extend(*inputs, KVCache(head.cache_layers, 1, length, "cpu"))
     assert whole.elements < length**2
     halves = KVCache(head.cache_layers, 1, length, "cpu")
     with torch.no_grad(), Largest() as masked:
-        first = head.read_accepted(*(x[:, : length // 2] for x in inputs), halves)
+        first = head.draft_extend(*(x[:, : length // 2] for x in inputs), halves)
         halves.set_lengths([length // 2])
-        second = head.read_accepted(*(x[:, length // 2 :] for x in inputs), halves)
+        second = head.draft_extend(*(x[:, length // 2 :] for x in inputs), halves)
     torch.testing.assert_close(torch.cat([first, second], 1), read, atol=1e-4, rtol=1e-4)
     assert masked.elements >= (length // 2) * length  # the second half did need one

@@ -83,7 +83,7 @@ def alone(target) -> list[list[int]]:
     ["plain", "ngram", "suffix", "lookahead", "eagle3", "medusa", "auto", "draft model", "union", "union of auto"],
 )
 def test_requests_join_and_leave_between_steps(target, alone, name):
-    engine, asked = Engine(target, drafter(name, target), max_rows=3), requests()
+    engine, asked = Engine(target, drafter(name, target), max_num_seqs=3), requests()
     texts: dict[Request, list[int]] = {request: [] for request in asked}
     coming = iter(asked)
     for request in (next(coming), next(coming)):

@@ -53,7 +53,7 @@ def alone(target) -> list[list[int]]:
 @pytest.mark.parametrize("number", range(2))
 def test_a_cancelled_request_frees_its_row_at_once(target, alone, number):
     asked, sizes = requests(), []
-    engine = Engine(target, drafters(target)[number], max_rows=3)
+    engine = Engine(target, drafters(target)[number], max_num_seqs=3)
 
     def between(step: int) -> None:
         if step == 3:
@@ -69,7 +69,7 @@ def test_a_cancelled_request_frees_its_row_at_once(target, alone, number):
 
 
 def test_a_request_that_waits_can_be_cancelled(target, alone):
-    asked, engine = requests(), Engine(target, max_rows=1)
+    asked, engine = requests(), Engine(target, max_num_seqs=1)
     texts, _ = run(engine, asked, lambda step: engine.cancel(asked[2]) if step == 1 else None)
     assert texts == [alone[0], alone[1], [], alone[3]]
 
@@ -79,8 +79,8 @@ def test_a_request_that_waits_can_be_cancelled(target, alone):
 def test_logits_that_are_not_numbers_end_their_row_alone(target, alone, monkeypatch, number, when):
     """Poison the second row's logits, of its prompt (step 0) or of a tree; and leave NaN in its cache."""
     asked = requests()
-    engine = Engine(target, drafters(target)[number], max_rows=3)
-    read, now = type(target).read, [0]
+    engine = Engine(target, drafters(target)[number], max_num_seqs=3)
+    read, now = type(target).forward, [0]
 
     def poisoned(self, tokens, positions=None, mask=None, cache=None, *args, **kwargs):
         reading = read(self, tokens, positions, mask, cache, *args, **kwargs)
@@ -90,7 +90,7 @@ def test_logits_that_are_not_numbers_end_their_row_alone(target, alone, monkeypa
                 block[:, :, 1] = float("nan")
         return reading
 
-    monkeypatch.setattr(type(target), "read", poisoned)
+    monkeypatch.setattr(type(target), "forward", poisoned)
     texts, reasons = run(engine, asked, lambda step: now.__setitem__(0, step))
     assert reasons == ["length", "error", "length", "length"]
     assert texts[1] == alone[1][: len(texts[1])] and [texts[0], *texts[2:]] == [alone[0], *alone[2:]]
@@ -100,13 +100,13 @@ def test_the_place_of_a_broken_row_is_clean(target, alone, monkeypatch):
     """All that is read in it is not a number, until a late request takes it."""
     head = Eagle3Head.for_target(target, depth=3).eval()
     engine = Engine(target, DynamicTree(head, target, nodes=8, depth=3, width=2, min_probability=0))
-    late, read, now = Request(ids(3, 9), max_new_tokens=9), type(target).read, [0]
+    late, read, now = Request(ids(3, 9), max_new_tokens=9), type(target).forward, [0]
     expected, _ = run(Engine(target), [late])
 
     def poisoned(self, tokens, positions=None, mask=None, cache=None, *args, **kwargs):
         reading = read(self, tokens, positions, mask, cache, *args, **kwargs)
         if cache is engine.batch.cache and now[0] > 1 and engine.batch.rows[1].request is asked[1]:
-            reading.logits[1] = reading.features[1] = float("nan")
+            reading.logits[1] = reading.aux_hidden_states[1] = float("nan")
             for block in cache.blocks.values():
                 block[:, :, 1] = float("nan")
         return reading
@@ -117,10 +117,10 @@ def test_the_place_of_a_broken_row_is_clean(target, alone, monkeypatch):
             engine.add(late)
         if step == 7:
             assert [row.request for row in engine.batch.rows] == [asked[0], late, asked[2]]
-            (reader,) = engine.drafter.readers  # NaN there would spoil the drafts, and not the text
+            (reader,) = engine.drafter.cached_drafters  # NaN there would spoil the drafts, and not the text
             assert all(block.isfinite().all() for block in reader.cache.blocks.values())
 
-    monkeypatch.setattr(type(target), "read", poisoned)
+    monkeypatch.setattr(type(target), "forward", poisoned)
     asked = requests()[:3]
     texts, reasons = run(engine, asked, between, late)
     assert reasons == ["length", "error", "length", "length"]
@@ -129,7 +129,7 @@ def test_the_place_of_a_broken_row_is_clean(target, alone, monkeypatch):
 
 @pytest.mark.parametrize("number", range(2))
 def test_rows_that_are_read_anew_write_the_same(target, alone, number):
-    engine = Engine(target, drafters(target)[number], max_rows=3)
+    engine = Engine(target, drafters(target)[number], max_num_seqs=3)
     texts, _ = run(engine, requests(), lambda step: engine.preempt() if step in (1, 3) else None)
     assert texts == alone
 
@@ -153,11 +153,11 @@ def test_who_joins_takes_a_finished_row_s_place_and_nothing_is_copied(target, al
     asked = [
         replace(request, max_new_tokens=number) for number, request in zip((16, 20, 5, 9), requests(), strict=True)
     ]
-    engine, seen = Engine(target, drafters(target)[1], max_rows=3), []
+    engine, seen = Engine(target, drafters(target)[1], max_num_seqs=3), []
 
     def between(step: int) -> None:
         if step:
-            (reader,) = engine.drafter.readers
+            (reader,) = engine.drafter.cached_drafters
             blocks = [*engine.batch.cache.blocks.values(), *reader.cache.blocks.values()]
             rows = [asked.index(row.request) for row in engine.batch.rows]
             seen.append((rows, [block.data_ptr() for block in blocks], len(engine.batch.cache.graphs.graphs)))
@@ -231,7 +231,7 @@ def test_a_trace_is_of_the_tokens_and_their_tree(target, number):
                 assert output.trace is None
                 continue
             trace = output.trace
-            logprobs = target.read(torch.tensor([text + output.tokens])).logits[0].log_softmax(-1)
+            logprobs = target.forward(torch.tensor([text + output.tokens])).logits[0].log_softmax(-1)
             for place, token in enumerate(output.tokens):
                 at = logprobs[len(text) - 1 + place]
                 assert trace.logprobs[place] == pytest.approx(at[token].item(), abs=1e-4)

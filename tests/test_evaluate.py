@@ -130,7 +130,7 @@ def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(monkeypatch
     assert all(line["identical"] == line["texts"] == 2 and line["wrong"] == 0 for line in found["identity"])
     assert {line["drafter"] for line in found["identity"]} > {"ngram", f"{ours}, chain of 3"}
     assert {(line["batch"], line["drafter"]) for line in found["expected"]} == {(1, ours)}
-    assert set(found["stages"][0]["seconds"]) == {"draft", "read", "verify", "commit", "host"}
+    assert set(found["stages"][0]["seconds"]) == {"draft", "forward", "verify", "commit", "host"}
     page = (output / "report.html").read_text()
     assert "nonsense failed and is left out" in page and page.count("<svg") >= 6
     with (output / "figures.csv").open() as file:
@@ -172,7 +172,7 @@ class Unread(Wrapper):
     """The mistake: the head's features are not those it learned from."""
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        return self.inner.propose(accepted._replace(features=accepted.features.roll(1, 2)), gumbel)
+        return self.inner.propose(accepted._replace(aux_hidden_states=accepted.aux_hidden_states.roll(1, 2)), gumbel)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "hydra_pp", "medusa", "dflash", "dspark"])

@@ -54,7 +54,7 @@ def head(target: Target) -> Eagle3Head:
 
 
 def hidden(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
-    return online.read(target, PackedBatch(**batch_of(rows())), LAYERS)
+    return online.forward_target(target, PackedBatch(**batch_of(rows())), LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -224,8 +224,8 @@ def test_two_hundred_shards_are_not_opened_at_the_start(target, whole: Path, tmp
 def test_documents_of_long_rows_are_read_one_by_one(target: Target, monkeypatch: pytest.MonkeyPatch):
     """Where a mask of the whole row would not fit: no mask is made, and the features are the same."""
     text = batch(40, 25)
-    masked = online.read(target, text, [2])
+    masked = online.forward_target(target, text, [2])
     monkeypatch.setattr(online, "MAX_MASK_LENGTH", 8)
     monkeypatch.delattr(PackedBatch, "mask")
-    for ours, theirs in zip(online.read(target, text, [2]), masked, strict=True):
+    for ours, theirs in zip(online.forward_target(target, text, [2]), masked, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

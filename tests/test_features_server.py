@@ -90,9 +90,9 @@ def test_rows_are_what_the_target_reads_in_the_process(target: Target, engine: t
     layers = [target.num_layers, 4, 1]
     urls = [url, url.replace("127.0.0.1", "localhost")]
     batch = batch_of(server(packed, target, layers, 2, urls, str(tmp_path), timeout=60, patience=10))
-    features, last = online.read(target, PackedBatch(**batch_of(packed)), layers)
+    aux_hidden_states, last = online.forward_target(target, PackedBatch(**batch_of(packed)), layers)
     real = batch["documents"] >= 0
-    torch.testing.assert_close(batch["features"][real], features[real], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(batch["features"][real], aux_hidden_states[real], rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(batch["last"][real], last[real], rtol=1e-5, atol=1e-4)
     assert not list(folder.iterdir())
 
@@ -259,5 +259,5 @@ def test_the_final_norm_of_every_family(family: str):
     target = pair(family, "eager").target
     norm, tokens = final_norm(target), [3, 7, 11, 5, 2]
     before = read_states(target, norm, tokens, [target.num_layers])[:, 0]
-    after = target.read(torch.tensor([tokens]), layers=[target.num_layers]).features[0]
+    after = target.forward(torch.tensor([tokens]), layers=[target.num_layers]).aux_hidden_states[0]
     assert not torch.allclose(before, after) and torch.equal(on_host(norm)(before), after)

@@ -56,7 +56,7 @@ def test_a_slot_sees_its_text(rows):
 def test_a_block_sees_its_text_and_itself(slots, causal, window, everywhere):
     text = packed(ROWS["tiles"])
     chosen = torch.tensor([[-1, 0, 99, 130, 310], [1, 2, 140, 150, 319]])
-    blocks = block_attention.Blocks.of(text if everywhere else text._replace(starts=chosen), slots)
+    blocks = block_attention.Blocks.of(text if everywhere else text._replace(anchors=chosen), slots)
     mask = flex.blocks_mask(blocks.first, blocks.last, slots, blocks.length, causal, window)
     inside = block_attention.within(slots, causal, window, torch.device("cpu"))
     expected = block_attention.part_seen(blocks.first, blocks.last, inside, blocks.length, window)
@@ -86,7 +86,7 @@ def test_steps_and_blocks_attend_by_it_as_without(kernel, monkeypatch):
     """By the kernel itself forward, and by its definition with all gradients."""
     text, slots = packed(ROWS["tiles"]), 4
     length, dtype = text.tokens.shape[1], torch.float32 if kernel else torch.float64
-    starts = text._replace(starts=torch.tensor([[-1, 5, 180], [1, 140, 319]]))
+    starts = text._replace(anchors=torch.tensor([[-1, 5, 180], [1, 140, 319]]))
     torch.manual_seed(0)
     q, own_q, own_keys, own_values, *others = (
         torch.randn(2, heads, n, 16, dtype=dtype, requires_grad=not kernel)

@@ -191,19 +191,19 @@ def test_settings_beyond_the_vocabulary_have_a_defined_result(target):
 def test_a_read_sees_the_text_in_the_cache_and_not_the_room_behind_it(target):
     """Reads of a short text cost the same whatever `max_new_tokens` has reserved."""
     cache = target.new_cache(1, 200)
-    target.read(prompt(9), cache=cache)
+    target.forward(prompt(9), cache=cache)
     cache.set_lengths([9])
     keys, values = cache.update(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8), 0)
     assert keys.shape[2] == values.shape[2] == cache.mask(torch.ones(1, 4, 4).bool()).shape[-1] == 13
 
 
 def test_logits_that_are_not_numbers_are_an_error(target, monkeypatch):
-    read = type(target).read
+    read = type(target).forward
 
     def broken(self, *args, **kwargs):
         reading = read(self, *args, **kwargs)
         return reading._replace(logits=torch.where(torch.arange(320) == 17, float("nan"), reading.logits))
 
-    monkeypatch.setattr(type(target), "read", broken)
+    monkeypatch.setattr(type(target), "forward", broken)
     with pytest.raises(ValueError, match="not numbers"):
         generate(target, None, prompt(3))

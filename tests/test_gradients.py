@@ -11,7 +11,7 @@ from foredraft.train.gradients import PartialGradients
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime.cost import Live
 from tests.support.batches import batch
-from tests.support.head_factory import make_head, objective
+from tests.support.head_factory import criterion, make_head
 
 
 class Kept(PartialGradients):
@@ -27,7 +27,7 @@ class Kept(PartialGradients):
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "mtp", "hass", "dflash", "jetspec"])
 def test_gradients_are_autograds(fresh: Target, kind: str, monkeypatch):
     head, text = make_head(kind, fresh), batch(40, 25, 33)
-    made, found = objective(kind, head, fresh), []
+    made, found = criterion(kind, head, fresh), []
     made.chunk, made.num_items = 17, torch.arange(head.depth) + 50
     for gradients in (PartialGradients, Kept):
         for module in ("foredraft.train.module", "foredraft.train.blocks"):
@@ -45,7 +45,7 @@ def test_the_gradient_follows_what_is_done_to_the_loss(target: Target):
     head, text, found = make_head("eagle3", target), batch(40), []
     for factor in (1, 2):
         head.zero_grad()
-        (factor * objective("eagle3", head, target)(*text[:4]).loss).backward()
+        (factor * criterion("eagle3", head, target)(*text[:4]).loss).backward()
         found.append(torch.cat([p.grad.flatten() for p in head.parameters() if p.grad is not None]))
     assert found[0].abs().max() > 0 and torch.equal(2 * found[0], found[1])
 
@@ -56,11 +56,13 @@ def test_logits_of_one_depth_and_part_are_all_that_lives(target: Target):
     distillation = DistillationModel(head, target, losses.soft, chunk=16)
     text = batch(256)
     with torch.no_grad():
-        features, last = distillation.read(text)
-        outs = head(features, target.embed(text.tokens), text)
+        aux_hidden_states, last = distillation.forward_target(text)
+        outs = head(aux_hidden_states, target.embed(text.tokens), text)
     distillation.head.forward = lambda *_: [out.detach().requires_grad_() for out in outs]  # type: ignore[method-assign]
-    with Live([*distillation.parameters(), *target.model.parameters(), *text[:4], features, last, *outs]) as live:
-        distillation.compute_loss(text, features, last)
+    with Live(
+        [*distillation.parameters(), *target.model.parameters(), *text[:4], aux_hidden_states, last, *outs]
+    ) as live:
+        distillation.compute_loss(text, aux_hidden_states, last)
     one_step = 4 * 256 * target.vocab_size
     weights = sum(p.nbytes for p in head.lm_head.parameters())
     states = 2 * sum(out.nbytes for out in outs)  # of the slots that count, and their gradients
@@ -71,12 +73,12 @@ def test_logits_of_one_depth_and_part_are_all_that_lives(target: Target):
 def test_memory_of_a_step_grows_with_the_length_of_a_row(target: Target, kind: str):
     head, peaks = make_head(kind, target), []
     for length in (512, 4096):
-        made, text = objective(kind, head, target), batch(length)
-        text = text._replace(starts=made.choose_starts(text, 0))
-        features, last = made.read(text)
-        before = [*made.parameters(), *made.buffers(), *target.model.parameters(), *text[:4], features, last]
+        made, text = criterion(kind, head, target), batch(length)
+        text = text._replace(anchors=made.choose_anchors(text, 0))
+        aux_hidden_states, last = made.forward_target(text)
+        before = [*made.parameters(), *made.buffers(), *target.model.parameters(), *text[:4], aux_hidden_states, last]
         with Live(before) as live:
-            made.compute_loss(text, features, last).loss.backward()
+            made.compute_loss(text, aux_hidden_states, last).loss.backward()
         peaks.append(live.peak)
         head.zero_grad()
     assert peaks[1] < 9 * peaks[0]

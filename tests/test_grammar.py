@@ -77,7 +77,7 @@ def test_greedy_text_is_the_likeliest_that_every_prefix_allows(target, grammars)
         assert matcher.consume_tokens(new)
         mask = matcher.compute_bitmask()
         allowed = [token for token in range(target.vocab_size) if mask[token // 8] >> (token % 8) & 1]
-        logits = target.read(torch.tensor([text + new])).logits[0, -1]
+        logits = target.forward(torch.tensor([text + new])).logits[0, -1]
         new.append(allowed[int(logits[allowed].argmax())])
     assert found == new
 
@@ -102,7 +102,7 @@ def test_rows_of_a_batch_have_grammars_of_their_own(target, grammars):
         return [*found.values()]
 
     drafter = DraftModel(target, target, depth=3)
-    together = texts(Engine(target, drafter, max_rows=3), requests())
+    together = texts(Engine(target, drafter, max_num_seqs=3), requests())
     assert together == [texts(Engine(target), [request])[0] for request in requests()]
 
 

@@ -17,12 +17,14 @@ from foredraft.train.losses import soft
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime.cost import Live
 from tests.support.batches import PROMPT, batch
-from tests.support.head_factory import make_head, objective
+from tests.support.head_factory import criterion, make_head
 
 
 def states(head, target: Target, text: PackedBatch) -> list[torch.Tensor]:
-    features = target.read(text.tokens, text.positions, text.mask(), layers=head.layers, keep_logits=1).features
-    outs = head(features, target.embed(text.tokens), text)
+    aux_hidden_states = target.forward(
+        text.tokens, text.positions, text.mask(), layers=head.layers, keep_logits=1
+    ).aux_hidden_states
+    outs = head(aux_hidden_states, target.embed(text.tokens), text)
     return [head.logits(out, depth) for depth, out in enumerate(outs, start=1)]
 
 
@@ -90,7 +92,7 @@ def test_files_give_back_the_head_bit_for_bit(fresh, head, tmp_path):
 
 def test_every_parameter_learns(fresh, head_kind, head):
     text = batch(20, 12)
-    objective(head_kind, head.train(), fresh)(*text).loss.backward()
+    criterion(head_kind, head.train(), fresh)(*text).loss.backward()
     for name, parameter in head.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
@@ -138,7 +140,7 @@ def test_gate_sees_positions_one_off(target, monkeypatch):
 
 def test_gate_sees_fused_layers_off_by_one(target, monkeypatch):
     head = make_head("eagle3", target)
-    monkeypatch.setattr(Target, "read", wrap_read(Target.read))
+    monkeypatch.setattr(Target, "forward", wrap_read(Target.forward))
     with pytest.raises(ValueError, match="parity gate: at depth 1"):
         parity_gate.check(head, target, PROMPT)
 
@@ -194,14 +196,18 @@ def test_gate_sees_training_steps_that_look_at_text_they_have_not_got(target, mo
 def test_gate_sees_features_before_the_final_norm(target, monkeypatch):
     """Medusa reads the last hidden state after the final norm; one engine handed it over before."""
     head = make_head("medusa", target)
-    original, calls = Target.read, {"count": 0}
+    original, calls = Target.forward, {"count": 0}
 
     def read(self, *args, **kwargs):
         reading = original(self, *args, **kwargs)
         calls["count"] += 1
-        return reading._replace(features=self.model.model.norm(reading.features)) if calls["count"] % 2 else reading
+        return (
+            reading._replace(aux_hidden_states=self.model.model.norm(reading.aux_hidden_states))
+            if calls["count"] % 2
+            else reading
+        )
 
-    monkeypatch.setattr(Target, "read", read)
+    monkeypatch.setattr(Target, "forward", read)
     with pytest.raises(ValueError, match="parity gate"):
         parity_gate.check(head, target, PROMPT)
 
@@ -238,7 +244,7 @@ def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
 
     head = make_head("eagle3", target)
     text = torch.tensor([PROMPT])
-    features = target.read(text, layers=head.layers).features
+    aux_hidden_states = target.forward(text, layers=head.layers).aux_hidden_states
 
     seen: list[torch.Tensor] = []
 
@@ -252,7 +258,7 @@ def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
         for first, last in pieces:
             seen.clear()
             new = text[:, first + 1 : last + 1]
-            drafter.propose(Accepted(new, features[:, first:last], [last - first], [PROMPT[: last + 1]]), None)
+            drafter.propose(Accepted(new, aux_hidden_states[:, first:last], [last - first], [PROMPT[: last + 1]]), None)
         return list(seen)
 
     monkeypatch.setattr(head, "logits", record)

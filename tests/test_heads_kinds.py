@@ -43,13 +43,13 @@ def answers_of(head, target: Target) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
     outcome = DistillationModel(head, target, loss)(*text)
     assert len(seen) == head.depth
-    return [(answer.features, count) for answer, count in zip(seen, outcome.counts.tolist(), strict=True)]
+    return [(answer.aux_hidden_states, count) for answer, count in zip(seen, outcome.counts.tolist(), strict=True)]
 
 
 def test_the_loss_compares_with_just_the_supervised_tokens(fresh, head):
     """Tokens 10..15 are supervised. The target chose them by its hidden states 9..14: these are the answers, all of them,
     at every depth."""
-    states = fresh.read(torch.tensor([PROMPT[:16]]), layers=[fresh.num_layers]).features[0]
+    states = fresh.forward(torch.tensor([PROMPT[:16]]), layers=[fresh.num_layers]).aux_hidden_states[0]
     for answers, count in answers_of(head, fresh):
         assert count == 6
         torch.testing.assert_close(answers, states[9:15])
@@ -64,7 +64,7 @@ def test_a_mask_that_is_not_shifted_is_seen(target, kind, monkeypatch):
         return text.loss_mask & (slots + 2 < len(slots))
 
     monkeypatch.setattr(module, "draft_loss_mask", unshifted)
-    states = target.read(torch.tensor([PROMPT[:16]]), layers=[target.num_layers]).features[0]
+    states = target.forward(torch.tensor([PROMPT[:16]]), layers=[target.num_layers]).aux_hidden_states[0]
     for answers, count in answers_of(make_head(kind, target), target):
         assert count == 4 and torch.allclose(answers, states[11:15], atol=1e-5)
 
@@ -93,11 +93,11 @@ def test_a_pruned_head_drafts_its_best_tokens_under_their_own_names(target, kind
     ids = head.draft_ids
     assert ids is not None and len(ids) < target.vocab_size and ids[0] > 0
     tokens = torch.tensor([PROMPT])
-    features = target.read(tokens, layers=head.layers).features[:, :-1]
+    aux_hidden_states = target.forward(tokens, layers=head.layers).aux_hidden_states[:, :-1]
     drafter = drafter_for(head, target, nodes=8)
     drafter.begin(1, 64, Sampling.of([SamplingParams(temperature=1.0)] * 1, 1024))
     gumbel = torch.randn(1, drafter.depth + 1, target.vocab_size) if noisy else None
-    tree = drafter.propose(Accepted(tokens[:, 1:], features, [len(PROMPT) - 1], [PROMPT]), gumbel)
+    tree = drafter.propose(Accepted(tokens[:, 1:], aux_hidden_states, [len(PROMPT) - 1], [PROMPT]), gumbel)
     assert torch.isin(tree.tokens[0, 1:], ids).all()
     logits = parity_gate.trained_logits(head, target, [*PROMPT, 0, 0, 0, 0], len(PROMPT) - 2)[0]
     scores = logits if gumbel is None else logits.log_softmax(-1) + gumbel[0, 0, ids]
@@ -175,12 +175,12 @@ def test_a_head_may_choose_loss_and_objective_and_the_command_line_overrules_it(
     losses = {line: cfg.loss["_target_"].rpartition(".")[2] for line, cfg in chosen.items()}
     assert losses["head=medusa"] == "soft" and losses["head=eagle"] == "regression"
     assert losses["head=eagle loss=hard"] == "hard"
-    assert chosen["head=medusa2"].objective["_target_"] == "foredraft.train.joint.JointDistillation"
+    assert chosen["head=medusa2"].criterion["_target_"] == "foredraft.train.joint.JointDistillation"
     assert chosen["head=eagle3_1"].head.fc_norm and chosen["head=eagle3_1"].head.norm_output
 
 
 def test_medusa2_ends_with_adapter_heads_and_a_warning(train):
-    directory = train("head=medusa2", "trainer.logging_steps=1", "objective.heads_only=0.5")
+    directory = train("head=medusa2", "trainer.logging_steps=1", "criterion.heads_only=0.5")
     files = {file.name for file in (directory / "head").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "model.safetensors", "config.json"} <= files
     assert "**The target's text changes.**" in (directory / "head" / "README.md").read_text()

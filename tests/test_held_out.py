@@ -56,7 +56,7 @@ def counted_by_hand(model: DistillationModel, documents: list[Document]) -> floa
     right = []
     for document in documents:
         text = document.tokens
-        best = model.target.read(torch.tensor([text])).logits[0].argmax(-1).tolist()
+        best = model.target.forward(torch.tensor([text])).logits[0].argmax(-1).tolist()
         for place in range(document.loss_mask.index(True), len(text)):
             chain, _ = parity_gate.drafted_logits(model.head, model.target, text[: place - 1], text[place - 1])
             right.append(chain[0] == best[place - 1])

@@ -34,13 +34,13 @@ def text_of(target: Target, drafter=None) -> list[list[int]]:
 
 
 def test_a_new_adapter_changes_nothing_and_a_trained_one_the_text(fresh):
-    before = fresh.read(IDS).logits
+    before = fresh.forward(IDS).logits
     Medusa2Head.for_target(fresh)
-    torch.testing.assert_close(fresh.read(IDS).logits, before)
+    torch.testing.assert_close(fresh.forward(IDS).logits, before)
     disturb(fresh)
-    assert (fresh.read(IDS).logits - before).abs().max() > 0.1
+    assert (fresh.forward(IDS).logits - before).abs().max() > 0.1
     with adapter.disabled(fresh):
-        torch.testing.assert_close(fresh.read(IDS).logits, before)
+        torch.testing.assert_close(fresh.forward(IDS).logits, before)
     assert all(parameter.requires_grad for parameter in adapter.lora_layers(fresh).parameters())
 
 
@@ -69,9 +69,9 @@ def test_the_adapted_target_is_held_to_what_it_said(fresh):
     assert distillation(*text).loss.item() == pytest.approx(0.0, abs=1e-6)
     disturb(fresh)
     loss = distillation(*text).loss.item()
-    now = fresh.read(text.tokens, text.positions, text.mask()).logits.log_softmax(-1)
+    now = fresh.forward(text.tokens, text.positions, text.mask()).logits.log_softmax(-1)
     with adapter.disabled(fresh):
-        before = fresh.read(text.tokens, text.positions, text.mask()).logits.log_softmax(-1)
+        before = fresh.forward(text.tokens, text.positions, text.mask()).logits.log_softmax(-1)
     # Of each document the target's words for tokens 2 and later, which is what a depth-1 draft is compared with.
     asked = [*range(1, 19), *range(21, 31)]
     divergence = (before.exp() * (before - now)).sum(-1)[0, asked].mean().item()
@@ -86,16 +86,16 @@ def test_decoding_merges_the_adapter_and_another_head_finds_it_apart(fresh, tiny
         disturb(other)
         save_head(head, directory, other)
     load_head(first, fresh)
-    apart = fresh.read(IDS).logits
+    apart = fresh.forward(IDS).logits
     load_drafter(str(first), fresh)
     assert all(layer.merged for layer in adapter.tuned_layers(fresh)) and len(adapter.tuned_layers(fresh)) > 0
-    torch.testing.assert_close(fresh.read(IDS).logits, apart, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(fresh.forward(IDS).logits, apart, atol=1e-3, rtol=1e-3)
     load_drafter(str(second), fresh)
-    merged = fresh.read(IDS).logits
+    merged = fresh.forward(IDS).logits
     assert (merged - apart).abs().max() > 0.1
     load_head(second, fresh)
     assert not any(layer.merged for layer in adapter.tuned_layers(fresh))
-    torch.testing.assert_close(fresh.read(IDS).logits, merged, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(fresh.forward(IDS).logits, merged, atol=1e-3, rtol=1e-3)
 
 
 def test_heads_learn_faster_than_the_adapter(fresh):
@@ -117,13 +117,13 @@ def test_adapter_and_heads_are_saved_and_come_back(fresh, tiny_path, tmp_path):
     original = text_of(fresh)
     head = Medusa2Head.for_target(fresh, depth=2).eval()
     disturb(fresh)
-    adapted, logits = text_of(fresh), fresh.read(IDS).logits
+    adapted, logits = text_of(fresh), fresh.forward(IDS).logits
     assert adapted != original
     save_head(head, tmp_path, fresh)
     again = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     assert text_of(again) == original
     load_head(tmp_path, again)
-    assert torch.equal(again.read(IDS).logits, logits)
+    assert torch.equal(again.forward(IDS).logits, logits)
     drafter = load_drafter(str(tmp_path), again)
     assert text_of(again) == adapted == text_of(again, drafter)
     assert parity_gate.check(head, fresh, PROMPT, saved=tmp_path) < 1e-4

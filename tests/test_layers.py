@@ -72,7 +72,7 @@ def test_large_features_are_learned_as_fast_as_small_ones():
     small, large = FeatureLinear(WIDTH, WIDTH), FeatureLinear(WIDTH, WIDTH)
     with torch.no_grad():
         large.weight.copy_(small.weight / size)
-    large.learn_with(torch.full((WIDTH,), size))
+    large.scale_inputs(torch.full((WIDTH,), size))
     for layer, given in ((small, x), (large, size * x)):
         optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
         for _ in range(3):
@@ -81,7 +81,7 @@ def test_large_features_are_learned_as_fast_as_small_ones():
             optimizer.zero_grad()
     torch.testing.assert_close(large(size * x), small(x))
     learned = large(size * x)
-    large.learn_with(None)
+    large.scale_inputs(None)
     assert torch.equal(large(size * x), learned) and large.state_dict().keys() == {"weight"}
 
 

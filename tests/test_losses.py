@@ -32,7 +32,7 @@ def pair() -> tuple[Prediction, Prediction]:
 
 
 def cast(prediction: Prediction, dtype: torch.dtype) -> Prediction:
-    return replace(prediction, logits=prediction.logits.to(dtype), features=prediction.features.to(dtype))
+    return replace(prediction, logits=prediction.logits.to(dtype), hidden=prediction.hidden.to(dtype))
 
 
 def formulas(draft: Prediction, answer: Prediction) -> dict[str, torch.Tensor]:
@@ -55,7 +55,7 @@ def formulas(draft: Prediction, answer: Prediction) -> dict[str, torch.Tensor]:
         divergence = sum(p[token] * (p[token] / q[token]).log() for token in order)
         share = torch.exp(-3 * overlap)
         rows["adaptive_lk"].append(share * divergence + (1 - share) * (1 - overlap))
-        gaps = (draft.features[row] - answer.features[row]).abs()
+        gaps = (draft.hidden[row] - answer.hidden[row]).abs()
         smooth = sum(gap - 0.5 if gap > 1 else 0.5 * gap * gap for gap in gaps) / len(gaps)
         rows["regression"].append(smooth + 0.1 * rows["soft"][-1])
         rows["hass"].append(rows["regression"][-1] + rows["top_k"][-1])
@@ -71,8 +71,8 @@ def test_a_loss_is_its_formula(name):
 @pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"adaptive_lk"}))  # whose share has no gradient
 def test_a_gradient_is_the_losss(name):
     draft, answer = (cast(prediction, torch.float64) for prediction in pair())
-    inputs = draft.logits.requires_grad_(), draft.features.requires_grad_()
-    assert torch.autograd.gradcheck(lambda logits, features: LOSSES[name](Prediction(logits, features), answer), inputs)
+    inputs = draft.logits.requires_grad_(), draft.hidden.requires_grad_()
+    assert torch.autograd.gradcheck(lambda logits, hidden: LOSSES[name](Prediction(logits, hidden), answer), inputs)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -98,7 +98,7 @@ def test_lk_learns_where_total_variation_hardly_does():
 def test_regression_refuses_heads_that_draft_no_features():
     draft, answer = pair()
     with pytest.raises(ValueError, match=r"loss=regression compares hidden states of width 4, this head's have 8"):
-        losses.regression(replace(draft, features=torch.zeros(5, 8)), answer)
+        losses.regression(replace(draft, hidden=torch.zeros(5, 8)), answer)
 
 
 def test_soft_is_the_forward_divergence_and_a_constant():

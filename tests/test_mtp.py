@@ -68,7 +68,7 @@ def test_a_head_starts_from_the_layer_that_the_target_ships(shipping):
     files = [load_file(file) for file in sorted(Path(shipping.name).glob("*.safetensors"))]
     w = {name: tensor for file in files for name, tensor in file.items() if name.startswith("mtp.")}
     tokens = torch.tensor([TEXT])
-    last = shipping.read(tokens[:, :-1], layers=[shipping.num_layers]).features
+    last = shipping.forward(tokens[:, :-1], layers=[shipping.num_layers]).aux_hidden_states
     after = shipping.embed(tokens[:, 1:])
     both = from_one(after, w["mtp.pre_fc_norm_embedding.weight"]), from_one(last, w["mtp.pre_fc_norm_hidden.weight"])
     layer = Qwen3_5DecoderLayer(CONFIG, layer_idx=1).eval()
@@ -93,7 +93,7 @@ def test_further_drafts_are_those_of_the_equations(target):
     head = make_head("mtp", target)
     w, a = head.state_dict(), 9
     chain, logits = parity_gate.drafted_logits(head, target, PROMPT[:a], PROMPT[a])
-    states = list(target.read(torch.tensor([PROMPT[:a]]), layers=[target.num_layers]).features[0])
+    states = list(target.forward(torch.tensor([PROMPT[:a]]), layers=[target.num_layers]).aux_hidden_states[0])
     fused: list[Tensor] = []
     for depth, tokens in enumerate([PROMPT[1 : a + 1], *([token] for token in chain[:-1])]):
         for number, token in enumerate(tokens):
@@ -138,7 +138,7 @@ def test_a_layer_is_stitched_back_into_its_targets_files(shipping, tmp_path):
     assert {f.name for f in Path(shipping.name).iterdir()} == {f.name for f in tmp_path.iterdir()}
     whole = Target.from_pretrained(tmp_path, dtype="float32", device="cpu")
     tokens = torch.tensor([TEXT])
-    assert torch.equal(whole.read(tokens).logits, shipping.read(tokens).logits)
+    assert torch.equal(whole.forward(tokens).logits, shipping.forward(tokens).logits)
     torch.testing.assert_close(MTPHead.for_target(whole).state_dict(), head.state_dict())
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["foredraft"]["depth"] == 3 and config["dtype"] == json.loads(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from foredraft.scripts.foredraft import PROGRAMS
+from foredraft.__main__ import PROGRAMS
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = ["target.device=cpu", "target.dtype=float32"]

@@ -25,10 +25,12 @@ def distillation(target: Target, kind: str) -> DistillationModel:
 def token_losses(distillation: DistillationModel, batch: dict[str, Tensor]) -> Tensor:
     """(depth, batch, length): the cross-entropy of every draft with the target's distribution, NaN where none is counted."""
     text = PackedBatch(**batch)
-    features, last = distillation.read(text)
+    aux_hidden_states, last = distillation.forward_target(text)
     answer = distillation.target.logits(last).roll(-1, dims=1).softmax(-1)
     losses = []
-    for depth, out in enumerate(distillation.head(features, distillation.target.embed(text.tokens), text), start=1):
+    for depth, out in enumerate(
+        distillation.head(aux_hidden_states, distillation.target.embed(text.tokens), text), start=1
+    ):
         loss = -(answer * distillation.head.logits(out, depth).log_softmax(-1)).sum(-1)
         losses.append(loss.masked_fill(~draft_loss_mask(text, depth), torch.nan))
     return torch.stack(losses)

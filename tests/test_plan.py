@@ -149,8 +149,8 @@ def test_an_adapter_makes_the_target_keep_what_it_made(small: DictConfig, tiny_p
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     adapter.add(target, 32, 16)
     with Live(target.model.parameters()) as live:
-        reading = target.read(torch.zeros(ROWS, LENGTH, dtype=torch.long), layers=[target.num_layers], keep_logits=1)
-        kept = live.now - reading.features.nbytes
+        reading = target.forward(torch.zeros(ROWS, LENGTH, dtype=torch.long), layers=[target.num_layers], keep_logits=1)
+        kept = live.now - reading.aux_hidden_states.nbytes
     more = (ways["medusa2"]["activations"][0] - ways["medusa"]["activations"][0]) * memory_plan.GIB
     # On fake tensors attention makes its mask anew in every layer, which counts in so small a model only.
     assert 0 < kept <= more < 2 * kept

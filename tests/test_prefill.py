@@ -67,13 +67,13 @@ class Run:
         self.engine, self.steps, self.read = engine, list[list[Request]](), list[int]()
         self.texts: dict[Request, list[int]] = {}
         self.drafts: dict[Request, list[list[int]]] = {}
-        plain = engine.target.read_prompts
+        plain = engine.target.prefill
 
         def counted(tokens, lengths, cache, layers=()):
             self.read.append(sum(lengths))
             return plain(tokens, lengths, cache, layers)
 
-        monkeypatch.setattr(engine.target, "read_prompts", counted)
+        monkeypatch.setattr(engine.target, "prefill", counted)
 
     def add(self, *requests: Request) -> "Run":
         for request in requests:
@@ -154,7 +154,7 @@ def test_short_prompts_pass_long_ones(target, monkeypatch):
 def test_what_happens_while_a_prompt_is_read(target, what, monkeypatch):
     short, long = request(ids(5, 1), 20), request(ids(61, 2))
     expected = [alone("draft model", target, one, monkeypatch)[0] for one in (short, long)]
-    engine = Engine(target, drafter("draft model", target), prefill_chunk=16, max_rows=2)
+    engine = Engine(target, drafter("draft model", target), prefill_chunk=16, max_num_seqs=2)
     run = Run(engine, monkeypatch).add(short, long)
     for _ in range(4):
         run.step()
@@ -281,10 +281,10 @@ def test_logits_that_are_not_numbers_are_not_kept(target, monkeypatch):
     prefixes = PrefixCache(2**22, block=4)
     asked = request(ids(12, 1))
     with monkeypatch.context() as patch:
-        read = type(target).read
+        read = type(target).forward
         poisoned = lambda self, *args, **kwargs: (lambda r: r._replace(logits=r.logits * float("nan")))(  # noqa: E731
             read(self, *args, **kwargs)
         )
-        patch.setattr(type(target), "read", poisoned)
+        patch.setattr(type(target), "forward", poisoned)
         run = Run(Engine(target, prefixes=prefixes), patch).add(asked).finish()
     assert run.texts[asked] == [] and not prefixes.blocks

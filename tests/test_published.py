@@ -219,8 +219,8 @@ def test_default_configs_are_made_whole_and_small() -> None:
 
 def test_another_text_than_the_targets_fails() -> None:
     class Forgetful(Target):
-        def read_on(self, tokens: Any, start: Any, *facts: Any, **named: Any) -> Any:
-            return super().read_on(tokens if start == 0 else tokens * 0, start, *facts, **named)
+        def forward_from(self, tokens: Any, start: Any, *facts: Any, **named: Any) -> Any:
+            return super().forward_from(tokens if start == 0 else tokens * 0, start, *facts, **named)
 
     target = Forgetful(small_family(families()["qwen3_5_text"]).model)
     found = checked(family_cells(lambda: target, new_tokens=8))

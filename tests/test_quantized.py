@@ -48,7 +48,7 @@ def prompt() -> torch.Tensor:
 def test_its_weights_are_packed_and_its_logits_are_near_the_whole_models(packed, whole):
     weight = packed.model.model.layers[0].mlp.down_proj.weight
     assert weight.dtype == (torch.uint8 if packed.quantization == "4bit" else torch.int8)
-    ours, theirs = packed.read(prompt()).logits, whole.read(prompt()).logits
+    ours, theirs = packed.forward(prompt()).logits, whole.forward(prompt()).logits
     assert 0 < (ours - theirs).abs().mean() < 0.5 * theirs.std()
     packed.check_logits()
 
@@ -56,13 +56,13 @@ def test_its_weights_are_packed_and_its_logits_are_near_the_whole_models(packed,
 def test_a_warning_of_every_product_is_printed_once(path, caplog):
     target = Target.from_pretrained(path, dtype="bfloat16", device="cpu", quantization="8bit")
     for _ in range(2):
-        target.read(prompt())
+        target.forward(prompt())
     assert sum("MatMul8bitLt" in record.getMessage() for record in caplog.records) <= 1
 
 
 def test_what_it_makes_of_a_text_does_not_depend_on_what_is_read_beside_it(packed):
     both = torch.cat([prompt(), torch.full((1, 8), OUTLIER)])
-    assert torch.allclose(packed.read(both).logits[:1], packed.read(prompt()).logits, atol=1e-4)
+    assert torch.allclose(packed.forward(both).logits[:1], packed.forward(prompt()).logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -92,7 +92,7 @@ def test_its_float32_copy_is_packed_too(packed, path):
     exact = float32(half)
     assert exact is not None
     assert exact.quantization == packed.quantization and exact.dtype == torch.float32
-    assert torch.equal(exact.read(prompt()).logits, packed.read(prompt()).logits)
+    assert torch.equal(exact.forward(prompt()).logits, packed.forward(prompt()).logits)
 
 
 def test_another_width_is_refused(path):

@@ -40,7 +40,7 @@ METRICS: dict = {
     "identical_sampled": 1.0,
     "prompts": 57,
     "repetitive_prompts": 9,
-    "step_seconds": {"draft": 0.0041, "read": 0.0078, "verify": 0.0004, "keep": 0.0003, "host": 0.0009},
+    "step_seconds": {"draft": 0.0041, "forward": 0.0078, "verify": 0.0004, "keep": 0.0003, "host": 0.0009},
     "train_tokens_per_second": 6543.2,
     "train_seconds": 214.3,
     "peak_memory_bytes": 2.71e9,

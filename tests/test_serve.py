@@ -39,7 +39,9 @@ def server(chatty: Path) -> Iterator[Served]:
         "drafter.tree=fixed",
     ]
     log = ["log_accepted=accepted.jsonl", "log_text=true"]
-    with served(chatty.parent, *facts, f"drafter.spec=draft:{chatty}", "max_rows=4", "max_tokens=24", *log) as running:
+    with served(
+        chatty.parent, *facts, f"drafter.spec=draft:{chatty}", "max_num_seqs=4", "max_tokens=24", *log
+    ) as running:
         yield running
 
 
@@ -160,7 +162,7 @@ def test_log_probabilities_are_the_target_s(client, target):
     assert len(answer.content) == 6 and all(len(one.top_logprobs) == 2 for one in answer.content)
     ids = target.text_tokenizer(PROMPT).input_ids
     choice = client.completions.create(**facts, prompt=ids, logprobs=1).choices[0]
-    at = target.read(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+    at = target.forward(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
     token = target.text_tokenizer.convert_tokens_to_ids(target.text_tokenizer.tokenize(choice.logprobs.tokens[0]))[0]
     assert choice.logprobs.token_logprobs[0] == pytest.approx(at[token].item(), abs=1e-4)
     assert [*choice.logprobs.top_logprobs[0].values()] == pytest.approx([at.max().item()], abs=1e-4)

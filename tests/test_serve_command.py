@@ -34,7 +34,7 @@ def test_vllm_gets_the_target_and_the_exported_head(tiny_path, target, tmp_path)
     fake.chmod(0o755)
     facts = [f"target={tiny_path}", "target.device=cpu", "drafter=head", f"drafter.spec={tmp_path / 'head'}", "port=7"]
     environment = {"RECORD": str(tmp_path / "record"), "FOREDRAFT_API_KEY": "a-key", "TMPDIR": str(tmp_path)}
-    done = serve(tmp_path, "engine=vllm", *facts, "model=tiny", "max_rows=3", path=fake.parent, **environment)
+    done = serve(tmp_path, "engine=vllm", *facts, "model=tiny", "max_num_seqs=3", path=fake.parent, **environment)
     assert done.returncode == 0, done.stderr
     words = (tmp_path / "record").read_text().splitlines()
     assert words[:3] == ["serve", str(tiny_path), "--speculative-config"]

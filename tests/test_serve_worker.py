@@ -97,7 +97,7 @@ def test_a_late_request_fails(target):
 
 
 def test_a_full_queue_takes_all_of_a_request_or_nothing(target):
-    worker = Worker(target, None, max_rows=1, max_waiting=2)
+    worker = Worker(target, None, max_num_seqs=1, max_waiting=2)
 
     async def submit() -> None:
         worker.submit(requests(2))
@@ -125,7 +125,7 @@ def test_memory_of_both_caches_is_counted(target):
 
 def test_how_often_beginnings_were_known_is_told(target):
     prompt = torch.randint(1, 300, (70,)).tolist()
-    worker = Worker(target, NgramDrafter(), max_rows=1)
+    worker = Worker(target, NgramDrafter(), max_num_seqs=1)
     page = Metrics(worker)
     first, again = ask(worker, [Request(prompt, max_new_tokens=5) for _ in range(2)])
     assert first == again
@@ -137,7 +137,7 @@ def test_how_often_beginnings_were_known_is_told(target):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_rows": 0},
+        {"max_num_seqs": 0},
         {"timeout": 0},
         {"cache_gib": 0},
         {"max_waiting": -1},

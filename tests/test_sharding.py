@@ -19,9 +19,9 @@ def test_layers_may_lie_on_several_devices(target: Target, tiny_path: Path, tmp_
     tokens = torch.arange(12)[None]
     for how in ({"device_map": places, "offload_folder": str(tmp_path)}, {"sharding": "layers"}):
         sharding = Target.from_pretrained(tiny_path, dtype="float32", **how)
-        ours, theirs = (t.read(tokens, layers=[1, 5]) for t in (sharding, target))
+        ours, theirs = (t.forward(tokens, layers=[1, 5]) for t in (sharding, target))
         torch.testing.assert_close(ours.logits, theirs.logits)
-        torch.testing.assert_close(ours.features, theirs.features)
+        torch.testing.assert_close(ours.aux_hidden_states, theirs.aux_hidden_states)
     assert arguments(str(tiny_path), "layers", None) == {"device_map": "auto"}
 
 

@@ -15,7 +15,7 @@ from foredraft.heads import Target
 from foredraft.heads.base import PackedBatch
 from foredraft.train.module import DistillationModel
 from tests.support.batches import batch
-from tests.support.head_factory import make_head, objective
+from tests.support.head_factory import criterion, make_head
 from tests.support.processes import SMALL, complaint
 from tests.support.trainers import make_trainer
 
@@ -24,14 +24,14 @@ from tests.support.trainers import make_trainer
 
 def learned(made: DistillationModel, text: PackedBatch) -> list[Tensor]:
     made.zero_grad()
-    outcome = made(*text[:4], made.choose_starts(text, 0))
+    outcome = made(*text[:4], made.choose_anchors(text, 0))
     outcome.loss.backward()
     return [outcome.loss.detach(), outcome.hits, *(p.grad for p in made.head.parameters() if p.grad is not None)]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "dflash"])
 def test_a_compiled_head_learns_the_same(fresh: Target, kind: str):
-    made, text, graphs = objective(kind, make_head(kind, fresh), fresh), batch(40, 25), []
+    made, text, graphs = criterion(kind, make_head(kind, fresh), fresh), batch(40, 25), []
 
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
@@ -86,13 +86,13 @@ def test_a_batch_is_learned_without_asking_its_device(fresh: Target, kind: str, 
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # knows no such device
     monkeypatch.setattr(Target, "check_logits", lambda *_: None)
     head, text = make_head(kind, fresh).train(), batch(40, 25)
-    made = objective(kind, head, fresh)
+    made = criterion(kind, head, fresh)
     known = made.prepare(text, 0)
     assert known["multiple_documents"] and len(known["slots"]) == made.counted(text, head.depth).any(0).sum()
     elsewhere = Target(copy.deepcopy(fresh.model).to("meta"), fresh.tokenizer, "meta")
     head = head.to("meta")
     head.attach(elsewhere)
-    made = objective(kind, head, elsewhere)
+    made = criterion(kind, head, elsewhere)
     slots = known["slots"].to("meta")
     outcome = made(*(part.to("meta") for part in text[:4]), None, known["multiple_documents"], slots)
     outcome.loss.backward()

@@ -48,7 +48,7 @@ def test_kimi_k2_is_read_as_the_deepseek_v3_that_it_is(tmp_path):
     target, tokens = Target.from_pretrained(tmp_path, dtype="float32", device="cpu"), torch.arange(9)[None]
     assert type(target.model) is type(model) and target.tokenizer is None
     assert read_config(tmp_path / "config.json").kv_lora_rank == model.config.kv_lora_rank  # a file alone, for a plan
-    torch.testing.assert_close(target.read(tokens).logits, model(tokens).logits)
+    torch.testing.assert_close(target.forward(tokens).logits, model(tokens).logits)
     assert set(left_whole(str(tmp_path))) == {"model.embed_tokens", "lm_head"}
 
 

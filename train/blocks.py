@@ -27,28 +27,28 @@ class BlockDistillation(DistillationModel):
         target: Target,
         loss: Loss,
         depth_decay: float = 0.8,
-        starts: float = 0.25,
+        anchors: float = 0.25,
         d_pace: bool = False,
         confidence_weight: float = 1.0,
         base_weight: float = 0.0,
         selector_weight: float = 1.0,
     ):
-        """starts: share of a row's positions at which drafts begin in a step. d_pace: weigh depths by D-PACE, not by
+        """anchors: share of a row's positions at which drafts begin in a step. d_pace: weigh depths by D-PACE, not by
         `depth_decay`. confidence_weight: of the loss of a head's own rating. base_weight: share, at the beginning, of the
         loss of the logits before correction; it falls to 0 in the end. selector_weight: of the loss of a head's choice among
         candidates, beside that of the logits before it."""
         super().__init__(head, target, loss, depth_decay)
         if not isinstance(head, BlockHead):
             raise ValueError(
-                f"objective=block is for heads that draft in blocks, and {head.kind} does not: objective=frozen"
+                f"criterion=block is for heads that draft in blocks, and {head.kind} does not: criterion=frozen"
             )
-        if not 0 < starts <= 1 or not 0 <= base_weight <= 1:
-            raise ValueError(f"objective.starts={starts} and objective.base_weight={base_weight} are shares, up to 1")
-        self.starts, self.d_pace = starts, d_pace
+        if not 0 < anchors <= 1 or not 0 <= base_weight <= 1:
+            raise ValueError(f"criterion.anchors={anchors} and criterion.base_weight={base_weight} are shares, up to 1")
+        self.anchors, self.d_pace = anchors, d_pace
         self.confidence_weight, self.base_weight = confidence_weight, base_weight
         self.selector_weight = selector_weight
 
-    def choose_starts(self, text: PackedBatch, step: int) -> Tensor:
+    def choose_anchors(self, text: PackedBatch, step: int) -> Tensor:
         """Some of the positions at which a draft of any depth counts, others in every step. They depend on the row and on
         the step alone, so that a step is the same however it is spread over batches and processes."""
         length = text.tokens.shape[1]
@@ -58,16 +58,16 @@ class BlockDistillation(DistillationModel):
         places = torch.arange(1, length + 1, device=text.tokens.device)
         row = (mix(text.tokens + 1) * places).sum(1, keepdim=True) + wrap((step + 1) * GOLDEN)
         order = shift(mix(places * wrap(GOLDEN) ^ mix(row)), 1)
-        best = torch.where(useful, order, -1).topk(max(1, round(self.starts * length)), dim=1)
+        best = torch.where(useful, order, -1).topk(max(1, round(self.anchors * length)), dim=1)
         return torch.where(best.values < 0, -1, best.indices).sort(1).values
 
-    def drafts(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
-        return self.head.draft_blocks(features, embeddings, text)
+    def drafts(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
+        return self.head.draft_blocks(aux_hidden_states, embeddings, text)
 
-    def compute_loss(self, text: PackedBatch, features: Tensor, last: Tensor) -> Outcome:
+    def compute_loss(self, text: PackedBatch, aux_hidden_states: Tensor, last: Tensor) -> Outcome:
         head, (batch, length) = self.head, text.tokens.shape
-        states = self.drafts(features, self.target.embed(text.tokens), text).flatten(0, 1)
-        begins = torch.arange(length, device=last.device).expand(batch, -1) if text.starts is None else text.starts
+        states = self.drafts(aux_hidden_states, self.target.embed(text.tokens), text).flatten(0, 1)
+        begins = torch.arange(length, device=last.device).expand(batch, -1) if text.anchors is None else text.anchors
         depths = torch.arange(1, head.depth + 1, device=last.device)
         # Of every draft: its slot; one on is where the target answers, two on is the token that it names.
         slots = begins[..., None] + depths - 1
@@ -111,7 +111,7 @@ class BlockDistillation(DistillationModel):
             parts = zip(base.unbind(1), hidden.unbind(1), correction.unbind(1), strict=True)
             draft = torch.stack([head.correct(*part, depth) for depth, part in enumerate(parts, start=1)], dim=1)
 
-        flat = Prediction(given.logits.flatten(0, 1), given.features.flatten(0, 1), tokens.flatten())
+        flat = Prediction(given.logits.flatten(0, 1), given.hidden.flatten(0, 1), tokens.flatten())
 
         def compare(logits: Tensor) -> Tensor:
             return self.loss(Prediction(logits.flatten(0, 1), hidden.flatten(0, 1)), flat).view(counted.shape)

@@ -75,7 +75,7 @@ def check_fresh_text(cfg: DictConfig, target: Target) -> None:
         raise ValueError("fresh_text=true writes text anew, and self_generated_tokens=0 lets the target write none")
     if cfg.features._target_ != "foredraft.train.features.online.online":
         raise ValueError("fresh_text=true trains on text that is not there at the start: take features=online")
-    if target.reads_collectively:
+    if target.is_collective:
         raise ValueError(
             f"target.sharding={target.sharding} lets all processes write together, and they come to the end of a text one by "
             "one: fresh_text=true needs target.sharding=null"

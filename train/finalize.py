@@ -46,7 +46,7 @@ def finalize(
     if best is not None and best != step:
         print(f"the weights of step {best}, which drafted best on validation prompts, are kept", flush=True)
         head.load_state_dict(load_file(checkpoints.best_file(directory / CHECKPOINTS, best)))
-    apart = held_out.agreement(trainer.objective.with_head(head.eval()), rows)
+    apart = held_out.agreement(trainer.criterion.with_head(head.eval()), rows)
     with tempfile.TemporaryDirectory() as scratch:
         saved = (directory if distributed.rank() == 0 else Path(scratch)) / "head"
         save_final(distillation, saved, data, cfg.length)

@@ -74,7 +74,7 @@ def agreement(distillation: DistillationModel, rows: Sequence[dict[str, Tensor]]
     loss, hits = 0.0, torch.zeros(head.depth)
     gained: list[int] = []
     for text, mask in zip(texts, counted, strict=True):
-        loss += distillation.compute_loss(text, *distillation.read(text)).loss.item()
+        loss += distillation.compute_loss(text, *distillation.forward_target(text)).loss.item()
         grid = torch.zeros_like(mask)
         for depth, guesses, answers in distillation.guesses(*text[:4], ranks=1):
             grid[depth - 1, mask[depth - 1]] = guesses[:, 0] == answers

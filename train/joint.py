@@ -33,25 +33,25 @@ class JointDistillation(DistillationModel):
         self.adapter = adapter.lora_layers(target)  # here they are saved, optimised and synchronised like the head
         if not len(self.adapter):
             raise ValueError(
-                f"objective=joint trains the target's adapter, and head={head.kind} puts none on it: head=medusa2"
+                f"criterion=joint trains the target's adapter, and head={head.kind} puts none on it: head=medusa2"
             )
 
     def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
         if stored:
             raise ValueError(
-                "features=disk and server give those of a frozen target, and objective=joint changes it: take features=online"
+                "features=disk and server give those of a frozen target, and criterion=joint changes it: take features=online"
             )
         if self.progress < self.heads_only:
             with torch.no_grad():
-                features, last = self.read(text)
-            outcome = self.compute_loss(text, features, last)
+                aux_hidden_states, last = self.forward_target(text)
+            outcome = self.compute_loss(text, aux_hidden_states, last)
             # DDP waits for a gradient of every parameter; this one is zero.
             silent = sum(parameter.sum() for parameter in self.adapter.parameters()) * 0.0
             return outcome._replace(loss=outcome.loss + silent)
         with torch.no_grad(), adapter.disabled(self.target):
-            _, before = self.read(text)
-        features, last = self.read(text)
-        outcome = self.compute_loss(text, features, last)
+            _, before = self.forward_target(text)
+        aux_hidden_states, last = self.forward_target(text)
+        outcome = self.compute_loss(text, aux_hidden_states, last)
         slots = draft_loss_mask(text, 1).roll(1, dims=1)  # the answer for slot p is the target's distribution at p + 1
         return outcome._replace(loss=self.drift(before[slots], last[slots]) + self.head_weight * outcome.loss)
 

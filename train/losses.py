@@ -27,7 +27,7 @@ class Prediction:
     """An answer is compared with the drafts of all depths: its probabilities are computed once."""
 
     logits: Tensor  # (n, draft vocab)
-    features: Tensor  # (n, width): the hidden states that the logits were made of; the target's are (n, hidden)
+    hidden: Tensor  # (n, width): the hidden states that the logits were made of; the target's are (n, hidden)
     # (n,) int64, of an answer: the tokens of the text as draft ids, -1 for those that have none.
     tokens: Tensor | None = None
 
@@ -87,7 +87,7 @@ def label(draft: Prediction, answer: Prediction) -> Tensor:
     arXiv:2602.06036). Raises ValueError where nobody says which that is."""
     if answer.tokens is None:
         raise ValueError(
-            "loss=label learns from the tokens of the text, which objective=block has: choose loss=hard here"
+            "loss=label learns from the tokens of the text, which criterion=block has: choose loss=hard here"
         )
     return F.cross_entropy(exact(draft.logits), answer.tokens, reduction="none", ignore_index=-1)
 
@@ -129,12 +129,12 @@ def regression(
 ) -> Tensor:
     """Smooth L1 between hidden states, mean over their width, plus cross-entropies (EAGLE-1, arXiv:2401.15077, section 4.2;
     HASS with top_k_weight 1). Raises ValueError for a head whose drafts are no hidden states of the target."""
-    if draft.features.shape != answer.features.shape:
+    if draft.hidden.shape != answer.hidden.shape:
         raise ValueError(
-            f"loss=regression compares hidden states of width {answer.features.shape[-1]}, this head's have "
-            f"{draft.features.shape[-1]}: choose loss=soft, or head=eagle"
+            f"loss=regression compares hidden states of width {answer.hidden.shape[-1]}, this head's have "
+            f"{draft.hidden.shape[-1]}: choose loss=soft, or head=eagle"
         )
-    loss = F.smooth_l1_loss(exact(draft.features), exact(answer.features), reduction="none").mean(-1)
+    loss = F.smooth_l1_loss(exact(draft.hidden), exact(answer.hidden), reduction="none").mean(-1)
     if soft_weight:
         loss = loss + soft_weight * soft(draft, answer)
     return loss + top_k_weight * top_k(draft, answer, k) if top_k_weight else loss

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.target import Target
-from foredraft.train.features.online import read, several_documents
+from foredraft.train.features.online import forward_target, several_documents
 from foredraft.train.features.storage import sparse, unpack
 from foredraft.train.gradients import PartialGradients
 from foredraft.train.losses import Prediction
@@ -64,7 +64,7 @@ class DistillationModel(nn.Module):
         loss_mask: Tensor,
         documents: Tensor,
         positions: Tensor,
-        starts: Tensor | None = None,
+        anchors: Tensor | None = None,
         multiple_documents: bool | None = None,
         slots: Tensor | None = None,
         weights: Tensor | None = None,
@@ -73,13 +73,13 @@ class DistillationModel(nn.Module):
         """multiple_documents, slots: as `prepare` gives them. weights: (batch, length) float32, of each token's drafts in the
         loss. stored: the features of the batch, where they come from disk (train/features/disk.py)."""
         self.weights, self.slots = weights, slots
-        return self.learn(PackedBatch(tokens, loss_mask, documents, positions, starts, multiple_documents), stored)
+        return self.learn(PackedBatch(tokens, loss_mask, documents, positions, anchors, multiple_documents), stored)
 
     def prepare(self, text: PackedBatch, step: int) -> dict[str, Any]:
         """Arguments of `forward` that are counted or chosen, so that no device need be waited for where the batch is still
         in the host's memory."""
-        starts = self.choose_starts(text, step)
-        chosen = {"slots": self.rows(self.counted(text, self.head.depth))} if starts is None else {"starts": starts}
+        anchors = self.choose_anchors(text, step)
+        chosen = {"slots": self.rows(self.counted(text, self.head.depth))} if anchors is None else {"anchors": anchors}
         return {"multiple_documents": several_documents(text), **chosen}
 
     def counted(self, text: PackedBatch, depth: int) -> Tensor:
@@ -87,24 +87,24 @@ class DistillationModel(nn.Module):
         return torch.stack([draft_loss_mask(text, d).flatten() for d in range(1, depth + 1)])
 
     def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
-        features, last = unpack(stored) if stored else self.read(text)
+        aux_hidden_states, last = unpack(stored) if stored else self.forward_target(text)
         self.top_k = "top_ids" in stored
-        return self.compute_loss(text, features, last)
+        return self.compute_loss(text, aux_hidden_states, last)
 
-    def choose_starts(self, text: PackedBatch, step: int) -> Tensor | None:
+    def choose_anchors(self, text: PackedBatch, step: int) -> Tensor | None:
         """(batch, n): where the drafts begin that this step learns from; None for everywhere."""
         return None
 
-    def compute_loss(self, text: PackedBatch, features: Tensor, last: Tensor) -> Outcome:
+    def compute_loss(self, text: PackedBatch, aux_hidden_states: Tensor, last: Tensor) -> Outcome:
         """The head's loss on what `read` gave."""
-        outs = self.drafts(features, self.target.embed(text.tokens), text)
+        outs = self.drafts(aux_hidden_states, self.target.embed(text.tokens), text)
         counted = self.counted(text, len(outs))
         rows = self.rows(counted) if self.slots is None else self.slots
         counted = counted[:, rows]
         last = last.roll(-1, dims=1).flatten(0, 1)[rows]  # the answer for slot p is the target's distribution at p + 1
         weights = None if self.weights is None else self.weights.roll(-2, dims=1).flatten()[rows]
         counts = counted.sum(1)
-        decay = self.depth_decay ** torch.arange(len(outs), device=features.device)
+        decay = self.depth_decay ** torch.arange(len(outs), device=aux_hidden_states.device)
         items = self.items(counts)
         scale = torch.stack([torch.ones_like(decay) / items * decay, torch.zeros_like(decay)])  # a hit counts nothing
         learned, found = PartialGradients(self.head, [out.flatten(0, 1) for out in outs], self.recompute), []
@@ -121,9 +121,9 @@ class DistillationModel(nn.Module):
         losses, hits = reduce(torch.add, reversed(found))
         return Outcome(learned.attach((decay * losses / items).sum()), hits, counts)
 
-    def drafts(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> Any:
+    def drafts(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> Any:
         """What the head makes of a batch. `compile_head` compiles it."""
-        return self.head(features, embeddings, text)
+        return self.head(aux_hidden_states, embeddings, text)
 
     def compile_head(self, backend: str) -> None:
         """torch.compile for the head's part of `forward`: not for the target, nor for what lies in this module's state."""
@@ -137,9 +137,9 @@ class DistillationModel(nn.Module):
         """Slots at which a draft of some depth counts, (n,), of `counted` (depth, slots): only these need logits."""
         return counted.any(0).nonzero()[:, 0]
 
-    def read(self, text: PackedBatch) -> tuple[Tensor, Tensor]:
+    def forward_target(self, text: PackedBatch) -> tuple[Tensor, Tensor]:
         """The features that the head reads (batch, length, width), and the last hidden state, which gives the answers."""
-        return read(self.target, text, self.head.layers)
+        return forward_target(self.target, text, self.head.layers)
 
     def depth_loss(self, depth: int, answers: Answers, counts: Tensor, weights: Tensor | None, state: Tensor) -> Tensor:
         """Sum of losses and number of hits, (2,), of drafts (n, width) of one depth. counts: (n,) bool."""
@@ -168,10 +168,10 @@ class DistillationModel(nn.Module):
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Per depth: its best guesses (n, ranks) and the target's tokens (n,), as target ids."""
         text = PackedBatch(tokens, loss_mask, documents, positions)
-        features, last = self.read(text)
+        aux_hidden_states, last = self.forward_target(text)
         best = torch.cat([self.target.logits(part).argmax(-1) for part in last.flatten(0, 1).split(self.chunk)])
         best = best.view_as(tokens).roll(-1, dims=1)
-        for depth, out in enumerate(self.head(features, self.target.embed(tokens), text), start=1):
+        for depth, out in enumerate(self.head(aux_hidden_states, self.target.embed(tokens), text), start=1):
             slots = draft_loss_mask(text, depth)
             found = [self.head.logits(part, depth).topk(ranks).indices for part in out[slots].split(self.chunk)]
             yield depth, self.head.to_target_ids(torch.cat(found)), best[slots]

@@ -47,9 +47,11 @@ def drafted_logits(head: DraftHead, target: Target, prompt: list[int], root: int
         return seen[-1]
 
     tokens = torch.tensor([prompt], device=target.device)
-    reading = target.read(tokens, layers=drafter.layers, keep_logits=1)
+    reading = target.forward(tokens, layers=drafter.layers, keep_logits=1)
     text = [*prompt, root]
-    accepted = Accepted(torch.tensor([text[1:]], device=target.device), reading.features, [len(prompt)], [text])
+    accepted = Accepted(
+        torch.tensor([text[1:]], device=target.device), reading.aux_hidden_states, [len(prompt)], [text]
+    )
     drafter.begin(1, len(prompt) + 2 * head.depth + 2, Sampling.of([SamplingParams()], target.vocab_size))
     setattr(head, name, record)
     try:
@@ -64,11 +66,11 @@ def trained_logits(head: DraftHead, target: Target, text: list[int], start: int)
     tokens = torch.tensor([text], device=target.device)
     length = torch.arange(len(text), device=target.device)[None]
     batch = PackedBatch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), length)
-    features = target.read(tokens, layers=head.layers, keep_logits=1).features
+    aux_hidden_states = target.forward(tokens, layers=head.layers, keep_logits=1).aux_hidden_states
     if target.dtype != torch.float32:  # of the drafter's own read, up to where the drafts begin
         prompt = tokens[:, : start + 1]
-        features[:, : start + 1] = target.read(prompt, layers=head.layers, keep_logits=1).features
-    outs = head(features, target.embed(tokens), batch)
+        aux_hidden_states[:, : start + 1] = target.forward(prompt, layers=head.layers, keep_logits=1).aux_hidden_states
+    outs = head(aux_hidden_states, target.embed(tokens), batch)
     return [head.logits(out, depth)[0, start + depth - 1].float() for depth, out in enumerate(outs, start=1)]
 
 

@@ -2,7 +2,7 @@
 
     load -> prepare -> train -> finalize        the four parts of a run
 
-One batch on its way:  train/data/row_order.py (rows) -> train/module.py (target.read, head, loss) -> train/trainer.py
+One batch on its way:  train/data/row_order.py (rows) -> train/module.py (target.forward, head, loss) -> train/trainer.py
 """
 
 import math
@@ -74,7 +74,7 @@ def main(cfg: DictConfig) -> None:
         target, data = load(cfg)
         run = prepare(cfg, target, data)
         trainer = train(cfg, run)
-        if not target.reads_collectively:
+        if not target.is_collective:
             distributed.shutdown()
         if trainer.measures:  # what follows is one process's work, unless the target needs all to read
             finalize(cfg, trainer, run.data, run.held_out, run.directory)
@@ -100,8 +100,8 @@ def start_process(cfg: DictConfig) -> None:
 
 def load(cfg: DictConfig) -> tuple[Target, Corpus]:
     target = instantiate(cfg.target)
-    target.check_features()
-    if target.reads_collectively and cfg.push_to_hub is not None:
+    target.check_draftable()
+    if target.is_collective and cfg.push_to_hub is not None:
         raise ValueError(
             f"push_to_hub={cfg.push_to_hub}: one process pushes, and target.sharding={target.sharding} needs all of them to "
             "read: push the finished head with scripts/push.py"
@@ -129,7 +129,7 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     if cfg.fresh_text:
         check_fresh_text(cfg, target)
     args = arguments(cfg.trainer, target, **instantiate(cfg.strategy.arguments, _convert_="all"))
-    if distributed.rank() == 0 or target.reads_collectively:
+    if distributed.rank() == 0 or target.is_collective:
         check_saving(head, target, data.train)
     parameters = sum(parameter.numel() for parameter in head.parameters())
     # Three checkpoints of weights and two moments in float32, the best weights twice, and the head itself.
@@ -185,7 +185,7 @@ def with_self_generated_text(
 
     def write(corpus: Corpus, count: int, seed: int, name: str) -> Corpus:
         file = directory / name
-        if target.reads_collectively and not distributed.broadcast(file.exists()):
+        if target.is_collective and not distributed.broadcast(file.exists()):
             # All must read together for the target to write: each has all of the text, and one keeps it for a resumed run.
             with tempfile.TemporaryDirectory() as scratch:
                 kept = file if distributed.rank() == 0 else Path(scratch) / file.name
@@ -202,7 +202,7 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
     """The trainer after its last step. Ends the process where a signal stopped it before."""
     target, args = run.target, run.args
     dataset = instantiate(cfg.features)(run.packed, target, run.head.layers, cfg.trainer.per_device_train_batch_size)
-    distillation = instantiate(cfg.objective, head=run.head, target=target, loss=instantiate(cfg.loss))
+    distillation = instantiate(cfg.criterion, head=run.head, target=target, loss=instantiate(cfg.loss))
     rows = rows_per_step(cfg)
     if args.max_steps <= 0:
         args.max_steps = math.ceil(args.num_train_epochs * len(dataset) / rows)
@@ -220,7 +220,7 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
             "acceptance_length": round(acceptance(decoded), 4),
             "acceptance_error": held_out.standard_error(decoded),
         }
-        return found | held_out.agreement(trainer.objective.with_head(head), run.held_out).figures
+        return found | held_out.agreement(trainer.criterion.with_head(head), run.held_out).figures
 
     stop = StopOnSignal()
     trainer = HeadTrainer(

@@ -105,8 +105,8 @@ class HeadTrainer(Trainer):
             copy.deepcopy(distillation.head, {id(distillation.target): distillation.target})
         )
         # The objective as no strategy wraps it, for measurements: of one kind from the first step to the last.
-        self.objective = distillation.with_head(self.eval_head)
-        self.objective.progress = 1.0
+        self.criterion = distillation.with_head(self.eval_head)
+        self.criterion.progress = 1.0
         self.folder = Path(args.output_dir).parent
         shard_on_cpus_too(args)
         super().__init__(distillation, args, **kwargs)
@@ -143,7 +143,7 @@ class HeadTrainer(Trainer):
         for number, batch in enumerate(batches):
             text = PackedBatch(*(batch.get(name) for name in PackedBatch._fields))
             known = self.distillation.prepare(text, self.state.global_step)
-            text = text._replace(starts=known.get("starts"))
+            text = text._replace(anchors=known.get("anchors"))
             counts += torch.stack([draft_loss_mask(text, depth).sum() for depth in depths])
             batches[number] = send_to_device(batch | known, self.args.device, non_blocking=True)
         return batches, self.accelerator.reduce(counts.to(self.args.device, non_blocking=True), "sum")
@@ -207,13 +207,13 @@ class HeadTrainer(Trainer):
     @property
     def measures(self) -> bool:
         """One process measures, unless the target needs all of them to read."""
-        return distributed.rank() == 0 or self.distillation.target.reads_collectively
+        return distributed.rank() == 0 or self.distillation.target.is_collective
 
     def full_head(self) -> DraftHead:
         """The head with its full weights in the processes that may measure it, empty in the others; every process must call
         this. Without shards the tensors are those in training."""
         state = self.accelerator.get_state_dict(self.model_wrapped)
-        if self.distillation.target.reads_collectively:
+        if self.distillation.target.is_collective:
             state = distributed.broadcast({name: tensor.cpu() for name, tensor in state.items()})
         if self.measures:
             load_full_weights(self.eval_head, state, self.distillation.target.device)

@@ -187,11 +187,11 @@ def first_drafts(head: DFlashHead, target: Target) -> tuple[float, float]:
     start = target.eos_token_ids[:1] or [0]
     tokens = torch.tensor([start], device=target.device)
     for _ in range(TEXT):
-        tokens = torch.cat([tokens, target.read(tokens, keep_logits=1).logits[:, -1:].argmax(-1)], dim=1)
-    reading = target.read(tokens, layers=head.layers)
+        tokens = torch.cat([tokens, target.forward(tokens, keep_logits=1).logits[:, -1:].argmax(-1)], dim=1)
+    reading = target.forward(tokens, layers=head.layers)
     places = torch.arange(tokens.shape[1], device=target.device)[None]
     text = PackedBatch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), places)
-    slots = probe.draft_blocks(reading.features.float(), target.embed(tokens), text)[0, :-1, :2, : head.width]
+    slots = probe.draft_blocks(reading.aux_hidden_states.float(), target.embed(tokens), text)[0, :-1, :2, : head.width]
     right = probe.base_logits(slots).argmax(-1) == reading.logits[0, 1:].argmax(-1)[:, None]
     anchor_first, in_place = right.float().mean(0).tolist()
     return in_place, anchor_first

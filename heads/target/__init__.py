@@ -1,6 +1,6 @@
 """The frozen language model: loading it, reading it over a tree, its cache, and CUDA graphs of its reads."""
 
 from foredraft.heads.target.model import Target, TargetCache
-from foredraft.heads.target.reading import Reading
+from foredraft.heads.target.output import TargetOutput
 
-__all__ = ["Reading", "Target", "TargetCache"]
+__all__ = ["Target", "TargetCache", "TargetOutput"]

@@ -102,7 +102,7 @@ class KVCache(Cache):
         self.batch, self.capacity = batch, capacity
         self.graphs = CudaGraphs(self.device, self.capture)
         self.rows = torch.arange(batch, device=self.device)[:, None]
-        self.static_starts = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
+        self.static_seq_lens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
 
     def rearrange(self, rows: list[int | None], capacity: int) -> None:
         """The batch becomes these of its rows, None being an empty one, with room for `capacity` entries. Where every row
@@ -162,28 +162,28 @@ class KVCache(Cache):
         self.kv_bucket = None
         self.set_lengths([0] * self.batch)
 
-    def set_lengths(self, lengths: list[int], starts: Tensor | None = None) -> None:
+    def set_lengths(self, lengths: list[int], seq_lens: Tensor | None = None) -> None:
         """starts: the same (batch, 1) where the device has them; else they are sent there."""
         self.lengths, self.pending = lengths, 0
         self.uniform_lengths = min(lengths) == max(lengths)
-        self.starts = to_device(lengths, self.device)[:, None] if starts is None else starts
+        self.seq_lens = to_device(lengths, self.device)[:, None] if seq_lens is None else seq_lens
         if self.graphs.active:  # captured graphs look for it in one place
-            self.starts = self.static_starts.copy_(self.starts)
+            self.seq_lens = self.static_seq_lens.copy_(self.seq_lens)
 
     def rewind(self) -> None:
         """To where the last `set_lengths` left it: a captured function begins with this."""
         self.pending = 0
         if self.kv_bucket is not None:
-            self.starts = self.static_starts
+            self.seq_lens = self.static_seq_lens
 
     def extend(self, lengths: list[int], counts: Tensor) -> None:
         """Rows are `lengths` long now, by counts (batch, 1). Over captured reads this lasts until the next `set_lengths`
         only, since it must happen on the device, and to nothing that another replay starts from."""
-        starts = self.starts + counts
+        seq_lens = self.seq_lens + counts
         if self.kv_bucket is None:
-            self.set_lengths(lengths, starts)
+            self.set_lengths(lengths, seq_lens)
         else:
-            self.starts = starts
+            self.seq_lens = seq_lens
 
     def set_bucket(self, room: int) -> None:
         """Before a captured read of at most `room` entries: columns in powers of two, so that there are few graphs."""
@@ -202,7 +202,7 @@ class KVCache(Cache):
 
     def columns(self, new: int) -> Tensor:
         """(batch, new): where each row's newest entries go."""
-        return self.starts + torch.arange(self.pending, self.pending + new, device=self.device)
+        return self.seq_lens + torch.arange(self.pending, self.pending + new, device=self.device)
 
     def block(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """This layer's keys and values, a view into the block that layers of its shape share."""
@@ -232,7 +232,7 @@ class KVCache(Cache):
         among = among.expand(self.batch, -1, -1)
         if self.uniform_lengths and self.kv_bucket is None:
             return torch.cat([among.new_ones(self.batch, new, self.lengths[0]), among], -1)
-        offset = torch.arange(self.width(new), device=self.device) - self.starts  # (batch, width)
+        offset = torch.arange(self.width(new), device=self.device) - self.seq_lens  # (batch, width)
         inside = (offset >= 0) & (offset < following)
         seen = among.gather(2, offset.clamp(0, following - 1)[:, None, :].expand(-1, new, -1))
         return (offset < 0)[:, None, :] | (inside[:, None, :] & seen)
@@ -258,11 +258,11 @@ class KVCache(Cache):
         elif any(nodes[-1] != len(nodes) - 1 for nodes in path if nodes):  # else they lie in their places already
             self.move_entries(padded_path[:, :longest])
         lengths = [length + len(nodes) for length, nodes in zip(self.lengths, path, strict=True)]
-        self.set_lengths(lengths, self.starts + counts)
+        self.set_lengths(lengths, self.seq_lens + counts)
 
     def move_entries(self, path: Tensor) -> None:
         """Entries (batch, n) of the newest read go after the text."""
-        source, target, new = self.starts + path, self.columns(path.shape[1]), path.shape[1]
+        source, target, new = self.seq_lens + path, self.columns(path.shape[1]), path.shape[1]
         for block in self.blocks.values():
             if self.batch == 1 and self.kv_bucket is None:
                 first = self.lengths[0]  # a slice costs less than an index

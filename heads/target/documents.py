@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from foredraft.heads.target.reading import Reading
+from foredraft.heads.target.output import TargetOutput
 
 if TYPE_CHECKING:
     from foredraft.heads.target.model import Target
@@ -25,22 +25,24 @@ class Span(NamedTuple):
     stop: int
 
 
-def read_documents(target: "Target", tokens: Tensor, documents: Tensor, layers: Sequence[int]) -> Reading:
+def forward_documents(target: "Target", tokens: Tensor, documents: Tensor, layers: Sequence[int]) -> TargetOutput:
     """The features of a packed batch, tokens and documents (batch, length) as in heads.base.PackedBatch: what each document
     has on its own, 0 for padding. Its logits are not kept."""
-    features = None
-    for group in groups(spans(documents.tolist()), tokens.numel(), target.reads_collectively):
+    aux_hidden_states = None
+    for group in groups(spans(documents.tolist()), tokens.numel(), target.is_collective):
         longest = max(span.stop - span.start for span in group)
         part = tokens.new_zeros(len(group), longest)
         for number, span in enumerate(group):
             part[number, : span.stop - span.start] = tokens[span.row, span.start : span.stop]
-        reading = target.read(part, layers=layers, keep_logits=1)
-        if features is None:
-            features = reading.features.new_zeros(*tokens.shape, reading.features.shape[-1])
+        reading = target.forward(part, layers=layers, keep_logits=1)
+        if aux_hidden_states is None:
+            aux_hidden_states = reading.aux_hidden_states.new_zeros(*tokens.shape, reading.aux_hidden_states.shape[-1])
         for number, span in enumerate(group):
-            features[span.row, span.start : span.stop] = reading.features[number, : span.stop - span.start]
-    assert features is not None, "a batch without a token"
-    return reading._replace(features=features)
+            aux_hidden_states[span.row, span.start : span.stop] = reading.aux_hidden_states[
+                number, : span.stop - span.start
+            ]
+    assert aux_hidden_states is not None, "a batch without a token"
+    return reading._replace(aux_hidden_states=aux_hidden_states)
 
 
 def spans(documents: list[list[int]]) -> list[Span]:

@@ -14,9 +14,9 @@ from foredraft.heads.target import attention
 from foredraft.heads.target.cache import KVCache
 from foredraft.heads.target.loading import check_path, load_model, load_tokenizer
 from foredraft.heads.target.masks import Masks
-from foredraft.heads.target.reading import Reading
+from foredraft.heads.target.output import TargetOutput
 from foredraft.heads.target.sharding import COLLECTIVE, arguments, broadcast, full_tensor
-from foredraft.heads.target.state_cache import StateCache, reads_chains, reads_on, reads_rows
+from foredraft.heads.target.state_cache import StateCache, supports_caching, supports_chains, supports_ragged
 from foredraft.heads.target.support import (
     CHUNK,
     PASTS,
@@ -63,8 +63,8 @@ class Target:
                 f"context={context} must be at least 1, and at most the {self.max_positions} that {name} reads"
             )
         # Why it cannot read the branches of a tree, in words, and is drafted for by chains; None where it can.
-        self.no_trees: str | None = why_no_trees(model, self.context)
-        if self.reads_trees:
+        self.why_no_trees: str | None = why_no_trees(model, self.context)
+        if self.supports_trees:
             attention.take_masks(model)
         self._parameters = set(inspect.signature(model.forward).parameters)
         self._past = next((name for name in PASTS if name in self._parameters), None)  # OpenAI's first GPT keeps none
@@ -144,14 +144,14 @@ class Target:
         return self.model.dtype
 
     @property
-    def reads_collectively(self) -> bool:
+    def is_collective(self) -> bool:
         """Must every process of the run take part in every read?"""
         return self.sharding in COLLECTIVE
 
     def broadcast(self, value: T) -> T:
         """The first process's `value` where all of them take part in every read, else `value` itself. What was timed and
         decides what is read next must come from here."""
-        return broadcast(value) if self.reads_collectively else value
+        return broadcast(value) if self.is_collective else value
 
     @property
     def window(self) -> int | None:
@@ -169,7 +169,7 @@ class Target:
 
     @property
     def embeddings(self) -> Tensor:
-        """(vocab, hidden) rows of its input embedding; where it `reads_collectively`, every process must ask."""
+        """(vocab, hidden) rows of its input embedding; where it `is_collective`, every process must ask."""
         return full_tensor(self.model.get_input_embeddings().weight)
 
     @property
@@ -190,18 +190,18 @@ class Target:
         return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
     @property
-    def reads_trees(self) -> bool:
-        """Can it read the branches of a tree at once, under a mask of ours? Else it reads chains (`no_trees` says why)."""
-        return self.no_trees is None
+    def supports_trees(self) -> bool:
+        """Does one forward verify the branches of a tree, under our mask? Else it verifies chains (see `why_no_trees`)."""
+        return self.why_no_trees is None
 
     def new_cache(self, batch: int, capacity: int) -> TargetCache:
-        if not self.reads_trees:
+        if not self.supports_trees:
             return StateCache(batch, capacity, self.device)
         return KVCache(self.num_layers, batch, capacity, self.device, one_device=self.on_one_device)
 
     def acquire_cache(self, batch: int, capacity: int) -> TargetCache:
         """A cache whose reads are captured where the device can: the one that was given back last, if it suits."""
-        if not self.reads_trees:
+        if not self.supports_trees:
             return self.new_cache(batch, capacity)
         found, self._idle_cache = self._idle_cache, None
         if found is None or found.batch != batch or found.capacity < capacity:
@@ -214,7 +214,7 @@ class Target:
         if isinstance(cache, KVCache) and cache.graphs.active:
             self._idle_cache = cache
 
-    def read(
+    def forward(
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
@@ -223,15 +223,15 @@ class Target:
         layers: Sequence[int] = (),
         keep_logits: int | Tensor = 0,
         key_positions: Tensor | None = None,
-    ) -> Reading:
+    ) -> TargetOutput:
         """One forward. Gradients reach nothing but an adapter (heads/adapter.py): all else is frozen.
 
         tokens, positions: (batch, length) int64. mask: (batch, length, keys) bool, True where a token may look; None is
         causal. key_positions: (batch, keys) int64, the position of each key, needed with a mask where the target has
         sliding windows. keep_logits: 0 for all positions, n for the last n, or a tensor of indices.
         """
-        assert mask is None or self.reads_trees, self.no_trees
-        self.check_features()
+        assert mask is None or self.supports_trees, self.why_no_trees
+        self.check_draftable()
         facts: dict[str, Any] = {"use_cache": cache is not None}
         if mask is not None:
             facts["attention_mask"] = self.masks(mask, self.dtype, positions, key_positions)
@@ -239,7 +239,7 @@ class Target:
             facts["past_key_values"] = cache
         return self._forward(tokens, positions, layers, keep_logits, facts)[0]
 
-    def read_on(
+    def forward_from(
         self,
         tokens: Tensor,
         start: int | Tensor,
@@ -247,7 +247,7 @@ class Target:
         layers: Sequence[int] = (),
         keep_logits: int = 0,
         mask: Tensor | None = None,
-    ) -> tuple[Reading, Any]:
+    ) -> tuple[TargetOutput, Any]:
         """Read a piece of text (batch, length) after the `start` tokens, or (batch, 1) of each row, that the cache `state`
         holds (None: from the beginning), with the model's own masks or one as for `read`. Returns the cache too, written
         into; None where the model keeps none."""
@@ -271,7 +271,7 @@ class Target:
         layers: Sequence[int],
         keep_logits: int | Tensor,
         facts: dict[str, Any],
-    ) -> tuple[Reading, Any]:
+    ) -> tuple[TargetOutput, Any]:
         """The reading, and the model's own output. facts: more arguments of its forward."""
         if positions is not None and "position_ids" in self._parameters:
             facts["position_ids"] = positions
@@ -284,45 +284,45 @@ class Target:
         if "logits_to_keep" not in self._parameters and not (isinstance(keep_logits, int) and keep_logits == 0):
             logits = logits[:, -keep_logits:] if isinstance(keep_logits, int) else logits[:, keep_logits]
         if not layers:
-            return Reading(logits, logits.new_empty(*tokens.shape, 0)), out
+            return TargetOutput(logits, logits.new_empty(*tokens.shape, 0)), out
         states = [out.hidden_states[i] for i in layers]
         states = [state.mean(2) if state.ndim == 4 else state for state in states]  # streams of hyper-connections
-        features = states[0] if len(states) == 1 else torch.cat([s.to(logits.device) for s in states], -1)
-        return Reading(logits, features), out
+        aux_hidden_states = states[0] if len(states) == 1 else torch.cat([s.to(logits.device) for s in states], -1)
+        return TargetOutput(logits, aux_hidden_states), out
 
-    def read_prompts(
+    def prefill(
         self, tokens: Tensor, lengths: Sequence[int], cache: TargetCache, layers: Sequence[int] = ()
-    ) -> Reading:
+    ) -> TargetOutput:
         """Read prompts (batch, longest), padded on the right, or a part of them, after what the cache holds; a target that
         reads no trees reads them whole. logits (batch, 1, vocab): of each row's last token; features (batch, longest, width),
         those of padding without meaning."""
         if isinstance(cache, StateCache):
-            return cache.read_prompts(self, tokens, lengths, layers)
-        positions = cache.starts + torch.arange(tokens.shape[1], device=tokens.device)
+            return cache.prefill(self, tokens, lengths, layers)
+        positions = cache.seq_lens + torch.arange(tokens.shape[1], device=tokens.device)
         ends = sorted({length - 1 for length in lengths})
         # Padding stands after the text, where causal attention never looks: an empty cache needs no mask, ragged or not.
         mask = cache.causal_mask(tokens.shape[1])
-        reading = self.read_tree(tokens, positions, mask, cache, layers, keep_logits=tokens.new_tensor(ends))
+        reading = self.forward_tree(tokens, positions, mask, cache, layers, keep_logits=tokens.new_tensor(ends))
         where = tokens.new_tensor([[ends.index(length - 1)] for length in lengths])
         logits = reading.logits.gather(1, where[:, :, None].expand(-1, -1, reading.logits.shape[-1]))
-        return Reading(logits, reading.features)
+        return TargetOutput(logits, reading.aux_hidden_states)
 
     @cached_property
-    def reads_on(self) -> bool:
+    def supports_caching(self) -> bool:
         """Can it read a token after what it has read? Tried once. Else it writes as transformers' own generate does."""
-        return self.reads_trees or (why_no_drafts(self.model) is None and reads_on(self))
+        return self.supports_trees or (why_no_drafts(self.model) is None and supports_caching(self))
 
     @cached_property
-    def reads_chains(self) -> bool:
+    def supports_chains(self) -> bool:
         """Does it read several tokens after a text as it reads them one by one? Measured once."""
-        return self.reads_on and reads_chains(self)
+        return self.supports_caching and supports_chains(self)
 
     @cached_property
-    def reads_rows(self) -> bool:
+    def supports_ragged(self) -> bool:
         """Does it read rows of several lengths together, chains after each, as it reads each alone? Measured once."""
-        return self.reads_on and reads_rows(self)
+        return self.supports_caching and supports_ragged(self)
 
-    def read_next(self, text: Tensor, kept: dict[str, Any] | None = None) -> tuple[Reading, dict[str, Any]]:
+    def generate_next(self, text: Tensor, kept: dict[str, Any] | None = None) -> tuple[TargetOutput, dict[str, Any]]:
         """The logits (1, 1, vocab) of the token after a text (1, length), by the steps of transformers' own generate, and
         what they keep for the text with that token."""
         facts = {"use_cache": has_cache(self.config)} if kept is None else kept
@@ -334,10 +334,10 @@ class Target:
             **facts,
         )
         out = model(**inputs, return_dict=True)
-        reading = Reading(out.logits[:, -1:], out.logits.new_empty(*text.shape, 0))
+        reading = TargetOutput(out.logits[:, -1:], out.logits.new_empty(*text.shape, 0))
         return reading, model._update_model_kwargs_for_generation(out, facts)
 
-    def read_tree(
+    def forward_tree(
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -345,7 +345,7 @@ class Target:
         cache: TargetCache,
         layers: Sequence[int] = (),
         keep_logits: int | Tensor = 0,
-    ) -> Reading:
+    ) -> TargetOutput:
         """Read draft tokens (batch, nodes) after the cached text; mask (batch, nodes, keys) bool, or None as by
         `KVCache.causal_mask`. A target that reads no trees takes them for a chain.
 
@@ -359,17 +359,17 @@ class Target:
         if self.window is not None and mask is not None:
             columns = torch.arange(mask.shape[-1], device=tokens.device).repeat(len(tokens), 1)
             key_positions = columns.scatter(1, cache.columns(tokens.shape[1]), positions)
-        return self.read(tokens.clamp(min=0), positions, mask, cache, layers, keep_logits, key_positions)
+        return self.forward(tokens.clamp(min=0), positions, mask, cache, layers, keep_logits, key_positions)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings, as the target's first layer gets them, (..., hidden)."""
         with torch.no_grad():
             return self.model.get_input_embeddings()(tokens)
 
-    def logits(self, features: Tensor) -> Tensor:
+    def logits(self, aux_hidden_states: Tensor) -> Tensor:
         """The target's logits from its last hidden state (after the final norm). Gradients flow to `features`."""
         head = self.model.get_output_embeddings()
-        logits = head(features.to(head.weight.dtype) if head.weight.is_floating_point() else features)
+        logits = head(aux_hidden_states.to(head.weight.dtype) if head.weight.is_floating_point() else aux_hidden_states)
         facts = self.config.to_dict()
         if facts.get("logits_scaling"):  # Granite
             logits = logits / facts["logits_scaling"]
@@ -378,9 +378,9 @@ class Target:
         cap = facts.get("final_logit_softcapping")  # Gemma
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def check_features(self) -> None:
+    def check_draftable(self) -> None:
         """Raise ValueError where nothing can be drafted, and so nothing is to be learned."""
-        if not self.reads_on:
+        if not self.supports_caching:
             raise ValueError(
                 f"model_type {self.config.model_type} does not read on from what it has read: it is decoded plainly, and "
                 "there is no head to train for it; choose another target"
@@ -388,8 +388,8 @@ class Target:
 
     def check_logits(self) -> None:
         """Raise ValueError unless `logits` rebuilds what the model itself computes: heads learn from the former."""
-        reading = self.read(torch.arange(4, device=self.device)[None] % self.vocab_size, layers=[self.num_layers])
-        difference = (self.logits(reading.features).float() - reading.logits.float()).abs().max().item()
+        reading = self.forward(torch.arange(4, device=self.device)[None] % self.vocab_size, layers=[self.num_layers])
+        difference = (self.logits(reading.aux_hidden_states).float() - reading.logits.float()).abs().max().item()
         if difference > 1e-2 * max(1.0, reading.logits.abs().max().item()):
             raise ValueError(
                 f"{self.name or type(self.model).__name__} changes its logits after the lm_head (by up to "

@@ -26,7 +26,7 @@ from transformers.cache_utils import (
 )
 
 from foredraft.heads.target.cache import CacheLayer, KVCache
-from foredraft.heads.target.reading import Reading
+from foredraft.heads.target.output import TargetOutput
 
 if TYPE_CHECKING:
     from foredraft.heads.target.model import Target
@@ -132,11 +132,11 @@ class StackedCache(KVCache):
 
     def read(
         self, target: "Target", tokens: Tensor, rows: Sequence[RowState], layers: Sequence[int] = (), keep: int = 1
-    ) -> Reading:
+    ) -> TargetOutput:
         """Tokens (batch, length) after what each row has committed."""
         self.set_lengths([row.committed for row in rows])
         mask = self.causal_mask(tokens.shape[1]) if self.has_keys else None
-        return target.read_on(tokens, self.starts, self, layers, keep, mask)[0]
+        return target.forward_from(tokens, self.seq_lens, self, layers, keep, mask)[0]
 
     def commit_pending(self, target: "Target", rows: Sequence[RowState]) -> None:
         """One read for the rows that have too much."""
@@ -154,7 +154,9 @@ class StackedCache(KVCache):
         for row, moved in zip(rows, ready, strict=True):
             row.committed += count * moved
 
-    def read_chains(self, target: "Target", rows: Sequence[RowState], tokens: Tensor, layers: Sequence[int]) -> Reading:
+    def read_chains(
+        self, target: "Target", rows: Sequence[RowState], tokens: Tensor, layers: Sequence[int]
+    ) -> TargetOutput:
         """As `StateCache.read_chains`."""
         for number, row in enumerate(rows):
             if row.state is not None:
@@ -176,11 +178,11 @@ class StackedCache(KVCache):
         where = (
             torch.tensor(pending, device=self.device)[:, None, None] + torch.arange(nodes, device=self.device)[:, None]
         )
-        logits, features = (
+        logits, aux_hidden_states = (
             part.gather(1, (where - skipped).expand(-1, -1, part.shape[-1]))
-            for part, skipped in ((reading.logits, few), (reading.features, 0))
+            for part, skipped in ((reading.logits, few), (reading.aux_hidden_states, 0))
         )
-        return Reading(logits, features)
+        return TargetOutput(logits, aux_hidden_states)
 
     def keep(self, rows: Sequence[RowState], counts: Sequence[int]) -> None:
         """The first `counts` nodes of the newest read are accepted; 0 for a row that has ended."""

@@ -12,7 +12,7 @@ With too much pending of a lone row, the next step drafts nothing: a read of the
 longrope rotates a text by other angles from some length on (`Target.rope_boundary`), so there it is read again: row by row,
 as a batch in one cache could not be.
 
-What cannot read on from what it has read (`Target.reads_on`) is decoded token by token as transformers' own generate does it.
+What cannot continue from a cache (`Target.supports_caching`) is decoded token by token, as transformers' own generate does.
 
 Where every layer can drop its newest entries (chunked or sparse attention, short convolutions) the fork is cropped instead,
 and nothing is ever pending. transformers' assisted generation does only that, and so cannot draft for recurrent layers.
@@ -35,14 +35,14 @@ from transformers.cache_utils import (
 )
 
 from foredraft.heads.target.cuda_graphs import CudaGraphs
-from foredraft.heads.target.reading import Reading
+from foredraft.heads.target.output import TargetOutput
 from foredraft.heads.target.stacked_cache import MAX_PENDING, RowState, StackedCache, stacks
 
 if TYPE_CHECKING:
     from foredraft.heads.target.model import Target
 
-# Of `reads_chains`: tokens read, and how far logits may differ, as a share of their largest. In half precision only what is
-# grossly wrong can be distinguished from rounding.
+# Of `supports_chains`: how many tokens, and how far logits may differ, as a share of their largest. In half precision only
+# what is grossly wrong can be distinguished from rounding.
 PROBE, TOLERANCE = 12, {torch.float32: 1e-4}
 # Attributes of transformers' layers that are only ever replaced by longer ones, never written into: forks share them.
 SHARED = {"keys", "values", "indexer_keys"}
@@ -52,7 +52,7 @@ CROPPABLE = {DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, Linea
 
 class StateCache:
     """One own cache of the model per row, read row by row: a row is read as it would be alone. Where the model reads rows
-    together as it reads them alone (`Target.reads_rows`), those of a batch lie in one (heads/target/stacked_cache.py).
+    together as it reads them alone (`Target.supports_ragged`), those of a batch lie in one (heads/target/stacked_cache.py).
 
     The same interface as heads/target/cache.py's, as far as decoding uses it. lengths, starts: as there.
     """
@@ -68,7 +68,7 @@ class StateCache:
 
     def set_lengths(self, lengths: list[int]) -> None:
         self.lengths = lengths
-        self.starts = torch.tensor(lengths, device=self.device)[:, None]
+        self.seq_lens = torch.tensor(lengths, device=self.device)[:, None]
 
     @property
     def behind(self) -> bool:
@@ -111,29 +111,29 @@ class StateCache:
         """As it is: what a token of a chain sees, the model's own masks say."""
         return among
 
-    def read_prompts(
+    def prefill(
         self, target: "Target", tokens: Tensor, lengths: Sequence[int], layers: Sequence[int] = ()
-    ) -> Reading:
-        """As `Target.read_prompts`."""
+    ) -> TargetOutput:
+        """As `Target.prefill`."""
         for number, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
             row.text = tokens[number : number + 1, :length]
         return as_batch([self.read_text(row, target, layers) for row in self.rows], max(lengths))
 
-    def read_text(self, row: RowState, target: "Target", layers: Sequence[int] = ()) -> Reading:
+    def read_text(self, row: RowState, target: "Target", layers: Sequence[int] = ()) -> TargetOutput:
         """Read the whole text into a new state."""
         assert row.text is not None
-        if not target.reads_on:
-            reading, row.state = target.read_next(row.text)
+        if not target.supports_caching:
+            reading, row.state = target.generate_next(row.text)
             return reading
-        reading, row.state = target.read_on(row.text, 0, None, layers, keep_logits=1)
+        reading, row.state = target.forward_from(row.text, 0, None, layers, keep_logits=1)
         row.committed = 0 if row.state is None else row.text.shape[1]
         if can_crop(row.state):
             row.state.activate_past_recording()
         return reading
 
-    def read_chains(self, target: "Target", tokens: Tensor, layers: Sequence[int] = ()) -> Reading:
+    def read_chains(self, target: "Target", tokens: Tensor, layers: Sequence[int] = ()) -> TargetOutput:
         """Read drafts (batch, nodes), a chain per row after its text. What it gives of finished rows means nothing."""
-        if self.stack is None and self.batch > 1 and target.reads_rows:
+        if self.stack is None and self.batch > 1 and target.supports_ragged:
             own = next(row.state for row in self.rows if row.state is not None)
             self.stack = StackedCache(own, self.batch, self.capacity + MAX_PENDING, self.device)
         if self.stack is not None:
@@ -141,15 +141,15 @@ class StateCache:
         readings = [self.read_chain(row, target, tokens[i : i + 1], layers) for i, row in enumerate(self.rows)]
         return as_batch(readings, tokens.shape[1])
 
-    def read_chain(self, row: RowState, target: "Target", tokens: Tensor, layers: Sequence[int]) -> Reading:
+    def read_chain(self, row: RowState, target: "Target", tokens: Tensor, layers: Sequence[int]) -> TargetOutput:
         nodes = tokens.shape[1]
         if row.finished:
             zeros = torch.zeros(1, nodes, target.vocab_size, dtype=target.dtype, device=self.device)
-            return Reading(zeros, zeros.new_zeros(1, nodes, len(layers) and len(layers) * target.hidden_size))
+            return TargetOutput(zeros, zeros.new_zeros(1, nodes, len(layers) and len(layers) * target.hidden_size))
         assert row.text is not None
-        if not target.reads_on:
-            assert nodes == 1, target.no_trees
-            reading, state = target.read_next(torch.cat([row.text, tokens], dim=1), row.state)
+        if not target.supports_caching:
+            assert nodes == 1, target.why_no_trees
+            reading, state = target.generate_next(torch.cat([row.text, tokens], dim=1), row.state)
             row.newest = state, tokens, 1
             return reading
         length, boundary = row.text.shape[1], target.rope_boundary
@@ -159,23 +159,23 @@ class StateCache:
         if boundary is not None and row.committed <= boundary < length:
             self.read_text(row, target)
         elif nodes > 1 and row.state is not None and row.pending > MAX_PENDING:
-            _, row.state = target.read_on(row.text[:, row.committed :], row.committed, row.state, keep_logits=1)
+            _, row.state = target.forward_from(row.text[:, row.committed :], row.committed, row.state, keep_logits=1)
             row.committed = length
         # A lone root is always accepted, so what it does to the state may stay.
         state, parts = row.state if nodes == 1 else fork(row.state), []
         if early:
             every = torch.cat([row.text[:, row.committed :], tokens[:, :early]], dim=1)
-            reading, state = target.read_on(every, row.committed, state, layers, keep_logits=early)
+            reading, state = target.forward_from(every, row.committed, state, layers, keep_logits=early)
             parts.append((reading, early))
         row.newest = state, tokens, early
         if early < real:
             whole = torch.cat([row.text, tokens[:, :real]], dim=1)
-            parts.append((target.read_on(whole, 0, None, layers, keep_logits=real - early)[0], real - early))
-        logits, features = (
+            parts.append((target.forward_from(whole, 0, None, layers, keep_logits=real - early)[0], real - early))
+        logits, aux_hidden_states = (
             torch.cat([reading[kind][:, -count:] for reading, count in parts], dim=1) for kind in (0, 1)
         )
         rest = (0, 0, 0, nodes - real)
-        return parts[0][0]._replace(logits=pad(logits, rest), features=pad(features, rest))
+        return parts[0][0]._replace(logits=pad(logits, rest), aux_hidden_states=pad(aux_hidden_states, rest))
 
     def commit(self, path: list[list[int]], padded_path: Tensor | None = None, counts: Tensor | None = None) -> None:
         """Keep the first nodes of every row's chain, as many as `path[row]` names; none means that the row has ended."""
@@ -198,19 +198,21 @@ class StateCache:
             row.state, row.committed = state, row.text.shape[1]
 
 
-def as_batch(readings: Sequence[Reading], length: int) -> Reading:
+def as_batch(readings: Sequence[TargetOutput], length: int) -> TargetOutput:
     """Rows that were read one by one, their features padded on the right."""
-    features = [pad(row.features, (0, 0, 0, length - row.features.shape[1])) for row in readings]
-    return Reading(torch.cat([row.logits for row in readings]), torch.cat(features))
+    aux_hidden_states = [
+        pad(row.aux_hidden_states, (0, 0, 0, length - row.aux_hidden_states.shape[1])) for row in readings
+    ]
+    return TargetOutput(torch.cat([row.logits for row in readings]), torch.cat(aux_hidden_states))
 
 
 @torch.no_grad()
-def reads_on(target: "Target") -> bool:
+def supports_caching(target: "Target") -> bool:
     """Does the target take a token alone after those that its cache holds?"""
     tokens = torch.arange(3, device=target.device)[None]
-    _, state = target.read_on(tokens[:, :2], 0, None)
+    _, state = target.forward_from(tokens[:, :2], 0, None)
     try:
-        target.read_on(tokens[:, 2:] if state is not None else tokens, 0 if state is None else 2, state)
+        target.forward_from(tokens[:, 2:] if state is not None else tokens, 0 if state is None else 2, state)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # in words of its own (CPM-Ant wants all of the text again)
@@ -219,13 +221,13 @@ def reads_on(target: "Target") -> bool:
 
 
 @torch.no_grad()
-def reads_chains(target: "Target") -> bool:
+def supports_chains(target: "Target") -> bool:
     """Does the target read several tokens after a text as it reads them one by one? Measured on a few random tokens."""
     tokens = torch.randint(target.vocab_size, (1, PROBE), generator=torch.Generator().manual_seed(0)).to(target.device)
     text, nodes = tokens[:, : PROBE // 2], PROBE // 2
     together, one_by_one = (StateCache(1, PROBE, target.device) for _ in range(2))
     for cache in (together, one_by_one):
-        cache.read_prompts(target, text, [text.shape[1]])
+        cache.prefill(target, text, [text.shape[1]])
     try:
         at_once, single = together.read_chains(target, tokens[:, nodes:]).logits, []
     except torch.OutOfMemoryError:
@@ -239,16 +241,16 @@ def reads_chains(target: "Target") -> bool:
 
 
 @torch.no_grad()
-def reads_rows(target: "Target") -> bool:
+def supports_ragged(target: "Target") -> bool:
     """Does the target read rows of several lengths together as it reads each alone? Measured as above."""
     tokens = torch.randint(target.vocab_size, (3, PROBE), generator=torch.Generator().manual_seed(1)).to(target.device)
     lengths, together = [6, 3, 5], StateCache(3, PROBE, target.device)
     alone = [StateCache(1, PROBE, target.device) for _ in lengths]
     for number, length in enumerate(lengths):
-        alone[number].read_prompts(target, tokens[number : number + 1, :length], [length])
+        alone[number].prefill(target, tokens[number : number + 1, :length], [length])
     if not stacks(alone[0].rows[0].state, target):
         return False
-    together.read_prompts(target, tokens, lengths)
+    together.prefill(target, tokens, lengths)
     together.stack = StackedCache(together.rows[0].state, 3, PROBE + MAX_PENDING, together.device)
     for counts in ([1, 3, 2], [2, 3, 1], [1, 1, 1]):
         drafts = torch.stack([row[at : at + 3] for row, at in zip(tokens, lengths, strict=True)])

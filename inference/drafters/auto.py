@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.target import Target
-from foredraft.inference.drafters.base import Accepted, Drafter, concatenate, root_only, select
+from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, concatenate, select
 from foredraft.inference.drafters.costs import SIZES, CostModel, Costs, Tree
 from foredraft.inference.drafters.grown import GrownTree
 from foredraft.inference.sampling import Sampling
@@ -91,15 +91,15 @@ class AutoTree(Drafter):
         self.waiting = list[Accepted]()
         self.inner.begin(batch, capacity, sampling)
 
-    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
-        self.inner.select_rows(rows, capacity, sampling)
+    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+        self.inner.select_sequences(rows, capacity, sampling)
         if self.waiting:  # as one piece, since rows may join often while it decodes plainly
             self.waiting = [select(concatenate(self.waiting), rows)]
         self.plan_for(Case(len(rows), sampling.temperature is None))
 
     @property
-    def readers(self) -> Sequence[GrownTree]:
-        return self.inner.readers
+    def cached_drafters(self) -> Sequence[GrownTree]:
+        return self.inner.cached_drafters
 
     def plan_for(self, case: Case) -> None:
         """Trees for such batches from now on; what they cost is measured when one is met first."""
@@ -148,7 +148,7 @@ class AutoTree(Drafter):
         self.last = self.plan
         self.waiting.append(accepted)
         if self.plan == PLAIN:
-            return root_only(accepted)
+            return bonus_only(accepted)
         merged, self.waiting = concatenate(self.waiting), []
         self.inner.resize(*self.plan)
         return self.inner.propose(merged, gumbel)

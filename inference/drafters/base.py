@@ -20,7 +20,9 @@ class Accepted(NamedTuple):
     least."""
 
     tokens: Tensor  # (batch, new) int64: the accepted tokens, each row's root last
-    features: Tensor  # (batch, new, width): of the position before each of them, in the layers the drafter asked for
+    aux_hidden_states: (
+        Tensor  # (batch, new, width): of the position before each of them, in the layers the drafter asked for
+    )
     counts: list[int]  # how many of them are real; 0 for a row that has finished
     text: list[list[int]]  # each row's whole text on the host, root included
     known_counts: Tensor | None = None  # (batch, 1) int64: the counts, where the device has them
@@ -42,12 +44,12 @@ class Drafter(ABC):
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         """A new generation: forget the last one. capacity: most tokens a row will hold, drafts included."""
 
-    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:  # noqa: B027
+    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:  # noqa: B027
         """The batch becomes these of its rows; None is a new one, whose prompt its `readers` have read up to the newest
         token. Drafters that remember nothing of a row need not care."""
 
     @property
-    def readers(self) -> "Sequence[GrownTree]":
+    def cached_drafters(self) -> "Sequence[GrownTree]":
         """The drafters in it that read prompts into a cache of their own."""
         return ()
 
@@ -75,12 +77,12 @@ class Wrapper(Drafter):
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.inner.begin(batch, capacity, sampling)
 
-    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
-        self.inner.select_rows(rows, capacity, sampling)
+    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+        self.inner.select_sequences(rows, capacity, sampling)
 
     @property
-    def readers(self) -> "Sequence[GrownTree]":
-        return self.inner.readers
+    def cached_drafters(self) -> "Sequence[GrownTree]":
+        return self.inner.cached_drafters
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
         self.inner.observe(paths, choices)
@@ -95,21 +97,23 @@ class NoDrafter(Drafter):
         pass
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        return root_only(accepted)
+        return bonus_only(accepted)
 
 
-def roots(accepted: Accepted) -> Tensor:
+def bonus_tokens(accepted: Accepted) -> Tensor:
     """(batch, 1): each row's newest token."""
     return newest(accepted)[0]
 
 
 def newest(accepted: Accepted) -> tuple[Tensor, Tensor]:
     """Each row's root (batch, 1), and the features (batch, width) of the position before it."""
-    tokens, features = accepted.tokens, accepted.features
+    tokens, aux_hidden_states = accepted.tokens, accepted.aux_hidden_states
     if unpadded(accepted):
-        return tokens[:, -1:], features[:, -1]
+        return tokens[:, -1:], aux_hidden_states[:, -1]
     last = (accepted.device_counts - 1).clamp(min=0)
-    return tokens.gather(1, last), features.gather(1, last[:, :, None].expand(-1, 1, features.shape[-1]))[:, 0]
+    return tokens.gather(1, last), aux_hidden_states.gather(
+        1, last[:, :, None].expand(-1, 1, aux_hidden_states.shape[-1])
+    )[:, 0]
 
 
 def unpadded(accepted: Accepted) -> bool:
@@ -121,16 +125,18 @@ def share(accepted: Accepted, layers: Sequence[int], wanted: Sequence[int]) -> A
     """The same with the features of some of the layers that it has."""
     if list(wanted) == list(layers):
         return accepted
-    by_layer = accepted.features.unflatten(-1, (max(1, len(layers)), -1))
+    by_layer = accepted.aux_hidden_states.unflatten(-1, (max(1, len(layers)), -1))
     chosen = [list(layers).index(layer) for layer in wanted]
-    return accepted._replace(features=by_layer[..., chosen, :].flatten(-2))
+    return accepted._replace(aux_hidden_states=by_layer[..., chosen, :].flatten(-2))
 
 
 def select(accepted: Accepted, rows: list[int | None]) -> Accepted:
     """The same for a batch of these of its rows; a new one (None) has nothing in it."""
     index = [row or 0 for row in rows]
     counts = [0 if row is None else accepted.counts[row] for row in rows]
-    return Accepted(accepted.tokens[index], accepted.features[index], counts, [accepted.text[row] for row in index])
+    return Accepted(
+        accepted.tokens[index], accepted.aux_hidden_states[index], counts, [accepted.text[row] for row in index]
+    )
 
 
 def concatenate(pieces: Sequence[Accepted]) -> Accepted:
@@ -140,22 +146,25 @@ def concatenate(pieces: Sequence[Accepted]) -> Accepted:
     first, last = pieces[0], pieces[-1]
     counts = [sum(piece.counts[row] for piece in pieces) if last.counts[row] else 0 for row in range(len(first.counts))]
     if all(unpadded(piece) for piece in pieces):
-        tokens, features = torch.cat([p.tokens for p in pieces], 1), torch.cat([p.features for p in pieces], 1)
-        return Accepted(tokens, features, counts, last.text)
+        tokens, aux_hidden_states = (
+            torch.cat([p.tokens for p in pieces], 1),
+            torch.cat([p.aux_hidden_states for p in pieces], 1),
+        )
+        return Accepted(tokens, aux_hidden_states, counts, last.text)
     tokens = first.tokens.new_zeros(len(counts), max(counts))
-    features = first.features.new_zeros(len(counts), max(counts), first.features.shape[-1])
+    aux_hidden_states = first.aux_hidden_states.new_zeros(len(counts), max(counts), first.aux_hidden_states.shape[-1])
     for row, total in enumerate(counts):
         at = 0
         for piece in pieces if total else ():
             count = piece.counts[row]
             tokens[row, at : at + count] = piece.tokens[row, :count]
-            features[row, at : at + count] = piece.features[row, :count]
+            aux_hidden_states[row, at : at + count] = piece.aux_hidden_states[row, :count]
             at += count
-    return Accepted(tokens, features, counts, last.text)
+    return Accepted(tokens, aux_hidden_states, counts, last.text)
 
 
-def root_only(accepted: Accepted) -> TokenTree:
-    tokens = roots(accepted)
+def bonus_only(accepted: Accepted) -> TokenTree:
+    tokens = bonus_tokens(accepted)
     zeros = tokens.new_zeros(tokens.shape)
     return TokenTree(tokens, zeros, tokens.new_ones(*tokens.shape, 1).bool(), zeros)
 
@@ -164,7 +173,7 @@ def chains(accepted: Accepted, drafts: list[list[int]]) -> TokenTree:
     """One branch per row, of these tokens below its root; they may differ in length."""
     longest = max(map(len, drafts))
     if longest == 0:
-        return root_only(accepted)
+        return bonus_only(accepted)
     rows = [
         [text[-1], *draft, *[-1] * (longest - len(draft))] for text, draft in zip(accepted.text, drafts, strict=True)
     ]
@@ -175,7 +184,7 @@ def trees(accepted: Accepted, drafts: list[list[tuple[int, int]]], depth: int) -
     """One tree per row: (token, parent) of its nodes below the root, which is node 0; parents stand first."""
     longest = max(map(len, drafts))
     if longest == 0:
-        return root_only(accepted)
+        return bonus_only(accepted)
     padded = [draft + [(-1, 0)] * (longest - len(draft)) for draft in drafts]
     rows = [[(text[-1], 0), *draft] for text, draft in zip(accepted.text, padded, strict=True)]
     both = to_device(rows, accepted.tokens.device)  # (batch, nodes, 2)

@@ -70,7 +70,7 @@ class BlockTree(GrownTree):
         self,
         lengths: list[int],
         tokens: Tensor,
-        features: Tensor,
+        aux_hidden_states: Tensor,
         counts: Tensor,
         gumbel: Tensor | None,
         *tensors: Tensor | None,
@@ -79,7 +79,7 @@ class BlockTree(GrownTree):
         sampling = Sampling.from_tensors(tensors, self.sampling.key)
         assert cache is not None
         cache.rewind()
-        last = newest(head.read_accepted(features, head.embed(tokens, self.target), cache), counts)
+        last = newest(head.draft_extend(aux_hidden_states, head.embed(tokens, self.target), cache), counts)
         cache.extend(lengths, counts)
         hidden = head.draft_block(last, cache)[:, : self.levels]
         rows = Rows(self, hidden, gumbel, sampling)

@@ -6,16 +6,16 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.target import Target
-from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, Wrapper, concatenate, root_only, select
+from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, Wrapper, bonus_only, concatenate, select
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree, chain
 
 
 def readable(drafter: Drafter, target: Target) -> Drafter:
     """The drafter as this target can read it: as it is, one branch of its trees, or nothing, which it says once."""
-    if target.reads_trees or drafter.depth == 0:
+    if target.supports_trees or drafter.depth == 0:
         return drafter
-    if not target.reads_chains:
+    if not target.supports_chains:
         warnings.warn(
             f"{target.name or target.config.model_type} does not read several tokens at once as it reads them one by one, "
             "so it is decoded plainly and nothing is drafted: drafts would change its text",
@@ -39,15 +39,15 @@ class CatchUp(Wrapper):
         self.waiting: list[Accepted] = []
         super().begin(batch, capacity, sampling)
 
-    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
         self.waiting = [select(piece, rows) for piece in self.waiting]
-        super().select_rows(rows, capacity, sampling)
+        super().select_sequences(rows, capacity, sampling)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         self.waiting.append(accepted)
         self.waits = accepted.behind
         if self.waits:
-            return root_only(accepted)
+            return bonus_only(accepted)
         merged, self.waiting = concatenate(self.waiting), []
         return self.inner.propose(merged, gumbel)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from foredraft.heads.target import Target
 from foredraft.heads.target.device import device_name, synchronise
-from foredraft.inference.drafters.base import Accepted, Drafter, root_only
+from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only
 from foredraft.inference.drafters.block import BlockTree
 from foredraft.inference.drafters.dynamic import DynamicTree
 from foredraft.inference.drafters.static import StaticTree
@@ -69,7 +69,7 @@ class PaddedRoot(Drafter):
         pass
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        tokens = root_only(accepted).tokens
+        tokens = bonus_only(accepted).tokens
         return chain(torch.cat([tokens, tokens.new_full((len(tokens), self.depth), -1)], dim=1))
 
 
@@ -174,7 +174,7 @@ class CostModel:
         @torch.inference_mode()
         def prepare(levels: int) -> None:
             drafts.prepare(levels)
-            target.read(root, keep_logits=1)  # as before every draft: it takes the head's place in a CPU's caches
+            target.forward(root, keep_logits=1)  # as before every draft: it takes the head's place in a CPU's caches
 
         return [0.0, *median_seconds(levels, prepare, drafts.propose, target.device)]
 
@@ -199,8 +199,8 @@ class MadeUpDrafts:
         target, count = model.target, 1 + (levels if batch > 1 else levels // 2)
         tokens = torch.zeros(batch, count, dtype=torch.int64, device=target.device)
         width = len(model.inner.layers) * target.hidden_size
-        features = torch.zeros(batch, count, width, dtype=target.dtype, device=target.device)
-        return Accepted(tokens, features, [count] * batch, [[0] * count] * batch)
+        aux_hidden_states = torch.zeros(batch, count, width, dtype=target.dtype, device=target.device)
+        return Accepted(tokens, aux_hidden_states, [count] * batch, [[0] * count] * batch)
 
     def prepare(self, levels: int) -> None:
         self.drafter.resize(self.nodes, levels)

@@ -16,7 +16,7 @@ from foredraft.inference.tree import TokenTree
 
 
 class DraftModel(DynamicTree):
-    lag = 0  # it reads the first token, too
+    cache_lag = 0  # it reads the first token, too
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class DraftModel(DynamicTree):
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         return super().new_cache(batch, capacity + 1)  # the first token's entry
 
-    def read_prompt(self, accepted: Accepted, cache: KVCache) -> None:
-        super().read_prompt(with_first_tokens(accepted, cache), cache)
+    def prefill(self, accepted: Accepted, cache: KVCache) -> None:
+        super().prefill(with_first_tokens(accepted, cache), cache)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         assert self.cache is not None

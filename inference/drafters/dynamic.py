@@ -35,7 +35,7 @@ class DynamicTree(GrownTree):
         self,
         lengths: list[int],
         tokens: Tensor,
-        features: Tensor,
+        aux_hidden_states: Tensor,
         counts: Tensor,
         gumbel: Tensor | None,
         *tensors: Tensor | None,
@@ -44,7 +44,7 @@ class DynamicTree(GrownTree):
         sampling = Sampling.from_tensors(tensors, self.sampling.key)
         assert cache is not None
         cache.rewind()
-        hidden = newest(head.read_accepted(features, head.embed(tokens, self.target), cache), counts)
+        hidden = newest(head.draft_extend(aux_hidden_states, head.embed(tokens, self.target), cache), counts)
         root, batch = newest(tokens, counts), len(tokens)
         cache.extend(lengths, counts)
 
@@ -63,7 +63,7 @@ class DynamicTree(GrownTree):
         for depth in range(2, self.levels + 1):
             if self.should_stop is not None and self.should_stop(scores):
                 break
-            positions = (cache.starts + depth - 2).expand(-1, width)
+            positions = (cache.seq_lens + depth - 2).expand(-1, width)
             hidden = head.draft_step(hidden, head.embed(tokens, self.target), positions, cache.mask(among), cache)
             cache.pending += width
             best = best_of(hidden, depth)

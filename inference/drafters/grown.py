@@ -30,9 +30,9 @@ STEP = 1e-3
 def check_width(width: int | None, usual: int, target: Target) -> int:
     """The branches per level that this target can read. Raises ValueError where more were asked for."""
     if width is None:
-        return usual if target.reads_trees else 1
-    if width > 1 and not target.reads_trees:
-        raise ValueError(f"width={width} asks for a tree, and {target.no_trees}: leave width out, or take width=1")
+        return usual if target.supports_trees else 1
+    if width > 1 and not target.supports_trees:
+        raise ValueError(f"width={width} asks for a tree, and {target.why_no_trees}: leave width out, or take width=1")
     return width
 
 
@@ -40,7 +40,7 @@ class GrownTree(Drafter):
     """The `nodes` best of the candidates that `grow` makes level by level."""
 
     entries: int  # that growing a tree of all levels writes into the head's cache
-    lag: int = 1  # entries that its cache has less than a text has tokens: each needs the token after it
+    cache_lag: int = 1  # entries that its cache has less than a text has tokens: each needs the token after it
     head: RecurrentHead | BlockHead
 
     def __init__(
@@ -94,23 +94,23 @@ class GrownTree(Drafter):
         cache.clear()
         self.cache = cache
 
-    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
         assert self.cache is not None
         self.sampling = sampling
         self.cache.rearrange(rows, max(self.cache.capacity, self.room(capacity)))
 
     @property
-    def readers(self) -> "list[GrownTree]":
+    def cached_drafters(self) -> "list[GrownTree]":
         return [self]
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """For prompts of at most so many tokens, which `read_prompt` reads into it before their rows join."""
+        """For prompts of at most so many tokens, which `prefill` reads into it before their rows join."""
         return KVCache(self.cache_layers, batch, capacity, self.target.device)
 
-    def read_prompt(self, accepted: Accepted, cache: KVCache) -> None:
+    def prefill(self, accepted: Accepted, cache: KVCache) -> None:
         """Take in a part of the prompts of rows that are to join, after what this cache of theirs holds."""
         embeddings = self.head.embed(accepted.tokens, self.target)
-        self.head.read_accepted(accepted.features, embeddings, cache)
+        self.head.draft_extend(accepted.aux_hidden_states, embeddings, cache)
         cache.set_lengths([length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)])
 
     def room(self, capacity: int) -> int:
@@ -136,15 +136,15 @@ class GrownTree(Drafter):
         room = max(cache.lengths) + new + self.entries  # a short row's padding may stand after a long one's text
         if room > cache.capacity:
             cache.rearrange(list(range(cache.batch)), room)
-        grow, starts = partial(self.grow, lengths), cache.starts + counts
+        grow, starts = partial(self.grow, lengths), cache.seq_lens + counts
         if self.should_stop is None and new <= 1 + self.depth:  # neither looks at scores nor reads the prompt
             cache.set_bucket(new + self.entries)
             key = "grow", cache.kv_bucket, self.nodes, self.levels, self.sampling.key
-            inputs = accepted.tokens, accepted.features, counts, gumbel, *self.sampling.tensors
+            inputs = accepted.tokens, accepted.aux_hidden_states, counts, gumbel, *self.sampling.tensors
             tree, self.ranks = cache.graphs(key, grow, *inputs)
         else:
             cache.kv_bucket = None
-            tree, self.ranks = grow(accepted.tokens, accepted.features, counts, gumbel, *self.sampling.tensors)
+            tree, self.ranks = grow(accepted.tokens, accepted.aux_hidden_states, counts, gumbel, *self.sampling.tensors)
         cache.set_lengths(lengths, starts)
         return tree
 
@@ -153,7 +153,7 @@ class GrownTree(Drafter):
         self,
         lengths: list[int],
         tokens: Tensor,
-        features: Tensor,
+        aux_hidden_states: Tensor,
         counts: Tensor,
         gumbel: Tensor | None,
         *tensors: Tensor | None,

@@ -19,7 +19,7 @@ converges to the same text as sampling one by one.
 import torch
 from torch import Tensor
 
-from foredraft.inference.drafters.base import Accepted, Drafter, roots
+from foredraft.inference.drafters.base import Accepted, Drafter, bonus_tokens
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree, from_parents
 
@@ -42,14 +42,14 @@ class Lookahead(Drafter):
 
         self.fresh = [True] * batch  # rows without a window yet
 
-    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
         self.pool = [{} if row is None else self.pool[row] for row in rows]
         self.fresh = [row is None or self.fresh[row] for row in rows]
         if self.lines is not None:
             self.lines = self.lines[[row or 0 for row in rows]]
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        root = roots(accepted)
+        root = bonus_tokens(accepted)
         if any(self.fresh):
             lines, fresh = self.first_lines(accepted), torch.tensor(self.fresh, device=root.device)[:, None, None]
             self.lines = lines if self.lines is None else torch.where(fresh, lines, self.lines)

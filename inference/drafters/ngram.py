@@ -26,7 +26,7 @@ class NgramDrafter(Drafter):
         self.known: list[dict[tuple[int, ...], dict[int, tuple[int, int]]]] = [{} for _ in range(batch)]
         self.entered = [0] * batch
 
-    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
         self.known = [{} if row is None else self.known[row] for row in rows]
         self.entered = [0 if row is None else self.entered[row] for row in rows]
 

@@ -51,8 +51,8 @@ class StaticTree(Drafter):
             raise ValueError(f"a static tree needs nodes={nodes} of at least 2, its root and a draft")
         self.head, self.target, self.layers = head, target, head.layers
         vocab = target.vocab_size if head.draft_ids is None else len(head.draft_ids)
-        self.branches = target.reads_trees
-        ranks = vocab if target.reads_trees else 1  # a chain is made of first guesses
+        self.branches = target.supports_trees
+        ranks = vocab if target.supports_trees else 1  # a chain is made of first guesses
         accuracies = [row[:ranks] for row in (accuracies or TYPICAL)[: head.depth]]
         self.paths = grow(accuracies, nodes)
         self.depth, self.nodes = max(map(len, self.paths)), len(self.paths) + 1
@@ -87,21 +87,21 @@ class StaticTree(Drafter):
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.sampling = sampling
 
-    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
         self.sampling = sampling
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        tokens, features = newest(accepted)
+        tokens, aux_hidden_states = newest(accepted)
         self.ranks = self.shapes[self.size].order.expand(len(tokens), -1)
         grow = partial(self.grow, self.shapes[self.size])
         key = self.size, self.sampling.key
-        return self.graphs(key, grow, tokens, features, gumbel, *self.sampling.tensors)
+        return self.graphs(key, grow, tokens, aux_hidden_states, gumbel, *self.sampling.tensors)
 
     def grow(
-        self, shape: "Shape", root: Tensor, features: Tensor, gumbel: Tensor | None, *sampling: Tensor | None
+        self, shape: "Shape", root: Tensor, aux_hidden_states: Tensor, gumbel: Tensor | None, *sampling: Tensor | None
     ) -> TokenTree:
         """The tree below root (batch, 1), from features (batch, width). sampling: the tensors of a Sampling."""
-        logits = self.head.draft_all(features)[:, : shape.levels].float()
+        logits = self.head.draft_all(aux_hidden_states)[:, : shape.levels].float()
         if gumbel is not None:
             noise = gumbel if self.head.draft_ids is None else gumbel[..., self.head.draft_ids]
             warper = Sampling.from_tensors(sampling, self.sampling.key)

@@ -71,9 +71,9 @@ class SuffixDrafter(Drafter):
         # [row][n]: the place of its suffix of n tokens, in its own trie, and as far as it is known in that of past outputs.
         self.places: list[list[Trie]] = []
         self.matches: list[list[Trie]] = []
-        self.select_rows([None] * batch, capacity, sampling)
+        self.select_sequences([None] * batch, capacity, sampling)
 
-    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
         self.retire(set(range(len(self.texts))) - set(rows))
         self.texts = [[] if row is None else self.texts[row] for row in rows]
         self.prompts = [None if row is None else self.prompts[row] for row in rows]

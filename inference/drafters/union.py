@@ -33,13 +33,13 @@ class Union(Drafter):
         for drafter in self.drafters:
             drafter.begin(batch, capacity, sampling)
 
-    def select_rows(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
         for drafter in self.drafters:
-            drafter.select_rows(rows, capacity, sampling)
+            drafter.select_sequences(rows, capacity, sampling)
 
     @property
-    def readers(self) -> list[GrownTree]:
-        return [reader for drafter in self.drafters for reader in drafter.readers]
+    def cached_drafters(self) -> list[GrownTree]:
+        return [reader for drafter in self.drafters for reader in drafter.cached_drafters]
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         drafted = [drafter.propose(share(accepted, self.layers, drafter.layers), gumbel) for drafter in self.drafters]

@@ -116,7 +116,7 @@ def guess_in_training(head: DraftHead, target: Target, text: list[int], places: 
     tokens = torch.tensor([text], device=target.device)
     order = torch.arange(len(text), device=target.device)[None]
     batch = PackedBatch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), order)
-    features = target.read(tokens, layers=head.layers, keep_logits=1).features
-    out = head(features.to(head.dtype), target.embed(tokens).to(head.dtype), batch)[0]
+    aux_hidden_states = target.forward(tokens, layers=head.layers, keep_logits=1).aux_hidden_states
+    out = head(aux_hidden_states.to(head.dtype), target.embed(tokens).to(head.dtype), batch)[0]
     logits = head.logits(out[0, [place - 2 for place in places]], 1)
     return head.to_target_ids(logits.argmax(-1)).tolist()

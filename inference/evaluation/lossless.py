@@ -121,7 +121,7 @@ def recompute_logits(target: Target, text: list[int], prompt: int, size: int) ->
     ids = torch.tensor([text], device=target.device)
     cache = target.new_cache(1, len(text) + size)
     start = min(prompt, len(text) - 1)
-    target.read_prompts(ids[:, :start], [start], cache)
+    target.prefill(ids[:, :start], [start], cache)
     cache.set_lengths([start])
     logits = torch.empty(0)
     for first in range(start, len(text), size):
@@ -129,7 +129,7 @@ def recompute_logits(target: Target, text: list[int], prompt: int, size: int) ->
         real = piece.shape[1]
         padded = torch.cat([piece, piece.new_full((1, size - real), -1)], dim=1)
         tree = chain(padded)
-        reading = target.read_tree(tree.tokens, cache.starts + tree.depths, cache.mask(tree.ancestors), cache)
+        reading = target.forward_tree(tree.tokens, cache.seq_lens + tree.depths, cache.mask(tree.ancestors), cache)
         cache.commit([list(range(real))])
         logits = reading.logits[0, real - 1].float()
     return logits

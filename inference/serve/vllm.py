@@ -21,7 +21,7 @@ def find_vllm() -> str:
     return found
 
 
-def serve_command(target: Target, drafter: str, name: str, host: str, port: int, max_rows: int) -> list[str]:
+def serve_command(target: Target, drafter: str, name: str, host: str, port: int, max_num_seqs: int) -> list[str]:
     """The arguments of vLLM, after the head named `drafter` has been written to a new temporary folder in the layout that it
     reads; "none" decodes plainly. Raises ValueError for a drafter that vLLM does not have."""
     command = ["vllm", "serve", target.name]
@@ -36,7 +36,7 @@ def serve_command(target: Target, drafter: str, name: str, host: str, port: int,
         write_head(head, folder, target, export.layout, export.layout.weight_files)
         command = shlex.split(export.command(head, shlex.quote(target.name), folder))
     dtype = str(target.dtype).removeprefix("torch.")
-    rest = {"dtype": dtype, "served-model-name": name, "host": host, "port": port, "max-num-seqs": max_rows}
+    rest = {"dtype": dtype, "served-model-name": name, "host": host, "port": port, "max-num-seqs": max_num_seqs}
     return command + [word for key, value in rest.items() for word in (f"--{key}", str(value))]
 
 

@@ -56,22 +56,22 @@ class Worker(threading.Thread):
         self,
         target: Target,
         drafter: Drafter | None,
-        max_rows: int = 16,
+        max_num_seqs: int = 16,
         max_waiting: int = 128,
         timeout: float = 600.0,
         cache_gib: float | None = None,
         prefill_chunk: int | None = 512,
         prefix_cache_gib: float | None = None,
     ):
-        """max_rows: requests decoded at a time. max_waiting: more are refused. timeout: seconds that a request may take, its
+        """max_num_seqs: requests decoded at a time. max_waiting: more are refused. timeout: seconds of a request, its
         time in the queue included. cache_gib: most memory of the caches of target and drafter and of prefixes; half of it is
         for requests that are decoded plainly. prefill_chunk: as in `Engine`. prefix_cache_gib: most memory of prefixes; 0
         keeps none; None is 1, or a quarter of cache_gib."""
         super().__init__(name="engine", daemon=True)
-        if max_rows < 1 or max_waiting < 0 or timeout <= 0 or (cache_gib is not None and cache_gib <= 0):
+        if max_num_seqs < 1 or max_waiting < 0 or timeout <= 0 or (cache_gib is not None and cache_gib <= 0):
             raise ValueError(
-                f"max_rows={max_rows} must be at least 1, max_waiting={max_waiting} at least 0, timeout={timeout} and "
-                f"cache_gib={cache_gib} above 0"
+                f"max_num_seqs={max_num_seqs} must be at least 1, max_waiting={max_waiting} at least 0, timeout={timeout} "
+                f"and cache_gib={cache_gib} above 0"
             )
         if prefix_cache_gib is None:
             prefix_cache_gib = 1.0 if cache_gib is None else cache_gib / 4
@@ -93,14 +93,14 @@ class Worker(threading.Thread):
             Engine(
                 target,
                 one,
-                max_rows=max_rows,
+                max_num_seqs=max_num_seqs,
                 max_cache_tokens=tokens,
                 prefill_chunk=prefill_chunk,
                 prefixes=self.prefixes,
             )
             for one in (drafter, None)
         ]
-        self.max_rows, self.max_open, self.timeout = max_rows, max_rows + max_waiting, timeout
+        self.max_num_seqs, self.max_open, self.timeout = max_num_seqs, max_num_seqs + max_waiting, timeout
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.jobs: dict[Request, Job] = {}
         self.open = 0  # jobs that have been submitted and not ended, counted where they are submitted
@@ -199,7 +199,7 @@ class Worker(threading.Thread):
             else:
                 self.tell(job, output)
         if not engine.waiting:
-            engine.max_rows = self.max_rows  # what did not fit has been decoded
+            engine.max_num_seqs = self.max_num_seqs  # what did not fit has been decoded
 
     def recover(self, engine: Engine, error: Exception) -> None:
         """After a step that raised: see the top of this file."""
@@ -211,7 +211,7 @@ class Worker(threading.Thread):
                 self.end(job, Failed("decoding this request failed; see the server's log"))
         if not stepped:
             raise error
-        engine.max_rows = max(1, len(stepped) // 2)
+        engine.max_num_seqs = max(1, len(stepped) // 2)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -222,13 +222,15 @@ def cache_bytes_per_token(target: Target, drafter: Drafter | None) -> int:
     more than keys and values."""
     drafter, cache = drafter or NoDrafter(), target.new_cache(1, 1)
     if not isinstance(cache, KVCache):
-        raise ValueError(f"cache_gib: {target.name} keeps a state per text, which is not counted; max_rows limits it")
+        raise ValueError(
+            f"cache_gib: {target.name} keeps a state per text, which is not counted; max_num_seqs limits it"
+        )
     token = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
-    accepted = Accepted(token, target.read(token, cache=cache, layers=drafter.layers).features, [1], [[0]])
+    accepted = Accepted(token, target.forward(token, cache=cache, layers=drafter.layers).aux_hidden_states, [1], [[0]])
     caches = [cache]
-    for reader in drafter.readers:
+    for reader in drafter.cached_drafters:
         caches.append(reader.new_cache(1, 1))
-        reader.read_prompt(share(accepted, drafter.layers, reader.layers), caches[-1])
+        reader.prefill(share(accepted, drafter.layers, reader.layers), caches[-1])
     return sum(
         block.numel() * block.element_size() // cache.capacity for cache in caches for block in cache.blocks.values()
     )

@@ -119,7 +119,7 @@ def train_from_disk(cfg: DictConfig, folder: str) -> None:
     target = instantiate(cfg.target)
     drawn = np.random.default_rng(0).integers(target.vocab_size, size=(cfg.shards * cfg.rows, cfg.length))
     documents = Documents.of([Document(row, [1] * cfg.length) for row in drawn])
-    packed, distillation = Packed(documents, cfg.length, seed=0), objective(cfg, target, documents)
+    packed, distillation = Packed(documents, cfg.length, seed=0), criterion(cfg, target, documents)
     seconds = []
     for _ in range(2):
         begun = time.perf_counter()
@@ -172,18 +172,18 @@ def read_bytes() -> int:
     return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["read_bytes"])
 
 
-def objective(cfg: DictConfig, target: Target, documents: Documents) -> DistillationModel:
+def criterion(cfg: DictConfig, target: Target, documents: Documents) -> DistillationModel:
     counts = count_tokens(documents, target.vocab_size)
     head = instantiate(cfg.head, target=target, **({"counts": counts} if "draft_vocab_size" in cfg.head else {}))
     if head.pruned:
         head.init_projections(target, counts)
-    return instantiate(cfg.objective, head=head, target=target, loss=instantiate(cfg.loss))
+    return instantiate(cfg.criterion, head=head, target=target, loss=instantiate(cfg.loss))
 
 
 def train_both_ways(cfg: DictConfig) -> None:
     target = instantiate(cfg.target)
     data = instantiate(cfg.data, tokenizer=target.text_tokenizer)
-    distillation = objective(cfg, target, data.train)
+    distillation = criterion(cfg, target, data.train)
     supervised = (document for document in data.train if any(document.loss_mask[8 : cfg.length]))
     documents = list(islice(supervised, 4 * cfg.steps * cfg.rows))
     if not documents:

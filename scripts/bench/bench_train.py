@@ -62,7 +62,7 @@ def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
     documents = [Document(row, [True] * len(row)) for row in tokens.tolist()]
     more = {"counts": torch.bincount(tokens.flatten(), minlength=target.vocab_size)}
     head = instantiate(cfg.head, target=target, **(more if "draft_vocab_size" in cfg.head else {}))
-    distillation = instantiate(cfg.objective, head=head, target=target, loss=instantiate(cfg.loss))
+    distillation = instantiate(cfg.criterion, head=head, target=target, loss=instantiate(cfg.loss))
     args = arguments(cfg.trainer, target)
     args.max_steps = cfg.steps * (EPOCHS if cfg.baseline else 1)  # as long as the baseline is timed
     packed, batch = Packed(documents, cfg.length, cfg.seed), cfg.trainer.per_device_train_batch_size
@@ -161,7 +161,7 @@ def baseline_settings(cfg: DictConfig) -> dict[str, Any]:
             "num-layers": cfg.head.num_layers,
             "mask-token-id": cfg.head.mask_token_id or 0,
             "full-attention-indices": list(range(cfg.head.num_layers)),
-            "max-anchors": round(cfg.objective.starts * cfg.length),
+            "max-anchors": round(cfg.criterion.anchors * cfg.length),
             "per-position-loss-weight": "fixed-exp-decay",
         }
     raise ValueError(f"head={kind} is not compared with speculators here: head=eagle3, head=dflash, or baseline=null")
@@ -202,8 +202,10 @@ def write_rows(target: Target, layers: list[int], tokens: torch.Tensor, folder: 
     norm = target.model.model.norm
     hook = norm.register_forward_pre_hook(lambda module, given: before.append(given[0]))
     for number, row in enumerate(tokens):
-        features = target.read(row[None].to(target.device), layers=layers, keep_logits=1).features[0]
-        states = torch.cat([features.view(len(row), len(layers), -1), before.pop()[0][:, None]], dim=1)
+        aux_hidden_states = target.forward(row[None].to(target.device), layers=layers, keep_logits=1).aux_hidden_states[
+            0
+        ]
+        states = torch.cat([aux_hidden_states.view(len(row), len(layers), -1), before.pop()[0][:, None]], dim=1)
         save_file(
             {"token_ids": row, "hidden_states": states.to(target.dtype).cpu().contiguous()},
             folder / "hidden_states" / f"hs_{number}.safetensors",

@@ -63,9 +63,9 @@ def decode(engine: Engine) -> Iterator[Step]:
     engine.step()
     while engine.has_work:
         tree, gumbel = engine.propose()
-        reading = engine.read(tree)
+        reading = engine.forward(tree)
         verification, broken = engine.verify(tree, reading.logits, gumbel)
-        engine.commit(tree, verification, broken, reading.features)
+        engine.commit(tree, verification, broken, reading.aux_hidden_states)
         tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
         path = verification.path[0, : int(verification.counts[0])].tolist()
         real = [node for node, token in enumerate(tokens) if token >= 0]  # the others are padding

@@ -122,7 +122,7 @@ def family_cells(target: Callable[[], Target], new_tokens: int) -> Iterator[tupl
         held["target"] = made = target()
         made.model.generation_config.eos_token_id = None
         held["prompts"] = [torch.randint(3, made.vocab_size - 8, (n,), generator=generator).tolist() for n in PROMPTS]
-        return None if made.reads_trees else "chains" if made.reads_chains else "decoded plainly"
+        return None if made.supports_trees else "chains" if made.supports_chains else "decoded plainly"
 
     def generates() -> str | None:
         ids = torch.tensor(held["prompts"][1:2])

@@ -108,13 +108,15 @@ def reads(target: Target, repeats: int = 9) -> dict[int, dict[str, float]]:
             hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after(part))]
     found: dict[int, dict[str, float]] = {}
     with torch.inference_mode():
-        _, state = target.read_on(torch.ones(1, 128, dtype=torch.int64, device=target.device), 0, None, keep_logits=1)
+        _, state = target.forward_from(
+            torch.ones(1, 128, dtype=torch.int64, device=target.device), 0, None, keep_logits=1
+        )
         for count in READS:
             tokens, taken = torch.ones(1, count, dtype=torch.int64, device=target.device), []
             for _ in range(repeats):
                 spent.update(dict.fromkeys(PARTS, 0.0))
                 start = now(target)
-                target.read_on(tokens, 128, state_cache.fork(state))
+                target.forward_from(tokens, 128, state_cache.fork(state))
                 taken.append({"all": now(target) - start, **spent})
             found[count] = {part: 1e3 * median(one[part] for one in taken) for part in taken[0]}
             print(f"a read of {count:3}  " + "  ".join(f"{part} {ms:.2f} ms" for part, ms in found[count].items()))

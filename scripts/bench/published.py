@@ -109,7 +109,7 @@ def target_cells(published: dict[str, Any], new_tokens: int) -> Iterator[tuple[s
 
     def loads() -> str | None:
         held["target"] = target = small_target(published)
-        return None if target.reads_trees else "chains" if target.reads_chains else "decoded plainly"
+        return None if target.supports_trees else "chains" if target.supports_chains else "decoded plainly"
 
     yield "loads", loads
     for kind, head_class in KINDS.items():

@@ -168,13 +168,13 @@ def test_the_speculators_package_drafts_the_same_logits(heads, embedded, rows, t
     length = tokens.shape[1]
     positions = torch.arange(length)[None]
     text = PackedBatch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), positions)
-    features = embedded.read(tokens, layers=head.layers, keep_logits=1).features
+    aux_hidden_states = embedded.forward(tokens, layers=head.layers, keep_logits=1).aux_hidden_states
     # Its position t holds the token behind, as our slot t reads it.
     behind = torch.cat([tokens[:, 1:], tokens.new_zeros(1, 1)], dim=1)
-    save_file({"features": features.contiguous(), "tokens": behind.contiguous()}, tmp_path / "in.safetensors")
+    save_file({"features": aux_hidden_states.contiguous(), "tokens": behind.contiguous()}, tmp_path / "in.safetensors")
     call(PYTHON, HERE / "speculators_logits.py", exported, tmp_path / "in.safetensors", tmp_path / "out.safetensors")
     theirs = load_file(tmp_path / "out.safetensors")
-    for step, hidden in enumerate(head(features, embedded.embed(tokens), text)[:DEPTH]):
+    for step, hidden in enumerate(head(aux_hidden_states, embedded.embed(tokens), text)[:DEPTH]):
         # Our slot p is of the draft that began at p - step; the last slots know no token behind.
         ours = head.logits(hidden, step + 1)[0, step : length - 1]
         torch.testing.assert_close(ours, theirs[str(step)][0, : length - 1 - step], atol=1e-3, rtol=1e-3)

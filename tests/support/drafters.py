@@ -11,7 +11,7 @@ from foredraft.heads import Target
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
 from foredraft.inference.drafters import AutoTree, DraftModel, DynamicTree, NgramDrafter, StaticTree
-from foredraft.inference.drafters.base import Accepted, Drafter, chains, root_only
+from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, chains
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import from_parents
 from tests.support.configs import composed
@@ -36,9 +36,11 @@ class Random(Drafter):
         self.generator = torch.Generator().manual_seed(batch)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None):
-        roots = root_only(accepted).tokens
-        tokens = torch.randint(0, 40, (len(roots), 8), generator=self.generator)
-        return from_parents(torch.cat([roots, tokens], 1), torch.tensor([[0, 0, 0, 1, 1, 3, 3, 5, 5]] * len(roots)), 4)
+        bonus_tokens = bonus_only(accepted).tokens
+        tokens = torch.randint(0, 40, (len(bonus_tokens), 8), generator=self.generator)
+        return from_parents(
+            torch.cat([bonus_tokens, tokens], 1), torch.tensor([[0, 0, 0, 1, 1, 3, 3, 5, 5]] * len(bonus_tokens)), 4
+        )
 
 
 class OneBranch(Drafter):

@@ -260,10 +260,10 @@ def eagle3_drafts(
     layer = config.get("transformer_layer_config", config)
     if config.get("fc_norm"):
         states = [rms(state, w[f"fc_norm.{i}.weight"]) for i, state in enumerate(states)]
-    features = torch.cat(states, -1)
+    aux_hidden_states = torch.cat(states, -1)
     if config.get("norm_before_fc"):
-        features = rms(features, w["input_norm.weight"])
-    hidden, drafts = features @ w["fc.weight"].T, []
+        aux_hidden_states = rms(aux_hidden_states, w["input_norm.weight"])
+    hidden, drafts = aux_hidden_states @ w["fc.weight"].T, []
     for token in [*chain, None]:
         normed = rms(hidden, w[f"{prefix}.hidden_norm.weight"])
         x = torch.cat([rms(embedded, w[f"{prefix}.input_layernorm.weight"]), normed], -1)

@@ -63,10 +63,10 @@ def build_head(kind: str, target: Target, **overrides: Any) -> DraftHead:
     return instantiate(settings, target=target, **overrides)
 
 
-def objective(name: str, head: DraftHead, target: Target) -> DistillationModel:
+def criterion(name: str, head: DraftHead, target: Target) -> DistillationModel:
     """With the loss, as its yaml has them, in the middle of the training."""
     settings = composed("train", f"head={OVERRIDES.get(name, {}).get('kind', name)}")
-    made = instantiate(settings.objective, head=head, target=target, loss=instantiate(settings.loss))
+    made = instantiate(settings.criterion, head=head, target=target, loss=instantiate(settings.loss))
     made.progress = 0.5
     return made
 

@@ -31,7 +31,7 @@ from foredraft.heads.base import PackedBatch
 from foredraft.heads.hub.card import size
 from foredraft.heads.target import Target
 from foredraft.train.data.packing import Packed
-from foredraft.train.features.online import read
+from foredraft.train.features.online import forward_target
 from foredraft.train.features.shard import AGAIN, Shard
 from foredraft.train.features.storage import DTYPES, store
 from foredraft.train.runtime import distributed
@@ -65,7 +65,7 @@ def disk(
         raise ValueError(
             f"features.shard_rows={shard_rows} and features.top_k={top_k} must be at least 1 (top_k null: none)"
         )
-    if target.reads_collectively:
+    if target.is_collective:
         raise ValueError(
             f"features=disk: processes write shards of their own, and target.sharding={target.sharding} needs all of them to "
             "read together"
@@ -179,8 +179,8 @@ def shard(packed: Packed, target: Target, facts: dict, rows: range, batch: int) 
         items = [packed[row] for row in range(start, min(start + batch, rows.stop))]
         given: dict[str, Any] = {name: torch.stack([x[name] for x in items]).to(target.device) for name in items[0]}
         text = PackedBatch(**given)
-        features, last = read(target, text, facts["layers"])
-        kept = {"features": features}
+        aux_hidden_states, last = forward_target(target, text, facts["layers"])
+        kept = {"features": aux_hidden_states}
         if facts["top_k"] is None:
             kept["last"] = last
         else:

@@ -7,7 +7,7 @@ from torch.utils.data import Dataset
 
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.target import Target
-from foredraft.heads.target.documents import read_documents
+from foredraft.heads.target.documents import forward_documents
 from foredraft.train.data.packing import Packed
 from foredraft.train.runtime import distributed
 
@@ -24,7 +24,7 @@ def several_documents(text: PackedBatch) -> bool:
     return bool((text.documents != text.documents[:, :1]).any())
 
 
-def read(target: Target, text: PackedBatch, layers: list[int]) -> tuple[Tensor, Tensor]:
+def forward_target(target: Target, text: PackedBatch, layers: list[int]) -> tuple[Tensor, Tensor]:
     """The features (batch, length, width) and the last hidden state (batch, length, hidden) of a packed batch.
 
     In the target's own precision, as decoding reads it: a trainer's autocast would round the output of a float32 target."""
@@ -35,11 +35,11 @@ def read(target: Target, text: PackedBatch, layers: list[int]) -> tuple[Tensor, 
     packed = several_documents(text) if text.multiple_documents is None else text.multiple_documents
     wanted = [*layers, target.num_layers]
     with torch.autocast(text.tokens.device.type, enabled=False):
-        if packed and (not target.reads_trees or text.tokens.shape[1] > MAX_MASK_LENGTH):
-            reading = read_documents(target, text.tokens, text.documents, wanted)
+        if packed and (not target.supports_trees or text.tokens.shape[1] > MAX_MASK_LENGTH):
+            reading = forward_documents(target, text.tokens, text.documents, wanted)
         else:
-            mask = text.mask() if packed or (target.window and target.reads_trees) else None
-            reading = target.read(text.tokens, text.positions, mask, None, wanted, 1, key_positions=text.positions)
+            mask = text.mask() if packed or (target.window and target.supports_trees) else None
+            reading = target.forward(text.tokens, text.positions, mask, None, wanted, 1, key_positions=text.positions)
     width = target.hidden_size
-    features = reading.features[rows]
-    return features[..., :-width], features[..., -width:]
+    aux_hidden_states = reading.aux_hidden_states[rows]
+    return aux_hidden_states[..., :-width], aux_hidden_states[..., -width:]

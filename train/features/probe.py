@@ -41,7 +41,7 @@ def final_norm(target: Target) -> nn.Module:
     hooks = [module.register_forward_hook(lambda *call: seen.append(call)) for module in target.model.modules()]
     try:
         tokens = torch.arange(4, device=target.device)[None] % target.vocab_size
-        last = target.read(tokens, layers=[target.num_layers]).features
+        last = target.forward(tokens, layers=[target.num_layers]).aux_hidden_states
     finally:
         for hook in hooks:
             hook.remove()
@@ -60,7 +60,9 @@ def read_states(target: Target, norm: nn.Module, tokens: list[int], layers: Sequ
     before: list[Tensor] = []
     hook = norm.register_forward_pre_hook(lambda module, given: before.append(given[0]))
     try:
-        read = target.read(torch.tensor([tokens], device=target.device), layers=list(layers), keep_logits=1).features
+        read = target.forward(
+            torch.tensor([tokens], device=target.device), layers=list(layers), keep_logits=1
+        ).aux_hidden_states
     finally:
         hook.remove()
     states = list(read[0].unflatten(-1, (-1, target.hidden_size)).unbind(1))

@@ -59,7 +59,7 @@ def server(
 
 
 class ServedRows(Dataset):
-    """Packed rows with `features` and `last` as train.features.online.read gives them, in the engine's precision."""
+    """Packed rows with `features` and `last` as features/online.py gives them, in the engine's precision."""
 
     def __init__(self, packed: Packed, client: Client, urls: list[str], norm: nn.Module, normed: list[bool]):
         """normed: of each layer of the features, is it the last?"""
@@ -81,5 +81,5 @@ class ServedRows(Dataset):
         for span, part in zip(found, parts, strict=True):
             states[span.start : span.stop] = part
         last = self.norm(states[:, -1]).to(states.dtype)
-        features = [last if normed else states[:, i] for i, normed in enumerate(self.normed)]
-        return text | {"features": torch.cat(features, dim=-1), "last": last}
+        aux_hidden_states = [last if normed else states[:, i] for i, normed in enumerate(self.normed)]
+        return text | {"features": torch.cat(aux_hidden_states, dim=-1), "last": last}

@@ -29,7 +29,7 @@ def restore(stored: dict[str, Tensor], name: str) -> Tensor:
 
 
 def unpack(stored: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """A stored batch, on the device of the head, as train.features.online.read gives it. With top_k the second is
+    """A stored batch, on the device of the head, as train.features.online.forward_target gives it. With top_k the second is
     (batch, length, 2 k): values, then token ids, which are exact in float32 up to 16 million."""
     if "last" in stored:
         return restore(stored, "features"), restore(stored, "last")

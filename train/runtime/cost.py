@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 
 from foredraft.heads import adapter
 from foredraft.heads.base import BlockHead, PackedBatch
-from foredraft.heads.target import Reading, Target
+from foredraft.heads.target import Target, TargetOutput
 from foredraft.heads.target.loading import model_class
 from foredraft.train.blocks import BlockDistillation
 from foredraft.train.losses import soft
@@ -71,13 +71,13 @@ class Live(TorchDispatchMode):
 class ConfigOnlyTarget(Target):
     """A target that is only a config: its readings have shapes and no numbers."""
 
-    def read(
+    def forward(
         self, tokens: Tensor, *args: Any, layers: Sequence[int] = (), keep_logits: Any = 0, **kwargs: Any
-    ) -> Reading:
+    ) -> TargetOutput:
         rows, length = tokens.shape
         kept = keep_logits if isinstance(keep_logits, int) and keep_logits else length
         made: dict[str, Any] = {"dtype": self.dtype, "device": tokens.device}
-        return Reading(
+        return TargetOutput(
             torch.empty(rows, kept, self.vocab_size, **made),
             torch.empty(rows, length, len(layers) * self.hidden_size, **made),
         )
@@ -92,12 +92,12 @@ class ConfigOnly(DistillationModel):
     def rows(self, counted: Tensor) -> Tensor:
         return torch.arange(counted.shape[1], device=counted.device)
 
-    def read(self, text: PackedBatch) -> tuple[Tensor, Tensor]:
+    def forward_target(self, text: PackedBatch) -> tuple[Tensor, Tensor]:
         width = self.target.hidden_size
-        features = self.target.read(
+        aux_hidden_states = self.target.forward(
             text.tokens, layers=[*self.head.layers, self.target.num_layers], keep_logits=1
-        ).features
-        return features[..., :-width], features[..., -width:]
+        ).aux_hidden_states
+        return aux_hidden_states[..., :-width], aux_hidden_states[..., -width:]
 
 
 class ConfigOnlyBlocks(ConfigOnly, BlockDistillation):
@@ -163,7 +163,7 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
     text = PackedBatch(
         torch.zeros(shape, dtype=torch.int64), torch.ones(shape).bool(), torch.zeros(shape).long(), positions
     )
-    text = text._replace(starts=distillation.choose_starts(text, 0))
+    text = text._replace(anchors=distillation.choose_anchors(text, 0))
     before = [
         *distillation.parameters(),
         *distillation.buffers(),
@@ -191,8 +191,8 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
     # Gradients of an adapter pass through all of the target, which keeps what every layer made of the batch for them; and
     # it reads the batch once more without the adapter. AdamW has two moments of each weight.
     with Live(before) as kept:
-        reading = Target.read(target, text.tokens, layers=[target.num_layers], keep_logits=1)
-        between = kept.now - reading.features.nbytes
+        reading = Target.forward(target, text.tokens, layers=[target.num_layers], keep_logits=1)
+        between = kept.now - reading.aux_hidden_states.nbytes
     work = flops.get_total_flops() + 4 * text.tokens.numel() * sum(p.numel() for p in target.model.parameters())
     return Head(held + added, gradients + added, state + 2 * added, live.peak + between, work, head.layers)
 

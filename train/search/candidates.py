@@ -61,7 +61,7 @@ def check_candidate(cfg: DictConfig, name: str, overrides: list[str], shared: li
         raise ValueError(f"candidates.{name} is given head=auto, which is no head")
     if differ := [*shared, *(key for key in SHARED if own[key] != cfg[key])]:
         raise ValueError(f"candidates.{name} sets {differ[0]}, which all candidates must share")
-    if issubclass(get_class(own.objective._target_), JointDistillation):
+    if issubclass(get_class(own.criterion._target_), JointDistillation):
         raise ValueError(
             f"candidates.{name} tunes the target too, whose text changes: it cannot be compared with others"
         )

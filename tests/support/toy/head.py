@@ -34,11 +34,13 @@ class ToyHead(ParallelHead):
     def to_config(self) -> dict:
         return {"hidden": self.hidden}
 
-    def forward(self, features: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
-        return [shift_right(layer(features.to(self.dtype)), i) for i, layer in enumerate(self.maps)]
+    def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
+        return [shift_right(layer(aux_hidden_states.to(self.dtype)), i) for i, layer in enumerate(self.maps)]
 
-    def draft_all(self, features: Tensor) -> Tensor:
-        return torch.stack([self.logits(layer(features.to(self.dtype)), i) for i, layer in enumerate(self.maps, 1)], 1)
+    def draft_all(self, aux_hidden_states: Tensor) -> Tensor:
+        return torch.stack(
+            [self.logits(layer(aux_hidden_states.to(self.dtype)), i) for i, layer in enumerate(self.maps, 1)], 1
+        )
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.target.logits(hidden)
