@@ -20,7 +20,7 @@ from torch import Tensor
 
 from foredraft.heads import flex
 from foredraft.heads.base import PackedBatch
-from foredraft.heads.target.attention import added, attend, fold, made_again
+from foredraft.heads.target.attention import additive_mask, attend, group_heads, recomputed
 
 QUERIES = 256  # slots that attend at a time
 
@@ -96,7 +96,7 @@ def attend_blocks(
         spans = blocks.first[:, chosen], blocks.last[:, chosen]
         makers = [partial(beside, *pair, end, rows) for pair in pairs]
         makers.append(partial(part_mask, *spans, inside, end, window, dtype, groups))
-        with made_again(makers) as (keys, values, mask):
+        with recomputed(makers) as (keys, values, mask):
             parts.append(attend(q[:, :, rows], keys, values, mask))
     return torch.cat(parts[::-1], dim=2)
 
@@ -110,7 +110,7 @@ def part_mask(
     first: Tensor, last: Tensor, inside: Tensor, end: int, window: int | None, dtype: torch.dtype, groups: int
 ) -> Tensor:
     """What `attend` adds to scores, folded for its groups of heads."""
-    return fold(added(part_seen(first, last, inside, end, window)[:, None], dtype), groups)
+    return group_heads(additive_mask(part_seen(first, last, inside, end, window)[:, None], dtype), groups)
 
 
 def part_seen(first: Tensor, last: Tensor, inside: Tensor, end: int, window: int | None) -> Tensor:

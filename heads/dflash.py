@@ -145,7 +145,7 @@ class DFlashHead(BlockHead):
     def init_like(self, target: Target) -> None:
         """Start from sizes that the target is used to."""
         with torch.no_grad():
-            self.fc.weight.div_(llama_config.feature_sizes(self.layers, target).cpu())
+            self.fc.weight.div_(llama_config.aux_sizes(self.layers, target).cpu())
         llama_config.init_norm(self.norm, target)
         for layer in self.own_layers:
             llama_config.init_near_identity(layer.self_attn.o_proj, layer.mlp.down_proj)

@@ -22,16 +22,16 @@ class DraftModelHead(RecurrentHead):
     format = "a causal language model as transformers saves it"
     disk_prefixes: ClassVar[dict[str, str]] = {"model.": ""}
 
-    def __init__(self, reader: Target, vocab_size: int):
-        """reader: the small model. vocab_size: the target's; some models pad theirs. Raises ValueError for one whose state
+    def __init__(self, lm: Target, vocab_size: int):
+        """lm: the small model. vocab_size: the target's; some models pad theirs. Raises ValueError for one whose state
         cannot be taken back to where the target went another way."""
-        if not reader.supports_trees:
-            raise ValueError(f"{reader.why_no_trees}, which a draft model must do: choose another, or train a head")
+        if not lm.supports_trees:
+            raise ValueError(f"{lm.why_no_trees}, which a draft model must do: choose another, or train a head")
         super().__init__()
-        self.reader, self.vocab_size = reader, vocab_size
-        self.model = reader.model
+        self.lm, self.vocab_size = lm, vocab_size
+        self.model = lm.model
         self.tuner: list[Any] = []  # peft's, while an adapter is tuned; in a list, because its layers lie in the model
-        self.layers, self.cache_layers = [], reader.num_layers
+        self.layers, self.cache_layers = [], lm.num_layers
 
     @classmethod
     def for_target(
@@ -43,13 +43,13 @@ class DraftModelHead(RecurrentHead):
         vocabularies differ.
         """
         if path is None:
-            reader = Target(first_layers(target, num_layers), target.tokenizer, f"{num_layers} layers of {target.name}")
+            lm = Target(first_layers(target, num_layers), target.tokenizer, f"{num_layers} layers of {target.name}")
         else:
-            reader = Target.from_pretrained(path, dtype="float32", device=target.device)
-            check_vocabulary(reader, target)
-        reader.check_logits()
-        untie(reader.model)
-        head = cls(reader, target.vocab_size)
+            lm = Target.from_pretrained(path, dtype="float32", device=target.device)
+            check_vocabulary(lm, target)
+        lm.check_logits()
+        untie(lm.model)
+        head = cls(lm, target.vocab_size)
         if lora_rank is None:
             head.model.requires_grad_(True)
         else:
@@ -85,9 +85,7 @@ class DraftModelHead(RecurrentHead):
 
     def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         facts: dict[str, Any] = {"mask": text.mask(), "key_positions": text.positions}
-        reading = self.reader.forward(
-            text.tokens, text.positions, layers=[self.reader.num_layers], keep_logits=1, **facts
-        )
+        reading = self.lm.forward(text.tokens, text.positions, layers=[self.lm.num_layers], keep_logits=1, **facts)
         return [reading.aux_hidden_states.roll(-1, dims=1)]  # what it makes of token p + 1 names token p + 2
 
     def embed(self, tokens: Tensor, target: Target) -> Tensor:
@@ -100,11 +98,11 @@ class DraftModelHead(RecurrentHead):
     def draft_step(
         self, hidden: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache
     ) -> Tensor:
-        last = [self.reader.num_layers]
-        return self.reader.forward_tree(tokens, positions, mask, cache, last, keep_logits=1).aux_hidden_states
+        last = [self.lm.num_layers]
+        return self.lm.forward_tree(tokens, positions, mask, cache, last, keep_logits=1).aux_hidden_states
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
-        return self.reader.logits(hidden)[..., : self.vocab_size]
+        return self.lm.logits(hidden)[..., : self.vocab_size]
 
 
 def first_layers(target: Target, count: int) -> PreTrainedModel:

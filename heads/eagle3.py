@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 from foredraft.heads import llama_config
 from foredraft.heads.base import PackedBatch, RecurrentHead, shift_right
 from foredraft.heads.latent_attention import LatentAttention
-from foredraft.heads.layers import MLP, Attention, FeatureLinear, RMSNorm, Rotary, read_first_half
+from foredraft.heads.layers import MLP, Attention, RMSNorm, Rotary, ScaledLinear, project_first_half
 from foredraft.heads.step_attention import at_start, attend_steps
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import KVCache
@@ -68,7 +68,7 @@ class Eagle3Head(RecurrentHead):
         self.config, self.layers, self.depth, self.norm_output = config, list(layers), depth, norm_output
         self.norm_before_residual = norm_before_residual
         width = config.hidden_size
-        self.fc = FeatureLinear(len(layers) * width, width)
+        self.fc = ScaledLinear(len(layers) * width, width)
         self.input_norm = RMSNorm(len(layers) * width, config.rms_norm_eps) if norm_before_fc else None
         norms = [RMSNorm(width, config.rms_norm_eps) for _ in layers] if fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
@@ -103,19 +103,19 @@ class Eagle3Head(RecurrentHead):
         head = cls(config, layers, depth, draft_vocab_size, fc_norm, norm_output)
         if not fc_norm:
             with torch.no_grad():
-                head.fc.weight.div_(head.feature_sizes(target).cpu())
+                head.fc.weight.div_(head.aux_sizes(target).cpu())
         llama_config.init_norm(head.norm, target)
         llama_config.init_near_identity(head.midlayer.self_attn.o_proj, head.midlayer.mlp.down_proj)
         head.init_projections(target, counts)
         return head.to(target.device)
 
-    def feature_sizes(self, target: Target) -> Tensor:
+    def aux_sizes(self, target: Target) -> Tensor:
         """(len(layers) * hidden,): of what it reads, to the nearest power of two."""
-        return llama_config.feature_sizes(self.layers, target).log2().round().exp2()
+        return llama_config.aux_sizes(self.layers, target).log2().round().exp2()
 
     def on_train_begin(self, target: Target) -> None:
         if self.input_norm is None and not len(self.fc_norm):
-            self.fc.scale_inputs(self.feature_sizes(target).to(self.device))
+            self.fc.scale_inputs(self.aux_sizes(target).to(self.device))
 
     def on_train_end(self) -> None:
         self.fc.scale_inputs(None)
@@ -189,7 +189,7 @@ class Eagle3Head(RecurrentHead):
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], hidden.dtype)
         layer, attention = self.midlayer, self.midlayer.self_attn
         # Embeddings stay where they are, and so give the same in every step.
-        of_embeddings, weight = read_first_half(attention.input_layers, layer.input_layernorm(next_embeddings))
+        of_embeddings, weight = project_first_half(attention.input_layers, layer.input_layernorm(next_embeddings))
         document_starts, outs = text.document_starts(), []
         steps: list[tuple[Tensor, Tensor]] = []
         for _ in range(self.depth):

@@ -61,7 +61,7 @@ def keeps_for_backward() -> bool:
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-class FeatureLinear(nn.Linear):
+class ScaledLinear(nn.Linear):
     """A product with features of several layers, which are of any size: those in the middle of a model are often 50 times as
     large as after a norm, so that an optimizer's steps on their weights would be 50 times too long.
 
@@ -89,7 +89,7 @@ class FeatureLinear(nn.Linear):
         self.sizes = sizes
 
 
-def read_first_half(layers: Sequence[nn.Linear], x: Tensor) -> tuple[Tensor, Tensor]:
+def project_first_half(layers: Sequence[nn.Linear], x: Tensor) -> tuple[Tensor, Tensor]:
     """For layers that read inputs of two halves, of which the first, x (batch, length, width / 2), is the same in many steps:
     what it gives, with biases, (batch, length, outputs of all layers), and the weights (outputs, width / 2) of the second."""
     weights: list[Tensor] = [layer.weight for layer in layers]

@@ -124,7 +124,7 @@ def differences(config: LlamaConfig, target: Target) -> list[str]:
 
 
 @torch.no_grad()
-def feature_sizes(layers: list[int], target: Target) -> Tensor:
+def aux_sizes(layers: list[int], target: Target) -> Tensor:
     """(len(layers) * hidden,) float32: the root mean square of each layer's features, for every one of them."""
     probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
     aux_hidden_states = target.forward(probe, layers=layers, keep_logits=1).aux_hidden_states.float()[0]

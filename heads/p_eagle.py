@@ -94,7 +94,7 @@ class PEagleHead(BlockHead):
         config = llama_config.config_like(target, "P-EAGLE")
         config.num_hidden_layers, config.attention_bias = num_layers, False
         head = cls(config, layers, depth, mask, draft_vocab_size)
-        sizes = llama_config.feature_sizes(layers, target).cpu()
+        sizes = llama_config.aux_sizes(layers, target).cpu()
         llama_config.init_norm(head.norm, target)
         with torch.no_grad():
             head.fc.weight.div_(sizes)

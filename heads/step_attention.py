@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from foredraft.heads import flex
-from foredraft.heads.target.attention import added, made_again
+from foredraft.heads.target.attention import additive_mask, recomputed
 
 BLOCK = 256  # queries that attend at a time, where documents are not read one by one
 
@@ -60,7 +60,7 @@ def attend_text(q: Tensor, keys: Tensor, values: Tensor, doc_starts: Tensor) -> 
         return torch.cat([torch.cat(outs, dim=2) for outs in found])
     parts = []
     for rows, end in blocks(q.shape[2]):
-        with made_again([partial(text_mask, doc_starts, rows, q.dtype)]) as (mask,):
+        with recomputed([partial(text_mask, doc_starts, rows, q.dtype)]) as (mask,):
             parts.append(
                 F.scaled_dot_product_attention(q[:, :, rows], keys[:, :, :end], values[:, :, :end], attn_mask=mask)
             )
@@ -206,7 +206,7 @@ def blocks(length: int) -> list[tuple[slice, int]]:
 def text_mask(doc_starts: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
     """(batch, 1, rows, keys) to be added to the scores of these rows."""
     slots = torch.arange(rows.stop, device=doc_starts.device)
-    return added(((slots >= doc_starts[:, rows, None]) & (slots <= slots[rows, None]))[:, None], dtype)
+    return additive_mask(((slots >= doc_starts[:, rows, None]) & (slots <= slots[rows, None]))[:, None], dtype)
 
 
 def text_scores(queries: Tensor, keys: Tensor, doc_starts: Tensor, rows: slice, end: int) -> Tensor:

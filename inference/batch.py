@@ -119,10 +119,10 @@ class Batch:
         if self.cache is None and len(new) == len(prompts.rows):
             self.cache = prompts.cache
         else:
-            cache: Any = self.rearrange(order)
+            cache: Any = self.reorder(order)
             for place in failed:  # read again after it ended, it may have left NaN again, which no mask hides
                 cache.erase(place)
-            cache.adopt(places, prompts.cache, new)
+            cache.copy_from(places, prompts.cache, new)
         capacity, sampling = self.open_cache().capacity, self.sampler.sampling
         if begun:
             self.drafter.select_sequences(order, capacity, sampling)
@@ -132,7 +132,7 @@ class Batch:
             assert reader.cache is not None
             for place in failed:
                 reader.cache.erase(place)
-            reader.cache.adopt(places, cache, new)
+            reader.cache.copy_from(places, cache, new)
         bonus_tokens = aux_hidden_states.new_tensor([[row.text[-1]] for row in rows], dtype=torch.int64)
         fresh = Accepted(bonus_tokens, aux_hidden_states[new], [1] * len(new), [row.text for row in rows])
         if self.open_cache().graphs.active:  # as wide as what a step gives: one graph drafts after both
@@ -163,7 +163,7 @@ class Batch:
         """The batch becomes that of these rows, with room for `capacity` entries each."""
         self.rows = [self.rows[number] for number in staying]
         order: list[int | None] = [*staying]
-        self.open_cache().rearrange(order, capacity)
+        self.open_cache().reorder(order, capacity)
         self.sampler = self.new_sampler(self.rows)
         self.drafter.select_sequences(order, capacity, self.sampler.sampling)
         self.accepted = select(self.accepted, order)
@@ -182,12 +182,12 @@ class Batch:
                 caches: Any = [self.cache, *(reader.cache for reader in cached_drafters)]
                 prefixes.store(root, row.text, caches, [0, *(reader.cache_lag for reader in cached_drafters)], number)
 
-    def rearrange(self, rows: list[int | None]) -> TargetCache:
+    def reorder(self, rows: list[int | None]) -> TargetCache:
         """The cache for a batch of these of its rows, None being a new one."""
         if self.cache is None:
             self.cache = self.target.acquire_cache(len(rows), self.room(self.rows))
         else:
-            self.cache.rearrange(rows, self.kept_capacity(len(rows)))
+            self.cache.reorder(rows, self.kept_capacity(len(rows)))
         return self.cache
 
     def kept_capacity(self, count: int) -> int:

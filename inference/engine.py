@@ -177,7 +177,9 @@ class Engine:
             self.batch.keep(self.prefixes, self.root, [count > 0 for count in counts])
         texts = [row.text for row in self.batch.rows]
         kept_tokens = verification.tokens[:, :width]
-        self.batch.accepted = Accepted(kept_tokens, aux_hidden_states, counts, texts, device_counts, cache.behind)
+        self.batch.accepted = Accepted(
+            kept_tokens, aux_hidden_states, counts, texts, device_counts, cache.needs_catch_up
+        )
         self.clock.lap("host")
         return outputs
 

@@ -47,7 +47,7 @@ class Prompts:
         # In a batch a short row's padding may stand after a long one's prefix.
         room = 1 + max(lengths) + max(whole - length for whole, length in zip(self.lengths, lengths, strict=True))
         for place, cache in enumerate([self.cache, *self.caches]):
-            cache.rearrange(list(range(cache.batch)), max(cache.capacity, room))
+            cache.reorder(list(range(cache.batch)), max(cache.capacity, room))
             for number, blocks in enumerate(found):
                 if blocks:
                     cache.copy_in(number, [block.states[place] for block in blocks])

@@ -55,11 +55,13 @@ def test_it_cuts_where_the_threads_would_get_unequal_work(threads):
 
 def test_a_mask_is_folded_once_for_all_layers(fresh, monkeypatch):
     folded: list[int] = []
-    fold = attention.fold
-    monkeypatch.setattr(attention, "fold", lambda mask, groups: folded.append(groups) or fold(mask, groups))
+    group_heads = attention.group_heads
+    monkeypatch.setattr(
+        attention, "group_heads", lambda mask, groups: folded.append(groups) or group_heads(mask, groups)
+    )
     made: list[Tensor] = []
-    added = masks.added
-    monkeypatch.setattr(masks, "added", lambda mask, dtype: made.append(mask) or added(mask, dtype))
-    before = len(attention.FOLDED)
+    added = masks.additive_mask
+    monkeypatch.setattr(masks, "additive_mask", lambda mask, dtype: made.append(mask) or added(mask, dtype))
+    before = len(attention.GROUPED)
     generate(fresh, Random(), prompt(9), max_new_tokens=8, eos_token_id=-1)
-    assert len(folded) == len(made) >= 4 and len(attention.FOLDED) == before
+    assert len(folded) == len(made) >= 4 and len(attention.GROUPED) == before

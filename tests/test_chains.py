@@ -15,7 +15,7 @@ from foredraft.heads.base import PackedBatch
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.target import state_cache
-from foredraft.heads.target.state_cache import MAX_PENDING, StateCache, can_crop, fork
+from foredraft.heads.target.state_cache import MAX_UNCOMMITTED, StateCache, can_crop, fork
 from foredraft.inference import Engine, Request, generate
 from foredraft.inference.drafters import (
     AutoTree,
@@ -174,9 +174,9 @@ def test_pending_tokens_are_committed_when_they_are_many() -> None:
         assert (reading.logits - whole[:, -3:]).abs().max() < 2e-3
         cache.commit([[0, 1]])
         text = text + chain[:2]
-        seen.append(len(text) - cache.rows[0].committed)
-    assert cache.lengths == [len(text)] and cache.rows[0].text.shape[1] == len(text)
-    assert max(seen) == MAX_PENDING + 2 and min(seen) == 2
+        seen.append(len(text) - cache.slots[0].num_computed_tokens)
+    assert cache.lengths == [len(text)] and cache.slots[0].text.shape[1] == len(text)
+    assert max(seen) == MAX_UNCOMMITTED + 2 and min(seen) == 2
 
 
 @torch.no_grad()
@@ -198,7 +198,7 @@ def test_a_step_without_drafts_commits_what_is_pending_and_the_head_misses_nothi
             return tree
 
         monkeypatch.setattr(drafter, "propose", spy)
-        monkeypatch.setattr(state_cache, "MAX_PENDING", most)
+        monkeypatch.setattr(state_cache, "MAX_UNCOMMITTED", most)
         calls.clear()
         return generate(target, drafter, *batch([0]), max_new_tokens=60, eos_token_id=-1), drafted
 
@@ -260,14 +260,14 @@ def test_rows_of_a_batch_are_read_together(kind: str) -> None:
     for _ in range(12):
         chains = [[luck.randrange(3, VOCAB) for _ in range(4)] for _ in texts]
         logits = target.forward_tree(torch.tensor(chains), None, None, cache).logits
-        assert all(row.state is None and row.pending <= MAX_PENDING + 4 for row in cache.rows)
+        assert all(row.state is None and row.num_uncommitted <= MAX_UNCOMMITTED + 4 for row in cache.slots)
         counts = [1, 3, luck.choice([2, 4])]
         for row, (text, chain, count) in enumerate(zip(texts, chains, counts, strict=True)):
             whole = target.forward(torch.tensor([text + chain])).logits
             assert (logits[row] - whole[0, -4:]).abs().max() < 1e-3 * whole.abs().max()
             texts[row] = text + chain[:count]
         cache.commit([list(range(count)) for count in counts])
-    assert max(row.pending for row in cache.rows) > 3  # else nothing of the above was tried
+    assert max(row.num_uncommitted for row in cache.slots) > 3  # else nothing of the above was tried
 
 
 def test_a_batch_costs_one_forward_a_step(monkeypatch) -> None:

@@ -65,7 +65,7 @@ def test_an_expected_speedup_is_what_a_smaller_tree_would_have_gained_by_the_pla
 def test_levels_are_counted_that_were_drafted_and_not_those_of_the_tree(target, most, levels):
     """A tree of two nodes has one level, however many were drafted to find it."""
     inner = drafter_for(make_head("eagle3", target, depth=4), target, nodes=2, depth=4)
-    inner.should_stop = lambda scores: 1 + inner.cache.pending // inner.width >= most
+    inner.should_stop = lambda scores: 1 + inner.cache.num_uncommitted // inner.width >= most
     observed = Observed(inner)
     in_full_swing(target, observed, [[1, 2, 3]], 6)
     assert set(observed.levels) == {levels}

@@ -73,7 +73,7 @@ def test_what_a_value_is_worth_is_compared_on_the_same_text_with_the_same_drafte
 
 
 def test_a_value_of_max_pending_is_that_of_both_files_and_is_taken_back():
-    usual = stacked_cache.MAX_PENDING
+    usual = stacked_cache.MAX_UNCOMMITTED
     with max_pending(5):
-        assert stacked_cache.MAX_PENDING == state_cache.MAX_PENDING == 5
-    assert stacked_cache.MAX_PENDING == state_cache.MAX_PENDING == usual
+        assert stacked_cache.MAX_UNCOMMITTED == state_cache.MAX_UNCOMMITTED == 5
+    assert stacked_cache.MAX_UNCOMMITTED == state_cache.MAX_UNCOMMITTED == usual

@@ -8,7 +8,7 @@ from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from foredraft.heads.latent_attention import LatentAttention
-from foredraft.heads.layers import MLP, FeatureLinear, RMSNorm, Rotary, read_first_half
+from foredraft.heads.layers import MLP, RMSNorm, Rotary, ScaledLinear, project_first_half
 from foredraft.heads.llama_config import LATENT, LayerConfig
 from foredraft.heads.target.attention import attend
 from foredraft.train.runtime.cost import Live
@@ -53,7 +53,7 @@ def test_a_first_half_that_stays_is_read_once(autocast, bias):
     x, stays = torch.randn(2, ROWS, WIDTH), torch.randn(2, ROWS, WIDTH)
 
     def apart(x: Tensor) -> Tensor:
-        first, weight = read_first_half(layers, stays)
+        first, weight = project_first_half(layers, stays)
         assert weight.dtype == (torch.bfloat16 if autocast else torch.float32)
         return (first + F.linear(x, weight))[..., :WIDTH]
 
@@ -69,7 +69,7 @@ def test_a_first_half_that_stays_is_read_once(autocast, bias):
 def test_large_features_are_learned_as_fast_as_small_ones():
     torch.manual_seed(0)
     x, size = torch.randn(ROWS, WIDTH), 64.0
-    small, large = FeatureLinear(WIDTH, WIDTH), FeatureLinear(WIDTH, WIDTH)
+    small, large = ScaledLinear(WIDTH, WIDTH), ScaledLinear(WIDTH, WIDTH)
     with torch.no_grad():
         large.weight.copy_(small.weight / size)
     large.scale_inputs(torch.full((WIDTH,), size))

@@ -25,14 +25,14 @@ from transformers.masking_utils import sdpa_mask
 NAME = "foredraft"
 # What a model may hand its attention beyond plain dot products; those calls go to transformers' own function.
 EXTRAS = ("softcap", "s_aux", "position_bias", "output_attentions")
-FOLDED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use, by size of the group
+GROUPED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use, by size of the group
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float = 0.0, scale: float | None = None
 ) -> Tensor:
     """Attention of query (batch, heads, rows, dim) over key and value (batch, kv_heads, keys, dim); mask (batch, 1 or
-    heads, rows, keys), or as `fold` gives it, or None: causal, of as many keys as rows. Returns (batch, heads, rows,
+    heads, rows, keys), or as `group_heads` gives it, or None: causal, of as many keys as rows. Returns (batch, heads, rows,
     value dim)."""
     batch, heads, rows, dim = query.shape
     kv_heads, keys = key.shape[1:3]
@@ -44,7 +44,7 @@ def attend(
     folded = groups * rows
     if groups > 1:
         query = query.reshape(batch, kv_heads, folded, dim)
-        mask = fold(mask, groups) if mask.shape[2] == rows else mask
+        mask = group_heads(mask, groups) if mask.shape[2] == rows else mask
     parts = equal_parts(query) if batch == 1 else 1
     if parts > 1:  # as rows of a batch over the same keys
         query = query.view(kv_heads, parts, -1, dim).transpose(0, 1)
@@ -56,7 +56,7 @@ def attend(
 
 
 @contextlib.contextmanager
-def made_again(makers: Sequence[Callable[[], Tensor]]) -> Iterator[list[Tensor]]:
+def recomputed(makers: Sequence[Callable[[], Tensor]]) -> Iterator[list[Tensor]]:
     """What these make. Autograd, where it would keep one of the tensors or a view of it, makes it again in the backward pass:
     masks of all parts of a row, or copies of the keys for each of them, are together as large as length x length."""
     made = [make() for make in makers]
@@ -73,12 +73,12 @@ def made_again(makers: Sequence[Callable[[], Tensor]]) -> Iterator[list[Tensor]]
         yield made
 
 
-def added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """The mask `seen` (bool) as it is added to scores: a bool mask would be made into this, and that be kept."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
-def fold(mask: Tensor, groups: int) -> Tensor:
+def group_heads(mask: Tensor, groups: int) -> Tensor:
     """(batch, 1 or kv_heads, groups * rows, keys) of a mask (batch, 1 or heads, rows, keys)."""
     mask = mask.expand(-1, groups, -1, -1) if mask.shape[1] == 1 else mask
     return mask.unflatten(1, (-1, groups)).flatten(2, 3)
@@ -113,8 +113,8 @@ def grouped_sdpa(
         )
     groups = query.shape[1] // key.shape[1]
     if groups > 1:  # all layers of a read have one mask
-        known = FOLDED.setdefault(attention_mask, {})
-        attention_mask = known[groups] = known[groups] if groups in known else fold(attention_mask, groups)
+        known = GROUPED.setdefault(attention_mask, {})
+        attention_mask = known[groups] = known[groups] if groups in known else group_heads(attention_mask, groups)
     return attend(query, key, value, attention_mask, dropout, scaling).transpose(1, 2).contiguous(), None
 
 

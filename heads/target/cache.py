@@ -48,7 +48,7 @@ class CacheLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         cache, new = self.cache, key_states.shape[2]
         if cache.uniform_lengths and cache.kv_bucket is None:
-            first = cache.lengths[0] + cache.pending
+            first = cache.lengths[0] + cache.num_uncommitted
             self.keys[:, :, first : first + new] = key_states
             self.values[:, :, first : first + new] = value_states
         else:
@@ -78,7 +78,7 @@ class KVCache(Cache):
     captured (cuda_graphs.py): they see so many columns, and learn from `starts` alone where the text ends.
     """
 
-    behind = False  # see StateCache: here nothing is ever pending
+    needs_catch_up = False  # see StateCache: here nothing is ever pending
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class KVCache(Cache):
         self.rows = torch.arange(batch, device=self.device)[:, None]
         self.static_seq_lens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
 
-    def rearrange(self, rows: list[int | None], capacity: int) -> None:
+    def reorder(self, rows: list[int | None], capacity: int) -> None:
         """The batch becomes these of its rows, None being an empty one, with room for `capacity` entries. Where every row
         stays in its place nothing is copied. Else what was captured is lost, since it knows addresses only."""
         lengths = [0 if row is None else self.lengths[row] for row in rows]
@@ -130,7 +130,7 @@ class KVCache(Cache):
         for block in self.blocks.values():
             block[:, :, row] = 0
 
-    def adopt(self, places: list[int], other: "KVCache", rows: list[int]) -> None:
+    def copy_from(self, places: list[int], other: "KVCache", rows: list[int]) -> None:
         """The rows in these places, which are empty, become these of another cache's rows."""
         lengths = [*self.lengths]
         for key, block in other.blocks.items():
@@ -164,7 +164,7 @@ class KVCache(Cache):
 
     def set_lengths(self, lengths: list[int], seq_lens: Tensor | None = None) -> None:
         """starts: the same (batch, 1) where the device has them; else they are sent there."""
-        self.lengths, self.pending = lengths, 0
+        self.lengths, self.num_uncommitted = lengths, 0
         self.uniform_lengths = min(lengths) == max(lengths)
         self.seq_lens = to_device(lengths, self.device)[:, None] if seq_lens is None else seq_lens
         if self.graphs.active:  # captured graphs look for it in one place
@@ -172,7 +172,7 @@ class KVCache(Cache):
 
     def rewind(self) -> None:
         """To where the last `set_lengths` left it: a captured function begins with this."""
-        self.pending = 0
+        self.num_uncommitted = 0
         if self.kv_bucket is not None:
             self.seq_lens = self.static_seq_lens
 
@@ -196,13 +196,13 @@ class KVCache(Cache):
         """Columns that a read of `new` entries sees."""
         if self.kv_bucket is not None:
             return self.kv_bucket
-        width = max(self.lengths) + self.pending + new
+        width = max(self.lengths) + self.num_uncommitted + new
         assert width <= self.capacity, f"{width} entries in a cache of {self.capacity}"
         return width
 
     def columns(self, new: int) -> Tensor:
         """(batch, new): where each row's newest entries go."""
-        return self.seq_lens + torch.arange(self.pending, self.pending + new, device=self.device)
+        return self.seq_lens + torch.arange(self.num_uncommitted, self.num_uncommitted + new, device=self.device)
 
     def block(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """This layer's keys and values, a view into the block that layers of its shape share."""
@@ -240,7 +240,7 @@ class KVCache(Cache):
     def causal_mask(self, new: int) -> Tensor | None:
         """Of a read of `new` tokens that follow each other, (batch, new, width) bool. None where nothing is cached: plain
         causal attention says the same, and a long prompt would make a mask of its length squared."""
-        if not any(self.lengths) and self.pending == 0 and self.kv_bucket is None:
+        if not any(self.lengths) and self.num_uncommitted == 0 and self.kv_bucket is None:
             return None
         return self.mask(torch.ones(1, new, new, dtype=torch.bool, device=self.device).tril())
 

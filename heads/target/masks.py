@@ -26,15 +26,15 @@ class Masks(NamedTuple):
         """mask: (batch, length, keys) bool. positions (batch, length) and key_positions (batch, keys), int64, are needed
         where there is a window. Returns (batch, 1, length, keys) in `dtype`, by kind of layer where they are mixed."""
         if self.window is None:
-            return added(mask, dtype)
+            return additive_mask(mask, dtype)
         assert positions is not None and key_positions is not None, "a sliding window needs both sides' positions"
         near = mask & (positions[:, :, None] - key_positions[:, None, :] < self.window)
         if not self.mixed:
-            return added(near, dtype)
-        return {"full_attention": added(mask, dtype), "sliding_attention": added(near, dtype)}
+            return additive_mask(near, dtype)
+        return {"full_attention": additive_mask(mask, dtype), "sliding_attention": additive_mask(near, dtype)}
 
 
-def added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Not bool: attention would turn a bool mask into this one again in every layer."""
     mask = mask[:, None]
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)

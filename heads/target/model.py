@@ -352,7 +352,7 @@ class Target:
         Nodes that nothing can come of (token -1, or beyond the context) are read as something harmless.
         """
         if isinstance(cache, StateCache):
-            return cache.read_chains(self, tokens, layers)
+            return cache.forward_chains(self, tokens, layers)
         if self.context is not None:
             positions = positions.clamp(max=self.context - 1)  # a learned position table ends there
         key_positions = None

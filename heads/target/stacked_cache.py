@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 # Accepted tokens that are read again with every chain, at most; then one read commits them. Fewer commit more often, more
 # make every read longer; of 4, 8, 16 and 32 none is ahead in all of greedy, sampled, alone and in a batch, and 16 is within
 # 2 % of the best alone, where chains pay (scripts/bench/README.md, "Chains on a hybrid").
-MAX_PENDING = 16
+MAX_UNCOMMITTED = 16
 # Exactly these: a subclass may keep more than keys, values and states.
 RECURRENT = {LinearAttentionLayer, LinearAttentionAndFullAttentionLayer}
 STACKED = RECURRENT | {DynamicLayer, DummyLayer}
 
 
 @dataclass
-class RowState:
+class SlotState:
     """How far one row has been read."""
 
     text: Tensor | None = None  # (1, n): all accepted tokens
     state: Any = None  # the model's own cache; None before its first read, in a stack, and for a model that keeps none
-    committed: int = 0  # tokens of the text that are in it
+    num_computed_tokens: int = 0  # tokens of the text that are in it
     newest: Any = None  # of its newest read: the state after the drafts, the drafts (1, nodes), how many it has read
     finished: bool = False
 
     @property
-    def pending(self) -> int:
-        return 0 if self.finished or self.text is None else self.text.shape[1] - self.committed
+    def num_uncommitted(self) -> int:
+        return 0 if self.finished or self.text is None else self.text.shape[1] - self.num_computed_tokens
 
 
 def stacks(state: Any, target: "Target") -> bool:
@@ -101,14 +101,14 @@ class StackedCache(KVCache):
     def states(self) -> list[Tensor]:
         return [state for states in self.recurrent for state in states.values() if state is not None]
 
-    def take_over(self, number: int, row: RowState) -> None:
+    def stack_states(self, number: int, row: SlotState) -> None:
         """A row's own cache becomes its rows here."""
         for mine, own in zip(self.layers, row.state.layers, strict=True):
             if isinstance(own, DynamicLayer) and own.is_initialized:
                 if not mine.is_initialized:
                     mine.lazy_initialization(own.keys, own.values)
-                mine.keys[number, :, : row.committed] = own.keys[0]
-                mine.values[number, :, : row.committed] = own.values[0]
+                mine.keys[number, :, : row.num_computed_tokens] = own.keys[0]
+                mine.values[number, :, : row.num_computed_tokens] = own.values[0]
             if isinstance(own, LinearAttentionLayer):
                 for place, states in zip((mine.conv_states, mine.recurrent_states), own_states(own), strict=True):
                     for key, state in states:
@@ -116,8 +116,8 @@ class StackedCache(KVCache):
                             place[key][number] = state[0]
         row.state = None
 
-    def rearrange(self, rows: list[int | None], capacity: int) -> None:
-        super().rearrange(rows, capacity)
+    def reorder(self, rows: list[int | None], capacity: int) -> None:
+        super().reorder(rows, capacity)
         new, old = [n for n, row in enumerate(rows) if row is not None], [row for row in rows if row is not None]
         for states in self.recurrent:
             for key, state in states.items():
@@ -131,47 +131,47 @@ class StackedCache(KVCache):
             state[row] = 0
 
     def read(
-        self, target: "Target", tokens: Tensor, rows: Sequence[RowState], layers: Sequence[int] = (), keep: int = 1
+        self, target: "Target", tokens: Tensor, rows: Sequence[SlotState], layers: Sequence[int] = (), keep: int = 1
     ) -> TargetOutput:
         """Tokens (batch, length) after what each row has committed."""
-        self.set_lengths([row.committed for row in rows])
+        self.set_lengths([row.num_computed_tokens for row in rows])
         mask = self.causal_mask(tokens.shape[1]) if self.has_keys else None
         return target.forward_from(tokens, self.seq_lens, self, layers, keep, mask)[0]
 
-    def commit_pending(self, target: "Target", rows: Sequence[RowState]) -> None:
+    def catch_up(self, target: "Target", rows: Sequence[SlotState]) -> None:
         """One read for the rows that have too much."""
-        count = min((row.pending for row in rows if row.pending > MAX_PENDING), default=0)
+        count = min((row.num_uncommitted for row in rows if row.num_uncommitted > MAX_UNCOMMITTED), default=0)
         if count == 0:
             return
-        before, tokens = self.copied(), torch.zeros(len(rows), count, dtype=torch.int64, device=self.device)
+        before, tokens = self.clone_states(), torch.zeros(len(rows), count, dtype=torch.int64, device=self.device)
         for number, row in enumerate(rows):
-            if row.pending >= count:
+            if row.num_uncommitted >= count:
                 assert row.text is not None
-                tokens[number] = row.text[0, row.committed : row.committed + count]
+                tokens[number] = row.text[0, row.num_computed_tokens : row.num_computed_tokens + count]
         self.read(target, tokens, rows)
-        ready = [row.pending >= count for row in rows]
-        self.take_back(before, ready)
+        ready = [row.num_uncommitted >= count for row in rows]
+        self.restore(before, ready)
         for row, moved in zip(rows, ready, strict=True):
-            row.committed += count * moved
+            row.num_computed_tokens += count * moved
 
-    def read_chains(
-        self, target: "Target", rows: Sequence[RowState], tokens: Tensor, layers: Sequence[int]
+    def forward_chains(
+        self, target: "Target", rows: Sequence[SlotState], tokens: Tensor, layers: Sequence[int]
     ) -> TargetOutput:
-        """As `StateCache.read_chains`."""
+        """As `StateCache.forward_chains`."""
         for number, row in enumerate(rows):
             if row.state is not None:
-                self.take_over(number, row)
-        self.commit_pending(target, rows)
-        nodes, pending = tokens.shape[1], [row.pending for row in rows]
+                self.stack_states(number, row)
+        self.catch_up(target, rows)
+        nodes, pending = tokens.shape[1], [row.num_uncommitted for row in rows]
         wide = max(pending)
         every = tokens.new_zeros(len(rows), wide + nodes)
         for number, row in enumerate(rows):
             if row.text is not None and not row.finished:
-                every[number, : row.pending] = row.text[0, row.committed :]
-                every[number, row.pending : row.pending + nodes] = tokens[number]
-        whole = [row.finished or row.pending == wide for row in rows]
+                every[number, : row.num_uncommitted] = row.text[0, row.num_computed_tokens :]
+                every[number, row.num_uncommitted : row.num_uncommitted + nodes] = tokens[number]
+        whole = [row.finished or row.num_uncommitted == wide for row in rows]
         # Lone roots are always accepted, so what they do to the states may stay.
-        before = None if nodes == 1 and all(whole) else self.copied()
+        before = None if nodes == 1 and all(whole) else self.clone_states()
         few = min(pending)
         reading = self.read(target, every, rows, layers, wide + nodes - few)
         self.newest = before, tokens, whole
@@ -184,7 +184,7 @@ class StackedCache(KVCache):
         )
         return TargetOutput(logits, aux_hidden_states)
 
-    def keep(self, rows: Sequence[RowState], counts: Sequence[int]) -> None:
+    def keep(self, rows: Sequence[SlotState], counts: Sequence[int]) -> None:
         """The first `counts` nodes of the newest read are accepted; 0 for a row that has ended."""
         assert self.newest is not None
         (before, tokens, whole), self.newest = self.newest, None
@@ -193,14 +193,14 @@ class StackedCache(KVCache):
             if count:
                 assert row.text is not None
                 row.text = torch.cat([row.text, tokens[number : number + 1, :count]], dim=1)
-                row.committed = row.text.shape[1] if kept[number] else row.committed
-        self.take_back(before, kept)
-        self.set_lengths([row.committed for row in rows])
+                row.num_computed_tokens = row.text.shape[1] if kept[number] else row.num_computed_tokens
+        self.restore(before, kept)
+        self.set_lengths([row.num_computed_tokens for row in rows])
 
-    def copied(self) -> list[Tensor]:
+    def clone_states(self) -> list[Tensor]:
         return [state.clone() for state in self.states()]
 
-    def take_back(self, before: list[Tensor] | None, kept: list[bool]) -> None:
+    def restore(self, before: list[Tensor] | None, kept: list[bool]) -> None:
         """States of rows that are not kept become what they were."""
         others = [number for number, keep in enumerate(kept) if not keep]
         if others and before is not None:

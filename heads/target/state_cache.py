@@ -7,7 +7,7 @@ committed one if all that was read is accepted:
     text      t t t t t t t a a r         t committed: in the state    a pending: accepted since, not yet in the state
     a read                  a a r d d d   r the root, d a chain of drafts, on a fork; no mask but the model's own
 
-With too much pending of a lone row, the next step drafts nothing: a read of the root alone commits it all (`behind`).
+With too much pending of a lone row, the next step drafts nothing: a read of the root alone commits it all (`needs_catch_up`).
 
 longrope rotates a text by other angles from some length on (`Target.rope_boundary`), so there it is read again: row by row,
 as a batch in one cache could not be.
@@ -36,7 +36,7 @@ from transformers.cache_utils import (
 
 from foredraft.heads.target.cuda_graphs import CudaGraphs
 from foredraft.heads.target.output import TargetOutput
-from foredraft.heads.target.stacked_cache import MAX_PENDING, RowState, StackedCache, stacks
+from foredraft.heads.target.stacked_cache import MAX_UNCOMMITTED, SlotState, StackedCache, stacks
 
 if TYPE_CHECKING:
     from foredraft.heads.target.model import Target
@@ -62,7 +62,7 @@ class StateCache:
     def __init__(self, batch: int, capacity: int, device: torch.device | str):
         self.batch, self.capacity, self.device = batch, capacity, torch.device(device)
         self.graphs = CudaGraphs(self.device, enabled=False)
-        self.rows = [RowState() for _ in range(batch)]
+        self.slots = [SlotState() for _ in range(batch)]
         self.stack: StackedCache | None = None
         self.set_lengths([0] * batch)
 
@@ -71,40 +71,40 @@ class StateCache:
         self.seq_lens = torch.tensor(lengths, device=self.device)[:, None]
 
     @property
-    def behind(self) -> bool:
+    def needs_catch_up(self) -> bool:
         """Is so much pending of a lone row that it is to be committed? The read of a root alone does that, and gains a token,
         where a read before the next chain's gains none."""
-        alone = self.batch == 1 and self.stack is None and self.rows[0].state is not None
-        return alone and self.rows[0].pending > MAX_PENDING
+        alone = self.batch == 1 and self.stack is None and self.slots[0].state is not None
+        return alone and self.slots[0].num_uncommitted > MAX_UNCOMMITTED
 
     def set_bucket(self, room: int) -> None:
         """Nothing is captured here."""
 
     def clear(self) -> None:
-        self.rearrange([None] * self.batch, self.capacity)
+        self.reorder([None] * self.batch, self.capacity)
 
-    def rearrange(self, rows: list[int | None], capacity: int) -> None:
+    def reorder(self, rows: list[int | None], capacity: int) -> None:
         if self.stack is not None:
             if any(row is not None for row in rows):
-                self.stack.rearrange(rows, capacity + MAX_PENDING)
+                self.stack.reorder(rows, capacity + MAX_UNCOMMITTED)
             else:
                 self.stack = None
         self.batch, self.capacity = len(rows), capacity
         lengths = [0 if row is None else self.lengths[row] for row in rows]
-        self.rows = [RowState() if row is None else self.rows[row] for row in rows]
+        self.slots = [SlotState() if row is None else self.slots[row] for row in rows]
         self.set_lengths(lengths)
 
     def erase(self, row: int) -> None:
         """Forget all that a row holds, which has ended."""
-        self.rows[row] = RowState(finished=True)
+        self.slots[row] = SlotState(finished=True)
         if self.stack is not None:
             self.stack.erase(row)
 
-    def adopt(self, places: list[int], other: "StateCache", rows: list[int]) -> None:
+    def copy_from(self, places: list[int], other: "StateCache", rows: list[int]) -> None:
         """The rows in these places, which are empty, become these of another cache's rows."""
         lengths = [*self.lengths]
         for place, row in zip(places, rows, strict=True):
-            self.rows[place], lengths[place] = other.rows[row], other.lengths[row]
+            self.slots[place], lengths[place] = other.slots[row], other.lengths[row]
         self.set_lengths(lengths)
 
     def mask(self, among: Tensor) -> Tensor:
@@ -115,33 +115,33 @@ class StateCache:
         self, target: "Target", tokens: Tensor, lengths: Sequence[int], layers: Sequence[int] = ()
     ) -> TargetOutput:
         """As `Target.prefill`."""
-        for number, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
+        for number, (row, length) in enumerate(zip(self.slots, lengths, strict=True)):
             row.text = tokens[number : number + 1, :length]
-        return as_batch([self.read_text(row, target, layers) for row in self.rows], max(lengths))
+        return as_batch([self.prefill_slot(row, target, layers) for row in self.slots], max(lengths))
 
-    def read_text(self, row: RowState, target: "Target", layers: Sequence[int] = ()) -> TargetOutput:
+    def prefill_slot(self, row: SlotState, target: "Target", layers: Sequence[int] = ()) -> TargetOutput:
         """Read the whole text into a new state."""
         assert row.text is not None
         if not target.supports_caching:
             reading, row.state = target.generate_next(row.text)
             return reading
         reading, row.state = target.forward_from(row.text, 0, None, layers, keep_logits=1)
-        row.committed = 0 if row.state is None else row.text.shape[1]
+        row.num_computed_tokens = 0 if row.state is None else row.text.shape[1]
         if can_crop(row.state):
             row.state.activate_past_recording()
         return reading
 
-    def read_chains(self, target: "Target", tokens: Tensor, layers: Sequence[int] = ()) -> TargetOutput:
+    def forward_chains(self, target: "Target", tokens: Tensor, layers: Sequence[int] = ()) -> TargetOutput:
         """Read drafts (batch, nodes), a chain per row after its text. What it gives of finished rows means nothing."""
         if self.stack is None and self.batch > 1 and target.supports_ragged:
-            own = next(row.state for row in self.rows if row.state is not None)
-            self.stack = StackedCache(own, self.batch, self.capacity + MAX_PENDING, self.device)
+            own = next(row.state for row in self.slots if row.state is not None)
+            self.stack = StackedCache(own, self.batch, self.capacity + MAX_UNCOMMITTED, self.device)
         if self.stack is not None:
-            return self.stack.read_chains(target, self.rows, tokens, layers)
-        readings = [self.read_chain(row, target, tokens[i : i + 1], layers) for i, row in enumerate(self.rows)]
+            return self.stack.forward_chains(target, self.slots, tokens, layers)
+        readings = [self.forward_chain(row, target, tokens[i : i + 1], layers) for i, row in enumerate(self.slots)]
         return as_batch(readings, tokens.shape[1])
 
-    def read_chain(self, row: RowState, target: "Target", tokens: Tensor, layers: Sequence[int]) -> TargetOutput:
+    def forward_chain(self, row: SlotState, target: "Target", tokens: Tensor, layers: Sequence[int]) -> TargetOutput:
         nodes = tokens.shape[1]
         if row.finished:
             zeros = torch.zeros(1, nodes, target.vocab_size, dtype=target.dtype, device=self.device)
@@ -156,16 +156,18 @@ class StateCache:
         real = nodes if target.context is None else min(nodes, target.context - length)  # the rest is never kept
         # Drafts beyond the boundary are read with the whole text, which they rotate otherwise; nothing of that is kept.
         early = real if boundary is None or length > boundary else min(real, boundary - length)
-        if boundary is not None and row.committed <= boundary < length:
-            self.read_text(row, target)
-        elif nodes > 1 and row.state is not None and row.pending > MAX_PENDING:
-            _, row.state = target.forward_from(row.text[:, row.committed :], row.committed, row.state, keep_logits=1)
-            row.committed = length
+        if boundary is not None and row.num_computed_tokens <= boundary < length:
+            self.prefill_slot(row, target)
+        elif nodes > 1 and row.state is not None and row.num_uncommitted > MAX_UNCOMMITTED:
+            _, row.state = target.forward_from(
+                row.text[:, row.num_computed_tokens :], row.num_computed_tokens, row.state, keep_logits=1
+            )
+            row.num_computed_tokens = length
         # A lone root is always accepted, so what it does to the state may stay.
         state, parts = row.state if nodes == 1 else fork(row.state), []
         if early:
-            every = torch.cat([row.text[:, row.committed :], tokens[:, :early]], dim=1)
-            reading, state = target.forward_from(every, row.committed, state, layers, keep_logits=early)
+            every = torch.cat([row.text[:, row.num_computed_tokens :], tokens[:, :early]], dim=1)
+            reading, state = target.forward_from(every, row.num_computed_tokens, state, layers, keep_logits=early)
             parts.append((reading, early))
         row.newest = state, tokens, early
         if early < real:
@@ -179,23 +181,23 @@ class StateCache:
 
     def commit(self, path: list[list[int]], padded_path: Tensor | None = None, counts: Tensor | None = None) -> None:
         """Keep the first nodes of every row's chain, as many as `path[row]` names; none means that the row has ended."""
-        for row, nodes in zip(self.rows, path, strict=True):
+        for row, nodes in zip(self.slots, path, strict=True):
             assert nodes == list(range(len(nodes))), f"{nodes} is no chain's path"
             row.finished = row.finished or not nodes
             if not row.finished and self.stack is None:
                 self.keep(row, len(nodes))
         if self.stack is not None:
-            self.stack.keep(self.rows, [len(nodes) for nodes in path])
+            self.stack.keep(self.slots, [len(nodes) for nodes in path])
         self.set_lengths([length + len(nodes) for length, nodes in zip(self.lengths, path, strict=True)])
 
-    def keep(self, row: RowState, count: int) -> None:
+    def keep(self, row: SlotState, count: int) -> None:
         assert row.text is not None and row.newest is not None
         (state, tokens, read), row.newest = row.newest, None
         row.text = torch.cat([row.text, tokens[:, :count]], dim=1)
         if state is not None and (read == count or (read > count and can_crop(state))):
             if can_crop(state):
                 state.crop(count - read)  # also where it is 0: a window drops what it no longer needs
-            row.state, row.committed = state, row.text.shape[1]
+            row.state, row.num_computed_tokens = state, row.text.shape[1]
 
 
 def as_batch(readings: Sequence[TargetOutput], length: int) -> TargetOutput:
@@ -229,13 +231,13 @@ def supports_chains(target: "Target") -> bool:
     for cache in (together, one_by_one):
         cache.prefill(target, text, [text.shape[1]])
     try:
-        at_once, single = together.read_chains(target, tokens[:, nodes:]).logits, []
+        at_once, single = together.forward_chains(target, tokens[:, nodes:]).logits, []
     except torch.OutOfMemoryError:
         raise
     except Exception:  # some take one token at a time over a cache, each in words of its own (ProphetNet)
         return False
     for number in range(nodes, PROBE):
-        single.append(one_by_one.read_chains(target, tokens[:, number : number + 1]).logits)
+        single.append(one_by_one.forward_chains(target, tokens[:, number : number + 1]).logits)
         one_by_one.commit([[0]])
     return alike(at_once, torch.cat(single, 1))
 
@@ -248,15 +250,15 @@ def supports_ragged(target: "Target") -> bool:
     alone = [StateCache(1, PROBE, target.device) for _ in lengths]
     for number, length in enumerate(lengths):
         alone[number].prefill(target, tokens[number : number + 1, :length], [length])
-    if not stacks(alone[0].rows[0].state, target):
+    if not stacks(alone[0].slots[0].state, target):
         return False
     together.prefill(target, tokens, lengths)
-    together.stack = StackedCache(together.rows[0].state, 3, PROBE + MAX_PENDING, together.device)
+    together.stack = StackedCache(together.slots[0].state, 3, PROBE + MAX_UNCOMMITTED, together.device)
     for counts in ([1, 3, 2], [2, 3, 1], [1, 1, 1]):
         drafts = torch.stack([row[at : at + 3] for row, at in zip(tokens, lengths, strict=True)])
-        at_once = together.read_chains(target, drafts).logits
+        at_once = together.forward_chains(target, drafts).logits
         single = torch.cat(
-            [cache.read_chains(target, row[None]).logits for cache, row in zip(alone, drafts, strict=True)]
+            [cache.forward_chains(target, row[None]).logits for cache, row in zip(alone, drafts, strict=True)]
         )
         if not alike(at_once, single):
             return False

@@ -26,7 +26,7 @@ class Accepted(NamedTuple):
     counts: list[int]  # how many of them are real; 0 for a row that has finished
     text: list[list[int]]  # each row's whole text on the host, root included
     known_counts: Tensor | None = None  # (batch, 1) int64: the counts, where the device has them
-    behind: bool = False  # is the target's state so far behind the text that a step is to be spent on that?
+    needs_catch_up: bool = False  # is the target's state so far behind the text that a step is to be spent on that?
 
     @property
     def device_counts(self) -> Tensor:

@@ -33,7 +33,7 @@ def readable(drafter: Drafter, target: Target) -> Drafter:
 
 
 class CatchUp(Wrapper):
-    """Drafts nothing in a step that lets the target's state catch up with the text (`StateCache.behind`)."""
+    """Drafts nothing in a step that lets the target's state catch up with the text (`StateCache.needs_catch_up`)."""
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.waiting: list[Accepted] = []
@@ -45,7 +45,7 @@ class CatchUp(Wrapper):
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         self.waiting.append(accepted)
-        self.waits = accepted.behind
+        self.waits = accepted.needs_catch_up
         if self.waits:
             return bonus_only(accepted)
         merged, self.waiting = concatenate(self.waiting), []

@@ -65,7 +65,7 @@ class DynamicTree(GrownTree):
                 break
             positions = (cache.seq_lens + depth - 2).expand(-1, width)
             hidden = head.draft_step(hidden, head.embed(tokens, self.target), positions, cache.mask(among), cache)
-            cache.pending += width
+            cache.num_uncommitted += width
             best = best_of(hidden, depth)
             scored = (best.values + scores[:, :, None]).flatten(1)  # (batch, width * width)
             named = self.to_target_ids(best.indices).flatten(1)

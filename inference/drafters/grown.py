@@ -97,7 +97,7 @@ class GrownTree(Drafter):
     def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
         assert self.cache is not None
         self.sampling = sampling
-        self.cache.rearrange(rows, max(self.cache.capacity, self.room(capacity)))
+        self.cache.reorder(rows, max(self.cache.capacity, self.room(capacity)))
 
     @property
     def cached_drafters(self) -> "list[GrownTree]":
@@ -135,7 +135,7 @@ class GrownTree(Drafter):
         lengths = [length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)]
         room = max(cache.lengths) + new + self.entries  # a short row's padding may stand after a long one's text
         if room > cache.capacity:
-            cache.rearrange(list(range(cache.batch)), room)
+            cache.reorder(list(range(cache.batch)), room)
         grow, starts = partial(self.grow, lengths), cache.seq_lens + counts
         if self.should_stop is None and new <= 1 + self.depth:  # neither looks at scores nor reads the prompt
             cache.set_bucket(new + self.entries)

@@ -1,7 +1,7 @@
 """EAGLE-3's chain on a hybrid that is trained here:  python scripts/bench/hybrid.py
 
 Trains a small target of Qwen3.5's structure and an EAGLE-3 head for it, then decodes held-out prompts plainly and with its
-chains, all in turn: acceptance length, identity in float32, speed for every value of MAX_PENDING, alone and in a batch, and
+chains, all in turn: acceptance length, identity in float32, speed for every MAX_UNCOMMITTED, alone and in a batch, and
 where the time of a step and of a read goes. Times are medians, and on a CPU with OMP_NUM_THREADS=1 of the processor, which
 others on the machine do not lengthen. It writes hybrid.json.
 """
@@ -85,7 +85,7 @@ def train(cfg: DictConfig, output: Path) -> str:
 @contextmanager
 def max_pending(most: int) -> Iterator[None]:
     """With another value of that constant, which both files have by name."""
-    with patch.object(stacked_cache, "MAX_PENDING", most), patch.object(state_cache, "MAX_PENDING", most):
+    with patch.object(stacked_cache, "MAX_UNCOMMITTED", most), patch.object(state_cache, "MAX_UNCOMMITTED", most):
         yield
 
 
@@ -134,7 +134,7 @@ def now(target: Target) -> float:
 
 def gained(cfg: DictConfig, target: Target, head: str, rows: list[list[int]]) -> dict[str, dict[str, float]]:
     """Of every drafter the tokens per step, and the share of texts that are the target's own in float32, at every value of
-    MAX_PENDING."""
+    MAX_UNCOMMITTED."""
     exact, proven = float32(target), rows[: cfg.proven_prompts]
     assert exact is not None
     settings = {label: limits(cfg) | {"temperature": temperature} for label, temperature in TEMPERATURES.items()}
@@ -155,7 +155,7 @@ def gained(cfg: DictConfig, target: Target, head: str, rows: list[list[int]]) ->
 
 
 def speeds(cfg: DictConfig, target: Target, head: str, rows: list[list[int]]) -> list[dict[str, Any]]:
-    """A line per temperature, batch, drafter and value of MAX_PENDING; plain decoding has nothing pending."""
+    """A line per temperature, batch, drafter and value of MAX_UNCOMMITTED; plain decoding has nothing pending."""
     drafters: dict[str, Drafter | None] = {PLAIN: None}
     drafters |= {str(name): load_drafter(head, target, **given) for name, given in cfg.drafters.items()}
     contests = [(name, most) for name in drafters for most in (cfg.pending if drafters[name] else [0])]
@@ -181,7 +181,7 @@ def speeds(cfg: DictConfig, target: Target, head: str, rows: list[list[int]]) ->
 
 
 def of_pending(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each value of MAX_PENDING is worth: tokens/s as a share of the mean over all values, on the same text with the
+    """What each value of MAX_UNCOMMITTED is worth: tokens/s as a share of the mean over all values, on the same text with the
     same drafter; median and quartiles."""
     shares: dict[tuple[str, int, int], list[float]] = {}
     drafted = [line for line in lines if line["drafter"] != PLAIN]
