@@ -31,11 +31,10 @@ from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.drafters.ngram import NgramDrafter
 from foredraft.inference.generation import Generation
 from foredraft.inference.tree import TokenTree
-from foredraft.scripts.bench.families import Knowing
 from foredraft.train.features.online import forward_target
 from tests.support import architectures
 from tests.support.architectures import VOCAB
-from tests.support.drafters import Random
+from tests.support.drafters import Oracle, Random
 from tests.support.hybrids import CONFIGS, WINDOW, pair
 
 NEW = 2 * WINDOW
@@ -66,7 +65,7 @@ def test_a_chain_changes_nothing(kind: str, temperature: float) -> None:
             assert prompt + text == theirs[0].tolist()
     answers = [prompt + text for prompt, text in zip(PROMPTS, alone)]
     for rows in ([2], [0, 1, 2]):
-        drafter = Knowing([answers[row] for row in rows], VOCAB)
+        drafter = Oracle([answers[row] for row in rows], VOCAB)
         drafted = generate(target, drafter, *batch(rows), seed=rows, **settings)
         assert drafted.new_tokens == [alone[row] for row in rows]
         if target.supports_chains:  # else little was accepted, and keeping it was not tested
@@ -218,7 +217,7 @@ def test_a_step_gains_a_token_where_it_commits(monkeypatch) -> None:
     answer = generate(target, None, *batch([0]), **settings).new_tokens[0]
     forward = target.model.forward
     monkeypatch.setattr(target.model, "forward", lambda *args, **facts: calls.append(0) or forward(*args, **facts))
-    drafted = generate(target, Knowing([PROMPTS[0] + answer], VOCAB), *batch([0]), **settings)
+    drafted = generate(target, Oracle([PROMPTS[0] + answer], VOCAB), *batch([0]), **settings)
     assert drafted.new_tokens == [answer] and len(calls) == 1 + len(drafted.steps)
     assert 1 in [step.nodes for step in drafted.steps[:-1]]
 
@@ -342,7 +341,7 @@ def test_rows_join_and_leave_and_streams_and_stop_strings_work(fresh) -> None:
             self.parts.append([-1])
 
     streamer, settings = Streamer(), {"max_new_tokens": 30, "eos_token_id": -1, "stop_strings": stop}
-    drafter = Knowing([PROMPTS[row] + texts[row] for row in range(3)], VOCAB)
+    drafter = Oracle([PROMPTS[row] + texts[row] for row in range(3)], VOCAB)
     drafted = generate(target, drafter, ids, mask, streamer=streamer, **settings)
     alone = generate(target, None, ids, mask, **settings)
     assert drafted.new_tokens == alone.new_tokens and drafted.finish_reasons[0] == "stop"

@@ -30,9 +30,9 @@ def test_what_is_copied_exists_and_is_what_the_build_may_see():
 
 def test_all_that_the_package_is_made_of_is_copied():
     copied = {source for line in lines("COPY") for source in shlex.split(line)[:-1]}
-    settings = PROJECT["tool"]["setuptools"]
-    places = {settings["package-dir"].get(name, name.split(".")[0]) for name in settings["packages"]}
-    assert places | {PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]} <= copied
+    rooms = {path.readlink().name for path in (ROOT / "foredraft").iterdir() if path.is_symlink()}
+    assert {"heads", "inference", "train", "conf", "scripts"} <= rooms
+    assert rooms | {"foredraft", PROJECT["project"]["readme"], *PROJECT["project"]["license-files"]} <= copied
 
 
 def test_what_is_installed_exists():

@@ -19,63 +19,25 @@ from foredraft.heads.checkpoint import fingerprint, write_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats import engines
 from foredraft.inference import generate, load_drafter
-from foredraft.scripts.bench.published import train
-from foredraft.scripts.bench.published_heads import LATENT, eagle1, layer, random
-from tests.support.tiny import VOCAB, tiny_config
+from tests.conformance.heads import IDS, LATENT, eagle1, eagle3, random, shrink_head
+from tests.conformance.shrink import HIDDEN, VOCAB
+from tests.conformance.targets import train
+from tests.support.tiny import tiny_config
 
-H, MLP, DRAFT = 32, 64, 200
-IDS = "eagle_aux_hidden_state_layer_ids"
-PROMPT = torch.randint(1, 300, (1, 20), generator=torch.Generator().manual_seed(3))
+PROMPT = torch.randint(1, VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
 
 
 @cache
 def tiny_target(layers: int, gpt_oss: bool = False) -> Target:
     torch.manual_seed(0)
     if gpt_oss:
-        sizes = {"hidden_size": H, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes = {"hidden_size": HIDDEN, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
         sizes |= {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "vocab_size": VOCAB}
         config = GptOssConfig(num_hidden_layers=layers, initializer_range=0.1, pad_token_id=0, eos_token_id=0, **sizes)
         return Target(GptOssForCausalLM(config), name="a gpt-oss")
-    return Target(LlamaForCausalLM(tiny_config(num_hidden_layers=layers, initializer_range=0.1)), name="a llama")
-
-
-def shrink(config: dict[str, Any]) -> dict[str, Any]:
-    """The same config for a target of width 32: what is a size becomes small, what is odd stays odd."""
-    for inner in ("transformer_layer_config", "model"):
-        if isinstance(config.get(inner), dict):
-            outer = {key: value for key, value in config.items() if key != inner}
-            return shrink(outer | {"hidden_size": 1}) | {inner: shrink(config[inner])}
-    full = config.get("draft_vocab_size") == config.get("vocab_size")
-    wide = config.get("head_dim", 0) * config.get("num_attention_heads", 0) not in (0, config.get("hidden_size"))
-    uneven = config.get("hidden_size", 0) % config.get("num_attention_heads", 1) != 0
-    few = config.get("num_key_value_heads", 1) < config.get("num_attention_heads", 1)
-    small = LATENT | {
-        "hidden_size": H,
-        "target_hidden_size": H,
-        "intermediate_size": MLP,
-        "vocab_size": VOCAB,
-        "num_attention_heads": 7 if uneven else 4,
-        "num_key_value_heads": (1 if uneven else 2) if few else 4,
-        "head_dim": 16 if wide else 8,
-        "draft_vocab_size": VOCAB if full else DRAFT,
-    }
-    return config | {key: value for key, value in small.items() if config.get(key) is not None}
-
-
-def eagle3(config: dict[str, Any], prefix: str, fused: int = 3) -> dict[str, Tensor]:
-    """Weights of an EAGLE-3 head of this (shrunken) config. `fused`: how many hidden states it reads."""
-    inner, rows = config.get("transformer_layer_config", config), config.get("draft_vocab_size") or VOCAB
-    flags = config | (config.get("eagle_config") or {})
-    weights = layer(inner, prefix, 2 * H)
-    weights |= {"fc.weight": random(H, fused * H), "norm.weight": random(H), "lm_head.weight": random(rows, H)}
-    weights |= {f"{prefix}.{name}.weight": random(H) for name in ("hidden_norm", "input_layernorm")}
-    if rows < VOCAB:
-        weights["d2t"] = torch.arange(rows).div(20, rounding_mode="floor")
-    if flags.get("norm_before_fc"):
-        weights["input_norm.weight"] = random(fused * H)
-    if flags.get("fc_norm"):
-        weights |= {f"fc_norm.{i}.weight": random(H) for i in range(fused)}
-    return weights
+    return Target(
+        LlamaForCausalLM(tiny_config(num_hidden_layers=layers, vocab_size=VOCAB, initializer_range=0.1)), name="a llama"
+    )
 
 
 def write(directory: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
@@ -195,14 +157,14 @@ TAKEN: dict[str, tuple[dict, Any, str]] = {
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_is_the_heads_own_is_taken_with_one_warning(tmp_path, name):
     config, layout, message = TAKEN[name]
-    config = shrink(config)
+    config = shrink_head(config)
     weights = eagle3(config, layout) if isinstance(layout, str) else layout(config)
     head, said = load(write(tmp_path, config, weights), tiny_target(8))
     assert len(said) == 1 and re.search(message, said[0]) and head.imported
 
 
 def test_a_head_of_others_is_exported_and_loads_again_with_its_own_rope(tmp_path):
-    config, target = shrink(NAMED | {"rope_parameters": PARTIAL}), tiny_target(8)
+    config, target = shrink_head(NAMED | {"rope_parameters": PARTIAL}), tiny_target(8)
     head, _ = load(write(tmp_path / "theirs", config, eagle3(config, "midlayer")), target)
     export = engines.vllm(head, target)
     write_head(head, tmp_path / "ours", target, export.layout, export.layout.weight_files)
@@ -214,7 +176,7 @@ def test_a_head_of_others_is_exported_and_loads_again_with_its_own_rope(tmp_path
 
 
 def test_a_head_with_latent_attention_trains_and_is_exported_for_vllm_alone(tmp_path):
-    config, target = shrink(MLA), tiny_target(8)
+    config, target = shrink_head(MLA), tiny_target(8)
     head, _ = load(write(tmp_path / "theirs", config, eagle3(config, "midlayer")), target)
     head.float().requires_grad_(True)
     train(head, target, steps=1)
@@ -233,7 +195,7 @@ def test_a_head_with_latent_attention_trains_and_is_exported_for_vllm_alone(tmp_
     "change, message", [({"v_head_dim": 99}, "wider than its keys"), ({"kv_lora_rank": "x"}, "no size")]
 )
 def test_latent_attention_that_no_layer_has_is_refused(tmp_path, change, message):
-    config = shrink(MLA)
+    config = shrink_head(MLA)
     write(tmp_path, config | change, eagle3(config, "midlayer"))
     with pytest.raises(ValueError, match=message):
         load_head(tmp_path, tiny_target(8))
@@ -278,7 +240,7 @@ LAYERS: dict[str, tuple[int, bool, dict, list[int], str]] = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_fused_layers_are_found_by_evidence(tmp_path, name):
     layers, gpt_oss, said, expected, message = LAYERS[name]
-    config = shrink(NAMED | said)
+    config = shrink_head(NAMED | said)
     target = tiny_target(layers, gpt_oss)
     head, warned = load(write(tmp_path, config, eagle3(config, "midlayer", len(expected))), target)
     assert head.layers == expected
@@ -290,7 +252,7 @@ def test_fused_layers_are_found_by_evidence(tmp_path, name):
     [(45, False, [4, 20, 40]), (36, True, [1, 17, 33]), (24, False, [1, 11, 24]), (24, False, [0, 11, 21])],
 )
 def test_ambiguous_layers_are_refused_with_the_remedy(tmp_path, layers, gpt_oss, given):
-    config, target = shrink(NAMED | ids(given)), tiny_target(layers, gpt_oss)
+    config, target = shrink_head(NAMED | ids(given)), tiny_target(layers, gpt_oss)
     write(tmp_path, config, eagle3(config, "midlayer"))
     with pytest.raises(ValueError, match=r'"foredraft": \{"layers": \[[\d, ]+\]\} to its config.json') as error:
         load_head(tmp_path, target)
@@ -325,7 +287,9 @@ def test_layers_that_sglang_cannot_be_told_are_refused():
 
 
 def test_flags_in_eagle_config_are_ours(tmp_path):
-    config = shrink(NAMED | ids([1, 3, 4], return_hidden_post_norm=True, norm_before_fc=True, next_layer_regular=True))
+    config = shrink_head(
+        NAMED | ids([1, 3, 4], return_hidden_post_norm=True, norm_before_fc=True, next_layer_regular=True)
+    )
     head, _ = load(write(tmp_path, config, eagle3(config, "midlayer")), tiny_target(8))
     assert head.norm_output and head.input_norm is not None
     write(tmp_path / "two", config | {"norm_output": False}, eagle3(config, "midlayer"))
@@ -334,7 +298,7 @@ def test_flags_in_eagle_config_are_ours(tmp_path):
 
 
 def test_norms_that_only_the_weights_show_are_used(tmp_path):
-    config = shrink(NAMED)
+    config = shrink_head(NAMED)
     weights = eagle3(config | {"fc_norm": True, "norm_before_fc": True}, "midlayer")
     head, _ = load(write(tmp_path, config, weights), tiny_target(8))
     assert len(head.fc_norm) == 3 and head.input_norm is not None
@@ -342,7 +306,7 @@ def test_norms_that_only_the_weights_show_are_used(tmp_path):
 
 def test_a_head_without_an_lm_head_uses_the_targets(tmp_path):
     """nvidia's first head for gpt-oss."""
-    config, target = shrink(NAMED) | {"draft_vocab_size": None}, tiny_target(8)
+    config, target = shrink_head(NAMED) | {"draft_vocab_size": None}, tiny_target(8)
     weights = {name: tensor for name, tensor in eagle3(config, "midlayer").items() if name != "lm_head.weight"}
     head, said = load(write(tmp_path, config, weights), target)
     assert "no lm_head is stored" in said[0]
@@ -375,15 +339,15 @@ def test_drafters_of_other_kinds_are_refused_by_name(tmp_path, name):
 @pytest.mark.parametrize("key", ["medusa_num_layers", "medusa_num_heads"])
 def test_counts_of_a_hostile_config_are_not_looped_over(tmp_path, key):
     config = {"medusa_num_heads": 1, "medusa_num_layers": 1} | {key: 10**12}
-    write(tmp_path, config, {"0.0.linear.weight": random(H, H), "0.1.weight": random(VOCAB, H)})
+    write(tmp_path, config, {"0.0.linear.weight": random(HIDDEN, HIDDEN), "0.1.weight": random(VOCAB, HIDDEN)})
     with pytest.raises(ValueError, match=f"{key}={10**12}"):
         load_head(tmp_path, tiny_target(8))
 
 
 def test_sizes_of_a_hostile_config_cost_no_memory(tmp_path):
     """A layer of 2**40 numbers would not fit in this machine; the shapes are compared without it."""
-    config = shrink(NAMED) | {"intermediate_size": 2**35, "num_attention_heads": 2**30}
-    write(tmp_path, config, eagle3(shrink(NAMED), "midlayer"))
+    config = shrink_head(NAMED) | {"intermediate_size": 2**35, "num_attention_heads": 2**30}
+    write(tmp_path, config, eagle3(shrink_head(NAMED), "midlayer"))
     with pytest.raises(
         ValueError, match=r"midlayer.mlp.down_proj.weight is \(32, 64\) in the file, \(32, 34359738368\)"
     ):
@@ -400,7 +364,7 @@ def test_a_head_fits_its_target_in_every_dtype(tmp_path, stored, shards):
     torch.manual_seed(0)
     model = LlamaForCausalLM(tiny_config(num_hidden_layers=8, vocab_size=20_000))
     with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(torch.logspace(-9, 0, H))
+        model.model.embed_tokens.weight.mul_(torch.logspace(-9, 0, HIDDEN))
     model.to(getattr(torch, stored)).save_pretrained(
         tmp_path / "target", max_shard_size="50GB" if shards == "whole" else "1MB"
     )

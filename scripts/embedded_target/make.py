@@ -7,12 +7,6 @@ the weights (bf16), log.jsonl and samples.md beside itself (or into --output). T
 kept in the repository, so nobody has to run this; it is here so that anybody can, and can see what it was
 trained on: the part `train` of train/data/stdlib.py, never a file of `validation` or `test`.
 
-    python scripts/embedded_target/make.py --config scripts/targets/qwen3.5-9m.json --rows 2 --minutes 10 \\
-        --output outputs/hybrid
-
-trains a model of another structure with its tokenizer, for measurements: the first stage alone, in minutes, from the embedded
-target's own matrices wherever name and shape are the same, on the embedded target's distributions of the next token.
-
 Small, deep and narrow on purpose: a draft head is one layer, so a shallow target would hide every gain. The matrices
 are trained with Muon and the rest with AdamW, which at this size reaches a loss in about half of AdamW's steps.
 """
@@ -24,21 +18,12 @@ import math
 import random
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from foredraft.heads import Target
 from foredraft.heads.target.loading import has_bfloat16_products
@@ -95,15 +80,6 @@ def new_model(layers: int) -> PreTrainedModel:
     return LlamaForCausalLM(config)
 
 
-def other_model(config: Path) -> PreTrainedModel:
-    """A model of this structure, that begins with what it has in common with the embedded target."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=torch.float32)
-    known, own = LlamaForCausalLM.from_pretrained(HERE).state_dict(), model.state_dict()
-    alike = [name for name in own if name in known and own[name].ndim == 2 and own[name].shape == known[name].shape]
-    model.load_state_dict({name: known[name].float() for name in alike}, strict=False)
-    return model
-
-
 class Texts(NamedTuple):
     """What it learns from and is measured on."""
 
@@ -118,14 +94,10 @@ def main() -> None:
     torch.manual_seed(0)
     args.output.mkdir(parents=True, exist_ok=True)
     tokenizer, texts = read_texts(args)
-    model = new_model(args.layers) if args.config is None else other_model(args.config)
+    model = new_model(args.layers)
     print(f"parameters: {sum(p.numel() for p in model.parameters()):,}", flush=True)
     log = (args.output / "log.jsonl").open("w")
-    if args.config:
-        teacher = LlamaForCausalLM.from_pretrained(HERE, dtype=torch.float32).eval()
-        learn(model, texts, args, log, partial(soft_loss, model, teacher))
-        return
-    learn(model, texts, args, log, partial(plain_loss, model))
+    learn(model, texts, args, log)
     settle(model, tokenizer, texts.data[0], args.settle_minutes, log)
     note({"settled": True, "held_out_loss": round(held_out_loss(model, texts.held_out), 4)}, log)
     save(model, args.output)
@@ -138,8 +110,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60, help="wall-clock budget of the training loop")
     parser.add_argument("--settle-minutes", type=float, default=15, help="budget of the second stage")
     parser.add_argument("--output", type=Path, default=HERE)
-    parser.add_argument("--config", type=Path, help="config.json of another structure (see above)")
-    parser.add_argument("--rows", type=int, default=ROWS, help=f"of {LENGTH} tokens in a step")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--compile", action="store_true", help="torch.compile the model: worth it from ten minutes on")
     return parser.parse_args()
@@ -149,9 +119,7 @@ def read_texts(args: argparse.Namespace) -> tuple[PreTrainedTokenizerFast, Texts
     library = [text for _, text in stdlib.documents("train", tests=False)]
     tests = [text for path, text in stdlib.documents("train") if stdlib.is_test(path)]
     validation = [text for _, text in stdlib.documents("validation", tests=False)]
-    tokenizer = (
-        PreTrainedTokenizerFast.from_pretrained(HERE) if args.config else train_tokenizer(library + tests, VOCAB)
-    )
+    tokenizer = train_tokenizer(library + tests, VOCAB)
     tokenizer.save_pretrained(args.output)
     random.shuffle(library), random.shuffle(tests)
     data = [tokens_of(tokenizer, library), tokens_of(tokenizer, tests)]
@@ -172,29 +140,18 @@ def optimizers_of(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     ]
 
 
-def plain_loss(model: PreTrainedModel, rows: Tensor) -> Tensor:
-    return model(input_ids=rows, labels=rows).loss
+def learn(model: PreTrainedModel, texts: Texts, args: argparse.Namespace, log: TextIO) -> None:
+    """The first stage: language modelling of rows of text."""
 
+    def loss_of(rows: Tensor) -> Tensor:
+        return model(input_ids=rows, labels=rows).loss
 
-def soft_loss(model: PreTrainedModel, teacher: PreTrainedModel, rows: Tensor) -> Tensor:
-    """Cross-entropy with what the teacher expects: where a model learns for minutes, a whole distribution says more than the
-    one token that came."""
-    with torch.no_grad():
-        expected = teacher(input_ids=rows, use_cache=False).logits.float().softmax(-1)
-    logits = model(input_ids=rows, use_cache=False).logits.float()
-    return -(expected * logits.log_softmax(-1)).sum(-1).mean()
-
-
-def learn(
-    model: PreTrainedModel, texts: Texts, args: argparse.Namespace, log: TextIO, loss_of: Callable[[Tensor], Tensor]
-) -> None:
-    """The first stage, by a loss of rows (batch, length) of tokens."""
     optimizers, step_loss = optimizers_of(model), torch.compile(loss_of) if args.compile else loss_of
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     start, step, running = time.time(), 0, []
 
     def facts() -> dict[str, float]:
-        return {"step": step, "tokens": step * args.rows * LENGTH, "seconds": round(time.time() - start, 1)}
+        return {"step": step, "tokens": step * ROWS * LENGTH, "seconds": round(time.time() - start, 1)}
 
     while (share := (time.time() - start) / (60 * args.minutes)) < 1:
         # Warm up over 100 steps, hold, and fall linearly to zero in the last 40 % of the time.
@@ -202,7 +159,7 @@ def learn(
         for optimizer, peak in zip(optimizers, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = scale * peak
         with autocast():
-            loss = step_loss(draw_rows(texts.data, length_at(share), args.rows))
+            loss = step_loss(draw_rows(texts.data, length_at(share)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -223,10 +180,10 @@ def learn(
     note(facts() | {"held_out_loss": round(final, 4), "bits_per_character": round(bits, 4)}, log)
 
 
-def draw_rows(data: list[Tensor], length: int, rows: int) -> Tensor:
-    """As many tokens as `rows` rows of LENGTH have, in rows of `length`."""
+def draw_rows(data: list[Tensor], length: int) -> Tensor:
+    """As many tokens as ROWS rows of LENGTH have, in rows of `length`."""
     # Two thirds of the text are tests; the library itself is closer to what users write, so it gets more.
-    corpora = [data[0] if random.random() < 0.6 else data[1] for _ in range(rows * LENGTH // length)]
+    corpora = [data[0] if random.random() < 0.6 else data[1] for _ in range(ROWS * LENGTH // length)]
     starts = [random.randrange(len(corpus) - length) for corpus in corpora]
     return torch.stack([corpus[at : at + length] for corpus, at in zip(corpora, starts, strict=True)])
 

@@ -1,5 +1,6 @@
 """Drafters for tests: random guesses, the same in every step, one of each sort, and every yaml of conf/drafter."""
 
+import random
 from pathlib import Path
 
 import torch
@@ -58,6 +59,26 @@ class OneBranch(Drafter):
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
         self.observed.append((paths, choices.tolist()))
+
+
+class Oracle(Drafter):
+    """Drafts what each sequence will say, right up to a random depth and wrong from there on."""
+
+    depth, nodes, branches = 5, 6, False
+
+    def __init__(self, texts: list[list[int]], vocab: int):
+        """texts: prompts with their continuations."""
+        self.texts, self.vocab = texts, vocab
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        self.luck = random.Random(7)
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None):
+        drafts = []
+        for text, so_far in zip(self.texts, accepted.text, strict=True):
+            draft, right = text[len(so_far) :][: self.depth], self.luck.randrange(self.depth + 1)
+            drafts.append(draft[:right] + [(token + 1) % self.vocab for token in draft[right:]])
+        return chains(accepted, drafts)
 
 
 def eager_head(target) -> Eagle3Head:

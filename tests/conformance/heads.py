@@ -1,8 +1,7 @@
-"""The heads' half of scripts/bench/published.py: a published config.json, shrunken, with random weights in its layout."""
+"""A published head, its config.json shrunken, with random weights in its layout: is it recognised, and does it draft?"""
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft.heads import Target, load_head
 from foredraft.inference import drafter_for, generate
-from foredraft.scripts.bench.shrink import CONTEXT, DROPPED, HIDDEN, VOCAB
+from tests.conformance.checks import Checks, check_texts
+from tests.conformance.shrink import CONTEXT, DROPPED, HIDDEN, VOCAB
 
 MLP, DRAFT = 64, 100
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -30,27 +30,28 @@ LLAMA: dict[str, Any] = {  # what files that were not seen whole do not say
 }
 
 
-def head_cells(published: dict[str, Any], new_tokens: int, name: str = "") -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The columns of a head, each of which needs those before it. name: of its file, which tells what the file may not."""
-    held: dict[str, Any] = {}
+def head_checks(published: dict[str, Any], new_tokens: int, name: str = "") -> Checks:
+    """Each needs those before it. name: of the file, which may tell what the file does not."""
     config = {name: value for name, value in published.items() if name not in DROPPED}
-    config = shrink(filled(config, name.lower()) if published.get("_partial") else config)
+    config = shrink_head(filled(config, name.lower()) if published.get("_partial") else config)
     depth = next((layers for part, layers in DEPTHS.items() if part in name.lower()), None)
+    target: Target
+    head: Any
 
     def loads() -> str:
-        held["target"] = target = a_target(layer_ids(config), depth)
+        nonlocal target, head
+        target = a_target(layer_ids(config), depth)
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(config))
             save_file(weights(config), Path(folder) / "model.safetensors")
-            held["head"] = head = load_head(folder, target)
+            head = load_head(folder, target)
         return f"{head.kind}, depth {head.depth}"
 
     def drafts() -> None:
-        target, prompt = held["target"], torch.arange(3, 23)[None]
+        prompt = torch.arange(3, 23)[None]
         settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1}
-        drafted = generate(target, drafter_for(held["head"], target), prompt, **settings)
-        if drafted.new_tokens != generate(target, None, prompt, **settings).new_tokens:
-            raise RuntimeError("another text than the target's own")
+        drafted = generate(target, drafter_for(head, target), prompt, **settings)
+        check_texts(drafted.new_tokens, generate(target, None, prompt, **settings).new_tokens, "drafted")
         if all(step.nodes == 1 for step in drafted.steps):
             raise RuntimeError("nothing was drafted")
 
@@ -58,18 +59,17 @@ def head_cells(published: dict[str, Any], new_tokens: int, name: str = "") -> It
     yield "drafts", drafts
 
 
-def shrink(config: dict[str, Any]) -> dict[str, Any]:
+def shrink_head(config: dict[str, Any]) -> dict[str, Any]:
     """The same config for a target of width 32: what is a size becomes small, what is odd stays odd."""
     for inner in ("transformer_layer_config", "model"):
         if isinstance(config.get(inner), dict):
             outer = {key: value for key, value in config.items() if key != inner}
-            return shrink(outer | {"hidden_size": 1}) | {inner: shrink(config[inner])}
+            return shrink_head(outer | {"hidden_size": 1}) | {inner: shrink_head(config[inner])}
     attention = config.get("num_attention_heads") or 0
     wide = (config.get("head_dim") or 0) * attention not in (0, config.get("hidden_size"))
     uneven = attention > 0 and (config.get("hidden_size") or 0) % attention != 0
     few = (config.get("num_key_value_heads") or 1) < attention
-    known = config.get("vocab_size") or 100_000  # of a file that was not seen whole
-    full = (config.get("draft_vocab_size") or 0) >= known
+    full = (config.get("draft_vocab_size") or 0) >= (config.get("vocab_size") or 100_000)  # of a file not seen whole
     small = {
         **LLAMA,
         **LATENT,
@@ -79,10 +79,11 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
         "head_dim": 16 if wide else 8,
         "draft_vocab_size": VOCAB if full else DRAFT,
     }
-    found = config | {key: value for key, value in small.items() if config.get(key) is not None}
-    if "mask_token_id" in found:
-        found["mask_token_id"] = VOCAB - 2
-    return found | ({"dflash_config": shrink(found["dflash_config"])} if found.get("dflash_config") else {})
+    shrunken = config | {key: value for key, value in small.items() if config.get(key) is not None}
+    if "mask_token_id" in shrunken:
+        shrunken["mask_token_id"] = VOCAB - 2
+    own = shrunken.get("dflash_config")
+    return shrunken | ({"dflash_config": shrink_head(own)} if own else {})
 
 
 def filled(config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -175,10 +176,11 @@ def latent_attention(config: dict[str, Any], width: int) -> dict[str, tuple[int,
     }
 
 
-def eagle3(config: dict[str, Any]) -> dict[str, Tensor]:
-    prefix = "layers.0" if "transformer_layer_config" in config else "midlayer"
+def eagle3(config: dict[str, Any], prefix: str | None = None, fused: int | None = None) -> dict[str, Tensor]:
+    """prefix: of the decoder layer's names. fused: how many hidden states it takes. None: as the config says."""
+    prefix = prefix or ("layers.0" if "transformer_layer_config" in config else "midlayer")
     flags, rows = config | (config.get("eagle_config") or {}), config.get("draft_vocab_size") or VOCAB
-    fused = len(layer_ids(config)) or 3
+    fused = fused or len(layer_ids(config)) or 3
     found = layer(config.get("transformer_layer_config", config), prefix, 2 * HIDDEN)
     found |= {f"{prefix}.{name}.weight": random(HIDDEN) for name in ("hidden_norm", "input_layernorm")}
     found |= {"fc.weight": random(HIDDEN, fused * HIDDEN), "norm.weight": random(HIDDEN)}

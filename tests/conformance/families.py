@@ -1,22 +1,19 @@
-"""The families' part of scripts/bench/published.py: every kind of model that transformers writes text with, in its default
-config, shrunken."""
+"""A family, every kind of model that transformers writes text with, in its default config, shrunken: does it decode as
+transformers does, and drafted as alone?"""
 
 import copy
 import dataclasses
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrainedConfig
 
 from foredraft.heads import Target
 from foredraft.inference import generate
-from foredraft.inference.drafters.base import Accepted, Drafter, chains
-from foredraft.inference.sampling import Sampling
-from foredraft.inference.tree import TokenTree
-from foredraft.scripts.bench.shrink import CONTEXT, HIDDEN
+from tests.conformance.checks import Checks, check_texts, padded
+from tests.conformance.shrink import CONTEXT, HIDDEN
+from tests.support.drafters import Oracle
 
 # Of the part that reads sound, which no text prompt reaches.
 SOUND: dict[str, Any] = dict.fromkeys(
@@ -94,53 +91,33 @@ def default_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     return settings
 
 
-class Knowing(Drafter):
-    """Drafts what each row will write, right up to a random depth and wrong from there on."""
-
-    depth, nodes, branches = 5, 6, False
-
-    def __init__(self, answers: list[list[int]], vocab: int):
-        self.answers, self.vocab = answers, vocab
-
-    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        self.luck = random.Random(7)
-
-    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        drafts = []
-        for answer, text in zip(self.answers, accepted.text, strict=True):
-            draft, right = answer[len(text) :][: self.depth], self.luck.randrange(self.depth + 1)
-            drafts.append(draft[:right] + [(token + 1) % self.vocab for token in draft[right:]])
-        return chains(accepted, drafts)
-
-
-def family_cells(target: Callable[[], Target], new_tokens: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The columns of a family, each of which needs those before it. target: makes one."""
-    held: dict[str, Any] = {}
-    generator = torch.Generator().manual_seed(2)
+def family_checks(make: Callable[[], Target], new_tokens: int) -> Checks:
+    """Each needs those before it. make: makes a target."""
+    target: Target
+    prompts: list[list[int]]
 
     def loads() -> str | None:
-        held["target"] = made = target()
-        made.model.generation_config.eos_token_id = None
-        held["prompts"] = [torch.randint(3, made.vocab_size - 8, (n,), generator=generator).tolist() for n in PROMPTS]
-        return None if made.supports_trees else "chains" if made.supports_chains else "decoded plainly"
+        nonlocal target, prompts
+        target = make()
+        target.model.generation_config.eos_token_id = None
+        generator = torch.Generator().manual_seed(2)
+        prompts = [torch.randint(3, target.vocab_size - 8, (n,), generator=generator).tolist() for n in PROMPTS]
+        return None if target.supports_trees else "chains" if target.supports_chains else "decoded plainly"
 
     def generates() -> str | None:
-        ids = torch.tensor(held["prompts"][1:2])
+        ids = torch.tensor(prompts[1:2])
         settings: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
-        model = copy.deepcopy(held["target"].model)
+        model = copy.deepcopy(target.model)
         model.generation_config = GenerationConfig()  # BART's forces a last token
-        ours = generate(held["target"], None, ids, max_new_tokens=new_tokens, eos_token_id=-1).new_tokens[0]
+        ours = generate(target, None, ids, max_new_tokens=new_tokens, eos_token_id=-1).new_tokens[0]
 
         def compare(use_cache: bool) -> None:
             own = model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=use_cache, **settings)[0].tolist()
-            check([ours], [own[ids.shape[1] :]], "plain")
+            check_texts([ours], [own[ids.shape[1] :]], "plain")
 
         try:
             compare(use_cache=True)
-        except (
-            RuntimeError,
-            AttributeError,
-        ) as error:  # BLT has no cache; Phi-4-multimodal's loses the text on the way
+        except (RuntimeError, AttributeError) as error:  # BLT has no cache; Phi-4-multimodal's loses the text
             compare(use_cache=False)
             return f"as without a cache; with one {error}"
         return None
@@ -150,13 +127,12 @@ def family_cells(target: Callable[[], Target], new_tokens: int) -> Iterator[tupl
     for name, temperature in (("greedy", 0.0), ("T=1", 1.0)):
 
         def decodes(temperature: float = temperature) -> str | None:
-            target = held["target"]
             try:
-                decode(target, held["prompts"], temperature, new_tokens)
+                decode(target, prompts, temperature, new_tokens)
             except RuntimeError as error:
                 if not target.picks_keys:
                     raise
-                decode(in_float64(target), held["prompts"], temperature, new_tokens)
+                decode(in_float64(target), prompts, temperature, new_tokens)
                 return f"in float64; in float32 an indexer picked another key at a near-tie ({error})"
             return None
 
@@ -170,27 +146,16 @@ def in_float64(target: Target) -> Target:
 
 
 def decode(target: Target, prompts: list[list[int]], temperature: float, new_tokens: int) -> None:
-    """Drafted text must be the target's own, in one row and in a ragged batch."""
+    """Drafted text must be the target's own, in one sequence and in a ragged batch."""
     settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1, "temperature": temperature}
     alone = [
-        generate(target, None, torch.tensor([prompt]), seed=row, **settings).new_tokens[0]
-        for row, prompt in enumerate(prompts)
+        generate(target, None, torch.tensor([prompt]), seed=number, **settings).new_tokens[0]
+        for number, prompt in enumerate(prompts)
     ]
-    answers = [prompt + text for prompt, text in zip(prompts, alone, strict=True)]
-    for rows in ([0], list(range(len(prompts)))):
-        width = max(len(prompts[row]) for row in rows)
-        ids = torch.tensor([[0] * (width - len(prompts[row])) + prompts[row] for row in rows])
-        mask = torch.tensor([[0] * (width - len(prompts[row])) + [1] * len(prompts[row]) for row in rows])
-        drafter = Knowing([answers[row] for row in rows], target.vocab_size)
-        for what, one in (("drafted", drafter), ("plain", None))[: len(rows)]:  # one row alone was plain above
-            found = generate(target, one, ids, mask, seed=rows, **settings)
-            check(found.new_tokens, [alone[row] for row in rows], f"{what}, {len(rows)} rows")
-
-
-def check(ours: list[list[int]], theirs: list[list[int]], what: str) -> None:
-    if ours != theirs:
-        where = [
-            next((i for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b), None)
-            for pair in zip(theirs, ours, strict=True)
-        ]
-        raise RuntimeError(f"{what}: another text, first different at {where}")
+    texts = [prompt + text for prompt, text in zip(prompts, alone, strict=True)]
+    for chosen in ([0], list(range(len(prompts)))):
+        batch = padded([prompts[number] for number in chosen])
+        oracle = Oracle([texts[number] for number in chosen], target.vocab_size)
+        for what, drafter in (("drafted", oracle), ("plain", None))[: len(chosen)]:  # one alone was plain above
+            found = generate(target, drafter, *batch, seed=chosen, **settings)
+            check_texts(found.new_tokens, [alone[number] for number in chosen], f"{what}, {len(chosen)} rows")

@@ -1,4 +1,10 @@
-"""scripts/bench/published.py: configs as they are published, shrunken, through all that this project does."""
+"""Configs as they are published, shrunken, through all that this project does.
+
+    FOREDRAFT_PUBLISHED=FOLDER python -m pytest -m conformance tests/conformance
+
+takes the config.json files of FOLDER (targets/ and heads/ in it; a test each, where there is one), and every family of
+transformers. The other tests check the checks, with configs of their own.
+"""
 
 import json
 import os
@@ -11,17 +17,37 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from transformers import LlamaForCausalLM
 
-import foredraft.scripts.bench.families
+import tests.conformance.families
 from foredraft.heads import Target
-from foredraft.scripts.bench.families import default_settings, families, family_cells
-from foredraft.scripts.bench.published import checked, chosen, small_family, target_cells
-from foredraft.scripts.bench.published_heads import head_cells
-from foredraft.scripts.bench.shrink import CONTEXT, HIDDEN, VOCAB, shrink
-from foredraft.scripts.embedded_target import make
+from tests.conformance.checks import outcomes
+from tests.conformance.families import default_settings, families, family_checks
+from tests.conformance.heads import head_checks
+from tests.conformance.published import chosen, files
+from tests.conformance.shrink import CONTEXT, HIDDEN, VOCAB, shrink
+from tests.conformance.targets import small_family, target_checks
 from tests.support import ROOT
 from tests.support.processes import Ended
+
+NEW = 48  # tokens that are decoded of each prompt of a published config
+PUBLISHED = list(files(Path(os.environ["FOREDRAFT_PUBLISHED"]), NEW)) if "FOREDRAFT_PUBLISHED" in os.environ else []
+
+
+@pytest.mark.conformance
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("checks", [pytest.param(checks, id=name) for name, checks in PUBLISHED])
+def test_a_published_file_does_what_it_should_or_is_refused(checks: Any) -> None:
+    row = outcomes(checks())
+    assert not [cell for cell in row.values() if cell.startswith("FAILS")], row
+
+
+@pytest.mark.conformance
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", families())
+def test_a_family_does_what_it_should_or_is_refused(name: str) -> None:
+    row = outcomes(family_checks(partial(small_family, families()[name]), NEW))
+    assert not [cell for cell in row.values() if cell.startswith("FAILS")], row
+
 
 QWEN = {  # Qwen3.5: a hybrid inside a wrapper that also reads images, mrope of a part of each head
     "model_type": "qwen3_5",
@@ -118,7 +144,7 @@ UNKNOWN = {"model_type": "kimi_k3", "auto_map": {"AutoConfig": "configuration_ki
 
 @pytest.mark.parametrize("config, loaded", [(QWEN, "ok: chains"), (PHI, "ok: chains")], ids=["qwen3.5", "phi-4-mini"])
 def test_a_published_target_does_all_it_should(config: dict[str, Any], loaded: str) -> None:
-    found = checked(target_cells(config, new_tokens=12))
+    found = outcomes(target_checks(config, new_tokens=12))
     assert found.pop("loads") == loaded
     assert found == dict.fromkeys(("trains eagle3", "trains medusa", "greedy", "T=1", "exported"), "ok")
 
@@ -135,10 +161,8 @@ def test_shrinking_keeps_the_structure() -> None:
     assert "_source" not in phi
 
 
-WITHOUT_LM_HEAD = {
-    "draft_vocab_size": None,
-    "_partial": True,
-}  # nvidia's for gpt-oss-120b, which drafts with the target's
+# nvidia's for gpt-oss-120b, which drafts with the target's
+WITHOUT_LM_HEAD = {"draft_vocab_size": None, "_partial": True}
 
 
 @pytest.mark.parametrize(
@@ -147,17 +171,17 @@ WITHOUT_LM_HEAD = {
     ids=["eagle3", "without lm_head", "dspark"],
 )
 def test_a_published_head_drafts(config: dict[str, Any], kind: str) -> None:
-    found = checked(head_cells(config, new_tokens=6))
+    found = outcomes(head_checks(config, new_tokens=6))
     assert found["recognised and loaded"].startswith(f"ok: {kind}") and found["drafts"] == "ok"
 
 
 def test_a_head_that_is_not_known_is_refused() -> None:
-    found = checked(head_cells(EAGLE | {"architectures": ["QwenDFlareDraftModel"]}, 6))
+    found = outcomes(head_checks(EAGLE | {"architectures": ["QwenDFlareDraftModel"]}, 6))
     assert "is a DFlare block drafter" in found["recognised and loaded"]
 
 
 def test_a_family_decodes_as_transformers_does() -> None:
-    found = checked(family_cells(partial(small_family, families()["qwen3_5_text"]), new_tokens=8))
+    found = outcomes(family_checks(partial(small_family, families()["qwen3_5_text"]), new_tokens=8))
     assert found == {"loads": "ok: chains"} | dict.fromkeys(("as transformers", "greedy", "T=1"), "ok")
 
 
@@ -166,12 +190,12 @@ def test_a_family_decodes_as_transformers_does() -> None:
     ("family", "tokens"), [(name, 6) for name in ("prophetnet", "cpmant", "xlm", "xlnet")] + [("reformer", 30)]
 )
 def test_a_family_that_takes_a_token_at_a_time_is_decoded_plainly(family: str, tokens: int) -> None:
-    found = checked(family_cells(partial(small_family, families()[family]), tokens))
+    found = outcomes(family_checks(partial(small_family, families()[family]), tokens))
     assert found == {"loads": "ok: decoded plainly"} | dict.fromkeys(("as transformers", "greedy", "T=1"), "ok")
 
 
 def test_a_near_tie_of_an_indexer_is_compared_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, dtypes = foredraft.scripts.bench.families.decode, []
+    decode, dtypes = tests.conformance.families.decode, []
 
     def differs(target: Target, *given: Any) -> None:
         dtypes.append(target.dtype)
@@ -179,9 +203,9 @@ def test_a_near_tie_of_an_indexer_is_compared_in_float64(monkeypatch: pytest.Mon
             raise RuntimeError("another text")
         decode(target, *given)
 
-    monkeypatch.setattr(foredraft.scripts.bench.families, "decode", differs)
+    monkeypatch.setattr(tests.conformance.families, "decode", differs)
     found = {
-        name: checked(family_cells(partial(small_family, families()[name]), new_tokens=6))["greedy"]
+        name: outcomes(family_checks(partial(small_family, families()[name]), new_tokens=6))["greedy"]
         for name in ("deepseek_v32", "llama")
     }
     assert found["deepseek_v32"].startswith("ok: in float64; in float32") and "FAILS" in found["llama"]
@@ -190,7 +214,7 @@ def test_a_near_tie_of_an_indexer_is_compared_in_float64(monkeypatch: pytest.Mon
 
 @pytest.mark.filterwarnings("ignore:.*decoded plainly")
 def test_a_family_without_a_cache_decodes_as_transformers_does_without_one() -> None:
-    found = checked(family_cells(partial(small_family, families()["blt"]), new_tokens=4))
+    found = outcomes(family_checks(partial(small_family, families()["blt"]), new_tokens=4))
     assert found.pop("as transformers").startswith(
         "ok: as without a cache; with one 'BltConfig' object has no attribute"
     )
@@ -198,7 +222,7 @@ def test_a_family_without_a_cache_decodes_as_transformers_does_without_one() -> 
 
 
 def test_what_is_no_model_of_text_is_refused() -> None:
-    found = checked(family_cells(partial(small_family, families()["musicgen"]), new_tokens=4))
+    found = outcomes(family_checks(partial(small_family, families()["musicgen"]), new_tokens=4))
     assert found == {
         "loads": "refused: transformers makes no causal model of musicgen's default config: it writes sound"
     }
@@ -223,40 +247,15 @@ def test_another_text_than_the_targets_fails() -> None:
             return super().forward_from(tokens if start == 0 else tokens * 0, start, *facts, **named)
 
     target = Forgetful(small_family(families()["qwen3_5_text"]).model)
-    found = checked(family_cells(lambda: target, new_tokens=8))
+    found = outcomes(family_checks(lambda: target, new_tokens=8))
     assert found["as transformers"].startswith("FAILS: RuntimeError: plain: another text, first different at ")
 
 
-def test_a_model_of_another_structure_begins_with_what_it_shares_with_the_embedded_target() -> None:
-    model = make.other_model(ROOT / "scripts" / "targets" / "qwen3.5-9m.json")
-    embedded = LlamaForCausalLM.from_pretrained(make.HERE).state_dict()
-    own = model.state_dict()
-    for name in (
-        "model.embed_tokens.weight",
-        "model.layers.5.mlp.up_proj.weight",
-        "model.layers.3.self_attn.k_proj.weight",
-    ):
-        assert torch.equal(own[name], embedded[name].float())
-    assert model.config.layer_types == (["linear_attention"] * 3 + ["full_attention"]) * 4
-    assert 9e6 < sum(parameter.numel() for parameter in model.parameters()) < 10e6
-
-
-def test_a_model_of_another_structure_learns_what_the_embedded_target_expects() -> None:
-    teacher = LlamaForCausalLM.from_pretrained(make.HERE, dtype=torch.float32).eval()
-    rows = torch.arange(24).view(2, 12) % 7
-    logits = teacher(input_ids=rows).logits
-    entropy = torch.distributions.Categorical(logits=logits).entropy().mean().item()
-    assert make.soft_loss(teacher, teacher, rows).item() == pytest.approx(entropy, rel=1e-5)  # its minimum
-    other = make.other_model(ROOT / "scripts" / "targets" / "qwen3.5-9m.json")
-    loss = make.soft_loss(other, teacher, rows)
-    loss.backward()
-    assert loss > entropy and all(p.grad is not None for p in other.parameters())
-
-
 def test_a_stopped_run_goes_on_after_its_last_row(tmp_path: Path) -> None:
+    (tmp_path / "targets").mkdir()
     for name in ("a", "b-1", "b-2", "c"):
-        (tmp_path / f"{name}.json").write_text("{}")
-    cfg = {**OmegaConf.load(ROOT / "conf" / "published.yaml"), "targets": str(tmp_path)}
+        (tmp_path / "targets" / f"{name}.json").write_text("{}")
+    cfg = {**OmegaConf.load(ROOT / "tests" / "conformance" / "published.yaml"), "path": str(tmp_path)}
 
     def names(**asked: str) -> list[str]:
         return [name for name, _ in chosen(OmegaConf.create(cfg | asked))]
@@ -265,11 +264,13 @@ def test_a_stopped_run_goes_on_after_its_last_row(tmp_path: Path) -> None:
     assert names(after="b-1") == ["b-2", "c"] and names(only="b-", after="b-1") == ["b-2"]
     with pytest.raises(ValueError, match=r"^after=b3 is the name of no row: take one that is printed, like b-"):
         names(after="b3")
+    with pytest.raises(ValueError, match=r"path=.*nothing has no config\.json files in targets/ or heads/"):
+        names(path=str(tmp_path / "nothing"))
 
 
 def published(folder: Path) -> Ended:
-    """The program, as users type it."""
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / "published.py"), f"targets={folder}"]
+    """The program, as users type it, where the package alone is installed."""
+    command = [sys.executable, str(ROOT / "tests" / "conformance" / "published.py"), f"path={folder}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=folder
@@ -278,8 +279,9 @@ def published(folder: Path) -> Ended:
 
 
 def test_it_says_what_is_refused_and_exits_1_where_something_fails(tmp_path: Path) -> None:
-    (tmp_path / "kimi.json").write_text(json.dumps(UNKNOWN))
-    (tmp_path / "odd.json").write_text(json.dumps(PHI | {"hidden_act": "no such thing"}))
+    (tmp_path / "targets").mkdir()
+    (tmp_path / "targets" / "kimi.json").write_text(json.dumps(UNKNOWN))
+    (tmp_path / "targets" / "odd.json").write_text(json.dumps(PHI | {"hidden_act": "no such thing"}))
     ended = published(tmp_path)
-    assert ended.code == 1 and "2 files: 1 FAILS, 1 refused" in ended.out
+    assert ended.code == 1 and "2 files: 1 FAILS, 1 refused" in ended.out, ended.err
     assert "loads refused: target" in ended.out and "loads FAILS: KeyError" in ended.out

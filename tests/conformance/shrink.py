@@ -6,118 +6,68 @@ from typing import Any
 
 VOCAB, HIDDEN, LAYERS, CONTEXT = 128, 32, 8, 512
 ROTATED = 16  # dimensions of an attention head, unless a part of them is named on its own
-# Sizes by the names that configs give them. Windows and chunks are shorter than the texts, so that they matter.
-SIZES: dict[str, int] = {
-    "vocab_size": VOCAB,
-    "vocab_size_per_layer_input": VOCAB,
-    "hidden_size": HIDDEN,
-    "hidden_size_per_layer_input": 8,
-    "intermediate_size": 48,
-    "intermediate_size_mlp": 48,
-    "moe_intermediate_size": 16,
-    "moe_shared_expert_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "moe_latent_size": 16,
-    "block_dim": HIDDEN,
-    "block_ff_dim": 48,
-    "conv_dim": HIDDEN,
-    "conv_dim_out": HIDDEN,
-    "num_attention_heads": 4,
-    "num_heads": 4,
-    "head_dim": ROTATED,
-    "global_head_dim": 2 * ROTATED,
-    "attention_head_dim": ROTATED,
-    "max_position_embeddings": CONTEXT,
-    "model_max_length": CONTEXT,
-    "sliding_window": 24,
-    "sliding_window_size": 24,
-    "attention_chunk_size": 24,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "moe_topk": 2,
-    "top_k_experts": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "o_lora_rank": 8,
-    "o_groups": 2,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "qk_head_dim": 16,
-    "v_head_dim": 8,
-    "index_topk": 24,
-    "index_block_size": 8,
-    "index_topk_blocks": 3,
-    "index_n_heads": 16,  # fewer, and their scores tie at 0
-    "index_head_dim": 16,
-    "linear_head_dim": 8,
-    "linear_num_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 16,
-    "ssm_state_size": 8,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_d_ssm": 64,
-    "mamba_d_state": 8,
-    "mamba_chunk_size": 16,
-    "n_groups": 2,
-    "chunk_size": 16,
-    "query_pre_attn_scalar": ROTATED,
-    "num_hash_layers": 1,
-    "first_k_dense_replace": 1,
-    "original_max_position_embeddings": 64,
-    "num_hidden_layers": LAYERS,
-}
-# The same in the words of older configs, whose layers are all alike.
-SIZES |= dict.fromkeys(("n_embd", "n_embed", "d_model", "emb_dim", "embedding_size", "embedding_dim"), HIDDEN)
-SIZES |= dict.fromkeys(("word_embed_proj_dim", "attention_hidden_size", "width", "d_embed"), HIDDEN)
-SIZES |= dict.fromkeys(("n_inner", "ffn_dim", "d_ff", "d_inner", "dff", "ffn_hidden_size", "dim_ff"), 48)
-SIZES |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48)
-SIZES |= dict.fromkeys(("n_head", "n_heads", "encoder_attention_heads", "decoder_attention_heads"), 4)
-SIZES |= dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4)
-SIZES |= dict.fromkeys(("n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2)
-SIZES |= dict.fromkeys(("num_encoder_layers", "num_decoder_layers", "num_blocks"), 2)
-SIZES |= dict.fromkeys(("n_positions", "n_ctx", "max_seq_len", "max_target_positions"), CONTEXT)
-SIZES |= dict.fromkeys(("rotary_dim", "d_head", "dim_head", "kv_channels"), HIDDEN // 4)
+# The sizes, by the names that configs give them. Windows and chunks are shorter than the texts, so that they matter; with
+# fewer than 16 heads of an indexer their scores tie at 0. The last lines are the words of older configs, whose layers are
+# all alike.
+NAMES = (
+    (VOCAB, "vocab_size vocab_size_per_layer_input"),
+    (HIDDEN, "hidden_size block_dim conv_dim conv_dim_out"),
+    (CONTEXT, "max_position_embeddings model_max_length"),
+    (LAYERS, "num_hidden_layers"),
+    (48, "intermediate_size intermediate_size_mlp block_ff_dim"),
+    (16, "moe_intermediate_size moe_shared_expert_intermediate_size shared_expert_intermediate_size moe_latent_size"),
+    (8, "hidden_size_per_layer_input"),
+    (4, "num_attention_heads num_heads"),
+    (ROTATED, "head_dim attention_head_dim query_pre_attn_scalar"),
+    (2 * ROTATED, "global_head_dim"),
+    (24, "sliding_window sliding_window_size attention_chunk_size"),
+    (64, "original_max_position_embeddings"),
+    (8, "num_experts num_local_experts n_routed_experts"),
+    (2, "num_experts_per_tok num_experts_per_token moe_topk top_k_experts n_group"),
+    (1, "topk_group num_hash_layers first_k_dense_replace"),
+    (16, "q_lora_rank kv_lora_rank qk_head_dim"),
+    (8, "o_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
+    (2, "o_groups"),
+    (24, "index_topk"),
+    (8, "index_block_size"),
+    (3, "index_topk_blocks"),
+    (16, "index_n_heads index_head_dim"),
+    (8, "linear_head_dim linear_key_head_dim linear_value_head_dim"),
+    (4, "linear_num_heads linear_num_value_heads"),
+    (2, "linear_num_key_heads n_groups"),
+    (4, "mamba_num_heads mamba_n_heads"),
+    (16, "mamba_head_dim mamba_d_head mamba_chunk_size chunk_size"),
+    (8, "ssm_state_size mamba_d_state"),
+    (64, "mamba_d_ssm"),
+    (HIDDEN, "n_embd n_embed d_model emb_dim embedding_size embedding_dim"),
+    (HIDDEN, "word_embed_proj_dim attention_hidden_size width d_embed"),
+    (48, "n_inner ffn_dim d_ff d_inner dff ffn_hidden_size dim_ff encoder_ffn_dim decoder_ffn_dim"),
+    (4, "n_head n_heads encoder_attention_heads decoder_attention_heads"),
+    (4, "num_encoder_attention_heads num_decoder_attention_heads"),
+    (2, "n_layer n_layers num_layers encoder_layers decoder_layers"),
+    (2, "num_encoder_layers num_decoder_layers num_blocks"),
+    (CONTEXT, "n_positions n_ctx max_seq_len max_target_positions"),
+    (HIDDEN // 4, "rotary_dim d_head dim_head kv_channels"),
+)
+SIZES = {name: size for size, names in NAMES for name in names.split()}
 # Parts that read or write text.
-TEXTS = {
-    "text_config",
-    "llm_config",
-    "language_config",
-    "patcher_config",
-    "encoder_config",
-    "decoder_config",
-    "global_config",
-}
+TEXTS = {f"{part}_config" for part in ("text", "llm", "language", "patcher", "encoder", "decoder", "global")}
 DROPPED = {"_source", "_partial", "quantization_config", "auto_map", "_name_or_path", "_attn_implementation"}
-IMAGES: dict[str, Any] = {  # of the part that reads images, which no text prompt reaches
+# Of the part that reads images, which no text prompt reaches.
+IMAGES: dict[str, Any] = {
     "depth": 1,
     "num_hidden_layers": 1,
     "num_heads": 4,
     "num_attention_heads": 4,
     "image_size": 28,
     "patch_size": 14,
-    "hidden_size": HIDDEN,
-    "out_hidden_size": HIDDEN,
-    "text_hidden_size": HIDDEN,
-    "projection_dim": HIDDEN,
-    "projector_input_dim": HIDDEN,
-    "projector_output_dim": HIDDEN,
-    "vision_output_dim": HIDDEN,
-    "adapter_in_dim": HIDDEN,
-    "adapter_out_dim": HIDDEN,
     "intermediate_size": 48,
-    "deepstack_visual_indexes": 0,
+    "deepstack_visual_indexes": [0],
     "per_layer_config": {},
 }
+IMAGES |= dict.fromkeys(("hidden_size", "out_hidden_size", "text_hidden_size", "projection_dim"), HIDDEN)
+IMAGES |= dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), HIDDEN)
+IMAGES |= dict.fromkeys(("adapter_in_dim", "adapter_out_dim"), HIDDEN)
 
 
 def shrink(config: dict[str, Any]) -> dict[str, Any]:
@@ -149,8 +99,7 @@ def part(name: str, value: Any, config: dict[str, Any]) -> Any:
         return shrink(value)
     if name == "vision_config" and isinstance(value, dict):
         kept = {key: entry for key, entry in value.items() if key not in DROPPED}
-        small = kept | {key: entry for key, entry in IMAGES.items() if key in kept}
-        return small | ({"deepstack_visual_indexes": [0]} if "deepstack_visual_indexes" in kept else {})
+        return kept | {key: entry for key, entry in IMAGES.items() if key in kept}
     if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict):
         return rope(value, config)
     if name == "per_layer_config" and isinstance(value, dict):

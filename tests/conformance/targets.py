@@ -1,0 +1,116 @@
+"""A published target: does it load, train two heads, decode with them what it writes alone, and export them?"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from foredraft.heads import Target, load_head
+from foredraft.heads.base import DraftHead, PackedBatch
+from foredraft.heads.checkpoint import write_head
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.formats import engines
+from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.target.loading import model_class, read_config
+from foredraft.inference import drafter_for, generate
+from foredraft.train.losses import soft
+from foredraft.train.module import DistillationModel
+from tests.conformance.checks import Checks, check_texts, padded
+from tests.conformance.families import default_settings
+from tests.conformance.shrink import shrink
+
+PROMPTS = (100, 5, 30)  # tokens of the ragged batch: texts cross windows, chunks and the boundaries of longrope
+KINDS = {"eagle3": Eagle3Head, "medusa": MedusaHead}
+
+
+def target_checks(published: dict[str, Any], new_tokens: int) -> Checks:
+    """Each needs those before it. published: config.json. new_tokens: decoded per prompt."""
+    heads: dict[str, DraftHead] = {}
+    target: Target
+
+    def loads() -> str | None:
+        nonlocal target
+        target = small_target(published)
+        return support(target)
+
+    yield "loads", loads
+    for kind, head_class in KINDS.items():
+
+        def trains(kind: str = kind, head_class: Any = head_class) -> None:
+            heads[kind] = head_class.for_target(target, depth=3)
+            train(heads[kind], target)
+
+        yield f"trains {kind}", trains
+    for name, temperature in (("greedy", 0.0), ("T=1", 1.0)):
+
+        def decodes(temperature: float = temperature) -> None:
+            for head in heads.values():
+                decode(target, head.eval(), temperature, new_tokens)
+
+        yield name, decodes
+    yield "exported", lambda: export(list(heads.values()), target)
+
+
+def support(target: Target) -> str | None:
+    """How it is drafted for, where that is not by trees."""
+    return None if target.supports_trees else "chains" if target.supports_chains else "decoded plainly"
+
+
+def small_target(published: dict[str, Any]) -> Target:
+    """A target of this config's structure, through the same files as a downloaded one."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(shrink(published)))
+        config = read_config(folder)
+    model = model_class(config).from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and "norm" not in name:  # at the usual 0.02 keys look alike: no wrong mask would show
+            torch.nn.init.normal_(parameter, std=0.15)
+    # The text part of a wrapper is not saved alone (Mllama).
+    if model_class(model.config) is not model_class(config):
+        return Target(model)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return Target.from_pretrained(folder, dtype="float32", device="cpu")
+
+
+def small_family(kind: type[PreTrainedConfig]) -> Target:
+    return small_target(default_settings(kind))
+
+
+def train(head: DraftHead, target: Target, steps: int = 3) -> None:
+    """A few steps on packed rows of random tokens."""
+    model = DistillationModel(head, target, soft)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(1)
+    documents = torch.tensor([[0] * 20 + [1] * 28, [0] * 40 + [-1] * 8])
+    positions = torch.tensor([[*range(20), *range(28)], [*range(40), *[0] * 8]])
+    for _ in range(steps):
+        tokens = torch.randint(3, target.vocab_size, (2, 48), generator=generator)
+        loss = model(*PackedBatch(tokens, documents >= 0, documents, positions)).loss
+        if not loss.isfinite():
+            raise RuntimeError(f"the loss is {loss.item()}")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def decode(target: Target, head: DraftHead, temperature: float, new_tokens: int) -> None:
+    """Drafted text must be the target's own."""
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(3, target.vocab_size, (length,), generator=generator).tolist() for length in PROMPTS]
+    settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1, "temperature": temperature}
+    alone = generate(target, None, *padded(prompts), **settings).new_tokens
+    drafted = generate(target, drafter_for(head, target), *padded(prompts), **settings).new_tokens
+    check_texts(drafted, alone, head.kind)
+
+
+def export(heads: list[DraftHead], target: Target) -> None:
+    """Written in an engine's layout, and loaded again from it."""
+    with tempfile.TemporaryDirectory() as folder:
+        for head in heads:
+            exported = engines.vllm(head, target)
+            write_head(head, Path(folder) / head.kind, target, exported.layout, exported.layout.weight_files)
+            load_head(Path(folder) / head.kind, target)
