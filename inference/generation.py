@@ -1,6 +1,6 @@
 """`generate`: whole texts in one call, a loop over the engine that takes transformers' settings."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -77,6 +77,7 @@ def generate(
     rule: str = "coupled",
     lossless: bool = True,
     timings: bool = False,
+    progress: Callable[[int], None] | None = None,
     **settings: Any,
 ) -> Generation:
     """Continue each row of `input_ids` (batch, length) exactly as the target alone would.
@@ -88,7 +89,7 @@ def generate(
     OpenAI has them; and grammar (inference/grammar.py). Greedy unless do_sample is true or a temperature above 0 is given;
     what is not set is off (also top_k, which transformers sets to 50). seed: row r uses seed + r, or give one per row; a
     row's text depends on its own prompt and seed alone. streamer: transformers' kind. rule, lossless, timings: as in
-    `Engine`.
+    `Engine`. progress: told after each step how many tokens it added to all rows.
 
     Raises ValueError for an empty or too long prompt, for a setting that is not known or not done here, and for logits
     that are not numbers.
@@ -117,6 +118,8 @@ def generate(
             reasons[output.request] = output.finish_reason or "length"
             if streamer is not None and output.request is requests[0] and output.tokens:
                 streamer.put(torch.tensor(output.tokens))
+        if progress is not None:
+            progress(sum(len(output.tokens) for output in outputs))
     engine.close()
     if streamer is not None:
         streamer.end()

@@ -2,6 +2,7 @@
 # The main job from nothing: makes the environment (see env.sh), trains a draft head and measures what it gained.
 # Arguments go to train/run.py, e.g. `bash scripts/demo.sh head=medusa`; relative paths start at the repository.
 set -euo pipefail
+extras=train
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 started=$(mktemp)

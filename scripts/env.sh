@@ -1,6 +1,7 @@
-# Sourced by demo.sh and test.sh: changes to the repository and sets $python, a Python with foredraft[train,dev].
+# Sourced by demo.sh and test.sh: changes to the repository and sets $python, a Python with foredraft[$extras].
 #
-#   .venv in the repository is made once; a second run finds it ready and needs no network.
+#   .venv in the repository is made once; a second run finds it ready and needs no network. By uv where it is on the PATH
+#   (a third of the time), else by pip.
 #   FOREDRAFT_ENV=active  uses the environment that is active instead, and leaves the versions it has where they fit.
 #   PYTHON=/path/python   names the Python to use (3.11 to 3.13).
 #   FOREDRAFT_VERSIONS=oldest  makes .venv-oldest in place of .venv, with the lower bounds of pyproject.toml as versions. torch
@@ -8,7 +9,8 @@
 #                         build is gigabytes.
 #
 # On Linux `pip install torch` brings the CUDA build, gigabytes of it. Without a GPU, name an index that has the CPU
-# build before the first run, by pip's own PIP_INDEX_URL or PIP_EXTRA_INDEX_URL; the pin in constraints.txt takes both.
+# build before the first run, by PIP_INDEX_URL or PIP_EXTRA_INDEX_URL (uv: UV_DEFAULT_INDEX or UV_INDEX, or
+# UV_TORCH_BACKEND=cpu); the pin in constraints.txt takes both.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
@@ -46,7 +48,11 @@ else
     if ! is_supported "$python"; then
         base=$(find_python python3.11 python3.12 python3.13 python3 python)
         say "making the environment $venv with $base"
-        "$base" -m venv --clear $venv || fail "$base cannot make environments (Debian, Ubuntu: apt install python3-venv)"
+        if command -v uv >/dev/null; then
+            uv venv -q --clear --seed --python "$base" $venv
+        else
+            "$base" -m venv --clear $venv || fail "$base cannot make environments (Debian, Ubuntu: apt install python3-venv)"
+        fi
     fi
 fi
 
@@ -63,17 +69,31 @@ END
 }
 [ "${venv:-}" != .venv-oldest ] || oldest >"$versions"
 
-# The stamp says for which repository and which requirements the environment was installed.
+install() {
+    if command -v uv >/dev/null; then
+        uv pip install -q --python "$python" --index-strategy unsafe-best-match "$@" # the best of all indexes, as pip does
+    else
+        "$python" -m pip install -q --disable-pip-version-check "$@"
+    fi
+}
+
+# A stamp for each extra says for which repository and which requirements it was installed.
 stamp=$("$python" -c 'import sys; print(sys.prefix)')/foredraft.stamp
 wanted=$({ echo "$root"; cat pyproject.toml constraints.txt; } | cksum)
-if [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+missing=
+for extra in ${extras//,/ }; do
+    [ "$(cat "$stamp.$extra" 2>/dev/null)" = "$wanted" ] || missing=1
+done
+if [ -z "$missing" ]; then
     say "the environment is ready"
 else
     if [ ${#constraints[@]} -gt 0 ]; then
         say "installing torch, the large one"
-        "$python" -m pip install -q --disable-pip-version-check "${constraints[@]}" torch
+        install "${constraints[@]}" torch
     fi
-    say "installing foredraft with what training and tests need"
-    "$python" -m pip install -q --disable-pip-version-check ${constraints[@]+"${constraints[@]}"} -e '.[train,dev]'
-    echo "$wanted" >"$stamp"
+    say "installing foredraft[$extras] and what it needs"
+    install ${constraints[@]+"${constraints[@]}"} -e ".[$extras]"
+    for extra in ${extras//,/ }; do
+        echo "$wanted" >"$stamp.$extra"
+    done
 fi

@@ -8,6 +8,7 @@ if [ "${1:-}" = oldest ]; then
     export FOREDRAFT_VERSIONS=oldest
     shift
 fi
+extras=train,dev
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 failed=()

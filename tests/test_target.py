@@ -16,12 +16,26 @@ from tests.support.architectures import FAMILIES
 from tests.support.tiny import tiny_config
 
 
-@pytest.mark.parametrize("capability, dtype", [("AVX2", torch.float32), ("AVX512", torch.bfloat16)])
-def test_auto_is_float32_where_the_processor_has_no_bfloat16_products(tmp_path, monkeypatch, capability, dtype):
+@pytest.mark.parametrize(
+    "capability, bf16, amx, dtype",
+    [
+        ("AVX2", False, False, torch.float32),
+        ("AVX512", False, False, torch.float32),  # Skylake, Cascade Lake
+        ("AVX512", True, False, torch.bfloat16),
+        ("AVX512", False, True, torch.bfloat16),
+        ("AVX2", True, True, torch.float32),  # as ATEN_CPU_CAPABILITY asks for
+    ],
+)
+def test_auto_is_float32_where_the_cpu_has_no_bfloat16_products(
+    tmp_path, monkeypatch, capsys, capability, bf16, amx, dtype
+):
     LlamaForCausalLM(tiny_config()).to(torch.bfloat16).save_pretrained(tmp_path)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     assert Target.from_pretrained(tmp_path, device="cpu").dtype == dtype
+    assert ("computed in float32, because" in capsys.readouterr().err) == (dtype == torch.float32)
     assert Target.from_pretrained(tmp_path, device="cpu", dtype="bfloat16").dtype == torch.bfloat16
 
 

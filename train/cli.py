@@ -61,6 +61,14 @@ def recipe_for(target: str, data: str) -> str:
     return for_demo(target, "embedded_log", target) if data == "accepted" else target
 
 
+def unless_typed(key: str, value: float) -> float:
+    """`value`, or 0 where the command line sets `key`."""
+    cfg = HydraConfig.instance().cfg
+    typed = [] if cfg is None else [override.lstrip("+").partition("=")[0] for override in cfg.hydra.overrides.task]
+    return 0.0 if key in typed else value
+
+
+OmegaConf.register_new_resolver("unless_typed", unless_typed, replace=True)
 OmegaConf.register_new_resolver("recipe_for", recipe_for, replace=True)
 OmegaConf.register_new_resolver("for_demo", for_demo, replace=True)
 OmegaConf.register_new_resolver("shipped", shipped, replace=True)

@@ -11,6 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import TrainerState
 
 from foredraft.heads import adapter
 from foredraft.heads.base import DraftHead, ParallelHead
@@ -26,6 +27,7 @@ from foredraft.train.data import data_card
 from foredraft.train.data.corpus import Corpus, Held, Packed, prompts, tokenize
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
+from foredraft.train.runtime.callbacks import fitted
 from foredraft.train.runtime.environment import facts_of_run
 from foredraft.train.runtime.run_state import CHECKPOINTS, METRICS, seconds_of, write_atomically
 from foredraft.train.trainer import HeadTrainer
@@ -59,6 +61,7 @@ def finalize(
     metrics["train_tokens_per_second"] = round(sum(rates) / max(1, len(rates)), 1)
     metrics["train_seconds"] = round(seconds_of(trainer.state), 3)
     metrics["step"] = best or step
+    metrics |= trained(trainer.state)
     metrics |= facts_of_run(head, target)
     config = OmegaConf.to_yaml(cfg, resolve=True)
     (directory / "head" / "config.yaml").write_text(config)
@@ -70,6 +73,21 @@ def finalize(
     loggers.log_results(trainer.args.report_to, directory, config, metrics)
     if not cfg.keep_checkpoints:
         shutil.rmtree(directory / CHECKPOINTS)
+
+
+def trained(state: TrainerState) -> dict[str, int]:
+    """How much the head has learned from, and of how many steps a limit of time took some away."""
+    tokens = sum(entry["tokens"] for entry in state.log_history if "tokens" in entry)
+    print(f"trained {state.global_step} steps on {tokens:,} tokens in {seconds_of(state):.0f} s", flush=True)
+    limit = fitted(state.log_history)
+    if limit:
+        print(
+            f"trainer.max_minutes left out {limit['all_steps'] - limit['fitted_steps']} of {limit['all_steps']} steps: "
+            f"acceptance may be lower than published figures (trainer.max_steps={limit['all_steps']} trains them all)",
+            flush=True,
+        )
+    found = {"train_steps": state.global_step, "train_tokens": tokens}
+    return found | ({"train_steps_unlimited": limit["all_steps"]} if limit else {})
 
 
 @torch.no_grad()

@@ -9,7 +9,40 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from foredraft.heads.target.loading import has_bfloat16_products
+
+
+class Float32Muon(torch.optim.Muon):
+    """torch's Muon orthogonalises in bfloat16 whatever the weights are; this one in float32, with the same state.
+
+    Where a CPU has no bfloat16 products torch's takes 5 (AVX-512) to 25 times as long."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in (one for one in group["params"] if one.grad is not None):
+                state = self.state[parameter]
+                momentum = state.setdefault("momentum_buffer", torch.zeros_like(parameter.grad))
+                momentum.lerp_(parameter.grad, 1 - group["momentum"])
+                update = orthogonal(parameter.grad.lerp(momentum, group["momentum"]), group)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                rows, columns = parameter.shape
+                parameter.add_(update, alpha=-group["lr"] * max(1, rows / columns) ** 0.5)
+
+
+def orthogonal(matrix: Tensor, group: dict[str, Any]) -> Tensor:
+    """Nearly U V^T of its singular value decomposition U S V^T, by Newton and Schulz's iteration in the matrix's dtype."""
+    a, b, c = group["ns_coefficients"]
+    tall = matrix.shape[0] > matrix.shape[1]
+    wide = matrix.T if tall else matrix
+    wide = wide / wide.norm().clamp(min=group["eps"])
+    for _ in range(group["ns_steps"]):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if tall else wide
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -55,8 +88,9 @@ def muon(
     matrices = [p for p in named if p.ndim == 2 and p.shape[0] not in vocabularies]
     others = [p for p in named if p.ndim != 2 or p.shape[0] in vocabularies]
     parts = groups(others, adapter, learning_rate / head_multiplier, weight_decay)
+    kind = torch.optim.Muon if has_bfloat16_products(named[0].device) else Float32Muon
     return MuonAdamW(
-        torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=weight_decay),
+        kind(matrices, lr=matrix_lr, weight_decay=weight_decay),
         torch.optim.AdamW(parts, learning_rate, betas, epsilon, weight_decay=0.0, fused=fused(others)),
     )
 

@@ -19,7 +19,7 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor
-from transformers import PrinterCallback, TrainerCallback, TrainingArguments, set_seed
+from transformers import PrinterCallback, TrainerCallback, TrainerState, set_seed
 
 from foredraft.heads import hub
 from foredraft.heads.base import BlockHead, DraftHead
@@ -36,13 +36,13 @@ from foredraft.train.data.documents import Documents
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.data.self_generated import self_generate, write_more
 from foredraft.train.finalize import finalize
-from foredraft.train.runtime import distributed, loggers, strategy
-from foredraft.train.runtime.callbacks import Measure, Progress, StopOnSignal
+from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
+from foredraft.train.runtime.callbacks import Measure, Progress, StopOnSignal, fitted
 from foredraft.train.runtime.memory import keep_freed, out_of_memory_named
 from foredraft.train.runtime.memory_plan import planned_memory
 from foredraft.train.runtime.run_state import done_before, open_directory, rows_per_step
 from foredraft.train.start import init_from
-from foredraft.train.trainer import HeadTrainer, arguments
+from foredraft.train.trainer import HeadTrainer, HeadTrainingArguments, arguments
 
 
 class Prepared(NamedTuple):
@@ -54,7 +54,7 @@ class Prepared(NamedTuple):
     packed: Packed
     later: Callable[[int], Packed] | None  # the rows of a later pass, where the target writes other ones
     held_out: list[dict[str, Tensor]]  # rows as those of `packed`
-    args: TrainingArguments
+    args: HeadTrainingArguments
     directory: Path
     checkpoint: str | None  # to resume from
 
@@ -206,6 +206,10 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
     rows = rows_per_step(cfg)
     if args.max_steps <= 0:
         args.max_steps = math.ceil(args.num_train_epochs * len(dataset) / rows)
+    if args.max_minutes and run.checkpoint is not None:
+        before = fitted(TrainerState.load_from_json(str(Path(run.checkpoint) / checkpoints.STATE)).log_history)
+        if before:
+            args.max_steps, args.max_minutes = before["fitted_steps"], 0.0
     if (times := args.max_steps * rows / len(dataset)) > 1:
         flatters = "loss and accuracy on them flatter, held out they do not"
         fresh = "after each time the target writes others"

@@ -16,14 +16,15 @@ import torch
 from accelerate.utils import send_to_device
 from hydra.utils import instantiate
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, get_scheduler
 
 from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.target import Target
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed
-from foredraft.train.runtime.callbacks import KeepCheckpoints
+from foredraft.train.runtime.callbacks import FitToTime, KeepCheckpoints
 from foredraft.train.runtime.memory import peak_memory
 from foredraft.train.runtime.strategy import load_full_weights, shard_on_cpus_too, without_weights
 
@@ -46,6 +47,7 @@ class HeadTrainingArguments(TrainingArguments):
     """Raises ValueError for an argument that would be ignored, and for a compiler that torch does not know."""
 
     compile_head: str | None = None
+    max_minutes: float = 0.0  # see FitToTime
 
     def __post_init__(self) -> None:
         if self.compile_head is not None and self.compile_head not in (known := torch.compiler.list_backends(())):
@@ -56,6 +58,8 @@ class HeadTrainingArguments(TrainingArguments):
         for name, remedy in NOT_HERE.items():
             if (value := getattr(self, name)) != defaults[name]:
                 raise ValueError(f"trainer.{name}={value} has no effect on a head: {remedy}")
+        if self.max_minutes < 0:
+            raise ValueError(f"trainer.max_minutes={self.max_minutes} must not be negative; 0 is no limit")
         super().__post_init__()
 
     @property
@@ -65,7 +69,7 @@ class HeadTrainingArguments(TrainingArguments):
         return min(1, super().n_gpu)
 
 
-def arguments(settings: Any, target: Target, **strategy: Any) -> TrainingArguments:
+def arguments(settings: Any, target: Target, **strategy: Any) -> HeadTrainingArguments:
     """The arguments that conf/trainer and conf/strategy give. From here on the processes of a run can communicate."""
     return instantiate(
         settings,
@@ -93,7 +97,7 @@ class HeadTrainer(Trainer):
     def __init__(
         self,
         distillation: DistillationModel,
-        args: TrainingArguments,
+        args: HeadTrainingArguments,
         build_optimizer: Callable[..., torch.optim.Optimizer],
         measure: Callable[[DraftHead], dict[str, float]],
         **kwargs: Any,
@@ -115,6 +119,9 @@ class HeadTrainer(Trainer):
         if args.compile_head is not None:
             distillation.compile_head(args.compile_head)
         self.add_callback(KeepCheckpoints())
+        self.schedules: list[Any] = []  # a list, because under DeepSpeed a copy of this trainer makes the schedule
+        if args.max_minutes:
+            self.add_callback(FitToTime(args.max_minutes, self.reschedule))
         self.saving_since: float | None = None
         self.reset_counters()
 
@@ -130,6 +137,22 @@ class HeadTrainer(Trainer):
                 epsilon=self.args.adam_epsilon,
             )
         return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        schedule = super().create_scheduler(num_training_steps, optimizer)
+        if self.args.max_minutes and not isinstance(schedule, LambdaLR):
+            raise ValueError(f"trainer.lr_scheduler_type={self.args.lr_scheduler_type} needs trainer.max_minutes=0")
+        self.schedules.append(schedule)
+        return schedule
+
+    def reschedule(self, steps: int) -> None:
+        """Let the learning rate fall over so many steps, from the next one on."""
+        args, unused = self.args, torch.optim.SGD([torch.zeros(1)])
+        warmup, own = args.get_warmup_steps(steps), args.lr_scheduler_kwargs
+        (rate,) = get_scheduler(args.lr_scheduler_type, unused, warmup, steps, own).lr_lambdas
+        for schedule in self.schedules:
+            assert isinstance(schedule, LambdaLR)
+            schedule.lr_lambdas = [rate] * len(schedule.lr_lambdas)
 
     def get_batch_samples(self, *args: Any) -> tuple[list, Tensor]:
         """The batches of a step, and (depth,) how many drafts they have in the loss, over all processes. It stays on the
@@ -183,6 +206,7 @@ class HeadTrainer(Trainer):
             )
             shares = (hits / counts.clamp(min=1)).tolist()
             logs |= {f"acc_{depth}": round(share, 4) for depth, share in enumerate(shares, start=1)}
+            logs["tokens"] = int(tokens.item())
             logs["tokens_per_second"] = round(tokens.item() / (time.perf_counter() - self.since), 1)
             logs["memory_gib"] = round(peak_memory(self.args.device) / 2**30, 3)
             self.reset_counters()

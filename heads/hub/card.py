@@ -84,6 +84,9 @@ MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 TRAINING: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("parameters", "parameters of the head", parameters),
+    ("train_steps", "training steps", number),
+    ("train_steps_unlimited", "training steps without a limit of time, which may accept more", number),
+    ("train_tokens", "training tokens", number),
     ("train_seconds", "training time", duration),
     ("train_tokens_per_second", "training tokens/s", number),
     ("peak_memory_bytes", "peak memory", size),

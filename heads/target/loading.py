@@ -5,6 +5,7 @@ import importlib.util
 import json
 import logging
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,15 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 
 def has_bfloat16_products(device: torch.device | str) -> bool:
-    """Are products in bfloat16 fast on this device? An x86 CPU without AVX-512 computes them in software, some seventy
-    times slower than in float32."""
+    """Are products in bfloat16 as fast as in float32 on this device? An x86 CPU without instructions for them (AVX512_BF16,
+    AMX) widens every number first: 16 rows take twice as long with AVX-512, four times with AVX2.
+
+    By what the CPU says of itself, and not by a measurement, which beside other busy processes gives anything."""
     if torch.device(device).type != "cpu" or platform.machine().lower() not in ("x86_64", "amd64"):
         return True
-    return torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX", "AVX2")
+    if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX", "AVX2"):  # ATEN_CPU_CAPABILITY can ask for less
+        return False
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 class Once(logging.Filter):
@@ -134,8 +139,6 @@ def load_model(
     """As for `Target.from_pretrained`; on the host, unless quantization or a keyword says otherwise."""
     if isinstance(dtype, str) and dtype != "auto":
         dtype = resolve_dtype(dtype)
-    if dtype == "auto" and quantization is None and not has_bfloat16_products(device):
-        dtype = torch.float32
     if quantization is not None:
         kwargs["quantization_config"] = quantization_config(quantization, dtype)
         kwargs.setdefault("device_map", device)
@@ -143,6 +146,11 @@ def load_model(
         config = read_config(path, revision, kwargs["trust_remote_code"])
         if config.model_type in SAME_KIND.values():
             kwargs["model_type"] = config.model_type  # the file may say another
+        if dtype == "auto" and quantization is None and not has_bfloat16_products(device):
+            dtype = torch.float32
+            if config.dtype != torch.float32:  # not on stdout, where programs write texts
+                said = "computed in float32, because this CPU has no bfloat16 products (dtype=bfloat16 insists)"
+                print(f"{path} is {said}", file=sys.stderr, flush=True)
         return model_class(config).from_pretrained(path, dtype=dtype, revision=revision, **kwargs)
     except (OSError, ImportError, json.JSONDecodeError) as error:  # some models need further packages
         raise ValueError(f"target {path} cannot be loaded: {first_line(error)}") from error

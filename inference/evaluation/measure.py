@@ -15,6 +15,7 @@ from foredraft.heads.target import Target
 from foredraft.inference.drafters.auto import AutoTree
 from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.drafters.costs import Tree
+from foredraft.inference.evaluation.progress import Ticker
 from foredraft.inference.evaluation.speed import foredraft_decoder, time_decoders
 from foredraft.inference.generation import Generation, generate
 
@@ -29,9 +30,17 @@ def distinct(tokens: list[int], n: int = 4) -> float:
     return len(set(grams)) / len(grams) if grams else 1.0
 
 
-def run(target: Target, drafter: Drafter | None, rows: list[list[int]], **settings: Any) -> list[Generation]:
-    """Generations of the prompts, `BATCH` at a time; prompt i has seed i."""
-    generations = []
+def run(
+    target: Target,
+    drafter: Drafter | None,
+    rows: list[list[int]],
+    max_new_tokens: int,
+    what: str = "decoding",
+    **settings: Any,
+) -> list[Generation]:
+    """Generations of the prompts, `BATCH` at a time; prompt i has seed i. what: is done, for the lines of progress."""
+    generations, progress = [], Ticker(what, len(rows) * max_new_tokens, "tokens").add
+    settings |= {"max_new_tokens": max_new_tokens, "progress": progress}
     for start in range(0, len(rows), BATCH):
         batch = rows[start : start + BATCH]
         longest = max(map(len, batch))
@@ -49,7 +58,8 @@ def texts(generations: list[Generation]) -> list[list[int]]:
 
 def identical(target: Target, drafter: Drafter, rows: list[list[int]], **settings: Any) -> float:
     """Share of prompts whose speculative text equals the plain one, token by token."""
-    plain, drafted = texts(run(target, None, rows, **settings)), texts(run(target, drafter, rows, **settings))
+    plain = texts(run(target, None, rows, what="checking identity, plain decoding", **settings))
+    drafted = texts(run(target, drafter, rows, what="checking identity, with drafts", **settings))
     return sum(a == b for a, b in zip(plain, drafted, strict=True)) / len(rows)
 
 
@@ -110,11 +120,11 @@ def evaluate(
     """
     assert isinstance(drafter, Tree)
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": -1}
-    greedy = run(target, drafter, rows, **settings)
+    greedy = run(target, drafter, rows, what="measuring acceptance", **settings)
     loops = [distinct(text) < REPETITIVE for text in texts(greedy)]
     chosen = [row for row, loop in zip(rows, loops, strict=True) if not loop] or rows
     kept = greedy if not any(loops) or all(loops) else run(target, drafter, chosen, **settings)
-    sampled = run(target, drafter, chosen, temperature=1.0, **settings)
+    sampled = run(target, drafter, chosen, temperature=1.0, what="measuring acceptance when sampling", **settings)
     some = chosen[:: max(1, len(chosen) // timed)][:timed]
     speeds, auto = [], AutoTree(copy.copy(drafter), target)
     for temperature in (0.0, 1.0):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foredraft.heads.target import Target
 from foredraft.inference.drafters.base import Drafter
+from foredraft.inference.evaluation.progress import Ticker
 from foredraft.inference.generation import Generation, generate
 
 # prompt (1, length) int64 and seed -> how many new tokens, and the generation if foredraft made it
@@ -87,6 +88,7 @@ def time_decoders(decoders: dict[str, Decoder], rows: list[list[int]], device: t
     """All decoders over all prompts; prompt i has seed i + 1. On a GPU each prompt is decoded once before it is timed: its
     lengths decide which CUDA graphs are captured, and capturing takes longer than decoding."""
     timings = {name: Timing([], [], []) for name in decoders}
+    ticker = Ticker("measuring speed", len(rows), "prompts")
     for seed, row in enumerate(rows, start=1):
         ids = torch.tensor([row], device=device)
         if seed == 1 or device.type == "cuda":
@@ -98,4 +100,5 @@ def time_decoders(decoders: dict[str, Decoder], rows: list[list[int]], device: t
             timings[name].seconds.append(time.perf_counter() - start)
             timings[name].tokens.append(count)
             timings[name].generations.extend([] if generation is None else [generation])
+        ticker.add()
     return timings

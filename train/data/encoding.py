@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from foredraft.inference.evaluation.progress import Ticker
 from foredraft.train.data.chat_template import ChatFormat, template_file
 from foredraft.train.data.corpus import tokenize
 from foredraft.train.data.documents import Document
@@ -81,7 +82,9 @@ class Encoder:
 
     def rows(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
         """Per row its documents, or one entry that says why it has none."""
+        ticker = Ticker(f"encoding {self.source.path}")  # by each process
         for row in islice(chain.from_iterable(map(self.source.read, shards)), self.source.max_rows):
+            ticker.add()
             blank: dict[str, Any] = {"first": True, "tokens": [], "flags": [], "raw": "", "reason": ""}
             blank |= {"where": row.where, "key": 0}
             try:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.target import Target
+from foredraft.inference.evaluation.progress import Ticker
 from foredraft.inference.generation import Generation, generate
 from foredraft.train.data.corpus import Corpus, start_tokens
 from foredraft.train.data.documents import Document, Documents
@@ -74,7 +75,8 @@ def write(target: Target, texts: Documents, tokens: int, seed: int, begin: int, 
     size = max(1, -(-tokens // new))
     begun, end = part * size, (part + 1) * size
     batches: list[Documents] = []
-    since, count = time.perf_counter(), 0
+    since = time.perf_counter()
+    ticker = Ticker("self-generated text", size * new, "tokens at most")
     for base in range(begun, end, BATCH):
         prompts: dict[float, list[list[int]]] = {0.0: [], 1.0: []}  # by temperature
         for i in range(base, min(base + BATCH, end)):
@@ -84,13 +86,14 @@ def write(target: Target, texts: Documents, tokens: int, seed: int, begin: int, 
             prompts[0.0 if greedy else 1.0].append(row if first == 0 else [*start, *row])
         for temperature, rows in prompts.items():
             if rows:
-                text = continue_rows(target, rows, max_new_tokens=new, temperature=temperature, seed=seed + base)
+                settings: dict[str, Any] = {"temperature": temperature, "seed": seed + base, "progress": ticker.add}
+                text = continue_rows(target, rows, max_new_tokens=new, **settings)
                 written = [masked(row + more, len(row)) for row, more in zip(rows, text.new_tokens, strict=True)]
                 batches.append(Documents.of(written))
-                count += batches[-1].supervised
-        rate = count / (time.perf_counter() - since)
-        print(f"self-generated text: {min(base + BATCH, end) - begun} of {size} rows, {rate:,.0f} tokens/s", flush=True)
-    return Documents.joined(batches)
+    joined = Documents.joined(batches)
+    rate = joined.supervised / (time.perf_counter() - since)
+    print(f"self-generated text: {size} of {size} rows, {rate:,.0f} tokens/s", flush=True)
+    return joined
 
 
 def beginnings(number: int, texts: Documents, begin: int) -> np.ndarray:

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -47,6 +47,53 @@ class StopOnSignal(TrainerCallback):
         if self.stopped:
             # Logged too: losses since the last entry are in no checkpoint.
             control.should_log = control.should_save = control.should_training_stop = True
+
+
+class FitToTime(TrainerCallback):
+    """Lowers `max_steps`, and the steps over which the learning rate falls, to what can be done in so many minutes.
+
+    Steps FIRST to LAST are timed; what is measured and saved later comes on top. The learning rate should still rise then, or
+    stand at its highest, as conf/recipe/embedded.yaml has it: so the steps before belong to either schedule."""
+
+    FIRST, LAST = 2, 10  # the first step also allocates and compiles
+
+    def __init__(self, minutes: float, reschedule: Callable[[int], None]):
+        """reschedule: told the new number of steps."""
+        self.minutes, self.reschedule = minutes, reschedule
+        self.start = self.first = 0.0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.begun, self.start = state.global_step, time.perf_counter() - seconds_of(state)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        done = state.global_step - self.begun
+        if done == self.FIRST:
+            self.first = time.perf_counter()
+        if done != self.LAST:
+            return
+        now = time.perf_counter()
+        times = [(now - self.first) / (self.LAST - self.FIRST), 60 * self.minutes - (now - self.start)]
+        each, left = distributed.broadcast(times)
+        # Whole log entries, so that none of the last steps is missing in the history.
+        steps = int((state.global_step + max(0.0, left) / each) // state.logging_steps) * state.logging_steps
+        steps = max(steps, state.global_step + state.logging_steps)
+        if steps < state.max_steps:
+            print(
+                f"a step takes {each:.2f} s: {steps} of {state.max_steps} fit into trainer.max_minutes={self.minutes:g}; "
+                f"acceptance may be lower than with trainer.max_steps={state.max_steps}",
+                flush=True,
+            )
+            # Where the run is resumed, and in what it reports.
+            state.log_history.append({"step": state.global_step, "fitted_steps": steps, "all_steps": state.max_steps})
+            state.max_steps = steps
+            self.reschedule(steps)
+
+
+def fitted(history: list[dict[str, Any]]) -> dict[str, int]:
+    """What FitToTime logged: `fitted_steps` and `all_steps`; empty where it lowered nothing."""
+    return next((entry for entry in history if "fitted_steps" in entry), {})
 
 
 class Progress(TrainerCallback):

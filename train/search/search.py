@@ -117,7 +117,7 @@ class Search:
         """Of a candidate's training of so many steps."""
         cfg = composed(self.state.candidates[name].overrides)
         cfg.output_dir = str(directory)
-        cfg.trainer.max_steps = steps
+        cfg.trainer.max_steps, cfg.trainer.max_minutes = steps, 0.0
         return cfg
 
     def train(self, cfg: DictConfig, *callbacks: TrainerCallback) -> tuple[Prepared, HeadTrainer]:
