@@ -1,7 +1,7 @@
 # Sourced by demo.sh and test.sh: changes to the repository and sets $python, a Python with foredraft[$extras].
 #
-#   .venv in the repository is made once; a second run finds it ready and needs no network. By uv where it is on the PATH
-#   (a third of the time), else by pip.
+#   .venv in the repository is made once; a second run finds it ready and needs no network. By uv where it is on the PATH,
+#   else by pip.
 #   FOREDRAFT_ENV=active  uses the environment that is active instead, and leaves the versions it has where they fit.
 #   PYTHON=/path/python   names the Python to use (3.11 to 3.13).
 #   FOREDRAFT_VERSIONS=oldest  makes .venv-oldest in place of .venv, with the lower bounds of pyproject.toml as versions. torch

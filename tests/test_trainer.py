@@ -16,8 +16,9 @@ from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.target import Target
 from foredraft.train import checks, parity_gate
 from foredraft.train.data.packing import Document
-from foredraft.train.optimizer import adamw, muon
-from foredraft.train.runtime import distributed
+from foredraft.train.optimizer import Float32Muon, adamw, muon
+from foredraft.train.runtime import callbacks, distributed
+from foredraft.train.trainer import HeadTrainer
 from tests.support.processes import SMALL, complaint
 from tests.support.tiny import TEXT
 from tests.support.trainers import make_trainer
@@ -136,3 +137,75 @@ def test_the_gate_in_half_precision_passes_heads_and_sees_faults(half: Target, t
     with pytest.MonkeyPatch.context() as patched, pytest.raises(ValueError, match="parity gate: at depth 1"):
         patched.setattr(kind, "forward", lambda self, f, e, text: forward(self, f.roll(1, dims=1), e, text))
         parity_gate.check(head, half, prompt, saved=tmp_path)
+
+
+# As many steps as there is time for
+
+
+class Clock:
+    """Of a machine on which a step takes so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.now = seconds, 0.0
+
+    def perf_counter(self) -> float:
+        self.now += self.seconds / 2  # FitToTime looks twice: at the first step that is timed, and at the last
+        return self.now
+
+
+def rates(trainer: HeadTrainer) -> list[float]:
+    return [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+
+
+def test_a_limit_of_time_shortens_the_training_and_its_schedule(target: Target, tmp_path: Path, monkeypatch, capsys):
+    """Eight steps in 4 s, and 10 s in all: some 20 steps in place of 200, with the learning rates that 20 steps have."""
+    settings = {"warmup_steps": 4, "logging_steps": 5, "save_strategy": "no"}
+    monkeypatch.setattr(callbacks, "time", Clock(8.0))
+    limited = make_trainer(target, tmp_path / "limited", max_steps=200, max_minutes=1 / 6, **settings)
+    limited.train()
+    steps = limited.state.global_step
+    assert 10 < steps < 40 and limited.state.max_steps == steps
+    assert callbacks.fitted(limited.state.log_history) == {"step": 10, "fitted_steps": steps, "all_steps": 200}
+    assert f"{steps} of 200 fit into trainer.max_minutes" in capsys.readouterr().out
+    monkeypatch.undo()
+    plain = make_trainer(target, tmp_path / "plain", max_steps=steps, **settings)
+    plain.train()
+    assert rates(limited)[2:] == rates(plain)[2:] and rates(plain)[-1] < 0.1 * max(rates(plain))
+
+
+def test_a_machine_that_is_fast_enough_trains_all_steps(target: Target, tmp_path: Path):
+    trainer = make_trainer(target, tmp_path, max_steps=12, max_minutes=60.0, save_strategy="no")
+    trainer.train()
+    assert trainer.state.global_step == 12 and not callbacks.fitted(trainer.state.log_history)
+
+
+def test_a_schedule_that_cannot_be_shortened_is_refused(target: Target, tmp_path: Path):
+    trainer = make_trainer(target, tmp_path, max_minutes=1.0, lr_scheduler_type="greedy")
+    with pytest.raises(ValueError, match=r"trainer.lr_scheduler_type=greedy needs trainer.max_minutes=0"):
+        trainer.train()
+
+
+def test_muon_in_float32_takes_the_steps_of_torchs(monkeypatch):
+    """torch's rounds to bfloat16, so to a hundredth; in the same state, which a resumed run may take over."""
+    torch.manual_seed(0)
+    ours, theirs = (nn.ModuleList([nn.Linear(24, 8), nn.Linear(8, 40)]) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    monkeypatch.setattr("foredraft.train.optimizer.has_bfloat16_products", lambda device: True)
+    exact = Float32Muon(matrices(ours), lr=0.05, weight_decay=0.1)
+    rounded = muon(theirs, set(), 1e-3, (0.9, 0.95), weight_decay=0.1).parts[0]
+    assert type(rounded) is torch.optim.Muon
+    for step in range(4):
+        for one, other in zip(matrices(ours), matrices(theirs), strict=True):
+            one.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(step))
+            other.grad = one.grad.clone()
+        exact.step()
+        rounded.step()
+    for one, other in zip(matrices(ours), matrices(theirs), strict=True):
+        torch.testing.assert_close(one, other, atol=2e-3, rtol=0.02)
+        assert exact.state[one].keys() == rounded.state[other].keys()
+    monkeypatch.setattr("foredraft.train.optimizer.has_bfloat16_products", lambda device: False)
+    assert type(muon(ours, set(), 1e-3, (0.9, 0.95)).parts[0]) is Float32Muon
+
+
+def matrices(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.ndim == 2]
