@@ -44,7 +44,7 @@ def remedies(cfg: DictConfig) -> list[list[str]]:
 
 
 def plan(cfg: DictConfig) -> dict[str, Any]:
-    """gib: {line: (GiB per GPU, how)}; total; tokens_per_second and hours; disk (bytes of features)."""
+    """gib: {line: (GiB per GPU, how)}; total; tokens_per_second and hours; disk (bytes of aux hidden states)."""
     if cfg.target.quantization and cfg.target.quantization not in BITS:
         raise ValueError(f"target.quantization={cfg.target.quantization} is not one of {', '.join(BITS)}")
     if cfg.target.sharding not in (None, *COLLECTIVE):
@@ -97,7 +97,7 @@ def main(cfg: DictConfig) -> None:
         f"{body / 1e9:.1f} GFLOP per token in the target's forward, {head / 1e9:.1f} in the head (forward, backward, both "
         f"vocabularies' logits)\n{found['tokens_per_second']:,.0f} tokens/s = {cfg.gpus} x {cfg.gpu_tflops:g} TFLOP/s x "
         f"{cfg.efficiency} / {(body + head * cfg.supervised_fraction) / 1e9:.1f} GFLOP: {found['hours']:.1f} hours for "
-        f"{cfg.tokens:,} tokens\n{found['disk'] / 1e12:.2f} TB, should their features be kept on disk in bfloat16"
+        f"{cfg.tokens:,} tokens\n{found['disk'] / 1e12:.2f} TB, should their aux hidden states be kept on disk in bfloat16"
     )
     if found["total"] > cfg.gpu_gib:
         largest = max(found["gib"], key=lambda name: found["gib"][name][0])

@@ -74,7 +74,7 @@ def test_planned_bytes_are_those_of_a_real_step(
     state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
     assert gib["optimizer state"] == sum(t.nbytes for t in state)
     assert gib["target weights"] == sum(p.nbytes for p in target.model.parameters())
-    working = gib["activations"] + gib["features"]
+    working = gib["activations"] + gib["aux hidden states"]
     assert working == pytest.approx(live.peak, rel=0.02)
 
 

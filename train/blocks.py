@@ -1,7 +1,7 @@
 """Learning in blocks: a step begins drafts at some positions only, and learns all depths of each (DFlash, arXiv:2602.06036).
 
-A depth counts by `depth_decay`^(d - 1), or by what it adds to the accepted length (D-PACE). A block's hidden states, answers
-and weights lie in its own order, (blocks, depth, ...), never on the grid of all slots.
+A depth counts by `depth_decay`^(d - 1), or by what it adds to the accepted length (D-PACE). A block's hidden states,
+teacher and weights lie in its own order, (blocks, depth, ...), never on the grid of all label positions.
 """
 
 from functools import partial, reduce
@@ -53,7 +53,7 @@ class BlockDistillation(DistillationModel):
         the step alone, so that a step is the same however it is spread over batches and processes."""
         length = text.tokens.shape[1]
         useful = torch.zeros_like(text.loss_mask)
-        for depth in range(1, self.head.depth + 1):  # the draft at slot p began at p + 1 - d
+        for depth in range(1, self.head.depth + 1):  # the draft at label position p began at p + 1 - d
             useful |= draft_loss_mask(text, depth).roll(1 - depth, dims=1)
         places = torch.arange(1, length + 1, device=text.tokens.device)
         row = (mix(text.tokens + 1) * places).sum(1, keepdim=True) + wrap((step + 1) * GOLDEN)
@@ -69,28 +69,30 @@ class BlockDistillation(DistillationModel):
         states = self.drafts(aux_hidden_states, self.target.embed(text.tokens), text).flatten(0, 1)
         begins = torch.arange(length, device=last.device).expand(batch, -1) if text.anchors is None else text.anchors
         depths = torch.arange(1, head.depth + 1, device=last.device)
-        # Of every draft: its slot; one on is where the target answers, two on is the token that it names.
-        slots = begins[..., None] + depths - 1
-        inside = slots.clamp(min=0, max=length - 1) + length * torch.arange(batch, device=last.device)[:, None, None]
+        # Of every draft: its label position p; the target at p + 1 is its teacher, and p + 2 is the token that it names.
+        positions = begins[..., None] + depths - 1
+        inside = (
+            positions.clamp(min=0, max=length - 1) + length * torch.arange(batch, device=last.device)[:, None, None]
+        )
         places = inside.flatten(0, 1)
         grid = torch.stack([draft_loss_mask(text, depth).flatten() for depth in range(1, head.depth + 1)])
-        real = ((begins >= 0)[..., None] & (slots < length)).flatten(0, 1)
+        real = ((begins >= 0)[..., None] & (positions < length)).flatten(0, 1)
         counted = grid[depths - 1, places] & real  # (blocks, depth)
-        blocks = self.rows(counted.T)
+        blocks = self.nonempty(counted.T)
         places, counted = places[blocks], counted[blocks]
-        answers = last.roll(-1, dims=1).flatten(0, 1)
+        teachers = last.roll(-1, dims=1).flatten(0, 1)
         tokens = self.draft_tokens(text.tokens.roll(-2, dims=1).flatten())
         counts = counted.sum(0)
         weights = torch.ones(head.depth, device=depths.device) if self.d_pace else self.depth_decay ** (depths - 1)
         items = self.items(counts)
         scale = torch.stack([torch.ones_like(weights) / items * weights, torch.zeros_like(weights)])
-        learned, found = PartialGradients(head, [states], self.recompute), []
+        learned, sums = PartialGradients(head, [states], self.recompute), []
         size = max(1, self.chunk // head.depth)
         for start in reversed(range(0, max(1, len(blocks)), size)):  # at least once: every weight must have a gradient
             part = slice(start, start + size)
-            given = answers[places[part]], tokens[places[part]], counted[part]
-            found.append(learned.part(partial(self.block_loss, *given), 0, blocks[part], scale))
-        losses, hits = reduce(torch.add, reversed(found))
+            labels = teachers[places[part]], tokens[places[part]], counted[part]
+            sums.append(learned.part(partial(self.block_loss, *labels), 0, blocks[part], scale))
+        losses, hits = reduce(torch.add, reversed(sums))
         return Outcome(learned.attach((weights * losses / items).sum()), hits, counts)
 
     def draft_tokens(self, tokens: Tensor) -> Tensor:
@@ -98,12 +100,12 @@ class BlockDistillation(DistillationModel):
         ids = self.head.draft_ids
         if ids is None:
             return tokens
-        known = ids.new_full((self.target.vocab_size,), -1)
-        return known.index_copy(0, ids, torch.arange(len(ids), device=ids.device))[tokens]
+        draft_of = ids.new_full((self.target.vocab_size,), -1)
+        return draft_of.index_copy(0, ids, torch.arange(len(ids), device=ids.device))[tokens]
 
     def block_loss(self, last: Tensor, tokens: Tensor, counted: Tensor, states: Tensor) -> Tensor:
         """Per depth: sum of losses and number of hits, (2, depth), of states (blocks, depth, ...)."""
-        head, (given, best, able) = self.head, self.answers(last)
+        head, (teacher, best, draftable) = self.head, self.teacher(last)
         hidden, correction = states.split([head.width, head.correction], dim=-1)
         base = head.base_logits(hidden)
         draft = base
@@ -111,41 +113,41 @@ class BlockDistillation(DistillationModel):
             parts = zip(base.unbind(1), hidden.unbind(1), correction.unbind(1), strict=True)
             draft = torch.stack([head.correct(*part, depth) for depth, part in enumerate(parts, start=1)], dim=1)
 
-        flat = Prediction(given.logits.flatten(0, 1), given.hidden.flatten(0, 1), tokens.flatten())
+        flat = Prediction(teacher.logits.flatten(0, 1), teacher.hidden.flatten(0, 1), tokens.flatten())
 
         def compare(logits: Tensor) -> Tensor:
             return self.loss(Prediction(logits.flatten(0, 1), hidden.flatten(0, 1)), flat).view(counted.shape)
 
         share = self.base_weight * (1 - self.progress)
         if head.candidates:
-            loss = compare(base) + self.selector_weight * self.selector_loss(base, correction, given.logits, tokens)
+            loss = compare(base) + self.selector_weight * self.selector_loss(base, correction, teacher.logits, tokens)
         else:
             loss = compare(draft)
         if share > 0:
             loss = (1 - share) * loss + share * compare(base)
         if head.confident and self.confidence_weight:
-            loss = loss + self.confidence_weight * rating_loss(correction[..., -1], draft, given.logits)
+            loss = loss + self.confidence_weight * rating_loss(correction[..., -1], draft, teacher.logits)
         if self.d_pace:
             loss = loss * d_pace_weights(draft, tokens, counted)
         hits = (head.to_target_ids(draft.max(-1).indices) == best) & counted
-        return torch.stack([torch.where(counted & able, loss, 0.0).sum(0), hits.sum(0).to(loss.dtype)])
+        return torch.stack([torch.where(counted & draftable, loss, 0.0).sum(0), hits.sum(0).to(loss.dtype)])
 
-    def selector_loss(self, base: Tensor, correction: Tensor, answer: Tensor, tokens: Tensor) -> Tensor:
+    def selector_loss(self, base: Tensor, correction: Tensor, teacher: Tensor, tokens: Tensor) -> Tensor:
         """Per draft the loss among its candidates; 0 where the target's own token is none of them (DFlash-2)."""
         scores, ids = self.head.select(base, correction)
         named = ids == tokens[..., None]
         places = torch.where(named.any(-1), named.int().argmax(-1), -1)
-        among = (ids == answer.argmax(-1, keepdim=True)).any(-1)
-        given = Prediction(answer.gather(-1, ids).flatten(0, 1), scores.flatten(0, 1), places.flatten())
-        loss = self.loss(Prediction(scores.flatten(0, 1), scores.flatten(0, 1)), given)
+        among = (ids == teacher.argmax(-1, keepdim=True)).any(-1)
+        among_ids = Prediction(teacher.gather(-1, ids).flatten(0, 1), scores.flatten(0, 1), places.flatten())
+        loss = self.loss(Prediction(scores.flatten(0, 1), scores.flatten(0, 1)), among_ids)
         return torch.where(among, loss.view(among.shape), 0.0)
 
 
-def rating_loss(rating: Tensor, draft: Tensor, answer: Tensor) -> Tensor:
+def rating_loss(rating: Tensor, draft: Tensor, teacher: Tensor) -> Tensor:
     """Cross-entropy of a draft's rating, a logit (blocks, depth), with the chance that it is accepted (DSpark,
     arXiv:2607.05147)."""
     with torch.no_grad():
-        accepted = torch.minimum(exact(draft).softmax(-1), exact(answer).softmax(-1)).sum(-1)
+        accepted = torch.minimum(exact(draft).softmax(-1), exact(teacher).softmax(-1)).sum(-1)
     return F.binary_cross_entropy_with_logits(exact(rating), accepted, reduction="none")
 
 

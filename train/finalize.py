@@ -36,7 +36,8 @@ from foredraft.train.trainer import HeadTrainer
 def finalize(
     cfg: DictConfig, trainer: HeadTrainer, data: Corpus, rows: list[dict[str, Tensor]], directory: Path
 ) -> None:
-    """Choose the best weights, save them, measure the files, and report. Processes that only help to read leave no files.
+    """Choose the best weights, save them, measure the files, and report. Processes that only help with the target's
+    forwards leave no files.
     rows: of held-out text (train/held_out.py)."""
     distillation, history = trainer.distillation, trainer.state.log_history
     head, target = distillation.head, distillation.target
@@ -98,9 +99,9 @@ def rank_accuracies(distillation: DistillationModel, texts: Held, length: int, r
     hits, counts = torch.zeros(head.depth, ranks), torch.zeros(head.depth)
     for row in range(min(len(data), 24)):
         batch = {name: value[None].to(target.device) for name, value in data[row].items()}
-        for depth, guesses, answers in distillation.guesses(**batch, ranks=ranks):
-            hits[depth - 1] += (guesses == answers[:, None]).sum(0).cpu()
-            counts[depth - 1] += len(answers)
+        for depth, guesses, best in distillation.guesses(**batch, ranks=ranks):
+            hits[depth - 1] += (guesses == best[:, None]).sum(0).cpu()
+            counts[depth - 1] += len(best)
     return [[round(value, 5) for value in row] for row in (hits / counts[:, None].clamp(min=1)).tolist()]
 
 

@@ -76,8 +76,8 @@ def agreement(distillation: DistillationModel, rows: Sequence[dict[str, Tensor]]
     for text, mask in zip(texts, counted, strict=True):
         loss += distillation.compute_loss(text, *distillation.forward_target(text)).loss.item()
         grid = torch.zeros_like(mask)
-        for depth, guesses, answers in distillation.guesses(*text[:4], ranks=1):
-            grid[depth - 1, mask[depth - 1]] = guesses[:, 0] == answers
+        for depth, guesses, best in distillation.guesses(*text[:4], ranks=1):
+            grid[depth - 1, mask[depth - 1]] = guesses[:, 0] == best
         hits += grid.sum(1).cpu()
         gained += steps(grid.cpu(), mask.cpu())
     shares = (hits / distillation.num_items.cpu().clamp(min=1)).tolist()
@@ -88,7 +88,7 @@ def steps(hits: Tensor, counted: Tensor) -> list[int]:
     """Tokens gained by each step of greedy decoding along a row. A step begins where the one before it ended, so oftener at
     hard places than at others: the mean over all positions would be too high.
 
-    hits, counted: (depth, length) bool, by slots. The draft of depth d that begins at t is at slot t + d - 1.
+    hits, counted: (depth, length) bool, by label position. The draft of depth d that begins at t is at t + d - 1.
     """
     depth, length = hits.shape
     begun = torch.zeros(2, max(0, length - depth + 1), depth, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Medusa-2's objective: the heads first, then heads and target together (arXiv:2401.10774, sections 2.2.2 and 2.3.2).
+"""Medusa-2's criterion: the heads first, then heads and target together (arXiv:2401.10774, sections 2.2.2 and 2.3.2).
 
     loss = KL(target as it was, adapted target) + head_weight * the heads' loss
 
@@ -52,8 +52,8 @@ class JointDistillation(DistillationModel):
             _, before = self.forward_target(text)
         aux_hidden_states, last = self.forward_target(text)
         outcome = self.compute_loss(text, aux_hidden_states, last)
-        slots = draft_loss_mask(text, 1).roll(1, dims=1)  # the answer for slot p is the target's distribution at p + 1
-        return outcome._replace(loss=self.drift(before[slots], last[slots]) + self.head_weight * outcome.loss)
+        positions = draft_loss_mask(text, 1).roll(1, dims=1)  # the teacher of label position p is the target at p + 1
+        return outcome._replace(loss=self.drift(before[positions], last[positions]) + self.head_weight * outcome.loss)
 
     def drift(self, before: Tensor, now: Tensor) -> Tensor:
         """Mean KL(before, now) of the target's distributions, from its last hidden states (n, hidden)."""

@@ -1,6 +1,6 @@
 """How far a draft is from the target's distribution. Every loss has one signature, so that a yaml can name any of them.
 
-    loss(draft, answer) -> (n,) float32, one number per draft
+    loss(draft, teacher) -> (n,) float32, one number per draft
 
 Both are a `Prediction` of the same token, by the head and by the target. Reduction, weights per depth and masks belong to
 train/module.py. p is the target's distribution and q the draft's; where the draft vocabulary is pruned, p is the target's
@@ -24,11 +24,11 @@ def exact(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Prediction:
-    """An answer is compared with the drafts of all depths: its probabilities are computed once."""
+    """The teacher's are compared with the drafts of all depths: their probabilities are computed once."""
 
     logits: Tensor  # (n, draft vocab)
     hidden: Tensor  # (n, width): the hidden states that the logits were made of; the target's are (n, hidden)
-    # (n,) int64, of an answer: the tokens of the text as draft ids, -1 for those that have none.
+    # (n,) int64, of a teacher: the tokens of the text as draft ids, -1 for those that have none.
     tokens: Tensor | None = None
 
     @cached_property
@@ -40,14 +40,14 @@ class Prediction:
         return exact(self.logits).log_softmax(-1)
 
 
-def hard(draft: Prediction, answer: Prediction) -> Tensor:
+def hard(draft: Prediction, teacher: Prediction) -> Tensor:
     """Cross-entropy with the target's most probable token (Medusa, arXiv:2401.10774)."""
-    return F.cross_entropy(exact(draft.logits), answer.logits.argmax(-1), reduction="none")
+    return F.cross_entropy(exact(draft.logits), teacher.logits.argmax(-1), reduction="none")
 
 
-def soft(draft: Prediction, answer: Prediction) -> Tensor:
+def soft(draft: Prediction, teacher: Prediction) -> Tensor:
     """Cross-entropy with the target's distribution (EAGLE-3, arXiv:2503.01840); its gradient is that of KL(p, q)."""
-    return SoftCrossEntropy.apply(exact(draft.logits), answer.probabilities)
+    return SoftCrossEntropy.apply(exact(draft.logits), teacher.probabilities)
 
 
 class SoftCrossEntropy(torch.autograd.Function):
@@ -66,75 +66,75 @@ class SoftCrossEntropy(torch.autograd.Function):
         return log_q.exp().sub_(p).mul_(gradient[..., None]), None
 
 
-def reverse_kl(draft: Prediction, answer: Prediction) -> Tensor:
+def reverse_kl(draft: Prediction, teacher: Prediction) -> Tensor:
     """KL(q, p): a draft that cannot follow all of p keeps to its peaks (DistillSpec, arXiv:2310.08461)."""
-    q, p = exact(draft.logits).log_softmax(-1), answer.log_probabilities
+    q, p = exact(draft.logits).log_softmax(-1), teacher.log_probabilities
     return (q.exp() * (q - p)).sum(-1)
 
 
-def total_variation(draft: Prediction, answer: Prediction) -> Tensor:
+def total_variation(draft: Prediction, teacher: Prediction) -> Tensor:
     """1 - sum min(p, q): the chance that a draft is rejected by the token-wise rule (DistillSpec, arXiv:2310.08461)."""
-    return 0.5 * (answer.probabilities - exact(draft.logits).softmax(-1)).abs().sum(-1)
+    return 0.5 * (teacher.probabilities - exact(draft.logits).softmax(-1)).abs().sum(-1)
 
 
-def l1(draft: Prediction, answer: Prediction) -> Tensor:
+def l1(draft: Prediction, teacher: Prediction) -> Tensor:
     """sum |p - q|, twice the total variation (DSpark, arXiv:2607.05147, in whose code it is called that)."""
-    return 2 * total_variation(draft, answer)
+    return 2 * total_variation(draft, teacher)
 
 
-def label(draft: Prediction, answer: Prediction) -> Tensor:
+def label(draft: Prediction, teacher: Prediction) -> Tensor:
     """Cross-entropy with the token that stands in the text, which the target wrote itself, greedily or not (DFlash,
     arXiv:2602.06036). Raises ValueError where nobody says which that is."""
-    if answer.tokens is None:
+    if teacher.tokens is None:
         raise ValueError(
             "loss=label learns from the tokens of the text, which criterion=block has: choose loss=hard here"
         )
-    return F.cross_entropy(exact(draft.logits), answer.tokens, reduction="none", ignore_index=-1)
+    return F.cross_entropy(exact(draft.logits), teacher.tokens, reduction="none", ignore_index=-1)
 
 
-def weighted_sum(draft: Prediction, answer: Prediction, weights: dict[str, float]) -> Tensor:
+def weighted_sum(draft: Prediction, teacher: Prediction, weights: dict[str, float]) -> Tensor:
     """The losses of these names, each times its weight. Raises ValueError for one that is not here."""
     known = {loss.__name__: loss for loss in (hard, soft, reverse_kl, total_variation, l1, lk, top_k, label)}
     unknown = sorted(weights.keys() - known.keys())
     if unknown or not weights:
         raise ValueError(f"loss.weights names {unknown or 'nothing'}: it weighs some of {', '.join(known)}")
-    return torch.stack([weight * known[name](draft, answer) for name, weight in weights.items()]).sum(0)
+    return torch.stack([weight * known[name](draft, teacher) for name, weight in weights.items()]).sum(0)
 
 
-def adaptive_lk(draft: Prediction, answer: Prediction, eta: float = 3.0) -> Tensor:
+def adaptive_lk(draft: Prediction, teacher: Prediction, eta: float = 3.0) -> Tensor:
     """w KL(p, q) + (1 - w) TV, w = exp(-eta * acceptance): total variation alone has no gradient from a bad start
     (arXiv:2602.23881, section 3, where w is one per depth and batch; here one per draft)."""
-    distance = total_variation(draft, answer)
+    distance = total_variation(draft, teacher)
     share = torch.exp(-eta * (1 - distance.detach()))
-    p = answer.log_probabilities
-    return share * (soft(draft, answer) + (p.exp() * p).sum(-1)) + (1 - share) * distance
+    p = teacher.log_probabilities
+    return share * (soft(draft, teacher) + (p.exp() * p).sum(-1)) + (1 - share) * distance
 
 
-def lk(draft: Prediction, answer: Prediction) -> Tensor:
+def lk(draft: Prediction, teacher: Prediction) -> Tensor:
     """-log sum min(p, q): expected acceptance (arXiv:2602.23881). Its gradient is total variation's over the acceptance, so
     that it learns from a bad start too, where total variation has hardly any gradient."""
-    q, p = exact(draft.logits).log_softmax(-1), answer.log_probabilities
+    q, p = exact(draft.logits).log_softmax(-1), teacher.log_probabilities
     return -torch.minimum(q, p).logsumexp(-1)
 
 
-def top_k(draft: Prediction, answer: Prediction, k: int = 10) -> Tensor:
+def top_k(draft: Prediction, teacher: Prediction, k: int = 10) -> Tensor:
     """Cross-entropy over the target's k most probable tokens only, p not renormalised (HASS, arXiv:2408.15766)."""
-    p = answer.probabilities
+    p = teacher.probabilities
     best = p.topk(min(k, p.shape[-1]))
     return -(best.values * exact(draft.logits).log_softmax(-1).gather(-1, best.indices)).sum(-1)
 
 
 def regression(
-    draft: Prediction, answer: Prediction, soft_weight: float = 0.1, top_k_weight: float = 0.0, k: int = 10
+    draft: Prediction, teacher: Prediction, soft_weight: float = 0.1, top_k_weight: float = 0.0, k: int = 10
 ) -> Tensor:
     """Smooth L1 between hidden states, mean over their width, plus cross-entropies (EAGLE-1, arXiv:2401.15077, section 4.2;
     HASS with top_k_weight 1). Raises ValueError for a head whose drafts are no hidden states of the target."""
-    if draft.hidden.shape != answer.hidden.shape:
+    if draft.hidden.shape != teacher.hidden.shape:
         raise ValueError(
-            f"loss=regression compares hidden states of width {answer.hidden.shape[-1]}, this head's have "
+            f"loss=regression compares hidden states of width {teacher.hidden.shape[-1]}, this head's have "
             f"{draft.hidden.shape[-1]}: choose loss=soft, or head=eagle"
         )
-    loss = F.smooth_l1_loss(exact(draft.hidden), exact(answer.hidden), reduction="none").mean(-1)
+    loss = F.smooth_l1_loss(exact(draft.hidden), exact(teacher.hidden), reduction="none").mean(-1)
     if soft_weight:
-        loss = loss + soft_weight * soft(draft, answer)
-    return loss + top_k_weight * top_k(draft, answer, k) if top_k_weight else loss
+        loss = loss + soft_weight * soft(draft, teacher)
+    return loss + top_k_weight * top_k(draft, teacher, k) if top_k_weight else loss

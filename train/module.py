@@ -1,6 +1,6 @@
 """From a batch of text to a loss: the head's drafts against the target's own distributions, not against labels.
 
-forward -> read (features of the batch) -> head -> depth_loss (logits, loss and hits of some rows at one depth)
+forward -> forward_target (aux hidden states) -> head -> depth_loss (logits, loss and hits of some rows at one depth)
 """
 
 import copy
@@ -29,12 +29,12 @@ class Outcome(NamedTuple):
     counts: Tensor  # (depth,) drafts that were compared
 
 
-class Answers(NamedTuple):
-    """Of the target, at some slots (...)."""
+class Teacher(NamedTuple):
+    """Of the target, at some label positions (...)."""
 
-    given: Prediction  # logits (..., draft vocab)
+    prediction: Prediction  # logits (..., draft vocab)
     best: Tensor  # (...) its best tokens
-    able: Tensor  # (...) bool: can those be drafted? Where they cannot, no draft would be right (EAGLE-3's code)
+    draftable: Tensor  # (...) bool: are those in the draft vocabulary? Else no draft would be right (EAGLE-3's code)
 
 
 class DistillationModel(nn.Module):
@@ -47,9 +47,9 @@ class DistillationModel(nn.Module):
         self.head, self.loss, self.depth_decay = head, loss, depth_decay
         self.chunk = chunk or max(ROWS, CHUNK // target.vocab_size)
         self.target: Target = target  # frozen, and no module: not a part of this one's state
-        self.top_k = False  # are answers the target's k largest logits (features=disk, top_k)?
+        self.top_k = False  # are teacher logits the target's k largest ones (features=disk, top_k)?
         self.weights: Tensor | None = None  # of the batch
-        self.slots: Tensor | None = None  # of the batch, those with a draft in the loss; None: to be found
+        self.label_positions: Tensor | None = None  # of the batch, those with a draft in the loss; None: to be computed
         self.recompute = False  # are logits computed once more in the backward pass? (train/gradients.py)
         self.progress = 0.0  # share of the training that is done; HeadTrainer sets it
         # (depth,) drafts in the loss of the whole step, over all its batches and processes, which HeadTrainer counts; None
@@ -66,24 +66,26 @@ class DistillationModel(nn.Module):
         positions: Tensor,
         anchors: Tensor | None = None,
         multiple_documents: bool | None = None,
-        slots: Tensor | None = None,
+        label_positions: Tensor | None = None,
         weights: Tensor | None = None,
         **stored: Tensor,
     ) -> Outcome:
-        """multiple_documents, slots: as `prepare` gives them. weights: (batch, length) float32, of each token's drafts in the
-        loss. stored: the features of the batch, where they come from disk (train/features/disk.py)."""
-        self.weights, self.slots = weights, slots
+        """multiple_documents, label_positions: as `prepare` gives them. weights: (batch, length) float32, of each token's
+        drafts in the loss. stored: the aux hidden states of the batch, from disk (train/features/disk.py)."""
+        self.weights, self.label_positions = weights, label_positions
         return self.learn(PackedBatch(tokens, loss_mask, documents, positions, anchors, multiple_documents), stored)
 
     def prepare(self, text: PackedBatch, step: int) -> dict[str, Any]:
         """Arguments of `forward` that are counted or chosen, so that no device need be waited for where the batch is still
         in the host's memory."""
         anchors = self.choose_anchors(text, step)
-        chosen = {"slots": self.rows(self.counted(text, self.head.depth))} if anchors is None else {"anchors": anchors}
-        return {"multiple_documents": several_documents(text), **chosen}
+        several = {"multiple_documents": several_documents(text)}
+        if anchors is not None:
+            return several | {"anchors": anchors}
+        return several | {"label_positions": self.nonempty(self.counted(text, self.head.depth))}
 
     def counted(self, text: PackedBatch, depth: int) -> Tensor:
-        """(depth, slots) bool: which drafts are in the loss."""
+        """(depth, label positions) bool: which drafts are in the loss."""
         return torch.stack([draft_loss_mask(text, d).flatten() for d in range(1, depth + 1)])
 
     def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
@@ -96,29 +98,29 @@ class DistillationModel(nn.Module):
         return None
 
     def compute_loss(self, text: PackedBatch, aux_hidden_states: Tensor, last: Tensor) -> Outcome:
-        """The head's loss on what `read` gave."""
+        """The head's loss on what `forward_target` gave."""
         outs = self.drafts(aux_hidden_states, self.target.embed(text.tokens), text)
         counted = self.counted(text, len(outs))
-        rows = self.rows(counted) if self.slots is None else self.slots
+        rows = self.nonempty(counted) if self.label_positions is None else self.label_positions
         counted = counted[:, rows]
-        last = last.roll(-1, dims=1).flatten(0, 1)[rows]  # the answer for slot p is the target's distribution at p + 1
+        last = last.roll(-1, dims=1).flatten(0, 1)[rows]  # the teacher of label position p is the target at p + 1
         weights = None if self.weights is None else self.weights.roll(-2, dims=1).flatten()[rows]
         counts = counted.sum(1)
         decay = self.depth_decay ** torch.arange(len(outs), device=aux_hidden_states.device)
         items = self.items(counts)
         scale = torch.stack([torch.ones_like(decay) / items * decay, torch.zeros_like(decay)])  # a hit counts nothing
-        learned, found = PartialGradients(self.head, [out.flatten(0, 1) for out in outs], self.recompute), []
+        learned, sums = PartialGradients(self.head, [out.flatten(0, 1) for out in outs], self.recompute), []
         starts = range(0, max(1, len(rows)), self.chunk)  # at least one: every weight must have a gradient
         for start in reversed(starts):
             part = slice(start, start + self.chunk)
-            answer = self.answers(last[part])
-            given = None if weights is None else weights[part]
-            sums = []
+            teacher = self.teacher(last[part])
+            weight = None if weights is None else weights[part]
+            parts = []
             for depth in reversed(range(len(outs))):
-                compute = partial(self.depth_loss, depth + 1, answer, counted[depth, part], given)
-                sums.append(learned.part(compute, depth, rows[part], scale[:, depth]))
-            found.append(torch.stack(sums[::-1], dim=1))
-        losses, hits = reduce(torch.add, reversed(found))
+                compute = partial(self.depth_loss, depth + 1, teacher, counted[depth, part], weight)
+                parts.append(learned.part(compute, depth, rows[part], scale[:, depth]))
+            sums.append(torch.stack(parts[::-1], dim=1))
+        losses, hits = reduce(torch.add, reversed(sums))
         return Outcome(learned.attach((decay * losses / items).sum()), hits, counts)
 
     def drafts(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> Any:
@@ -133,34 +135,35 @@ class DistillationModel(nn.Module):
         """(depth,): by what each depth's sum of losses is divided."""
         return (counts if self.num_items is None else self.num_items).clamp(min=1)
 
-    def rows(self, counted: Tensor) -> Tensor:
-        """Slots at which a draft of some depth counts, (n,), of `counted` (depth, slots): only these need logits."""
+    def nonempty(self, counted: Tensor) -> Tensor:
+        """(n,): the label positions at which a draft of some depth counts, of `counted` (depth, positions): only these need
+        logits."""
         return counted.any(0).nonzero()[:, 0]
 
     def forward_target(self, text: PackedBatch) -> tuple[Tensor, Tensor]:
-        """The features that the head reads (batch, length, width), and the last hidden state, which gives the answers."""
+        """The aux hidden states (batch, length, width), and the last hidden state, which gives the teacher logits."""
         return forward_target(self.target, text, self.head.layers)
 
-    def depth_loss(self, depth: int, answers: Answers, counts: Tensor, weights: Tensor | None, state: Tensor) -> Tensor:
+    def depth_loss(self, depth: int, teacher: Teacher, counts: Tensor, weights: Tensor | None, state: Tensor) -> Tensor:
         """Sum of losses and number of hits, (2,), of drafts (n, width) of one depth. counts: (n,) bool."""
         draft = self.head.logits(state, depth)
-        learned = counts & answers.able
-        # max, not argmax, here and for the answers: the same token for a third of the time on a CPU.
-        hits = (self.head.to_target_ids(draft.max(-1).indices) == answers.best) & counts
-        losses = self.loss(Prediction(draft, state), answers.given)
+        learned = counts & teacher.draftable
+        # max, not argmax, here and for the teacher: the same token for a third of the time on a CPU.
+        hits = (self.head.to_target_ids(draft.max(-1).indices) == teacher.best) & counts
+        losses = self.loss(Prediction(draft, state), teacher.prediction)
         loss = torch.where(learned, losses if weights is None else weights * losses, 0.0).sum()
         return torch.stack([loss, hits.sum().to(loss.dtype)])
 
     @torch.no_grad()
-    def answers(self, last: Tensor) -> Answers:
-        """From the target's last hidden states; no gradient reaches the target through its answers (train/joint.py)."""
+    def teacher(self, last: Tensor) -> Teacher:
+        """From the target's last hidden states; no gradient reaches the target through it (train/joint.py)."""
         last = last.detach()
-        answer = sparse(last, self.target.vocab_size) if self.top_k else self.target.logits(last)
-        best, ids = answer.max(-1).indices, self.head.draft_ids
+        logits = sparse(last, self.target.vocab_size) if self.top_k else self.target.logits(last)
+        best, ids = logits.max(-1).indices, self.head.draft_ids
         if ids is None:
-            return Answers(Prediction(answer, last), best, torch.ones_like(best, dtype=torch.bool))
-        able = torch.zeros(answer.shape[-1], dtype=torch.bool, device=ids.device).index_fill(0, ids, True)[best]
-        return Answers(Prediction(answer[..., ids], last), best, able)
+            return Teacher(Prediction(logits, last), best, torch.ones_like(best, dtype=torch.bool))
+        draftable = torch.zeros(logits.shape[-1], dtype=torch.bool, device=ids.device).index_fill(0, ids, True)[best]
+        return Teacher(Prediction(logits[..., ids], last), best, draftable)
 
     @torch.no_grad()
     def guesses(
@@ -172,14 +175,14 @@ class DistillationModel(nn.Module):
         best = torch.cat([self.target.logits(part).argmax(-1) for part in last.flatten(0, 1).split(self.chunk)])
         best = best.view_as(tokens).roll(-1, dims=1)
         for depth, out in enumerate(self.head(aux_hidden_states, self.target.embed(tokens), text), start=1):
-            slots = draft_loss_mask(text, depth)
-            found = [self.head.logits(part, depth).topk(ranks).indices for part in out[slots].split(self.chunk)]
-            yield depth, self.head.to_target_ids(torch.cat(found)), best[slots]
+            mask = draft_loss_mask(text, depth)
+            guesses = [self.head.logits(part, depth).topk(ranks).indices for part in out[mask].split(self.chunk)]
+            yield depth, self.head.to_target_ids(torch.cat(guesses)), best[mask]
 
     def with_head(self, head: DraftHead) -> "DistillationModel":
-        """The same objective for other weights, which is no part of what trains. Not of a model that FSDP has wrapped."""
+        """The same criterion for other weights, which is no part of what trains. Not of a model that FSDP has wrapped."""
         other = copy.copy(self)
         other._modules = self._modules | {"head": head}
-        other.num_items, other.weights, other.slots, other.top_k = None, None, None, False
+        other.num_items, other.weights, other.label_positions, other.top_k = None, None, None, False
         other.__dict__.pop("drafts", None)  # compiled for this head
         return other

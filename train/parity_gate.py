@@ -1,11 +1,11 @@
 """The parity gate: training forward, drafter, and the files read back must draft the same logits.
 
 "Training accuracy is high, acceptance in the engine is bad" is the field's commonest complaint; its causes (positions,
-features of another layer, a norm, a shift, a lost config field) all show as a difference here. It runs before the first
-step, so that a head that cannot be saved fails then, and before every save that is final.
+aux hidden states of another layer, a norm, a shift, a lost config field) all show as a difference here. It runs before the
+first step, so that a head that cannot be saved fails then, and before every save that is final.
 
 The head computes in float32, and the target as it is loaded: a second copy in float32 would need as much memory again. A
-target in half precision rounds a short and a long read differently, so there both forwards get the features of one read.
+target in half precision rounds a short and a long forward differently, so there both get the aux hidden states of one.
 """
 
 from pathlib import Path
@@ -31,8 +31,8 @@ def tolerance(target: Target, logits: Tensor) -> float:
     return max(TOLERANCE, ROUNDINGS * torch.finfo(target.dtype).eps * logits.abs().max().item())
 
 
-def drafted_logits(head: DraftHead, target: Target, prompt: list[int], root: int) -> tuple[list[int], list[Tensor]]:
-    """What the drafter itself drafts after `prompt` and `root`: a chain, and the logits of each depth."""
+def drafted_logits(head: DraftHead, target: Target, prompt: list[int], bonus: int) -> tuple[list[int], list[Tensor]]:
+    """What the drafter itself drafts after `prompt` and `bonus`: a chain, and the logits of each depth."""
     options: dict[str, Any] = {}
     if isinstance(head, RecurrentHead | BlockHead):
         options = {"width": 1, "depth": head.depth, "min_probability": 0.0}
@@ -47,11 +47,9 @@ def drafted_logits(head: DraftHead, target: Target, prompt: list[int], root: int
         return seen[-1]
 
     tokens = torch.tensor([prompt], device=target.device)
-    reading = target.forward(tokens, layers=drafter.layers, keep_logits=1)
-    text = [*prompt, root]
-    accepted = Accepted(
-        torch.tensor([text[1:]], device=target.device), reading.aux_hidden_states, [len(prompt)], [text]
-    )
+    output = target.forward(tokens, layers=drafter.layers, keep_logits=1)
+    text = [*prompt, bonus]
+    accepted = Accepted(torch.tensor([text[1:]], device=target.device), output.aux_hidden_states, [len(prompt)], [text])
     drafter.begin(1, len(prompt) + 2 * head.depth + 2, Sampling.of([SamplingParams()], target.vocab_size))
     setattr(head, name, record)
     try:
@@ -67,7 +65,7 @@ def trained_logits(head: DraftHead, target: Target, text: list[int], start: int)
     length = torch.arange(len(text), device=target.device)[None]
     batch = PackedBatch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), length)
     aux_hidden_states = target.forward(tokens, layers=head.layers, keep_logits=1).aux_hidden_states
-    if target.dtype != torch.float32:  # of the drafter's own read, up to where the drafts begin
+    if target.dtype != torch.float32:  # of the drafter's own forward, up to where the drafts begin
         prompt = tokens[:, : start + 1]
         aux_hidden_states[:, : start + 1] = target.forward(prompt, layers=head.layers, keep_logits=1).aux_hidden_states
     outs = head(aux_hidden_states, target.embed(tokens), batch)
@@ -88,10 +86,10 @@ def check(head: DraftHead, target: Target, prompt: list[int], saved: Path | None
     head.attach(target)
     worst = 0.0
     for cut in (len(prompt) // 2, len(prompt) - 1):
-        before, root = prompt[:cut], prompt[cut]
+        before, bonus = prompt[:cut], prompt[cut]
         for who, reader in heads.items():
-            chain, drafted = drafted_logits(reader, target, before, root)
-            trained = trained_logits(head, target, [*before, root, *chain, 0], cut - 1)
+            chain, drafted = drafted_logits(reader, target, before, bonus)
+            trained = trained_logits(head, target, [*before, bonus, *chain, 0], cut - 1)
             for depth, (ours, theirs) in enumerate(zip(trained, drafted, strict=True), start=1):
                 difference, most = (ours - theirs).abs().max().item(), tolerance(target, ours)
                 if not difference <= most:

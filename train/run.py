@@ -76,7 +76,7 @@ def main(cfg: DictConfig) -> None:
         trainer = train(cfg, run)
         if not target.is_collective:
             distributed.shutdown()
-        if trainer.measures:  # what follows is one process's work, unless the target needs all to read
+        if trainer.measures:  # what follows is one process's work, unless the target is run by all together
             finalize(cfg, trainer, run.data, run.held_out, run.directory)
         distributed.shutdown()
 
@@ -186,7 +186,7 @@ def with_self_generated_text(
     def write(corpus: Corpus, count: int, seed: int, name: str) -> Corpus:
         file = directory / name
         if target.is_collective and not distributed.broadcast(file.exists()):
-            # All must read together for the target to write: each has all of the text, and one keeps it for a resumed run.
+            # All must run the target together for it to write: each has all of the text, and one keeps it for a resumed run.
             with tempfile.TemporaryDirectory() as scratch:
                 kept = file if distributed.rank() == 0 else Path(scratch) / file.name
                 return self_generate(target, corpus, count, seed, kept)

@@ -108,7 +108,7 @@ class HeadTrainer(Trainer):
         self.eval_head = without_weights(
             copy.deepcopy(distillation.head, {id(distillation.target): distillation.target})
         )
-        # The objective as no strategy wraps it, for measurements: of one kind from the first step to the last.
+        # The criterion as no strategy wraps it, for measurements: of one kind from the first step to the last.
         self.criterion = distillation.with_head(self.eval_head)
         self.criterion.progress = 1.0
         self.folder = Path(args.output_dir).parent
@@ -165,10 +165,10 @@ class HeadTrainer(Trainer):
         counts = torch.zeros(len(depths), dtype=torch.int64)
         for number, batch in enumerate(batches):
             text = PackedBatch(*(batch.get(name) for name in PackedBatch._fields))
-            known = self.distillation.prepare(text, self.state.global_step)
-            text = text._replace(anchors=known.get("anchors"))
+            prepared = self.distillation.prepare(text, self.state.global_step)
+            text = text._replace(anchors=prepared.get("anchors"))
             counts += torch.stack([draft_loss_mask(text, depth).sum() for depth in depths])
-            batches[number] = send_to_device(batch | known, self.args.device, non_blocking=True)
+            batches[number] = send_to_device(batch | prepared, self.args.device, non_blocking=True)
         return batches, self.accelerator.reduce(counts.to(self.args.device, non_blocking=True), "sum")
 
     def get_train_dataloader(self) -> DataLoader:
@@ -230,7 +230,7 @@ class HeadTrainer(Trainer):
 
     @property
     def measures(self) -> bool:
-        """One process measures, unless the target needs all of them to read."""
+        """One process measures, unless the target runs them together."""
         return distributed.rank() == 0 or self.distillation.target.is_collective
 
     def full_head(self) -> DraftHead:

@@ -3,7 +3,7 @@
 A shard is a safetensors file of some packed rows:
 
     features   (rows, length, layers * hidden)   what the head reads
-    last       (rows, length, hidden)            the last hidden state, which gives the answers; or, with top_k:
+    last       (rows, length, hidden)            the last hidden state, which gives the teacher logits; or, with top_k:
     top_values (rows, length, k)                 the target's k largest logits, in float32 or bf16
     top_ids    (rows, length, k) int32           and their tokens
     *_scale    (rows, length, layers) float32    with fp8 alone: what a stored position is multiplied by
@@ -128,8 +128,8 @@ def names(facts: dict) -> list[str]:
 
 def bytes_per_position(target: Target, layers: list[int], dtype: str, top_k: int | None) -> int:
     item, scale = DTYPES[dtype].itemsize, 4 if dtype == "fp8" else 0
-    answers = target.hidden_size * item + scale if top_k is None else top_k * (max(item, 2) + 4)
-    return len(layers) * (target.hidden_size * item + scale) + answers
+    last = target.hidden_size * item + scale if top_k is None else top_k * (max(item, 2) + 4)
+    return len(layers) * (target.hidden_size * item + scale) + last
 
 
 def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: int, rank: int, processes: int) -> None:

@@ -87,9 +87,9 @@ class ConfigOnlyTarget(Target):
 
 
 class ConfigOnly(DistillationModel):
-    """Learns from every slot: which of them count is in the data, and the most is what must fit."""
+    """Learns from every label position: which of them count is in the data, and the most is what must fit."""
 
-    def rows(self, counted: Tensor) -> Tensor:
+    def nonempty(self, counted: Tensor) -> Tensor:
         return torch.arange(counted.shape[1], device=counted.device)
 
     def forward_target(self, text: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ class Head(NamedTuple):
     optimizer: int
     activations: int
     flops: int
-    layers: list[int]  # that it reads
+    layers: list[int]  # that the head takes
 
 
 class Body(NamedTuple):
@@ -125,7 +125,7 @@ class Body(NamedTuple):
 
     weights: float  # bytes, without its ends
     ends: float  # bytes of embedding and lm_head
-    working: float  # bytes, while it reads a batch
+    working: float  # bytes, while it runs over a batch
     flops: float  # per batch
     parameters: int
     active: float  # parameters that one token uses, without embeddings and lm_head
@@ -189,10 +189,10 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
     if added == 0:
         return Head(held, gradients, state, live.peak, flops.get_total_flops(), head.layers)
     # Gradients of an adapter pass through all of the target, which keeps what every layer made of the batch for them; and
-    # it reads the batch once more without the adapter. AdamW has two moments of each weight.
+    # it runs over the batch once more without the adapter. AdamW has two moments of each weight.
     with Live(before) as kept:
-        reading = Target.forward(target, text.tokens, layers=[target.num_layers], keep_logits=1)
-        between = kept.now - reading.aux_hidden_states.nbytes
+        output = Target.forward(target, text.tokens, layers=[target.num_layers], keep_logits=1)
+        between = kept.now - output.aux_hidden_states.nbytes
     work = flops.get_total_flops() + 4 * text.tokens.numel() * sum(p.numel() for p in target.model.parameters())
     return Head(held + added, gradients + added, state + 2 * added, live.peak + between, work, head.layers)
 

@@ -34,7 +34,7 @@ def memory_per_gpu(
         else str(target.dtype).removeprefix("torch.")
     )
     sharding = cfg.target.sharding if n > 1 else None
-    rows = cfg.rows * (n if sharding == "tensor" else 1)  # a slice of a layer reads the rows of all
+    rows = cfg.rows * (n if sharding == "tensor" else 1)  # a slice of a layer has the rows of all
     captured = rows * cfg.length * (layers + 1) * target.hidden_size * 2
     held = {
         "fsdp": ((body.weights + body.ends) / n, f"one of {n} pieces on every GPU"),
@@ -49,7 +49,10 @@ def memory_per_gpu(
             body.working * rows / cfg.rows / GIB,
             f"one layer on {rows} x {cfg.length} tokens, its mask",
         ),
-        "features": (captured / GIB, f"{layers} layers and the last, {rows} x {cfg.length} x {target.hidden_size}"),
+        "aux hidden states": (
+            captured / GIB,
+            f"{layers} layers and the last, {rows} x {cfg.length} x {target.hidden_size}",
+        ),
         "head weights": part(head.weights, pieces[0], "float32"),
         "gradients": part(head.gradients, pieces[1], "float32"),
         "optimizer state": part(head.optimizer, pieces[2], cfg.optimizer._target_.rpartition(".")[2]),

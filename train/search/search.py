@@ -128,7 +128,7 @@ class Search:
             if folder != self.directory and not (folder / text.name).exists():
                 (folder / text.name).symlink_to(text.resolve())
         set_seed(cfg.seed)
-        if "path" in cfg.features:  # stored features: one store for all heads that read the same layers
+        if "path" in cfg.features:  # stored aux hidden states: one store for all heads that take the same layers
             cfg.features.path = self.cfg.features.path
         prepared = prepare(cfg, self.target, self.data)
         if "path" in cfg.features:
