@@ -318,6 +318,26 @@ def test_bad_data_ends_in_one_sentence(name: str, tiny_path: Path, tmp_path: Pat
     assert last.startswith("error: ") and re.search(message, last), ended.stderr
 
 
+@pytest.mark.parametrize(
+    "program, typed, message",
+    [
+        ("train/run.py", "objective=block", "objective is now called criterion: criterion=..."),
+        ("train/run.py", "objective.anchors=0.5", "objective is now called criterion: criterion.anchors=..."),
+        (
+            "train/run.py",
+            "criterion.starts=0.5",
+            "criterion.starts is now called criterion.anchors: criterion.anchors=...",
+        ),
+        ("train/run.py", "max_rows=4", "max_rows is not known. Known: "),  # of serving alone
+        ("scripts/serve.py", "max_rows=4", "max_rows is now called max_num_seqs: max_num_seqs=..."),
+    ],
+)
+def test_a_key_of_earlier_versions(program: str, typed: str, message: str, tmp_path: Path) -> None:
+    given = ["head=dflash"] if typed.startswith("criterion") else []
+    ended = command(program, *given, typed, cwd=tmp_path)
+    assert ended.returncode == 2 and ended.stderr.startswith(f"error: {message}") and ended.stderr.count("\n") == 1
+
+
 def test_a_dataset_of_the_hub_without_a_network(tiny_path: Path, tmp_path: Path) -> None:
     given = [f"target={tiny_path}", "data=conversations", "data.path=nobody/no-such-set"]
     ended = command("scripts/preview.py", *given, cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9")

@@ -39,6 +39,7 @@ KINDS = {
     type(None): "null",
 }
 RENAMED = {"data": dict.fromkeys(("jsonl", "parquet", "hub"), "conversations")}  # what earlier versions called a choice
+RENAMED_KEYS = {"objective": "criterion", "criterion.starts": "criterion.anchors", "max_rows": "max_num_seqs"}  # a key
 
 
 class Plan(NamedTuple):
@@ -188,6 +189,9 @@ def check_call(key: str, node: DictConfig) -> None:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
+    for old, new in RENAMED_KEYS.items():
+        if f"{key}.".startswith(f"{old}.") and new in known:
+            return f"{old} is now called {new}: {new}{key.removeprefix(old)}=..."
     near = nearest(key, known)
     if near:
         return f"{key} is not known; did you mean {near}?"
