@@ -140,8 +140,6 @@ class HeadTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         schedule = super().create_scheduler(num_training_steps, optimizer)
-        if self.args.max_minutes and not isinstance(schedule, LambdaLR):
-            raise ValueError(f"trainer.lr_scheduler_type={self.args.lr_scheduler_type} needs trainer.max_minutes=0")
         self.schedules.append(schedule)
         return schedule
 
@@ -151,7 +149,7 @@ class HeadTrainer(Trainer):
         warmup, own = args.get_warmup_steps(steps), args.lr_scheduler_kwargs
         (rate,) = get_scheduler(args.lr_scheduler_type, unused, warmup, steps, own).lr_lambdas
         for schedule in self.schedules:
-            assert isinstance(schedule, LambdaLR)
+            assert isinstance(schedule, LambdaLR)  # the others need eval_strategy
             schedule.lr_lambdas = [rate] * len(schedule.lr_lambdas)
 
     def get_batch_samples(self, *args: Any) -> tuple[list, Tensor]:
