@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from foredraft.heads import packing
 from foredraft.heads.target import Target
 
 CONFIG = "adapter_config.json"
@@ -27,6 +28,7 @@ def add(target: Target, rank: int, alpha: int) -> None:
         raise ValueError(
             f"an adapter needs whole layers, and sharding={target.sharding} splits them: choose sharding=layers"
         )
+    packing.unpack(target.model)
     target.model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"))
     for layer in lora_layers(target):
         layer.weight = nn.Parameter(layer.get_parameter("weight").float())
@@ -76,5 +78,6 @@ def load(target: Target, directory: Path) -> None:
     for layer in tuned_layers(target):
         if layer.merged:  # the new one must not be added on top of it
             layer.unmerge()
+    packing.unpack(target.model)
     with torch.no_grad():
         target.model.load_adapter(str(directory), adapter_name="default", hotswap=len(lora_layers(target)) > 0)

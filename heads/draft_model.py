@@ -45,7 +45,7 @@ class DraftModelHead(RecurrentHead):
         if path is None:
             lm = Target(first_layers(target, num_layers), target.tokenizer, f"{num_layers} layers of {target.name}")
         else:
-            lm = Target.from_pretrained(path, dtype="float32", device=target.device)
+            lm = Target.from_pretrained(path, dtype="float32", device=target.device, pack=False)
             check_vocabulary(lm, target)
         lm.check_logits()
         untie(lm.model)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from foredraft.heads import packing
 from foredraft.heads.target import attention
 from foredraft.heads.target.cache import KVCache
 from foredraft.heads.target.loading import check_path, load_model, load_tokenizer
@@ -86,6 +87,7 @@ class Target:
         sharding: str | None = None,
         revision: str | None = None,
         context: int | None = None,
+        pack: bool = True,
         **kwargs: Any,
     ) -> "Target":
         """Load a target from a directory or the Hub.
@@ -94,7 +96,9 @@ class Target:
         quantization: None, "4bit" or "8bit" (bitsandbytes);
         sharding: None, "layers", "fsdp" or "tensor" (heads/target/sharding.py), for one that no device holds alone;
         revision: branch, tag or commit on the Hub;
-        context: as in `Target`. Further keywords are those of transformers' from_pretrained.
+        context: as in `Target`;
+        pack: on a CPU, pack linear weights where that makes decoding faster (heads/packing.py).
+        Further keywords are those of transformers' from_pretrained.
         Raises ValueError that names the path when there is no model, or its tokenizer does not fit its vocabulary.
         """
         path = check_path(path)
@@ -108,6 +112,8 @@ class Target:
             model = model.to(device)
         tokenizer, reason = load_tokenizer(path, model, revision, trusted)
         target = cls(model, tokenizer, path, context)
+        if pack:
+            packing.pack(model)  # frozen by now
         target.quantization, target.sharding, target.no_tokenizer = quantization, sharding, reason
         return target
 
@@ -123,7 +129,10 @@ class Target:
     @property
     def vocab_size(self) -> int:
         """Tokens that it writes; some read more (the image tokens of Llama-3.2-Vision)."""
-        output = self.model.get_output_embeddings().weight  # packed, it does not say how many
+        head = self.model.get_output_embeddings()
+        if isinstance(head, packing.PackedLinear):
+            return min(self.model.get_input_embeddings().num_embeddings, head.out_features)
+        output = head.weight  # quantised, it does not say how many
         read = self.model.get_input_embeddings().num_embeddings
         return min(read, output.shape[0]) if output.is_floating_point() else read
 
@@ -369,7 +378,9 @@ class Target:
     def logits(self, aux_hidden_states: Tensor) -> Tensor:
         """The target's logits from its last hidden state (after the final norm). Gradients flow to `features`."""
         head = self.model.get_output_embeddings()
-        logits = head(aux_hidden_states.to(head.weight.dtype) if head.weight.is_floating_point() else aux_hidden_states)
+        if not isinstance(head, packing.PackedLinear) and head.weight.is_floating_point():
+            aux_hidden_states = aux_hidden_states.to(head.weight.dtype)
+        logits = head(aux_hidden_states)
         facts = self.config.to_dict()
         if facts.get("logits_scaling"):  # Granite
             logits = logits / facts["logits_scaling"]

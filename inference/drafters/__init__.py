@@ -7,6 +7,7 @@ from foredraft.heads import adapter
 from foredraft.heads.base import BlockHead, DraftHead, ParallelHead, RecurrentHead
 from foredraft.heads.checkpoint import find, load_head, read_config
 from foredraft.heads.draft_model import DraftModelHead
+from foredraft.heads.packing import pack
 from foredraft.heads.target import Target
 from foredraft.inference.drafters.adaptive import AdaptiveLength
 from foredraft.inference.drafters.auto import AutoTree
@@ -56,6 +57,8 @@ def load(spec: str, target: Target, revision: str | None, usual_tree: str, **opt
     directory = find(spec, revision)
     head = load_head(directory, target)
     adapter.merge(target)
+    pack(target.model)  # again, after an adapter
+    pack(head)
     own = read_config(directory).get("foredraft", {})
     return drafter_for(head, target, accuracies=own.get("accuracies"), **{"tree": usual_tree, **options})
 
