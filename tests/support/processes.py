@@ -1,12 +1,17 @@
 """The command line as users type it, in processes of its own, and what such a process says when it ends."""
 
+import atexit
 import json
 import os
 import re
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,13 +66,51 @@ class Ended(NamedTuple):
     err: str
 
 
+# Read when they are imported: a child of the fork server would not see them.
+READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCH", "CUDA")
+
+
+@cache
+def forking_python() -> str:
+    """A program that takes the arguments of `python` and forks (fork_server.py); python itself where there is no forking."""
+    if not sys.platform.startswith("linux") or os.environ.get("FOREDRAFT_TESTS_FORK") == "0":
+        return sys.executable
+    folder = Path(tempfile.mkdtemp(prefix="fork-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    program, address = folder / "python", str(folder / "socket")
+    support = ROOT / "tests" / "support"
+    client = shlex.join([sys.executable, "-IS", str(support / "fork_client.py"), address])
+    program.write_text(f'#!/bin/sh\nexec {client} "$@"\n')
+    program.chmod(0o755)
+    server = subprocess.Popen(
+        [sys.executable, str(support / "fork_server.py"), address],
+        env=inherited(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert server.stdout is not None and b"ready\n" in iter(server.stdout.readline, b""), "the fork server failed"
+    atexit.register(server.communicate)  # it ends when its standard input closes
+    return str(program)
+
+
+def inherited() -> dict[str, str]:
+    """This process's environment. One thread: sums of floats come out alike in every run."""
+    ours = {name: value for name, value in os.environ.items() if name != "FOREDRAFT_TRACE"}
+    return ours | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def python(**environment: str) -> str:
+    """The program `python` for a child with this environment: one that forks, unless imports look at the environment."""
+    return sys.executable if any(name.startswith(READ_AT_IMPORT) for name in environment) else forking_python()
+
+
 def start(*command: str, cwd: Path, **environment: str) -> subprocess.Popen:
-    """One thread: sums of floats come out alike in every run."""
-    inherited = {name: value for name, value in os.environ.items() if name != "FOREDRAFT_TRACE"}
+    """A command; if it is Python's, and of those that torchrun starts, by forking."""
+    executable = python(**environment)
     return subprocess.Popen(
-        command,
+        [executable if part == sys.executable else part for part in command],
         cwd=cwd,
-        env=inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment,
+        env=inherited() | {"PYTHON_EXEC": executable} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
