@@ -15,6 +15,7 @@ from foredraft import __main__ as foredraft
 from foredraft.train.cli import entry
 from foredraft.train.config_check import nearest
 from foredraft.train.config_help import comments, describe
+from tests.support.processes import script
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -275,13 +276,6 @@ def test_comments_of_a_yaml_are_the_meanings_of_its_keys() -> None:
     assert comments(text, "p") == {"p": "A file", "p.a": "one", "p.b.c": "kept", "p.b.e": "three"}
 
 
-def command(program: str, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A program as it is typed. A hang is a failure."""
-    inherited = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(cwd / "cache")}
-    typed = [sys.executable, ROOT / program, *arguments]
-    return subprocess.run(typed, cwd=cwd, env=inherited | environment, capture_output=True, text=True, timeout=300)
-
-
 ROW = '{"question": "a?", "answer": "b"}\n'
 BAD_DATA = {
     "no chat template": (
@@ -312,10 +306,10 @@ def test_bad_data_ends_in_one_sentence(name: str, tiny_path: Path, tmp_path: Pat
     """Raised inside a generator of `datasets`, whose chain of causes has a cycle."""
     file, content, data, message = BAD_DATA[name]
     (tmp_path / file).write_bytes(content)
-    ended = command("scripts/preview.py", f"target={tiny_path}", f"data={data}", f"data.path={file}", cwd=tmp_path)
-    assert ended.returncode == 2 and "Traceback" not in ended.stderr
-    last = ended.stderr.splitlines()[-1]
-    assert last.startswith("error: ") and re.search(message, last), ended.stderr
+    ended = script("scripts/preview.py", f"target={tiny_path}", f"data={data}", f"data.path={file}", cwd=tmp_path)
+    assert ended.code == 2 and "Traceback" not in ended.err
+    last = ended.err.splitlines()[-1]
+    assert last.startswith("error: ") and re.search(message, last), ended.err
 
 
 @pytest.mark.parametrize(
@@ -340,9 +334,9 @@ def test_a_key_of_earlier_versions(program: str, typed: str, message: str, tmp_p
 
 def test_a_dataset_of_the_hub_without_a_network(tiny_path: Path, tmp_path: Path) -> None:
     given = [f"target={tiny_path}", "data=conversations", "data.path=nobody/no-such-set"]
-    ended = command("scripts/preview.py", *given, cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
-    assert ended.returncode == 2 and "Traceback" not in ended.stderr
-    assert ended.stderr.splitlines()[-1].startswith("error: data.path=nobody/no-such-set is neither here nor a dataset")
+    ended = script("scripts/preview.py", *given, cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    assert ended.code == 2 and "Traceback" not in ended.err
+    assert ended.err.splitlines()[-1].startswith("error: data.path=nobody/no-such-set is neither here nor a dataset")
 
 
 @pytest.mark.parametrize(
@@ -354,8 +348,8 @@ def test_a_dataset_of_the_hub_without_a_network(tiny_path: Path, tmp_path: Path)
     ],
 )
 def test_a_load_that_cannot_be(given: str, message: str, tmp_path: Path) -> None:
-    ended = command("scripts/bench/bench_serve.py", "url=http://127.0.0.1:9", given, cwd=tmp_path)
-    assert ended.returncode == 2 and re.fullmatch(f"error: {message}.*\n", ended.stderr), ended.stderr
+    ended = script("scripts/bench/bench_serve.py", "url=http://127.0.0.1:9", given, cwd=tmp_path)
+    assert ended.code == 2 and re.fullmatch(f"error: {message}.*\n", ended.err), ended.err
 
 
 PROGRAMS = sorted(path.stem for path in (ROOT / "conf").glob("*.yaml"))

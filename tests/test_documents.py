@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from foredraft.train.data.row_order import EpochStream
 from tests.support import ROOT
 from tests.support.batches import batch_of, documents
 from tests.support.chats import CHATML, tokenizer
+from tests.support.processes import end, start
 
 COLUMNS = {"tokens": "int32", "flags": "uint8"}
 
@@ -102,8 +102,8 @@ print(corpus(tokenizer(CHATML), path=sys.argv[1], cache_dir=sys.argv[2]).train.d
 def test_one_of_several_processes_prepares_and_the_others_wait(tmp_path: Path):
     file = write(tmp_path / "rows.jsonl", 2000)
     command = [sys.executable, "-c", PREPARE, str(file), str(tmp_path / "cache")]
-    ranks = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    printed = [rank.communicate(timeout=120)[0].split() for rank in ranks]
+    ranks = [start(*command, cwd=ROOT) for _ in range(3)]
+    printed = [end(rank).out.split() for rank in ranks]
     assert sorted(map(len, printed)) == [1, 1, 2] and len({words[-1] for words in printed}) == 1
 
 

@@ -1,9 +1,7 @@
 """Features on disk: the losses of the features themselves, and whatever is wrong with a shard is said."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 import time
 from collections import namedtuple
@@ -23,6 +21,7 @@ from foredraft.train.module import DistillationModel
 from tests.support import ROOT
 from tests.support.batches import batch, batch_of, documents
 from tests.support.feature_writer import LAYERS, rows
+from tests.support.processes import start
 from tests.support.tiny import tiny_config
 
 
@@ -108,18 +107,10 @@ def test_the_best_logits_stand_for_all(target, tmp_path: Path):
 
 def test_killed_writers_go_on_and_leave_the_same_manifest(target, tiny_path: Path, whole: Path, tmp_path: Path):
     path = tmp_path / "features"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.feature_writer", str(tiny_path), str(path), str(rank)],
-            cwd=ROOT,
-            env=environment,
-        )
-        for rank in (0, 1)
-    ]
-    end = time.monotonic() + 300
+    command = [sys.executable, "-m", "tests.support.feature_writer", str(tiny_path), str(path)]
+    writers = [start(*command, str(rank), cwd=ROOT) for rank in (0, 1)]
     while not all((path / f"shard-{rank:05d}.safetensors").exists() for rank in (0, 1)):
-        assert all(writer.poll() is None for writer in writers) and time.monotonic() < end
+        assert all(writer.poll() is None for writer in writers)
         time.sleep(0.01)
     for writer in writers:
         writer.kill()

@@ -30,7 +30,7 @@ from tests.support import ROOT
 from tests.support.architectures import FAMILIES, pair
 from tests.support.batches import batch_of, documents
 from tests.support.mortal_engine import LAYERS
-from tests.support.processes import ONE, SMALL_EAGLE3, complaint, end, losses, program
+from tests.support.processes import ONE, SMALL_EAGLE3, children, complaint, end, losses, program, script, start, until
 from tests.support.tiny import tiny_config
 
 STEPS = 6
@@ -40,12 +40,8 @@ WORKERS = "trainer.dataloader_num_workers=2"
 
 def started(*command: str) -> tuple[subprocess.Popen, str]:
     """A process, and the address in its first line."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, *command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    line = process.stdout.readline()
+    process = start(sys.executable, *command, cwd=ROOT)
+    line = until(process, "http")
     return process, next(word for word in line.replace(",", " ").split() if word.startswith("http"))
 
 
@@ -114,17 +110,12 @@ def test_deaths_on_both_sides_change_nothing(given: list[str], alone: Path, tiny
     seed, states = os.environ.get("FOREDRAFT_KILL_SEED", "0"), tmp_path / "states"
     mortal, url = started("-m", "tests.support.mortal_engine", str(tiny_path), str(states), seed, "8")
     try:
-        command = [sys.executable, str(ROOT / "tests/support/kill_probe.py"), seed, "4", *given, *served(url)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [*command, "output_dir=out"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-        )
+        done = script("tests/support/kill_probe.py", seed, "4", *given, *served(url), "output_dir=out", cwd=tmp_path)
     finally:
-        os.killpg(mortal.pid, signal.SIGKILL)
-    ends = json.loads(done.stdout.splitlines()[-1])
-    assert ends[-1] == 0 and -signal.SIGKILL in ends, (ends, done.stderr[-2000:])
-    assert mortal.stdout is not None
-    met = mortal.stdout.read().split("\n")
+        mortal.terminate()
+    ends = json.loads(done.out.splitlines()[-1])
+    assert ends[-1] == 0 and -signal.SIGKILL in ends, (ends, done.err[-2000:])
+    met = end(mortal).out.split("\n")
     assert {"asked", "answered", "half"} <= set(met)
     torch.testing.assert_close(torch.tensor(losses(tmp_path / "out")), torch.tensor(losses(alone)), rtol=0, atol=1e-5)
     ours, theirs = (load_file(path / "head/model.safetensors") for path in (tmp_path / "out", alone))
@@ -133,17 +124,11 @@ def test_deaths_on_both_sides_change_nothing(given: list[str], alone: Path, tiny
     assert not list(states.iterdir())  # what nobody read is deleted by who comes next
 
 
-def until_step_3(process: subprocess.Popen) -> None:
-    assert process.stdout is not None
-    assert any(line.startswith("step 3/") for line in process.stdout), end(process).err[-3000:]
-
-
 def test_an_interrupted_trainer_leaves_no_files(given: list[str], engine: tuple[str, Path], tmp_path: Path):
     url, folder = engine
-    process = program(*given, *served(url), "trainer.max_steps=100000", "output_dir=out", cwd=tmp_path)
-    until_step_3(process)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for pid in map(int, children):  # a terminal and a scheduler send them to all processes
+    process = program(*given, *served(url), "trainer.max_steps=100000", "output_dir=out", cwd=tmp_path, real=True)
+    until(process, "^step 3/")
+    for pid in children(process):  # a terminal and a scheduler send them to all processes
         os.kill(pid, signal.SIGINT)
         os.kill(pid, signal.SIGTERM)
     process.send_signal(signal.SIGINT)
@@ -157,7 +142,7 @@ def test_an_engine_that_stays_away_is_named(given: list[str], tiny_path: Path, t
     mortal, url = extracting(tiny_path, tmp_path / "states")
     more = ["trainer.max_steps=100000", "features.patience=0.5", "output_dir=out"]
     process = program(*given, *served(url), *more, cwd=tmp_path)
-    until_step_3(process)
+    until(process, "^step 3/")
     mortal.kill()
     ended = end(process)
     last = ended.err.strip().split("\n")[-1]

@@ -1,21 +1,18 @@
 """scripts/bench/gpu.py where there is no GPU: it says so, and on a small target all of it runs."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
-from tests.support import ROOT
+from tests.support.processes import script
 from tests.support.tiny import tiny_config
 
 
 def gpu(*arguments: str, cwd: Path) -> str:
-    command = [sys.executable, str(ROOT / "scripts/bench/gpu.py"), *arguments]
-    ended = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    ended = script("scripts/bench/gpu.py", *arguments, cwd=cwd)
+    assert ended.code == 0, ended.err
+    return ended.out
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path):

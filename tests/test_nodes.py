@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from foredraft.train.runtime import checkpoints
 from tests.support import ROOT
-from tests.support.processes import SMALL_EAGLE3, TWO, Ended, end, free_port, start, torchrun, until
+from tests.support.processes import SMALL_EAGLE3, TWO, Ended, end, reserved_port, start, torchrun, until
 
 PYTHON = sys.executable
 # Without a schedule the steps are the same however many follow: runs are stopped at any of them.
@@ -113,7 +113,7 @@ def after(process: subprocess.Popen, cluster: Cluster, printed: str) -> Stopped:
 @pytest.fixture(scope="module")
 def timed_out(cluster: Cluster, job: int) -> Stopped:
     process = slurm(cluster, job)
-    printed = until(process, "step 3/")
+    printed = until(process, "^step 3/")
     process.send_signal(signal.SIGUSR1)
     return after(process, cluster, printed)
 
@@ -122,7 +122,7 @@ def timed_out(cluster: Cluster, job: int) -> Stopped:
 def lost_node(cluster: Cluster, job: int, timed_out: Stopped) -> Stopped:
     """The job again, of which a node dies."""
     process = slurm(cluster, job)
-    printed = until(process, f"step {timed_out.step + 3}/")
+    printed = until(process, f"^step {timed_out.step + 3}/")
     agent = int((cluster.shared / "tasks").read_text().split()[1])
     workers = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     for pid in (agent, *map(int, workers)):
@@ -151,9 +151,9 @@ def pod(manifest: dict[str, dict], index: int, port: int, given: list[str]) -> s
 @pytest.fixture(scope="module")
 def evicted(cluster: Cluster, lost_node: Stopped, manifest: dict[str, dict]) -> tuple[Stopped, Ended]:
     """The same run in two pods, one of which Kubernetes evicts."""
-    port, given = free_port(), [*cluster.given, NO_END, f"output_dir={cluster.shared / 'out'}"]
+    port, given = reserved_port(), [*cluster.given, NO_END, f"output_dir={cluster.shared / 'out'}"]
     pods = [pod(manifest, index, port, given) for index in (0, 1)]
-    printed = until(pods[0], f"step {lost_node.step + 3}/")
+    printed = until(pods[0], f"^step {lost_node.step + 3}/")
     pods[1].send_signal(signal.SIGTERM)
     return after(pods[0], cluster, printed), end(pods[1])
 
@@ -162,7 +162,7 @@ def evicted(cluster: Cluster, lost_node: Stopped, manifest: dict[str, dict]) -> 
 def finished(cluster: Cluster, evicted: tuple[Stopped, Ended]) -> Stopped:
     """The same run by accelerate on two machines, three steps further, which are its last."""
     last = evicted[0].step + 3
-    options = f"--num_machines 2 --num_processes 2 --main_process_ip localhost --main_process_port {free_port()}"
+    options = f"--num_machines 2 --num_processes 2 --main_process_ip localhost --main_process_port {reserved_port()}"
     machines = [
         start(
             *(PYTHON, "-m", "accelerate.commands.launch", "--multi_gpu", *options.split(), "--machine_rank", rank),
@@ -189,7 +189,7 @@ def unbroken(cluster: Cluster, finished: Stopped) -> Path:
     if importlib.util.find_spec("deepspeed") is None:
         process = torchrun(*given, cwd=cluster.shared)
     else:
-        options = ["--num_gpus", "2", "--master_port", str(free_port())]
+        options = ["--num_gpus", "2", "--master_port", str(reserved_port())]
         process = start(PYTHON, "-m", "deepspeed.launcher.runner", *options, *given, cwd=cluster.shared)
     ended = end(process)
     assert ended.code == 0, ended.err

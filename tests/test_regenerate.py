@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +15,7 @@ from foredraft.train.data.generation_clients import Server, in_process, through_
 from foredraft.train.data.regeneration import GenerationSettings, Output, questions
 from foredraft.train.data.sources import Source
 from tests.support.bad_server import WAYS, BadServer
+from tests.support.processes import end, start
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLING = GenerationSettings(1.0, None, 16, 7)
@@ -108,22 +107,20 @@ def test_a_kill_loses_and_doubles_nothing(file: Path, tmp_path: Path):
     ]
     given += ["timeout=5.0", "max_tokens=16", "seed=7"]
     command = [sys.executable, str(ROOT / "scripts" / "regenerate.py"), *given]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment)
-    end = time.monotonic() + 300
+    process = start(*command, cwd=tmp_path)
     while not (output.exists() and output.read_bytes().count(b"\n") >= 3):
-        assert process.poll() is None and time.monotonic() < end
+        assert process.poll() is None
         time.sleep(0.02)
     process.kill()
     process.wait()
     before = output.read_bytes()
     assert before.count(b"\n") < 32
     output.write_bytes(before + b'{"number": 3')  # as if the kill had come within a line
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr
+    ended = end(start(*command, cwd=tmp_path))
+    assert ended.code == 0, ended.err
     check(output)
     assert output.read_bytes().startswith(before)  # nothing was written twice
-    assert "no conversation and no text in it" in ended.stdout and "no question in it" in ended.stdout
+    assert "no conversation and no text in it" in ended.out and "no question in it" in ended.out
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from foredraft.train.runtime import checkpoints, run_state
 from tests.support import ROOT
-from tests.support.processes import ONE, SMALL_EAGLE3, TWO, complaint, end, program, torchrun
+from tests.support.processes import ONE, SMALL_EAGLE3, TWO, complaint, end, program, script, torchrun, until
 
 RUN = [*SMALL_EAGLE3, ONE, "optimizer=adamw", "trainer.max_steps=24", "trainer.save_steps=3", "evaluate.eval_steps=8"]
 
@@ -26,11 +24,9 @@ def given(tiny_path: Path, folder: Path) -> list[str]:
 
 def killed(seed: int, kills: int, *arguments: str, cwd: Path) -> list[int]:
     """How the runs ended: negative numbers are signals."""
-    command = [sys.executable, str(ROOT / "tests/support/kill_probe.py"), str(seed), str(kills), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600)
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout.splitlines()[-1])
+    ended = script("tests/support/kill_probe.py", str(seed), str(kills), *arguments, cwd=cwd)
+    assert ended.code == 0, ended.err
+    return json.loads(ended.out.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -186,11 +182,8 @@ def test_two_processes_stop_together_and_one_may_go_on(name: str, given: list[st
     """SIGTERM to torchrun, as a scheduler sends it; then the same run in one process, where the engine allows that."""
     arguments = [*given, TWO, f"strategy={name}", "output_dir=out"]
     process = torchrun(str(ROOT / "train/run.py"), *arguments, cwd=tmp_path)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 5/"):
-            process.send_signal(signal.SIGTERM)
-            break
+    until(process, "^step 5/")
+    process.send_signal(signal.SIGTERM)
     ended = end(process)
     assert "the same command resumes from there" in ended.out, ended.err
     assert checkpoints.newest(tmp_path / "out/checkpoints") is not None

@@ -26,7 +26,7 @@ from foredraft.train.search.plan import (
     verdicts,
 )
 from foredraft.train.search.search import StopAt
-from tests.support.processes import Ended, complaint, end, program
+from tests.support.processes import Ended, complaint, end, program, until
 
 SMALL = [
     "head=auto",
@@ -212,13 +212,8 @@ def check_results(directory: Path) -> None:
 def end_at(line: str, number: int, cwd: Path, *arguments: str) -> Ended:
     """The program, sent a signal when it prints a line that matches."""
     process = program(*arguments, cwd=cwd)
-    assert process.stdout is not None
-    seen = ""
-    for text in process.stdout:
-        seen += text
-        if re.search(line, text):
-            process.send_signal(number)
-            break
+    seen = until(process, line)
+    process.send_signal(number)
     ended = end(process)
     return ended._replace(out=seen + ended.out)
 

@@ -1,17 +1,14 @@
 """`foredraft serve` as a command: what it hands over to vLLM, and what it refuses."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 
 from foredraft.heads import save_head
-from tests.support import ROOT
 from tests.support.head_factory import make_head
+from tests.support.processes import Ended, script
 
 FAKE = """#!/bin/sh
 for word in "$@"; do printf '%s\\n' "$word"; done > "$RECORD"
@@ -19,11 +16,9 @@ printf '%s' "$VLLM_API_KEY" >> "$RECORD.key"
 """
 
 
-def serve(cwd: Path, *arguments: str, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess:
+def serve(cwd: Path, *arguments: str, path: Path | None = None, **environment: str) -> Ended:
     """With the commands in `path` alone."""
-    facts = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": str(path or cwd)} | environment
-    command = [sys.executable, str(ROOT / "scripts" / "serve.py"), *arguments]
-    return subprocess.run(command, cwd=cwd, env=facts, capture_output=True, text=True, timeout=240)
+    return script("scripts/serve.py", *arguments, cwd=cwd, PATH=str(path or cwd), **environment)
 
 
 def test_vllm_gets_the_target_and_the_exported_head(tiny_path, target, tmp_path):
@@ -35,7 +30,7 @@ def test_vllm_gets_the_target_and_the_exported_head(tiny_path, target, tmp_path)
     facts = [f"target={tiny_path}", "target.device=cpu", "drafter=head", f"drafter.spec={tmp_path / 'head'}", "port=7"]
     environment = {"RECORD": str(tmp_path / "record"), "FOREDRAFT_API_KEY": "a-key", "TMPDIR": str(tmp_path)}
     done = serve(tmp_path, "engine=vllm", *facts, "model=tiny", "max_num_seqs=3", path=fake.parent, **environment)
-    assert done.returncode == 0, done.stderr
+    assert done.code == 0, done.err
     words = (tmp_path / "record").read_text().splitlines()
     assert words[:3] == ["serve", str(tiny_path), "--speculative-config"]
     config = json.loads(words[3])
@@ -60,7 +55,7 @@ def test_vllm_gets_the_target_and_the_exported_head(tiny_path, target, tmp_path)
 )
 def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path, arguments, sentence):
     done = serve(tmp_path, *arguments)
-    assert done.returncode == 2 and sentence in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert done.code == 2 and sentence in done.err and len(done.err.strip().splitlines()) == 1
 
 
 def test_vllm_does_not_draft_with_everything(target):

@@ -6,7 +6,6 @@ import pty
 import re
 import struct
 import subprocess
-import sys
 import termios
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from foredraft.train.cli import CONF
 from foredraft.train.runtime import run_state
 from foredraft.train.trainer import HeadTrainer
 from tests.support import ROOT
-from tests.support.processes import ONE, SMALL_EAGLE3, complaint, end, program
+from tests.support.processes import ONE, SMALL_EAGLE3, complaint, end, inherited, program, python_for
 
 SHORT = [*SMALL_EAGLE3, ONE, "trainer.max_steps=2", "evaluate.eval_steps=0"]
 
@@ -108,9 +107,8 @@ def test_a_terminal_gets_a_bar_and_a_file_gets_lines(tiny_path: Path, folder: Pa
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
     given = [*SHORT, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "evaluate.eval_steps=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "train/run.py"), *given]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=writer, stderr=subprocess.DEVNULL)
+    command = [python_for({}), str(ROOT / "train/run.py"), *given]
+    process = subprocess.Popen(command, cwd=tmp_path, env=inherited(), stdout=writer, stderr=subprocess.DEVNULL)
     os.close(writer)
     seen = b""
     try:
@@ -118,7 +116,7 @@ def test_a_terminal_gets_a_bar_and_a_file_gets_lines(tiny_path: Path, folder: Pa
             seen += part
     except OSError:  # the other end is closed
         pass
-    assert process.wait(timeout=300) == 0
+    assert process.wait() == 0
     said = seen.decode()
     assert re.search(r"2/2 \[.*loss \d+\.\d+  accuracy by depth", said) and "\nstep 1/2  loss" not in said
     assert re.search(r"step 2/2  acceptance length", said)

@@ -18,7 +18,7 @@ from foredraft.train.data import self_generated
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.runtime import strategy
 from tests.support import ROOT
-from tests.support.processes import ONE, SMALL_EAGLE3, STEPS, TWO, end, losses, program, torchrun
+from tests.support.processes import ONE, SMALL_EAGLE3, STEPS, TWO, children, end, losses, program, torchrun, until
 from tests.support.tiny import TEXT
 
 HALVES = {"ddp": "MULTI_CPU", "fsdp": "FSDP"}
@@ -196,16 +196,13 @@ def test_more_processes_than_rows(given: list[str], tmp_path: Path):
     assert "exitcode  : 2" in ended.err
 
 
+@pytest.mark.timeout(120)  # a minute is what is promised, and the run has to get there
 def test_a_dead_process_takes_the_others_with_it(given: list[str], tmp_path: Path):
     process = torchrun(
         str(ROOT / "train/run.py"), *given, TWO, "strategy=ddp", "trainer.max_steps=100000", cwd=tmp_path
     )
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 3/"):
-            break
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    second = next(pid for pid in children if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-    os.kill(int(second), signal.SIGKILL)
-    _, said = process.communicate(timeout=60)  # a minute is what is promised
-    assert process.returncode != 0 and re.search(r"rank\s*: 1 .*\n.*exitcode\s*: -9", said)
+    until(process, "^step 3/")
+    second = next(pid for pid in children(process) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+    os.kill(second, signal.SIGKILL)
+    ended = end(process)
+    assert ended.code != 0 and re.search(r"rank\s*: 1 .*\n.*exitcode\s*: -9", ended.err)

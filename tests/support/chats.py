@@ -56,13 +56,15 @@ TAGGED = (
 )
 
 
-def tokenizer(template: str | None, bos: str = "<s>", eos: str = "</s>") -> PreTrainedTokenizerFast:
+def tokenizer(
+    template: str | None, bos: str = "<s>", eos: str = "</s>", special: list[str] = SPECIAL
+) -> PreTrainedTokenizerFast:
     """One token per byte, and the special tokens whole."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(models.BPE({sign: number for number, sign in enumerate(alphabet)}, []))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
-    raw.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIAL])
+    raw.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in special])
     fast = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=bos, eos_token=eos)
     fast.chat_template = template
     return fast

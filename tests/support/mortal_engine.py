@@ -17,7 +17,7 @@ from safetensors.torch import save, save_file
 
 from foredraft.heads import Target
 from foredraft.scripts import extract
-from tests.support.processes import free_port
+from tests.support.processes import reserved_port
 
 LAYERS = [1, 3, 4]
 DEATHS = ("asked", "answered", "half")  # when it is asked, when it has answered, with half a file written
@@ -74,8 +74,11 @@ def save_or_die(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 def main(path: str, folder: str, seed: str, deaths: str) -> None:
     torch.set_num_threads(1)
+    if os.getpgrp() != os.getpid():
+        os.setpgrp()
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))  # this process and its present life
     target, draw = Target.from_pretrained(path, dtype="float32", device="cpu"), random.Random(int(seed))
-    port = free_port()
+    port = reserved_port()
     print(f"http://127.0.0.1:{port}/v1", flush=True)
     for life in range(int(deaths) + 1):
         Mortal.draw, Mortal.death = random.Random(draw.random()), draw.choice(DEATHS)

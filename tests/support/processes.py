@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -72,7 +71,10 @@ READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCH", "CUDA")
 
 @cache
 def forking_python() -> str:
-    """A program that takes the arguments of `python` and forks (fork_server.py); python itself where there is no forking."""
+    """A program that takes the arguments of `python` and forks (fork_server.py); python itself where there is no forking.
+
+    FOREDRAFT_TESTS_FORK=0 starts an interpreter each time, to see whether forking makes a difference.
+    """
     if not sys.platform.startswith("linux") or os.environ.get("FOREDRAFT_TESTS_FORK") == "0":
         return sys.executable
     folder = Path(tempfile.mkdtemp(prefix="fork-"))
@@ -84,7 +86,7 @@ def forking_python() -> str:
     program.chmod(0o755)
     server = subprocess.Popen(
         [sys.executable, str(support / "fork_server.py"), address],
-        env=inherited(),
+        env=inherited() | {"HF_HOME": str(folder / "huggingface")},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -99,59 +101,79 @@ def inherited() -> dict[str, str]:
     return ours | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def python(**environment: str) -> str:
-    """The program `python` for a child with this environment: one that forks, unless imports look at the environment."""
+def python_for(environment: dict[str, str]) -> str:
+    """The program `python` for a child with these variables: one that forks, unless they are read by imports."""
     return sys.executable if any(name.startswith(READ_AT_IMPORT) for name in environment) else forking_python()
 
 
-def start(*command: str, cwd: Path, **environment: str) -> subprocess.Popen:
-    """A command; if it is Python's, and of those that torchrun starts, by forking."""
-    executable = python(**environment)
-    return subprocess.Popen(
-        [executable if part == sys.executable else part for part in command],
+def start(*command: str, cwd: Path, real: bool = False, **environment: str) -> subprocess.Popen:
+    """A command. Python forks, and so does what torchrun starts; `real`: the process itself is a new interpreter, which has
+    the process id that is told, and children of its own."""
+    python = python_for(environment)
+    if not real:
+        command = tuple(python if part == sys.executable else part for part in command)
+    process = subprocess.Popen(
+        command,
         cwd=cwd,
-        env=inherited() | {"PYTHON_EXEC": executable} | environment,
+        env=inherited() | {"PYTHON_EXEC": python} | environment,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    atexit.register(process.kill)  # of a test that was ended by its time limit
+    return process
 
 
-def program(*arguments: str, cwd: Path, **environment: str) -> subprocess.Popen:
+def script(path: str, *arguments: str, cwd: Path, **environment: str) -> Ended:
+    """`python path arguments`, with a path in this repository, to its end."""
+    return end(start(sys.executable, str(ROOT / path), *arguments, cwd=cwd, **environment))
+
+
+def program(*arguments: str, cwd: Path, real: bool = False, **environment: str) -> subprocess.Popen:
     """`python train/run.py` with these arguments."""
-    return start(sys.executable, str(ROOT / "train" / "run.py"), *arguments, cwd=cwd, **environment)
+    return start(sys.executable, str(ROOT / "train" / "run.py"), *arguments, cwd=cwd, real=real, **environment)
 
 
 def torchrun(*arguments: str, cwd: Path) -> subprocess.Popen:
-    """Two processes on this machine, on a port that is free."""
+    """Two processes on this machine, on a port that is free. torchrun itself is real, so that its children can be found."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    return start(*command, "--rdzv-endpoint", "localhost:0", *arguments, cwd=cwd)
+    return start(*command, "--rdzv-endpoint", "localhost:0", *arguments, cwd=cwd, real=True)
+
+
+def children(process: subprocess.Popen) -> list[int]:
+    """The process ids of what a real process has started."""
+    return [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 def until(process: subprocess.Popen, text: str) -> str:
-    """What the process prints up to a line that begins so; it is killed where that does not come."""
+    """What the process prints up to a line in which this pattern is found."""
     assert process.stdout is not None
-    printed, too_long = "", threading.Timer(300, process.kill)
-    too_long.start()
-    try:
-        for line in process.stdout:
-            printed += line
-            if line.startswith(text):
-                return printed
-    finally:
-        too_long.cancel()
+    printed = ""
+    for line in process.stdout:
+        printed += line
+        if re.search(text, line):
+            return printed
     raise AssertionError(f"{text!r} was never printed: {printed}{process.communicate()[1]}")
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+def reserved_port() -> int:
+    """A port on which nobody listens, for a program that cannot take one itself: it stays bound, by a socket that lets
+    others bind it too, so that nobody is given it."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    RESERVED.append(held)
+    return held.getsockname()[1]
 
 
-def end(process: subprocess.Popen) -> Ended:
+RESERVED: list[socket.socket] = []
+
+
+def end(process: subprocess.Popen, typed: str | None = None) -> Ended:
+    """Waits for it; how long is the test's own limit (pytest-timeout)."""
     try:
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(typed)
     finally:
         process.kill()
     return Ended(process.returncode, out, err)

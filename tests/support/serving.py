@@ -1,11 +1,11 @@
 """A server as users start it, in a process of its own on a free loopback port."""
 
 import json
-import os
+import re
 import signal
 import socket
 import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +14,7 @@ from pathlib import Path
 from openai import OpenAI
 
 from tests.support import ROOT
+from tests.support.processes import inherited, python_for
 
 
 class Served:
@@ -68,21 +69,16 @@ def parsed(answer: bytes) -> tuple[int, dict[str, str], bytes]:
 
 @contextmanager
 def served(folder: Path, *arguments: str, **environment: str) -> Iterator[Served]:
-    """`python scripts/serve.py` with these arguments, until it answers; killed in the end if it still runs."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = folder / f"serve-{port}.log"
-    command = [sys.executable, str(ROOT / "scripts" / "serve.py"), f"port={port}", *arguments]
-    inherited = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment
-    with log.open("w") as opened:
-        process = subprocess.Popen(command, cwd=folder, env=inherited, stdout=opened, stderr=opened)
+    """`python scripts/serve.py` with these arguments, from when it answers; killed in the end if it still runs."""
+    number, log = tempfile.mkstemp(".log", "serve-", folder)
+    command = [python_for(environment), str(ROOT / "scripts" / "serve.py"), "port=0", *arguments]
+    with open(number, "w") as opened:
+        process = subprocess.Popen(command, cwd=folder, env=inherited() | environment, stdout=opened, stderr=opened)
     try:
-        deadline = time.monotonic() + 240
-        while "Uvicorn running" not in log.read_text():
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.2)
-        yield Served(process, port, log)
+        while not (running := re.search(r"Uvicorn running on http://127\.0\.0\.1:(\d+)", Path(log).read_text())):
+            assert process.poll() is None, Path(log).read_text()
+            time.sleep(0.1)
+        yield Served(process, int(running[1]), Path(log))
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
