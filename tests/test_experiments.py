@@ -6,10 +6,11 @@ from pathlib import Path
 import hydra
 import pytest
 from hydra.utils import get_object
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from foredraft.scripts.plan import plan
 from foredraft.train.cli import spelled_out
+from tests.support import nightly_but
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 RECIPES = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml") if path.stem != "train_target")
@@ -22,27 +23,39 @@ def test_the_recipes_that_were_asked_for_are_there():
     }
 
 
+def composed(program: str, *overrides: str) -> DictConfig:
+    with hydra.initialize_config_dir(str(CONF), version_base=None):
+        return hydra.compose(program, [*overrides])
+
+
+def planned(name: str) -> tuple[float, float, DictConfig]:
+    """GiB and hours that the recipe's comments promise, and the config of the plan that they name."""
+    text = (CONF / "experiment" / f"{name}.yaml").read_text()
+    found = re.search(r"tokens: ([\d.]+) GiB.*, ([\d.]+) hours, by\n# +python scripts/plan.py (.+)", text)
+    assert found is not None
+    config = composed("plan", *(part for argument in found[3].split() for part in spelled_out(argument)))
+    return float(found[1]), float(found[2]), config
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_composes(name: str):
     text = (CONF / "experiment" / f"{name}.yaml").read_text()
-    with hydra.initialize_config_dir(str(CONF), version_base=None):
-        cfg = hydra.compose("train", [f"experiment={name}", "data.path=FOLDER"])
+    cfg = composed("train", f"experiment={name}", "data.path=FOLDER")
     OmegaConf.resolve(cfg)
     assert cfg.output_dir == f"outputs/{name}" and cfg.trainer.output_dir == f"outputs/{name}/checkpoints"
     assert cfg.data._target_ == "foredraft.train.data.conversations.corpus"  # learned from answers alone
     assert cfg.target.path.count("/") == 1 and cfg.trainer.num_train_epochs >= 1 and cfg.trainer.max_steps == -1
     assert f"experiment={name} data.path=FOLDER" in text and re.search(r"80 GB", text)
-    planned = re.search(r"tokens: ([\d.]+) GiB.*, ([\d.]+) hours, by\n# +python scripts/plan.py (.+)", text)
-    assert planned is not None
-    with hydra.initialize_config_dir(str(CONF), version_base=None):
-        wanted = hydra.compose("plan", [part for argument in planned[3].split() for part in spelled_out(argument)])
+    _, _, wanted = planned(name)
     assert (CONF.parent / wanted.target.path).is_file() and wanted.strategy.name == cfg.strategy.name
-    if name != "llama33_70b_eagle3":
-        return  # a plan takes four seconds; one stands for all
+
+
+@pytest.mark.parametrize("name", nightly_but(RECIPES, "llama33_70b_eagle3"))
+def test_a_recipe_costs_what_it_says(name: str):
+    gib, hours, wanted = planned(name)
     wanted.target.path = str(CONF.parent / wanted.target.path)
     found = plan(wanted)
-    assert found["total"] == pytest.approx(float(planned[1]), rel=0.02)
-    assert found["hours"] == pytest.approx(float(planned[2]), rel=0.05)
+    assert found["total"] == pytest.approx(gib, rel=0.02) and found["hours"] == pytest.approx(hours, rel=0.05)
 
 
 @pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: file.stem)

@@ -1,7 +1,10 @@
 """What test modules share and pytest need not know: builders, tiny servers, programs that tests start. Fixtures are in
 tests/conftest.py; no test module imports from another one."""
 
+from collections.abc import Collection
 from pathlib import Path
+
+import pytest
 
 from foredraft.train.cli import CONF
 
@@ -12,3 +15,9 @@ def names(group: str) -> list[str]:
     """What a user may choose for a config group, in alphabetical order: names("head") gives draft_model, eagle, ... without
     auto, which is no head."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml") if (group, path.stem) != ("head", "auto"))
+
+
+def nightly_but(values: Collection[str], *by_day: str) -> list:
+    """Parameters, of which all but those named are left to the nightly run."""
+    assert {*by_day} <= {*values}
+    return [value if value in by_day else pytest.param(value, marks=pytest.mark.nightly) for value in values]
