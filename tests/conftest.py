@@ -19,6 +19,33 @@ from tests.support.head_factory import KINDS, make_head
 from tests.support.processes import Ended
 from tests.support.tiny import TEXT, VOCAB, tiny_config
 
+# The longest files begin, so that none is left for the end of a run in several processes (measured in CPU time).
+SLOWEST = [
+    *(
+        "test_strategies",
+        "test_search",
+        "test_features_server",
+        "test_run",
+        "test_resume",
+        "test_nodes",
+        "test_package",
+    ),
+    *(
+        "test_compare",
+        "test_serve_faults",
+        "test_serve",
+        "test_serve_structured",
+        "test_block_runs",
+        "test_cuda_graphs",
+    ),
+    *("test_publish", "test_blocks", "test_cli"),
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(SLOWEST)))
+
 
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory) -> Path:

@@ -10,6 +10,7 @@ import torch
 
 from foredraft.scripts.bench import compare_measure
 from foredraft.scripts.bench.compare import main, named
+from tests.support.processes import forking_python
 from tests.support.tiny import TEXT
 
 SMALL = [
@@ -37,6 +38,7 @@ def compare(tmp_path: Path, tiny_path: Path, monkeypatch, capfd):
     (tmp_path / "text.py").write_text(TEXT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "executable", forking_python())  # of the trainings
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 

@@ -203,6 +203,7 @@ def test_when_slurms_time_is_up_the_run_saves_and_is_queued_again(timed_out: Sto
     assert requeued == f"requeue {job}\n"
 
 
+@pytest.mark.nightly
 def test_a_node_that_dies_ends_the_run_with_a_sentence(cluster: Cluster, timed_out: Stopped, lost_node: Stopped):
     ended, requeued, step = lost_node
     assert f"resuming from {cluster.shared}/out/checkpoints/checkpoint-{timed_out.step}\n" in ended.out
@@ -213,6 +214,7 @@ def test_a_node_that_dies_ends_the_run_with_a_sentence(cluster: Cluster, timed_o
     assert f'File "{ROOT}/train' not in ended.err and step >= timed_out.step  # torchrun's own traceback alone
 
 
+@pytest.mark.nightly
 def test_an_evicted_pod_stops_all_pods_at_one_step(lost_node: Stopped, evicted: tuple[Stopped, Ended]):
     (first, _, step), second = evicted
     assert f"/checkpoint-{lost_node.step}\n" in first.out and step >= lost_node.step + 3
@@ -221,6 +223,7 @@ def test_an_evicted_pod_stops_all_pods_at_one_step(lost_node: Stopped, evicted: 
     assert "stopping after this step ..." in second.err and "error: " not in first.err + second.err
 
 
+@pytest.mark.nightly
 def test_by_whatever_launcher_and_with_whatever_stops_it_is_the_same_run(
     cluster: Cluster, evicted: tuple[Stopped, Ended], finished: Stopped, unbroken: Path
 ):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foredraft.train.runtime import checkpoints, run_state
-from tests.support import ROOT
+from tests.support import ROOT, nightly_but
 from tests.support.processes import ONE, SMALL_EAGLE3, TWO, complaint, end, program, script, torchrun, until
 
 RUN = [*SMALL_EAGLE3, ONE, "optimizer=adamw", "trainer.max_steps=24", "trainer.save_steps=3", "evaluate.eval_steps=8"]
@@ -177,7 +177,7 @@ def test_zero_checkpoints_are_cut_for_their_processes(reference: Path, tmp_path:
         run_state.check_same_run(tmp_path, now | {"processes": 2}, now)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", nightly_but(["ddp", "fsdp"], "ddp"))
 def test_two_processes_stop_together_and_one_may_go_on(name: str, given: list[str], reference: Path, tmp_path: Path):
     """SIGTERM to torchrun, as a scheduler sends it; then the same run in one process, where the engine allows that."""
     arguments = [*given, TWO, f"strategy={name}", "output_dir=out"]

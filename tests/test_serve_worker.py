@@ -60,9 +60,9 @@ def test_out_of_memory_is_survived(target, plain, monkeypatch):
         return outputs
 
     monkeypatch.setattr(Engine, "step", small)
-    texts = ask(Worker(target, NgramDrafter()), requests())
+    texts = ask(Worker(target, NgramDrafter(), max_num_seqs=3), requests())
     # What a step gave before it ran out is lost: such a request fails, and is not continued with a gap.
-    assert all(text == alone or isinstance(text, Failed) for text, alone in zip(texts, plain, strict=True))
+    assert all(isinstance(text, Failed) for text in texts[:3]) and texts[3:] == plain[3:]
 
     prefill = Engine.prefill
 

@@ -17,19 +17,30 @@ from foredraft.inference import generate, load_drafter
 from foredraft.train.data import self_generated
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.runtime import strategy
-from tests.support import ROOT
+from tests.support import ROOT, nightly_but
 from tests.support.processes import ONE, SMALL_EAGLE3, STEPS, TWO, children, end, losses, program, torchrun, until
 from tests.support.tiny import TEXT
 
 HALVES = {"ddp": "MULTI_CPU", "fsdp": "FSDP"}
 if importlib.util.find_spec("deepspeed") is not None:
     HALVES |= {"zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
-SPREAD = {  # a target in pieces beside it, and one that writes first, which all processes do together; features by both
-    "ddp-fsdp": "ddp,optimizer=adamw,target.sharding=fsdp",
-    "fsdp-tensor": "fsdp,optimizer=adamw,target.sharding=tensor",
-    "ddp-512": "ddp,optimizer=adamw,target.sharding=fsdp,trainer.max_steps=4,self_generated_tokens=512",
-    "ddp-disk": "ddp,optimizer=adamw,features.dtype=float32,features.shard_rows=4,features=disk",
-}
+HALVES_BY_DAY = nightly_but(HALVES, "ddp", "fsdp")
+WHOLE = "strategy.arguments.deepspeed.zero_optimization.stage3_param_persistence_threshold=0"
+# A target in pieces beside it, and one that writes first, which all processes do together; features by both.
+BY_DAY = [
+    "ddp,optimizer=adamw,target.sharding=fsdp",
+    "ddp,optimizer=adamw,target.sharding=fsdp,trainer.max_steps=4,self_generated_tokens=512",
+    "ddp,optimizer=adamw",
+    "fsdp,optimizer=adamw",
+]
+BY_NIGHT = [
+    "fsdp,optimizer=muon",
+    "fsdp,optimizer=adamw,target.sharding=tensor",
+    "ddp,optimizer=adamw,features.dtype=float32,features.shard_rows=4,features=disk",
+    "fsdp,optimizer=adamw,trainer.compile_head=aot_eager",
+    # DeepSpeed last: it leaves marks in the process that a later run stumbles over.
+    *(f"{name}{f',{WHOLE}' * (name == 'zero3')},optimizer=adamw" for name in HALVES if name.startswith("zero")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +61,10 @@ def alone(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def together(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def together(given: list[str], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     cwd = tmp_path_factory.mktemp("together")
-    whole = "strategy.arguments.deepspeed.zero_optimization.stage3_param_persistence_threshold=0"
-    names = [f"{name},{whole}" if name == "zero3" else name for name in HALVES]
-    # All others before DeepSpeed, which leaves marks in the process that a later run stumbles over.
-    runs = ["fsdp,optimizer=muon", *SPREAD.values(), "fsdp,optimizer=adamw,trainer.compile_head=aot_eager"]
-    runs += [f"{name},optimizer=adamw" for name in names]
+    chosen = [item for item in request.session.items if item.path == request.path]
+    runs = BY_DAY + (BY_NIGHT if any(item.get_closest_marker("nightly") for item in chosen) else [])
     ended = end(torchrun(str(ROOT / "tests/support/strategy_probe.py"), str(cwd), *runs, "--", *given, TWO, cwd=cwd))
     assert ended.code == 0, ended.err[-3000:]
     return cwd
@@ -66,25 +74,27 @@ def of(together: Path, name: str, optimizer: str = "adamw") -> Path:
     return together / f"{name}-{optimizer}"
 
 
-@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("name", HALVES_BY_DAY)
 def test_two_processes_learn_what_one_does(alone: Path, together: Path, name: str):
     ours, theirs = losses(of(together, name)), losses(alone / "outputs/eagle3/optimizer-adamw")
     assert len(ours) == STEPS
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3, atol=0)
 
 
+@pytest.mark.nightly
 def test_a_compiled_head_learns_the_same_in_shards(together: Path):
     ours, theirs = (losses(of(together, "fsdp", how)) for how in ("aot_eager", "adamw"))
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=0)
 
 
+@pytest.mark.nightly
 def test_muon_learns_the_same_in_shards(alone: Path, together: Path):
     ours, theirs = losses(of(together, "fsdp", "muon")), losses(alone / "outputs/eagle3/optimizer-muon")
     # torch's Muon makes updates orthogonal in bfloat16: the last digit of a gradient moves a loss by up to 1.3e-3 here.
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("name", ["ddp-fsdp", "fsdp-tensor"])
+@pytest.mark.parametrize("name", nightly_but(["ddp-fsdp", "fsdp-tensor"], "ddp-fsdp"))
 def test_a_head_learns_the_same_from_a_target_in_pieces(alone: Path, together: Path, tiny_path: Path, name: str):
     whole = alone / "outputs/eagle3/optimizer-adamw"
     torch.testing.assert_close(*map(torch.tensor, (losses(together / name), losses(whole))), rtol=1e-3, atol=0)
@@ -96,6 +106,7 @@ def test_a_head_learns_the_same_from_a_target_in_pieces(alone: Path, together: P
         assert facts["local_target"] < 0.7 * parameters  # its embedding and lm_head may stay whole
 
 
+@pytest.mark.nightly
 def test_features_are_stored_by_all_processes(alone: Path, together: Path):
     whole = alone / "outputs/eagle3/optimizer-adamw"
     torch.testing.assert_close(*map(torch.tensor, (losses(together / "ddp-disk"), losses(whole))), rtol=1e-3, atol=0)
@@ -114,7 +125,7 @@ def test_a_step_in_two_batches_is_the_same_step(alone: Path):
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("name", HALVES_BY_DAY)
 def test_what_is_said_to_be_in_shards_is(together: Path, name: str):
     directory = of(together, name)
     facts = [json.loads((directory / f"facts-{rank}.json").read_text()) for rank in (0, 1)]
@@ -130,7 +141,7 @@ def test_what_is_said_to_be_in_shards_is(together: Path, name: str):
     )
 
 
-@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("name", HALVES_BY_DAY)
 def test_the_saved_head_drafts_like_that_of_one_process(alone: Path, together: Path, tiny_path: Path, name: str):
     saved = of(together, name) / "head", alone / "outputs/eagle3/optimizer-adamw/head"
     ours, theirs = (load_file(path / "model.safetensors") for path in saved)
