@@ -77,6 +77,15 @@ def target(tiny_path) -> Target:
     return Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
 
 
+DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
+
+
+@pytest.fixture(scope="session", params=DEVICES)
+def target_anywhere(request: pytest.FixtureRequest, tiny_path: Path) -> Target:
+    """On the CPU, and on a GPU where there is one; a module that says `target = target_anywhere` runs on both."""
+    return Target.from_pretrained(tiny_path, dtype="float32", device=request.param)
+
+
 @pytest.fixture(scope="session")
 def deep(tmp_path_factory) -> Target:
     """Eight layers: deep enough for the paper's choice of three."""

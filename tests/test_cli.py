@@ -417,19 +417,3 @@ def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch, capsys
     monkeypatch.setattr(sys, "argv", ["foredraft", command])
     with pytest.raises(ModuleNotFoundError):
         foredraft.main()
-
-
-PROGRAMS_IN_PARTS = [
-    path
-    for path in sorted((ROOT / "scripts").rglob("*.py"))
-    if all(part in path.read_text() for part in ("__main__", "\nfrom scripts."))
-]
-
-
-@pytest.mark.parametrize("path", PROGRAMS_IN_PARTS, ids=lambda path: path.stem)
-def test_a_program_finds_what_lies_beside_it(path: Path, tmp_path: Path) -> None:
-    """Run as a file, from another folder, where only the packages are installed."""
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    typed = [sys.executable, path, "--help"]
-    shown = subprocess.run(typed, cwd=tmp_path, env=inherited, capture_output=True, text=True, timeout=100)
-    assert shown.returncode == 0, shown.stderr

@@ -40,6 +40,11 @@ def prompt(length: int, seed: int) -> list[int]:
     return torch.randint(1, 300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.fixture(scope="module")
+def target(target_anywhere: Target) -> Target:
+    return target_anywhere
+
+
 def requests() -> list[Request]:
     """Six of different lengths, budgets and settings."""
     sizes = zip((3, 11, 1, 7, 5, 9), (12, 30, 5, 18, 1, 24), PARAMS, strict=True)
@@ -217,8 +222,9 @@ def test_banned_tokens_are_never_written(target):
 def test_a_generation_config_is_read_as_transformers_reads_it(target):
     ids = torch.tensor([prompt(6, 2)])
     config = GenerationConfig(max_new_tokens=12, repetition_penalty=1.4, eos_token_id=[], pad_token_id=5)
-    theirs = target.model.generate(ids, generation_config=config, do_sample=False)
-    assert torch.equal(generate(target, NgramDrafter(), ids, generation_config=config).sequences, theirs)
+    theirs = target.model.generate(ids.to(target.device), generation_config=config, do_sample=False)
+    ours = generate(target, NgramDrafter(), ids, generation_config=config).sequences
+    assert ours.tolist() == theirs.tolist()
     assert generate(target, None, ids, max_length=10, eos_token_id=-1).sequences.shape == (1, 10)
     warm = {"max_new_tokens": 12, "eos_token_id": -1, "seed": 4}
     sampled = generate(target, None, ids, temperature=0.8, **warm).new_tokens

@@ -3,6 +3,7 @@ tests/conftest.py; no test module imports from another one."""
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,8 @@ def names(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml") if (group, path.stem) != ("head", "auto"))
 
 
-def nightly_but(values: Collection[str], *by_day: str) -> list:
-    """Parameters, of which all but those named are left to the nightly run."""
-    assert {*by_day} <= {*values}
-    return [value if value in by_day else pytest.param(value, marks=pytest.mark.nightly) for value in values]
+def nightly_but(cases: Collection[Any], *by_day: Any) -> list:
+    """Parameters (a name, or a tuple of several), of which all but those given are left to the nightly run."""
+    assert {*by_day} <= {*cases}
+    single = {case: case if isinstance(case, tuple) else (case,) for case in cases}
+    return [pytest.param(*single[case], marks=() if case in by_day else pytest.mark.nightly) for case in cases]
