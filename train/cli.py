@@ -64,7 +64,8 @@ def recipe_for(target: str, data: str) -> str:
 def unless_typed(key: str, value: float) -> float:
     """`value`, or 0 where the command line sets `key`."""
     cfg = HydraConfig.instance().cfg
-    typed = [] if cfg is None else [override.lstrip("+").partition("=")[0] for override in cfg.hydra.overrides.task]
+    overrides = [] if cfg is None else OmegaConf.select(cfg, "hydra.overrides.task")  # type: ignore[arg-type]
+    typed = [override.lstrip("+").partition("=")[0] for override in overrides]
     return 0.0 if key in typed else value
 
 
