@@ -328,8 +328,8 @@ def test_bad_data_ends_in_one_sentence(name: str, tiny_path: Path, tmp_path: Pat
 )
 def test_a_key_of_earlier_versions(program: str, typed: str, message: str, tmp_path: Path) -> None:
     given = ["head=dflash"] if typed.startswith("criterion") else []
-    ended = command(program, *given, typed, cwd=tmp_path)
-    assert ended.returncode == 2 and ended.stderr.startswith(f"error: {message}") and ended.stderr.count("\n") == 1
+    ended = script(program, *given, typed, cwd=tmp_path)
+    assert ended.code == 2 and ended.err.startswith(f"error: {message}") and ended.err.count("\n") == 1
 
 
 def test_a_dataset_of_the_hub_without_a_network(tiny_path: Path, tmp_path: Path) -> None:
