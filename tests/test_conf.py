@@ -35,8 +35,8 @@ def test_a_head_with_its_objective_and_loss(name: str, fresh):
     assert torch.isfinite(distillation(*text).loss)
 
 
-@pytest.mark.parametrize("name", names("objective"))
-def test_an_objective(name: str, fresh):
+@pytest.mark.parametrize("name", names("criterion"))
+def test_a_criterion(name: str, fresh):
     criterion = composed("train", f"criterion={name}").criterion
     head = make_head("dflash" if name in ("block", "domino", "p_eagle") else "medusa2", fresh)
     assert isinstance(instantiate(criterion, head=head, target=fresh, loss=soft), DistillationModel)
