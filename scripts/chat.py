@@ -111,12 +111,12 @@ class Writing:
 
     def push(self, tokens: list[int], accepted: int | None) -> None:
         if accepted is None:
-            self.began = time.perf_counter()  # the prompt has been read
+            self.began = time.perf_counter()  # the prefill is done
         else:
             self.steps, self.gained = self.steps + 1, self.gained + len(tokens)
         self.tokens += len(tokens)
-        for place, token in enumerate(tokens):
-            self.show(self.detokenizer.push(token), self.drafted if place < (accepted or 0) else "")
+        for index, token in enumerate(tokens):
+            self.show(self.detokenizer.push(token), self.drafted if index < (accepted or 0) else "")
 
     def show(self, text: str, style: str = "") -> None:
         self.text += text

@@ -1,4 +1,4 @@
-"""What drafters gain:  foredraft evaluate target=ORG/NAME drafter=[outputs/mine/head,ngram] prompts=spec_bench
+"""What drafters gain:  foredraft evaluate target=ORG/NAME 'drafter=[outputs/mine/head,ngram]' prompts=spec_bench
 
 Every drafter, plain decoding and transformers' own generate decode the same prompts, all in turn on each. The report has
 acceptance, speed over plain decoding and over the best of transformers, identity with plain text, where a step's time goes,
@@ -82,7 +82,7 @@ def same_run(file: Path, cfg: DictConfig) -> None:
 
 
 def read_prompts(cfg: DictConfig, target: Target, file: Path) -> list[Prompt]:
-    """As an earlier part of the run read them, which may have let the target answer first turns."""
+    """Those of an earlier part of the run, which may have had the target answer first turns, or new ones."""
     if file.exists():
         return [Prompt(*prompt) for prompt in json.loads(file.read_text())]
     tokenizer = target.text_tokenizer
@@ -94,7 +94,7 @@ def read_prompts(cfg: DictConfig, target: Target, file: Path) -> list[Prompt]:
         most = (target.context or 10**9) - cfg.new_tokens
         if most < 1:
             raise ValueError(
-                f"new_tokens={cfg.new_tokens} leaves no room for a prompt: the target reads {target.context}"
+                f"new_tokens={cfg.new_tokens} leaves no room for a prompt: the target's context is {target.context}"
             )
 
         def answer(ids: list[int]) -> list[int]:
@@ -112,8 +112,8 @@ def read_prompts(cfg: DictConfig, target: Target, file: Path) -> list[Prompt]:
 def load(cfg: DictConfig, target: Target, lines: Lines) -> list[Contestant]:
     """Plain decoding and the drafters; where one sizes its tree, the fixed tree beside it; and the chain of a head."""
     found = [Contestant(PLAIN, None)]
-    for given in cfg.drafters:
-        options: dict[str, Any] = {"spec": given} if isinstance(given, str) else {str(key): given[key] for key in given}
+    for one in cfg.drafters:
+        options: dict[str, Any] = {"spec": one} if isinstance(one, str) else {str(key): one[key] for key in one}
         name = str(options.pop("name", options.get("spec", options.get("_target_"))))
         try:
             drafter = (
@@ -187,7 +187,7 @@ def examine(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float]) ->
 
 
 def expected(target: Target, tree: Tree, rows: list[list[int]], new_tokens: int, batch: int) -> dict[str, Any]:
-    """Speeds by the cost model beside measured ones, and what reads cost."""
+    """Speeds by the cost model beside measured ones, and what forwards cost."""
     speeds, costs = compare(target, tree, rows, new_tokens, batch)
     return {"speeds": [speed._asdict() for speed in speeds], "read": costs.read}
 

@@ -1,6 +1,6 @@
 """Write a head in an engine's layout:  python scripts/export.py head=outputs/eagle3/head format=vllm output_dir=exported
 
-`head` may be in any layout that `load_drafter` reads, so this also converts published heads.
+`head` may be in any layout that `load_drafter` knows, so this also converts published heads.
 """
 
 import tempfile
@@ -25,11 +25,11 @@ def main(cfg: DictConfig) -> None:
     head = read_head(found, target)
     export = instantiate(cfg.format)(head, target)
     recorded = read_config(found).get("foredraft", {})
-    facts = {name: recorded[name] for name in ("accuracies",) if name in recorded}
+    measured = {name: recorded[name] for name in ("accuracies",) if name in recorded}
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as scratch:  # what is at output_dir has passed the gate
         part = Path(scratch) / "head"
-        write_head(head, part, target, export.layout, export.layout.weight_files, **facts)
+        write_head(head, part, target, export.layout, export.layout.weight_files, **measured)
         if cfg.gate:
             print(publish.gate(found, target, part))
         if out.exists():

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig
@@ -34,15 +35,19 @@ def main(cfg: DictConfig) -> None:
     drafter = instantiate(cfg.drafter, target=target)
     # Special tokens are skipped: a reader of stdout gets the text alone.
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if cfg.prompts is None else None
-    settings = {"max_new_tokens": cfg.max_new_tokens, "temperature": cfg.temperature, "top_p": cfg.top_p}
+    settings: dict[str, Any] = {
+        "max_new_tokens": cfg.max_new_tokens,
+        "temperature": cfg.temperature,
+        "top_p": cfg.top_p,
+    }
     done = 0 if cfg.output is None else answered(Path(cfg.output), prompts)
     gained = tokens = forwards = 0
     began = time.perf_counter()
     for first in range(done, len(prompts), cfg.batch):
         batch = prompts[first : first + cfg.batch]
         ids, mask = padded([encode(tokenizer, prompt, cfg.chat) for prompt in batch])
-        seed, facts = cfg.seed + first, {"streamer": streamer, **settings}
-        answer = generate(target, drafter, ids.to(target.device), mask, seed=seed, **facts)
+        settings |= {"seed": cfg.seed + first, "streamer": streamer}
+        answer = generate(target, drafter, ids.to(target.device), mask, **settings)
         tokens += sum(map(len, answer.new_tokens))
         gained += sum(sum(step.emitted) for step in answer.steps)
         forwards += sum(len(step.emitted) for step in answer.steps)

@@ -1,8 +1,8 @@
 """Prove on your own model that drafting changes nothing:
 
-    python scripts/lossless.py target=hf target.path=... drafter=head drafter.spec=outputs/eagle3/head
+    python scripts/lossless.py target=ORG/NAME drafter=outputs/eagle3/head
 
-Levels L1 to L3 of inference/evaluation/lossless.py, and for every place where texts differ in half precision its gap audit.
+Levels L1 to L3 of inference/evaluation/lossless.py, and for every token where texts differ in half precision its gap audit.
 """
 
 from hydra.utils import instantiate
@@ -35,7 +35,7 @@ def main(cfg: DictConfig) -> None:
     padded = PaddedDrafter(drafter)
     nodes = padded.nodes
     for name, share in identical_shares(half, padded, PaddedRoot(nodes), rows, cfg.new_tokens).items():
-        print(f"L2  {dtype}, {name}: {share:.1%} identical to plain decoding with {nodes} rows a forward")
+        print(f"L2  {dtype}, {name}: {share:.1%} identical to plain decoding with {nodes} tokens a forward")
     for temperature in (0.0, 1.0):
         found = divergences(half, drafter, rows, cfg.new_tokens, nodes, temperature)
         print(f"L3  {dtype}, temperature {temperature}: {len(found)} of {len(rows)} texts differ somewhere")

@@ -87,8 +87,9 @@ def fitting(cfg: DictConfig) -> tuple[list[str], float] | None:
 @entry("plan")
 def main(cfg: DictConfig) -> None:
     found = plan(cfg)
-    print(f"{cfg.head._target_.split('.')[1]} ({found['head_parameters'] / 1e6:.0f}M parameters) for {cfg.target.path}")
-    print(f"on {cfg.gpus} GPUs of {cfg.gpu_gib} GiB, strategy={cfg.strategy.name}; GiB on each:")
+    kind = cfg.head._target_.split(".")[-3]  # foredraft.heads.eagle3.Eagle3Head.for_target
+    print(f"{kind} ({found['head_parameters'] / 1e6:.0f}M parameters) for {cfg.target.path}")
+    print(f"on {cfg.gpus} GPU{'s' * (cfg.gpus > 1)} of {cfg.gpu_gib} GiB, strategy={cfg.strategy.name}; GiB on each:")
     for name, (size, how) in found["gib"].items():
         print(f"  {name:17}{size:8.2f}  {how}")
     print(f"  {'sum':17}{found['total']:8.2f}  of {cfg.gpu_gib}")
@@ -97,7 +98,7 @@ def main(cfg: DictConfig) -> None:
         f"{body / 1e9:.1f} GFLOP per token in the target's forward, {head / 1e9:.1f} in the head (forward, backward, both "
         f"vocabularies' logits)\n{found['tokens_per_second']:,.0f} tokens/s = {cfg.gpus} x {cfg.gpu_tflops:g} TFLOP/s x "
         f"{cfg.efficiency} / {(body + head * cfg.supervised_fraction) / 1e9:.1f} GFLOP: {found['hours']:.1f} hours for "
-        f"{cfg.tokens:,} tokens\n{found['disk'] / 1e12:.2f} TB, should their aux hidden states be kept on disk in bfloat16"
+        f"{cfg.tokens:,} tokens\n{found['disk'] / 1e12:.2f} TB, to store the aux hidden states in bfloat16 (features=disk)"
     )
     if found["total"] > cfg.gpu_gib:
         largest = max(found["gib"], key=lambda name: found["gib"][name][0])

@@ -34,12 +34,12 @@ def test_a_tree_shows_every_token_and_marks_the_accepted_ones():
     svg = tree_svg(LABELS, PARENTS, [0, 1, 3], "on")
     drawn = nodes(svg)
     assert [(kind, label) for kind, label, *_ in drawn] == [
-        ("root", "the"), ("accepted", "\u00b7cat"), ("rejected", "\u00b7<dog>"), ("accepted", "\u00b7sat\u21b5"),
-        ("rejected", "ran\u00b7&\u00b7ran"), ("bonus", "on"),
+        ("bonus", "the"), ("accepted", "\u00b7cat"), ("rejected", "\u00b7<dog>"), ("accepted", "\u00b7sat\u21b5"),
+        ("rejected", "ran\u00b7&\u00b7ran"), ("next", "on"),
     ]  # fmt: skip
     assert "2 of 4 drafts accepted, 3 new tokens" in svg
     edges = [edge.attrib["class"] for edge in ET.fromstring(svg).iter(f"{SVG}path")]
-    assert edges == ["edge accepted", "edge rejected", "edge accepted", "edge rejected", "edge bonus"]
+    assert edges == ["edge accepted", "edge rejected", "edge accepted", "edge rejected", "edge next"]
     assert svg == tree_svg(LABELS, PARENTS, [0, 1, 3], "on")
 
 
@@ -57,7 +57,7 @@ def test_no_node_covers_another_and_children_stand_right_of_their_parent():
 def test_a_tree_without_an_accepted_draft_still_gains_a_token():
     svg = tree_svg(["the", "a"], [0, 0], [0], "\x00")
     assert "0 of 1 drafts accepted, 1 new token<" in svg
-    assert nodes(svg)[-1][:2] == ("bonus", "\ufffd")
+    assert nodes(svg)[-1][:2] == ("next", "\ufffd")
 
 
 def test_the_steps_drawn_are_those_of_generate(tiny_path: Path):
@@ -69,11 +69,11 @@ def test_the_steps_drawn_are_those_of_generate(tiny_path: Path):
     engine.add(Request(prompt, max_new_tokens=20))
     steps = list(decode(engine))
     expected = generate(target, None, torch.tensor([prompt]), max_new_tokens=20, eos_token_id=-1).new_tokens[0]
-    # A step's bonus is the next one's root, and the last step may be cut at the end of the text.
+    # A step's last token is the next one's bonus token, and the last step may be cut at the end of the text.
     written = [steps[0].tokens[0]]
     for step in steps:
         assert step.tokens[0] == written[-1]
         assert all(step.parents[child] == parent for parent, child in zip(step.accepted, step.accepted[1:]))
-        written += [*(step.tokens[node] for node in step.accepted[1:]), step.bonus]
+        written += [*(step.tokens[node] for node in step.accepted[1:]), step.next]
     assert written[:20] == expected
     assert all(0 < len(step.tokens) <= 8 for step in steps)

@@ -131,6 +131,7 @@ def test_a_plan_as_it_is_typed(tiny_path: Path, monkeypatch, capfd):
     monkeypatch.setattr("sys.argv", ["scripts/plan.py", *given])
     plan.main()
     said = capfd.readouterr().out
+    assert said.startswith("eagle3 (")
     assert "strategy=fsdp" in said and "one of 2 pieces on every GPU" in said and "gathered target" in said
 
 

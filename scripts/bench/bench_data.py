@@ -1,5 +1,5 @@
-"""Training tokens/s of packed rows against one document per row, what it takes to prepare conversations, or to read features
-from disk:
+"""Training tokens/s of packed rows against one document per row, what it takes to prepare conversations, or to read
+aux hidden states from disk:
 
     python scripts/bench/bench_data.py data=conversations data.path=FILE
     python scripts/bench/bench_data.py tokens=10000000
@@ -194,8 +194,8 @@ def train_both_ways(cfg: DictConfig) -> None:
     }
     rates = train(distillation, batches, cfg.steps, target.device)
     for name, rows in batches.items():
-        slots = torch.cat([batch["documents"].flatten() for batch in rows])
-        print(f"{name:12} {rates[name]:10,.0f} tokens/s   {(slots < 0).float().mean().item():.1%} padding")
+        documents_of = torch.cat([batch["documents"].flatten() for batch in rows])
+        print(f"{name:12} {rates[name]:10,.0f} tokens/s   {(documents_of < 0).float().mean().item():.1%} padding")
     gain = rates["packed"] / rates["one per row"]
     print(
         f"packed is {gain:.2f} times as fast ({distillation.head.kind}, {cfg.rows} rows of {cfg.length} tokens, "

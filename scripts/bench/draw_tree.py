@@ -1,4 +1,4 @@
-"""One decoding step as a picture:  python scripts/bench/draw_tree.py drafter.spec=outputs/eagle3/head
+"""One decoding step as a picture:  python scripts/bench/draw_tree.py drafter=outputs/eagle3/head
 
 Decodes a held-out prompt and draws the tree of drafts of one step, with the path that the target accepted in colour. The step
 drawn is the first that accepted as many drafts as the steps do on average.
@@ -27,15 +27,15 @@ LONGEST = 14  # letters of a label
 
 
 class Step(NamedTuple):
-    tokens: list[int]  # of the tree, the root first
-    parents: list[int]  # the root's is itself
-    accepted: list[int]  # nodes from the root down
-    bonus: int  # the target's own token after them
+    tokens: list[int]  # of the tree, the bonus token first
+    parents: list[int]  # of the bonus token: itself
+    accepted: list[int]  # nodes from the bonus token down
+    next: int  # the target's own token after them
 
 
 class Node(NamedTuple):
     label: str
-    kind: str  # root, accepted, rejected, bonus
+    kind: str  # bonus, accepted, rejected, next
     x: float  # left edge
     y: float  # middle
     width: float
@@ -52,34 +52,34 @@ def main(cfg: DictConfig) -> None:
     steps = list(decode(engine))
     typical = round(mean(len(step.accepted) for step in steps))
     step = min(steps, key=lambda step: abs(len(step.accepted) - typical))
-    labels = [target.text_tokenizer.decode([token]) for token in (*step.tokens, step.bonus)]
+    labels = [target.text_tokenizer.decode([token]) for token in (*step.tokens, step.next)]
     Path(cfg.output).write_text(tree_svg(labels[:-1], step.parents, step.accepted, labels[-1]), encoding="utf-8")
     print(f"{len(step.accepted)} tokens from a tree of {len(step.tokens)}; {typical} on average: wrote {cfg.output}")
 
 
 @torch.inference_mode()
 def decode(engine: Engine) -> Iterator[Step]:
-    """The steps of the only request, whose prompt was not read yet."""
+    """The steps of the only request, whose prefill is still to come."""
     engine.step()
     while engine.has_work:
         tree, gumbel = engine.propose()
-        reading = engine.forward(tree)
-        verification, broken = engine.verify(tree, reading.logits, gumbel)
-        engine.commit(tree, verification, broken, reading.aux_hidden_states)
+        output = engine.forward(tree)
+        verification, broken = engine.verify(tree, output.logits, gumbel)
+        engine.commit(tree, verification, broken, output.aux_hidden_states)
         tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
         path = verification.path[0, : int(verification.counts[0])].tolist()
         real = [node for node, token in enumerate(tokens) if token >= 0]  # the others are padding
         number = {node: i for i, node in enumerate(real)}
-        bonus = int(verification.choices[0, path[-1]])
-        yield Step([tokens[i] for i in real], [number[parents[i]] for i in real], [number[i] for i in path], bonus)
+        following = int(verification.choices[0, path[-1]])
+        yield Step([tokens[i] for i in real], [number[parents[i]] for i in real], [number[i] for i in path], following)
 
 
-def tree_svg(labels: Sequence[str], parents: Sequence[int], accepted: Sequence[int], bonus: str) -> str:
+def tree_svg(labels: Sequence[str], parents: Sequence[int], accepted: Sequence[int], following: str) -> str:
     """A tree of drafts as an SVG file, from left to right. labels: the text of each node. parents: before their children, the
-    root its own. accepted: the nodes of the accepted path, from the root down. bonus: the target's own token after it."""
+    bonus token its own. accepted: the nodes of the accepted path. following: the target's own token after it."""
     kinds = ["accepted" if node in accepted else "rejected" for node in range(len(labels))]
-    kinds[0] = "root"
-    nodes = layout([*map(visible, labels), visible(bonus)], [*parents, accepted[-1]], [*kinds, "bonus"])
+    kinds[0] = "bonus"
+    nodes = layout([*map(visible, labels), visible(following)], [*parents, accepted[-1]], [*kinds, "next"])
     folder = Path(__file__).parent
     files = Environment(loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return files.get_template("tree.svg.jinja").render(
@@ -87,7 +87,7 @@ def tree_svg(labels: Sequence[str], parents: Sequence[int], accepted: Sequence[i
         colors=COLORS,
         width=max(520, max(node.x + node.width for node in nodes) + MARGIN),
         height=max(node.y for node in nodes) + ROW + 2 * MARGIN,
-        caption=f"One read of the target: {len(accepted) - 1} of {len(labels) - 1} drafts accepted, "
+        caption=f"One forward of the target: {len(accepted) - 1} of {len(labels) - 1} drafts accepted, "
         f"{len(accepted)} new token{'s' if len(accepted) > 1 else ''}",
     )
 

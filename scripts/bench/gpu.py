@@ -124,7 +124,7 @@ def counts(name: str, target: Target) -> dict[str, Tensor]:
 
 
 def timed(cfg: DictConfig, target: Target, drafter: Drafter | None, prompt: Tensor) -> tuple[Generation, float]:
-    """The second of two generations, and its seconds without the read of the prompt."""
+    """The second of two generations, and its seconds without the prefill."""
     for _ in range(2):
         limits: dict[str, Any] = {"eos_token_id": -1, "seed": cfg.seed}
         start = time.perf_counter()
@@ -149,7 +149,7 @@ def kernel_by_kernel() -> Iterator[None]:
 
 
 def waits_once(cfg: DictConfig, target: Target, drafter: Drafter, prompt: Tensor) -> bool:
-    """Does nothing but the engine's own read of a step's outcome wait for the device? Whatever is set up is set up by now."""
+    """Does nothing but the engine's own copy of a step's outcome wait for the device? Whatever is set up is set up by now."""
     if target.device.type != "cuda":
         return True
     to_host = foredraft.inference.engine.to_host
@@ -189,7 +189,7 @@ def bandwidth(device: torch.device, size: int = 1 << 28) -> float:
         copy.copy_(source)
         synchronize(device)
         best = min(best, time.perf_counter() - start)
-    return 2 * source.nbytes / best  # it reads and writes; decoding only reads
+    return 2 * source.nbytes / best  # it loads and stores; decoding only loads
 
 
 def training(cfg: DictConfig, path: str) -> dict[str, Any]:
