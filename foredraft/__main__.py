@@ -23,6 +23,9 @@ PROGRAMS = {
     "push": ("foredraft.scripts.push", "send a head to the Hugging Face Hub"),
 }
 
+# The extra of a program that needs more than `cli`.
+EXTRAS = {"train": "train", "preview": "train", "extract": "train", "regenerate": "regenerate", "serve": "serve"}
+
 
 def usage() -> str:
     width = max(map(len, PROGRAMS)) + 2
@@ -55,7 +58,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] == "foredraft":
             raise
-        extra = command if command in ("chat", "serve") else "train"
+        extra = EXTRAS.get(command, "cli")
         need = f"foredraft {command} needs {error.name}: pip install 'foredraft[{extra}]'"
         print(f"error: {need}", file=sys.stderr)
         raise SystemExit(2) from None

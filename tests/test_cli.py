@@ -402,7 +402,7 @@ def test_as_a_program(run: Run, tmp_path: Path) -> None:
     assert not os.listdir(elsewhere)
 
 
-@pytest.mark.parametrize("command, extra", [("chat", "chat"), ("plan", "train")])
+@pytest.mark.parametrize("command, extra", [("chat", "cli"), ("plan", "cli"), ("preview", "train")])
 def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch, capsys, command: str, extra: str):
     monkeypatch.setattr(sys, "argv", ["foredraft", command])
     monkeypatch.setitem(foredraft.PROGRAMS, command, ("no_such_library.part", ""))
