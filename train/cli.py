@@ -63,10 +63,8 @@ def recipe_for(target: str, data: str) -> str:
 
 def unless_typed(key: str, value: float) -> float:
     """`value`, or 0 where the command line sets `key`."""
-    cfg = HydraConfig.instance().cfg
-    overrides = [] if cfg is None else OmegaConf.select(cfg, "hydra.overrides.task")  # type: ignore[arg-type]
-    typed = [override.lstrip("+").partition("=")[0] for override in overrides]
-    return 0.0 if key in typed else value
+    typed = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    return 0.0 if key in [override.lstrip("+").partition("=")[0] for override in typed] else value
 
 
 OmegaConf.register_new_resolver("unless_typed", unless_typed, replace=True)
