@@ -3,7 +3,7 @@
 import pytest
 
 from foredraft.train.data.chat_template import ChatFormat
-from foredraft.train.data.layouts import SkippedRow
+from foredraft.train.data.layouts import SkippedRow, cut_off, turns
 from tests.support import chats
 from tests.support.chats import CHATML, GEMMA, LLAMA3, MISTRAL, TAGGED, THINKING, tokenizer
 
@@ -119,3 +119,19 @@ def test_the_plain_template_marks_answers(tmp_path):
     form = ChatFormat(tokenizer(None), template="train/data/plain_chat.jinja")
     assert shown(form, TWO) == ["User: Hi é\nAssistant:⟦ yes\n</s>⟧\nUser: more\nAssistant:⟦ no</s>⟧\n"]
     assert form.tokenizer.decode(form.prompt(TWO[:1])) == "User: Hi é\nAssistant:"
+
+
+@pytest.mark.parametrize("family", ["chatml", "tagged", "mistral"])
+def test_an_answer_that_was_cut_off_has_no_end_to_learn(family: str):
+    """Its target would have gone on: an end token there teaches drafts to stop in mid-sentence."""
+    form = ChatFormat(tokenizer(FAMILIES[family][0]))
+    (whole,), (cut,) = shown(form, TWO), shown(form, cut_off([dict(one) for one in TWO], ["stop", "length"]))
+    end = "</s>" if family == "mistral" else "<|im_end|>"
+    assert f"no{end}⟧" in whole and cut == whole.replace(f"no{end}⟧", f"no⟧{end}")
+
+
+def test_thoughts_reach_a_template_by_each_of_their_names():
+    template = "{% for m in messages %}{{ m.role }}<{{ m.thinking }}|{{ m.reasoning }}>{{ m.content }}\n{% endfor %}"
+    said = turns([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": "t"}])
+    assert said[1]["reasoning_content"] == "t"
+    assert ChatFormat(tokenizer(template)).render(said)[0] == "user<|>a\nassistant<t|t>b\n"

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from foredraft.train.data import data_card, encoding
 from foredraft.train.data.conversations import corpus
-from foredraft.train.data.corpus import count_tokens, prompts, tokenize
+from foredraft.train.data.corpus import count_tokens, has_chats, prompts, tokenize
 from foredraft.train.data.documents import Document
 from foredraft.train.data.encoding import Encoder
 from foredraft.train.data.layouts import SkippedRow
@@ -218,3 +218,29 @@ def test_the_embedded_target_learns_from_answers_alone_at_once(tmp_path: Path):
         assert "User: add" in form.decode(asked) and "return" not in form.decode(asked)
     ids = form("def add(self):", add_special_tokens=False)["input_ids"]
     assert list(tokenize(form, ["def add(self):"])) == [Document([*ids, form.eos_token_id], [True] * (len(ids) + 1))]
+
+
+def test_regeneration_says_which_answers_were_cut_off():
+    row = {"messages": [*HI, *HI], "finish_reasons": ["length", "stop"]}
+    reasons = [one.get("finish_reason") for one in Source("x").conversation(Row("", row)) if one["role"] == "assistant"]
+    assert reasons == ["length", None]
+
+
+def test_two_answers_to_a_question_are_on_one_side_of_the_split(tmp_path: Path):
+    rows = [{"prompt": f"question {i}", "response": f"answer {n}"} for i in range(40) for n in range(3)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = corpus(tokenizer(CHATML), path=str(path), cache_dir=str(tmp_path), test_share=0.2)
+    parts = [
+        {tuple(d.tokens[: d.loss_mask.index(True)]) for d in part} for part in (data.train, data.validation, data.test)
+    ]
+    assert len(data.train) == 3 * len(parts[0]) and sum(map(len, parts)) == 40
+    assert has_chats(data.test) and not has_chats(["raw text"])
+
+
+def test_a_run_is_not_resumed_on_other_data(tmp_path: Path):
+    data_card.check_same(tmp_path, {"hash": "b"})  # none there yet
+    (tmp_path / "data_card.json").write_text('{"hash": "a"}')
+    data_card.check_same(tmp_path, {"hash": "a"})
+    with pytest.raises(ValueError, match=r"unfinished run on other data \(hash a there, b here"):
+        data_card.check_same(tmp_path, {"hash": "b"})

@@ -212,6 +212,19 @@ def test_two_hundred_shards_are_not_opened_at_the_start(target, whole: Path, tmp
     assert not opened
 
 
+def test_few_shards_are_open_at_a_time_and_each_is_proven_once(target, whole: Path, monkeypatch):
+    monkeypatch.setattr(disk, "OPEN", 2)
+    proven: list[str] = []
+    monkeypatch.setattr(disk, "remembered", lambda file: None)  # as where nothing can be written
+    original = disk.checksum
+    monkeypatch.setattr(disk, "checksum", lambda file: proven.append(file.name) or original(file))
+    rows = stored(target, whole)
+    for row in [*range(len(rows)), *range(len(rows))]:
+        rows[row]
+        assert len(rows.opened) <= 2
+    assert len(proven) == len(rows.files) > 2
+
+
 def test_documents_of_long_rows_are_read_one_by_one(target: Target, monkeypatch: pytest.MonkeyPatch):
     """Where a mask of the whole row would not fit: no mask is made, and the features are the same."""
     text = batch(40, 25)

@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from foredraft.inference import generate
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.generation_clients import Server, in_process, through_server
-from foredraft.train.data.regeneration import GenerationSettings, Output, questions
+from foredraft.train.data.regeneration import ConversationRequest, GenerationSettings, Output, questions
 from foredraft.train.data.sources import Source
 from tests.support.bad_server import WAYS, BadServer
 from tests.support.processes import end, start
@@ -147,3 +148,25 @@ def test_in_process_rows_do_not_depend_on_the_batch(file: Path, tmp_path: Path, 
                 assert message["content"] == target.tokenizer.decode(alone, skip_special_tokens=True)
                 ended = alone[-1] in target.eos_token_ids
                 assert row["finish_reasons"][number // 2] == ("stop" if ended else "length")
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thoughts_are_kept_by_either_name_and_an_answer_without_content_drops_its_row(name: str):
+    """Engines say content: null where all of max_tokens went into thoughts: asked again, they would say the same."""
+    asked: list[str] = []
+
+    async def create(messages: list[dict], **request: object) -> SimpleNamespace:
+        asked.append(messages[-1]["content"])
+        text, reason = (None, "length") if "long" in asked[-1] else ("yes", "stop")
+        message = SimpleNamespace(content=text, model_extra={name: "hm"})
+        return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason=reason)])
+
+    async def converse(question: str) -> dict:
+        server = Server("http://127.0.0.1:9", "tiny", 1.0, 6, SAMPLING, {})
+        server.client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+        return await server.converse(ConversationRequest(0, "", [{"role": "user", "content": question}]))
+
+    found = asyncio.run(converse("short"))
+    assert found["messages"][-1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    assert asyncio.run(converse("long")) == {"error": "an answer without content (finish_reason length)"}
+    assert asked == ["short", "long"]

@@ -18,13 +18,13 @@ from foredraft.heads.base import DraftHead, ParallelHead
 from foredraft.heads.hub.card import model_card
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import load_drafter
-from foredraft.inference.evaluation.measure import NOT_PROVEN, evaluate, prove
+from foredraft.inference.evaluation.measure import NOT_PROVEN, evaluate, limited, prove
 from foredraft.inference.evaluation.report import RunRecord, Sample, table, write_report
 from foredraft.inference.generation import generate
 from foredraft.train import held_out, publish
 from foredraft.train.checks import save_checked
 from foredraft.train.data import data_card
-from foredraft.train.data.corpus import Corpus, Held, Packed, prompts, tokenize
+from foredraft.train.data.corpus import Corpus, Held, Packed, has_chats, prompts, tokenize
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import fitted
@@ -123,15 +123,16 @@ def measure(target: Target, directory: Path, data: Corpus, settings: Any) -> tup
     rows = prompts(target.text_tokenizer, data.test, settings.prompts, settings.prompt_tokens)
     load = partial(load_drafter, str(directory), tree="fixed")
     drafter = load(target)
-    metrics = evaluate(target, drafter, rows, settings.new_tokens, settings.timed_prompts)
-    metrics |= prove(target, load, rows, settings.new_tokens) if settings.proof else NOT_PROVEN
-    return metrics, sample(target, drafter, rows[len(rows) // 2], settings.new_tokens)
+    ends = has_chats(data.test)
+    metrics = evaluate(target, drafter, rows, settings.new_tokens, settings.timed_prompts, ends)
+    metrics |= prove(target, load, rows, settings.new_tokens, ends) if settings.proof else NOT_PROVEN
+    return metrics, sample(target, drafter, rows[len(rows) // 2], **limited(settings.new_tokens, ends))
 
 
-def sample(target: Target, drafter: Any, row: list[int], new_tokens: int) -> Sample:
+def sample(target: Target, drafter: Any, row: list[int], **settings: Any) -> Sample:
     """One continuation and where each of its tokens came from: 0 the target's own choice, d drafted at depth d."""
     ids = torch.tensor([row], device=target.device)
-    out = generate(target, drafter, ids, max_new_tokens=new_tokens, eos_token_id=-1)
+    out = generate(target, drafter, ids, **settings)
     depths = [0]
     for step in out.steps:
         depths += [*range(1, step.accepted[0] + 1), 0][: step.emitted[0]]

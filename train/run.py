@@ -25,13 +25,13 @@ from foredraft.heads import hub
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import drafter_for
-from foredraft.inference.evaluation.measure import acceptance
+from foredraft.inference.evaluation.measure import acceptance, limited
 from foredraft.inference.evaluation.measure import run as decode
 from foredraft.train import held_out
 from foredraft.train.checks import check_fresh_text, check_saving, check_settings
 from foredraft.train.cli import entry
 from foredraft.train.data import data_card
-from foredraft.train.data.corpus import Corpus, Packed, count_tokens, prompts
+from foredraft.train.data.corpus import Corpus, Packed, count_tokens, has_chats, prompts
 from foredraft.train.data.documents import Documents
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.data.self_generated import self_generate, write_more
@@ -147,13 +147,16 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     card = data_card.describe(data.train) | data_card.coverage(counts, head.draft_ids)
     data = data._replace(card=data.card | card | packed.card)
     if distributed.rank() == 0:
+        if checkpoint is not None:
+            data_card.check_same(directory, data.card)
         data_card.save(directory, data.card)
     print(f"{head.kind}: {parameters:,} parameters for {target.name}\n{data_card.summary(data.card)}", flush=True)
     if len(packed) < distributed.world_size():
         raise ValueError(
             f"the data gives {len(packed)} rows of length={cfg.length} for {distributed.world_size()} processes: take fewer"
         )
-    loggers.prepare(args.report_to, directory)
+    if distributed.rank() == 0:
+        loggers.prepare(args.report_to, directory)
     measured_rows = held_out.rows(measured_on, cfg.length, cfg.seed, target.context)
     return Prepared(target, head, data, packed, later, measured_rows, args, directory, checkpoint)
 
@@ -219,7 +222,7 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
         some = prompts(
             target.text_tokenizer, run.data.validation, cfg.evaluate.eval_prompts, cfg.evaluate.prompt_tokens
         )
-        decoded = decode(target, drafter_for(head, target), some, max_new_tokens=64, eos_token_id=-1)
+        decoded = decode(target, drafter_for(head, target), some, **limited(64, has_chats(run.data.validation)))
         found = {
             "acceptance_length": round(acceptance(decoded), 4),
             "acceptance_error": held_out.standard_error(decoded),

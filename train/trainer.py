@@ -6,6 +6,7 @@ loggers and arguments that users know. It is used by its public methods, callbac
 
 import contextlib
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -198,6 +199,11 @@ class HeadTrainer(Trainer):
         self.since += time.perf_counter() - start
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if not math.isfinite(loss := logs.get("loss", 0.0)):
+            raise ValueError(
+                f"the loss is {loss} at step {self.state.global_step}: lower trainer.learning_rate={self.args.learning_rate:g} or "
+                f"trainer.max_grad_norm={self.args.max_grad_norm:g}, or take target.dtype=float32"
+            )
         if "loss" in logs and isinstance(self.hits, Tensor):
             hits, counts, tokens = (
                 distributed.all_reduce(torch.as_tensor(x)) for x in (self.hits, self.counts, self.tokens)

@@ -64,14 +64,14 @@ def identical(target: Target, drafter: Drafter, rows: list[list[int]], **setting
 
 
 def prove(
-    target: Target, load: Callable[[Target], Drafter], rows: list[list[int]], max_new_tokens: int
+    target: Target, load: Callable[[Target], Drafter], rows: list[list[int]], max_new_tokens: int, ends: bool = False
 ) -> dict[str, float | None]:
     """Identity in float32, greedy and sampled at temperature 1; None where no such target can be had. load: the drafter for
     it."""
     exact = float32(target)
     if exact is None:
         return NOT_PROVEN
-    prover, limits = load(exact), {"max_new_tokens": max_new_tokens, "eos_token_id": -1}
+    prover, limits = load(exact), limited(max_new_tokens, ends)
     return {
         "identical_greedy": identical(exact, prover, rows, **limits),
         "identical_sampled": identical(exact, prover, rows, temperature=1.0, **limits),
@@ -97,6 +97,11 @@ def float32(target: Target) -> Target | None:
     return Target.from_pretrained(target.name, dtype="float32", context=target.context, **same)
 
 
+def limited(max_new_tokens: int, ends: bool) -> dict[str, Any]:
+    """Settings of texts of `max_new_tokens` tokens, or with `ends` up to their end token."""
+    return {"max_new_tokens": max_new_tokens} | ({} if ends else {"eos_token_id": -1})
+
+
 def acceptance(generations: list[Generation]) -> float:
     """Tokens per target forward over all of them (without the forwards that read the prompts)."""
     emitted = [count for g in generations for step in g.steps for count in step.emitted]
@@ -110,16 +115,16 @@ def per_depth(generations: list[Generation], depth: int) -> list[float]:
 
 
 def evaluate(
-    target: Target, drafter: Drafter, rows: list[list[int]], max_new_tokens: int, timed: int
+    target: Target, drafter: Drafter, rows: list[list[int]], max_new_tokens: int, timed: int, ends: bool = False
 ) -> dict[str, Any]:
     """The measured part of metrics.json, greedy and sampled at temperature 1, in the target's dtype.
 
     drafter: a fixed tree; the same with tree=auto is timed beside it. Acceptance over all prompts; speed over `timed` of
     them, one at a time. Prompts whose greedy continuation repeats itself are counted apart and left out of all figures but
-    `acceptance_length_all`.
+    `acceptance_length_all`. ends: as in `limited`.
     """
     assert isinstance(drafter, Tree)
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_id": -1}
+    settings = limited(max_new_tokens, ends)
     greedy = run(target, drafter, rows, what="measuring acceptance", **settings)
     loops = [distinct(text) < REPETITIVE for text in texts(greedy)]
     chosen = [row for row, loop in zip(rows, loops, strict=True) if not loop] or rows
@@ -129,7 +134,7 @@ def evaluate(
     speeds, auto = [], AutoTree(copy.copy(drafter), target)
     for temperature in (0.0, 1.0):
         decoders = {
-            name: foredraft_decoder(target, one, max_new_tokens, temperature)
+            name: foredraft_decoder(target, one, max_new_tokens, temperature, ends=ends)
             for name, one in (("plain", None), ("drafted", drafter), ("auto", auto))
         }
         speeds.append(time_decoders(decoders, some, target.device))
@@ -154,6 +159,6 @@ def evaluate(
         "timed_prompts": len(some),
         "new_tokens": max_new_tokens,
         "repetitive_prompts": sum(loops),
-        "tree_nodes": max(step.nodes for g in greedy for step in g.steps),
+        "tree_nodes": max((step.nodes for g in greedy for step in g.steps), default=1),
         "step_seconds": {stage: round(seconds / steps, 6) for stage, seconds in stages.seconds.items()},
     }

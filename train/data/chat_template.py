@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from foredraft.train.data.corpus import Document
-from foredraft.train.data.layouts import Message, SkippedRow
+from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Span = tuple[int, int]
@@ -66,6 +66,11 @@ class ChatFormat:
         """The text, and where `marked` the spans of characters that the template marks as generated. Raises SkippedRow
         where the template refuses the conversation (Mistral's and Gemma's want user and assistant in turn)."""
         settings: dict[str, Any] = {**self.tokenizer.special_tokens_map, **self.options}
+        # A template knows thoughts by one of three names.
+        messages = [
+            one | dict.fromkeys(THOUGHTS, one["reasoning_content"]) if "reasoning_content" in one else one
+            for one in messages
+        ]
         try:
             texts, spans = render_jinja_template(
                 conversations=[messages],
@@ -86,7 +91,10 @@ class ChatFormat:
             raise SkippedRow("no answer in it")
         messages = messages[: answers[-1] + 1]
         if self.tagged:
-            return [self.render(messages, marked=True)]
+            text, spans = self.render(messages, marked=True)
+            if len(spans) == len(answers):
+                spans = [without_end(text, span, messages[number]) for span, number in zip(spans, answers)]
+            return [(text, spans)]
         found = []
         for number in answers:
             before, after = self.render(messages[:number], prompt=True)[0], self.render(messages[: number + 1])[0]
@@ -96,7 +104,8 @@ class ChatFormat:
                     "loss mask cannot be found: give a template with {% generation %} marks (data.template=FILE)"
                     + (", or another data.thinking" if self.options else "")
                 )
-            found.append((after, (len(before), len(after.rstrip()))))
+            span = without_end(after, (len(before), len(after.rstrip())), messages[number])
+            found.append((after, span))
         whole = found[-1][0]
         if all(whole.startswith(after) for after, _ in found):
             return [(whole, [span for _, span in found])]
@@ -121,3 +130,12 @@ class ChatFormat:
         """The tokens that the target continues with its answer to the last turn."""
         text, _ = self.render(messages, prompt=True)
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def without_end(text: str, span: Span, message: Message) -> Span:
+    """The span of an answer in the text; of one that was cut off only up to there, since its target wrote no end."""
+    if message.get("finish_reason") != "length":
+        return span
+    last = message["content"].rstrip()
+    at = text.rfind(last, *span)
+    return span if at < 0 else (span[0], at + len(last))

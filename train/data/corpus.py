@@ -112,6 +112,11 @@ def count_tokens(documents: Sequence[Document], vocab: int) -> Tensor:
     return torch.from_numpy(counts)
 
 
+def has_chats(held: Held) -> bool:
+    """Are there conversations among these? Measured text ends with an answer then; raw text ends at a limit alone."""
+    return any(isinstance(document, Document) for document in held)
+
+
 def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: int) -> list[list[int]]:
     """`count` prompts, spread evenly: `length` tokens of raw texts, or all of a conversation before its first answer.
 

@@ -72,6 +72,17 @@ def histogram(card: dict[str, Any]) -> str:
     return plots.bar_chart("Lengths of the documents", bars, " %", "tokens, from")
 
 
+def check_same(directory: Path, card: dict[str, Any]) -> None:
+    """Raise ValueError where the run in `directory` has learned from other text than this."""
+    file = directory / "data_card.json"
+    before = json.loads(file.read_text())["hash"] if file.is_file() else card["hash"]
+    if before != card["hash"]:
+        raise ValueError(
+            f"output_dir={directory} holds an unfinished run on other data (hash {before} there, {card['hash']} here, see "
+            f"{file.name}): give the old data to resume it, or another output_dir"
+        )
+
+
 def save(directory: Path, card: dict[str, Any]) -> None:
     """data_card.json, and data_card.html."""
     (directory / "data_card.json").write_text(json.dumps(card, indent=2) + "\n")

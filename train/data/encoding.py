@@ -20,7 +20,7 @@ from foredraft.inference.evaluation.progress import Ticker
 from foredraft.train.data.chat_template import ChatFormat, template_file
 from foredraft.train.data.corpus import tokenize
 from foredraft.train.data.documents import Document
-from foredraft.train.data.layouts import SkippedRow
+from foredraft.train.data.layouts import Message, SkippedRow
 from foredraft.train.data.sources import Row, Shard, Source
 
 CODE = ("sources", "layouts", "chat_template", "corpus", "encoding")  # what makes documents of rows
@@ -147,6 +147,8 @@ def hash_of_code(names: tuple[str, ...]) -> bytes:
     return hashlib.sha256(b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in names)).digest()
 
 
-def key(messages: Any) -> int:
-    """31 bits of a hash of a conversation, whatever file it stands in."""
-    return int.from_bytes(hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).digest()[:4], "big") >> 1
+def key(messages: list[Message] | str) -> int:
+    """31 bits of a hash of a conversation's questions, whatever file it stands in: another answer to a question that is
+    trained on would be no held-out text."""
+    asked = messages if isinstance(messages, str) else [one["content"] for one in messages if one["role"] == "user"]
+    return int.from_bytes(hashlib.sha256(json.dumps(asked or messages).encode()).digest()[:4], "big") >> 1

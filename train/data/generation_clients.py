@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from foredraft.heads.target import Target
 from foredraft.train.data.chat_template import ChatFormat
-from foredraft.train.data.layouts import Message, SkippedRow
+from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow
 from foredraft.train.data.regeneration import ConversationRequest, GenerationSettings, Output
 from foredraft.train.data.self_generated import continue_rows
 
@@ -54,11 +54,13 @@ class Server:
         async def once() -> Reply:
             out = await self.client.chat.completions.create(extra_body=self.extra or None, **request)
             choice = out.choices[0]
-            text = choice.message.content
+            text, said = choice.message.content, choice.message.model_extra or {}
+            if text is None:  # all of max_tokens went into thoughts, or tools were called
+                raise Refused(f"an answer without content (finish_reason {choice.finish_reason})")
             if not isinstance(text, str) or not isinstance(choice.finish_reason, str):
                 raise TypeError("an answer without text")
             message: Message = {"role": "assistant", "content": text}
-            thoughts = (choice.message.model_extra or {}).get("reasoning_content")
+            thoughts = next((said[name] for name in THOUGHTS if said.get(name)), None)
             return Reply(message | ({"reasoning_content": thoughts} if thoughts else {}), choice.finish_reason)
 
         return await self.retried(once)
@@ -69,6 +71,8 @@ class Server:
         for attempt in range(self.retries + 1):
             try:
                 return await ask()
+            except Refused:
+                raise
             except self.errors.APIStatusError as error:
                 if error.status_code in (400, 413, 422):
                     raise Refused(f"status {error.status_code}: {error.message[:300]}") from None

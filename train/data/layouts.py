@@ -17,6 +17,10 @@ ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "developer": "system"}
 
 
+# A model's thoughts, as engines and templates call them (DeepSeek and Qwen, vLLM, gpt-oss).
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+
+
 class SkippedRow(ValueError):
     """Why a row is not used: a reason to count by."""
 
@@ -60,9 +64,20 @@ def turns(items: list, all_user: bool = False) -> list[Message]:
         if role == "system" and text == "":
             continue
         message = {"role": role, "content": content(text)}
-        if isinstance(item.get("reasoning_content"), str):
-            message["reasoning_content"] = unicode(item["reasoning_content"])
+        if thoughts := next((item[name] for name in THOUGHTS if isinstance(item.get(name), str)), None):
+            message["reasoning_content"] = unicode(thoughts)
         messages.append(message)
+    return messages
+
+
+def cut_off(messages: list[Message], reasons: Any) -> list[Message]:
+    """The messages, with `finish_reason` at each answer that ended at its limit of tokens. reasons: of the answers, as
+    regeneration writes them."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if isinstance(reasons, list) and len(reasons) == len(answers):
+        for message, reason in zip(answers, reasons, strict=True):
+            if reason == "length":
+                message["finish_reason"] = reason
     return messages
 
 

@@ -20,6 +20,7 @@ from foredraft.train.data.layouts import (
     TEXTS,
     Message,
     SkippedRow,
+    cut_off,
     pair,
     pick,
     turns,
@@ -94,7 +95,7 @@ class Source:
             raise SkippedRow("not an object with columns")
         value = {name: cell for name, cell in row.value.items() if cell is not None}
         if (column := pick(value, self.messages, LISTS)) and isinstance(value[column], list):
-            return turns(value[column], all_user=column == "turns")
+            return cut_off(turns(value[column], all_user=column == "turns"), value.get("finish_reasons"))
         if column := pick(value, self.prompt, PROMPTS):
             return pair(value, column, pick(value, self.response, RESPONSES))
         if column := pick(value, self.text, TEXTS):

@@ -37,6 +37,7 @@ from foredraft.train.features.storage import DTYPES, store
 from foredraft.train.runtime import distributed
 
 MANIFEST = "manifest.json"
+OPEN = 64  # shards at a time: a system has a limit of files, often 1,024
 OWNER = ("target_hash", "layers", "dtype", "top_k", "data_hash", "shard_rows", "target")
 
 
@@ -245,6 +246,7 @@ class StoredRows(Dataset):
             if not file.exists():
                 raise ValueError(f"{file} is missing: delete {directory / MANIFEST} and it is written again")
         self.opened: dict[int, Shard] = {}
+        self.proven: set[int] = set()  # shards whose checksum is right
 
     def __len__(self) -> int:
         return len(self.packed)
@@ -252,6 +254,8 @@ class StoredRows(Dataset):
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         number, place = divmod(row, self.manifest["shard_rows"])
         if number not in self.opened:
+            while len(self.opened) >= OPEN:
+                self.opened.pop(next(iter(self.opened))).file.close()  # the first one that was opened
             self.opened[number] = self.checked(number)
         return dict(self.packed[row]) | self.opened[number].row(place)
 
@@ -260,10 +264,11 @@ class StoredRows(Dataset):
         file, sha256 = self.files[number], self.manifest["shards"][number]["sha256"]
         shard = Shard(file)
         check_owner(shard, self.manifest)
-        if self.verify and remembered(file) != sha256:
+        if self.verify and number not in self.proven and remembered(file) != sha256:
             if checksum(file) != sha256:
                 raise ValueError(f"{file} is damaged, its checksum is not the manifest's; {AGAIN}")
             remember(file, file, sha256)
+        self.proven.add(number)
         return shard
 
     def __getstate__(self) -> dict:

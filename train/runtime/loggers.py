@@ -19,7 +19,8 @@ def check(report_to: Sequence[str]) -> None:
 
 
 def prepare(report_to: list[str], directory: Path) -> None:
-    """Before training: where they write, which is not below the checkpoints; without a key wandb stays offline."""
+    """Before training: where they write, which is not below the checkpoints; without a key wandb stays offline. Called by the
+    one process that logs."""
     if "wandb" in report_to:
         os.environ.setdefault("WANDB_PROJECT", "foredraft")
         os.environ.setdefault("WANDB_DIR", str(directory))
