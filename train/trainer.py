@@ -201,8 +201,8 @@ class HeadTrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if not math.isfinite(loss := logs.get("loss", 0.0)):
             raise ValueError(
-                f"the loss is {loss} at step {self.state.global_step}: lower trainer.learning_rate={self.args.learning_rate:g} or "
-                f"trainer.max_grad_norm={self.args.max_grad_norm:g}, or take target.dtype=float32"
+                f"the loss is {loss} at step {self.state.global_step}: lower trainer.learning_rate="
+                f"{self.args.learning_rate:g} or trainer.max_grad_norm={self.args.max_grad_norm:g}, or target.dtype=float32"
             )
         if "loss" in logs and isinstance(self.hits, Tensor):
             hits, counts, tokens = (
