@@ -25,6 +25,7 @@ def make_trainer(
         "bf16": False,
         "per_device_train_batch_size": 2,
         "max_steps": 1,
+        "max_minutes": 0.0,
         "gradient_accumulation_steps": 1,
     } | settings
     trainer = composed("train", f"output_dir={directory}").trainer
