@@ -142,7 +142,7 @@ def test_the_gate_in_half_precision_passes_heads_and_sees_faults(half: Target, t
 def test_a_loss_that_is_not_finite_ends_the_run(target: Target, tmp_path: Path):
     trainer = make_trainer(target, tmp_path, max_steps=3, logging_steps=1, save_strategy="no")
     trainer.distillation.loss = lambda draft, teacher: draft.logits.sum(-1) * float("nan")
-    with pytest.raises(ValueError, match="the loss is nan at step 1: lower trainer.learning_rate=0.01"):
+    with pytest.raises(ValueError, match=r"the loss is nan at step 1: lower trainer.learning_rate=0.01"):
         trainer.train()
 
 
