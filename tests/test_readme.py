@@ -13,6 +13,7 @@ import pytest
 
 from foredraft import __main__ as foredraft
 from foredraft.heads import Target, save_head
+from foredraft.train.config_check import RENAMED_KEYS
 from tests.support import ROOT
 from tests.support.head_factory import make_head
 
@@ -117,6 +118,12 @@ def test_the_python_of_the_readme_runs(tiny_path: Path, target: Target, tmp_path
 def test_links_and_pictures_exist(document: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", document.read_text())
     assert not [link for link in links if not (document.parent / link).exists()]
+
+
+def test_renamed_keys_are_in_the_changelog() -> None:
+    rows = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("| ")]
+    for old, new in RENAMED_KEYS.items():
+        assert any(f"`{old}`" in row and f"`{new}`" in row for row in rows), f"{old} -> {new}"
 
 
 def test_every_extra_is_explained() -> None:
