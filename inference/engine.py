@@ -1,17 +1,18 @@
-"""The decoding engine: propose, read, verify, commit. Lossless by construction (inference/sampling.py).
+"""The decoding engine: propose, forward, verify, commit. Lossless by construction (inference/sampling.py).
 
     engine = Engine(target, drafter)
     engine.add(Request(prompt, ...))        # requests join, and finished ones leave, between steps
     while engine.has_work:
         for output in engine.step(): ...
 
-A step reads the target once: either prompts of requests that are to join (inference/prefill.py), or a tree of drafts after
-every row's text. Where there is both to do, they take turns. On a GPU the stages of a decoding step are captured as CUDA
-graphs (heads/target/cuda_graphs.py); the step does not know.
+A step is one forward of the target: either over prompts of requests that are to join (inference/prefill.py), or over a tree
+of drafts after every sequence's text. Where there is both to do, they take turns. On a GPU the stages of a decoding step are
+captured as CUDA graphs (heads/target/cuda_graphs.py); the step does not know.
 """
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import islice
 
@@ -19,16 +20,17 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.target import Target, TargetCache, TargetOutput
-from foredraft.inference.batch import Batch, Output
+from foredraft.heads.target.cuda_graphs import CudaGraphs
+from foredraft.inference.batch import Batch, RequestOutput
 from foredraft.inference.clock import Clock
 from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter
-from foredraft.inference.drafters.chain import readable
+from foredraft.inference.drafters.chain import as_supported
 from foredraft.inference.prefill import Prompts
 from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request, SequenceState, StoppingCriteria
-from foredraft.inference.trace import trace_rows
+from foredraft.inference.trace import trace_sequences
 from foredraft.inference.tree import TokenTree, padded
-from foredraft.inference.verify import Verification, to_host
+from foredraft.inference.verify import Coupled, Validity, Verification, Verifier, to_host
 
 
 class Engine:
@@ -38,29 +40,28 @@ class Engine:
         self,
         target: Target,
         drafter: Drafter | None = None,
-        rule: str = "coupled",
-        lossless: bool = True,
+        verifier: Verifier | None = None,
         max_num_seqs: int | None = None,
         timings: bool = False,
         max_cache_tokens: int | None = None,
         prefill_chunk: int | None = None,
         prefixes: PrefixCache | None = None,
     ):
-        """drafter: None is plain decoding. rule: "coupled", or a published one to compare with
-        (inference/acceptance_rules.py); "typical" needs lossless=False, because it changes the text. max_num_seqs: requests
-        decoded at a time, others wait; None for no limit. timings: measure where the time goes. max_cache_tokens:
-        entries of the target's cache, rows times capacity, beyond which requests wait as well. prefill_chunk: most prompt
-        tokens that are read in one step, so that a long prompt does not stall the others; None reads all that there are (as
-        does a target that reads no trees). prefixes: where texts are kept that later ones may begin with; None keeps none."""
-        self.target, self.drafter = target, readable(drafter or NoDrafter(), target)
+        """drafter: None is plain decoding. verifier: None is the coupled one, which is lossless (inference/verify.py).
+        max_num_seqs: requests decoded at a time, others wait; None for no limit. timings: measure where the time goes.
+        max_cache_tokens: entries of the target's cache, sequences times capacity, beyond which requests wait as well.
+        prefill_chunk: most prompt tokens in one step, so that a long prompt does not stall the others; None takes all that
+        there are (as does a target that does not support trees). prefixes: where texts are kept that later ones may begin
+        with; None keeps none."""
+        self.target, self.drafter = target, as_supported(drafter or NoDrafter(), target)
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[SequenceState] = deque()
-        self.reading: deque[Prompts] = deque()
-        self.prefilled = False  # did the last step read prompts?
+        self.prefilling: deque[Prompts] = deque()
+        self.last_was_prefill = False
         self.prefill_chunk = prefill_chunk if target.supports_trees else None
         self.prefixes = prefixes if target.supports_trees else None
-        self.root = 0 if prefixes is None else prefixes.new_namespace()
-        self.batch = Batch(target, self.drafter, rule, lossless, max_cache_tokens)
+        self.namespace = 0 if prefixes is None else prefixes.new_namespace()
+        self.batch = Batch(target, self.drafter, verifier or Coupled(), max_cache_tokens)
         self.clock = Clock(target.device, timings)
 
     def add(self, request: Request) -> None:
@@ -68,64 +69,72 @@ class Engine:
         self.waiting.append(self.check(request))
 
     def check(self, request: Request) -> SequenceState:
-        """The request's row, before it is decoded. Raises ValueError for a prompt that the target cannot read, or a text that
-        the cache has no room for."""
+        """The request's sequence, before it is decoded. Raises ValueError for a prompt that the target cannot take, or a text
+        that the cache has no room for."""
         context = self.target.context
         if not request.prompt:
             raise ValueError("the prompt is empty: give at least one token (the bos token, say)")
         if context is not None and len(request.prompt) >= context:
             raise ValueError(
-                f"the prompt has {len(request.prompt)} tokens, the target {self.target.name} reads {context}, its answer "
+                f"the prompt has {len(request.prompt)} tokens, the target {self.target.name} takes {context}, its answer "
                 "included"
             )
-        row = SequenceState(request, list(request.prompt), StoppingCriteria(self.target, request))
-        if self.batch.max_cache_tokens is not None and self.batch.capacity([row]) > self.batch.max_cache_tokens:
+        check_ids("the prompt", request.prompt, self.target.model.get_input_embeddings().num_embeddings)
+        check_ids(
+            "logit_bias or bad_words_ids", (token for token, _ in request.params.logit_bias), self.target.vocab_size
+        )
+        sequence = SequenceState(request, list(request.prompt), StoppingCriteria(self.target, request))
+        if self.batch.max_cache_tokens is not None and self.batch.capacity([sequence]) > self.batch.max_cache_tokens:
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} need more than the "
                 f"{self.batch.max_cache_tokens} tokens that the cache has room for: ask for fewer"
             )
-        return row
+        return sequence
 
     def cancel(self, request: Request) -> None:
-        """Nothing more comes of it: it waits no longer, or its row is free from the next step on."""
-        self.waiting = deque(row for row in self.waiting if row.request is not request)
-        for row in self.started():
-            if row.request is request and row.finish_reason is None:
-                row.finish_reason = "cancelled"
-        self.reading = deque(prompts for prompts in self.reading if prompts.unfinished())
+        """Nothing more comes of it: it waits no longer, or its slot is free from the next step on."""
+        self.waiting = deque(sequence for sequence in self.waiting if sequence.request is not request)
+        for sequence in self.running():
+            if sequence.request is request and sequence.finish_reason is None:
+                sequence.finish_reason = "cancelled"
+        self.prefilling = deque(prompts for prompts in self.prefilling if prompts.unfinished())
 
     def preempt(self) -> None:
-        """All rows wait again, first in line, to be read again with their text so far: after an error in a step (out of
+        """All sequences wait again, first in line, to be prefilled with their text so far: after an error in a step (out of
         memory, say), what it left behind is forgotten. Texts do not change by it."""
-        self.waiting.extendleft(row for row in reversed(self.started()) if row.finish_reason is None)
-        self.batch.rows, self.batch.cache = [], None
-        self.reading.clear()
+        self.waiting.extendleft(sequence for sequence in reversed(self.running()) if sequence.finish_reason is None)
+        self.batch.sequences, self.batch.cache = [], None
+        self.prefilling.clear()
 
-    def started(self) -> list[SequenceState]:
-        """Rows that wait no longer: those that are decoded, the finished ones that have not left, and those that are read."""
-        rows = [*self.batch.rows, *(row for prompts in self.reading for row in prompts.rows)]
-        return list({id(row): row for row in rows}.values())  # a step that raised may have left a row in both
+    def running(self) -> list[SequenceState]:
+        """Sequences that wait no longer: those decoded, the finished ones that have not left, and those being prefilled."""
+        sequences = [*self.batch.sequences, *(one for prompts in self.prefilling for one in prompts.sequences)]
+        return list({id(one): one for one in sequences}.values())  # a step that raised may have left one in both
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.reading or self.batch.unfinished())
+        return bool(self.waiting or self.prefilling or self.batch.unfinished())
 
     @torch.inference_mode()
-    def step(self) -> list[Output]:
-        """One read of the target, and what it gave to each request; nothing where it read a part of a prompt."""
-        self.prefilled = self.prompts_are_next()
-        if self.prefilled:
+    def step(self) -> list[RequestOutput]:
+        """One forward of the target, and what it gave to each request; nothing where it was over a part of a prompt."""
+        self.last_was_prefill = self.prefill_is_next()
+        if self.last_was_prefill:
             return self.prefill()
         self.clock.start()
+        started, captured = time.perf_counter(), CudaGraphs.num_captured
         tree, gumbel = self.propose()
-        reading = self.forward(tree)
-        verification, broken = self.verify(tree, reading.logits, gumbel)
-        traces = trace_rows(self.batch.rows, tree, verification, reading.logits)
-        outputs = self.commit(tree, verification, broken, reading.aux_hidden_states)
-        return [output._replace(trace=traces.get(output.request)) for output in outputs] if traces else outputs
+        output = self.forward(tree)
+        verification, validity = self.verify(tree, output.logits, gumbel)
+        traces = trace_sequences(self.batch.sequences, tree, verification, output.logits)
+        outputs = self.commit(tree, verification, validity, output.aux_hidden_states)
+        # A step that captured a graph took longer than the others like it will.
+        seconds = time.perf_counter() - started if captured == CudaGraphs.num_captured else None
+        self.drafter.observe_seconds(seconds)
+        return [one._replace(trace=traces.get(one.request)) for one in outputs] if traces else outputs
 
     def propose(self) -> tuple[TokenTree, Tensor | None]:
-        """A tree for every row, and the noise of the positions that it may reach."""
+        """A tree for every sequence, and the noise of the positions that it may reach."""
         self.batch.make_room()
         cache = self.batch.open_cache()
         self.depth = self.drafter.depth
@@ -138,100 +147,117 @@ class Engine:
         return tree, gumbel
 
     def forward(self, tree: TokenTree) -> TargetOutput:
-        """The target's logits and features of every node."""
+        """The target's logits and aux hidden states of every node."""
         cache, layers = self.batch.open_cache(), self.drafter.layers
-        read = partial(forward_nodes, self.target, cache, layers)
-        reading = cache.graphs(("read", cache.kv_bucket, *layers), read, tree.tokens, tree.depths, tree.ancestors)
+        function = partial(forward_nodes, self.target, cache, layers)
+        output = cache.graphs(("forward", cache.kv_bucket, *layers), function, tree.tokens, tree.depths, tree.ancestors)
         self.clock.lap("forward")
-        return reading
+        return output
 
     def verify(self, tree: TokenTree, logits: Tensor, gumbel: Tensor | None) -> tuple[Verification, Tensor]:
-        """What the target writes itself, and in which rows (batch,) a logit was not a number."""
+        """What the target writes itself, and a Validity per sequence (batch,)."""
         return self.batch.sampler.verify(logits, tree, gumbel, self.depth, self.batch.open_cache().graphs)
 
     def commit(
-        self, tree: TokenTree, verification: Verification, broken: Tensor, aux_hidden_states: Tensor
-    ) -> list[Output]:
-        """Keep the accepted path of every row in the cache and in its text."""
-        bad, counts, paths, tokens = to_host(verification, broken)
+        self, tree: TokenTree, verification: Verification, validity: Tensor, aux_hidden_states: Tensor
+    ) -> list[RequestOutput]:
+        """Keep the accepted path of every sequence in the cache and in its text."""
+        valid, counts, paths, tokens = to_host(verification, validity)
         self.clock.lap("verify")
         nodes = tree.tokens.shape[1]
-        outputs = self.batch.fail(bad, nodes)
-        counts = [0 if row.finish_reason else count for row, count in zip(self.batch.rows, counts, strict=True)]
+        outputs = self.batch.fail(valid, nodes)
+        sequences = self.batch.sequences
+        counts = [0 if one.finish_reason else count for one, count in zip(sequences, counts, strict=True)]
         paths = [path[:count] for path, count in zip(paths, counts, strict=True)]
         self.drafter.observe(paths, verification.choices)
         cache = self.batch.open_cache()
         captured = cache.kv_bucket is not None
         device_counts = self.batch.of_unfinished(verification.counts)
         cache.commit(paths, verification.path, device_counts)
+        for slot, is_valid in enumerate(valid):
+            if is_valid == Validity.REJECTED_NAN:
+                cache.erase_uncommitted(slot)
         width = self.depth + 1 if captured else max(counts)
         kept = verification.path[:, :width, None].expand(-1, -1, aux_hidden_states.shape[-1])
         aux_hidden_states = aux_hidden_states.gather(1, kept)
-        self.batch.sampler.append(verification.tokens[:, :width], verification.counts)
+        new_tokens = verification.tokens[:, :width]
+        self.batch.sampler.append(new_tokens, verification.counts)
         self.clock.lap("commit")
-        for row, count, new in zip(self.batch.rows, counts, tokens, strict=True):
+        for one, count, new in zip(sequences, counts, tokens, strict=True):
             if count:
-                facts = row.request, row.extend(new[:count]), count - 1, nodes, row.finish_reason
-                outputs.append(Output(*facts, depth=self.depth))
+                added = one.extend(new[:count])
+                outputs.append(RequestOutput(one.request, added, count - 1, nodes, one.finish_reason, depth=self.depth))
         if self.prefixes is not None:
-            self.batch.keep(self.prefixes, self.root, [count > 0 for count in counts])
-        texts = [row.text for row in self.batch.rows]
-        kept_tokens = verification.tokens[:, :width]
+            self.batch.store_prefixes(self.prefixes, self.namespace, [count > 0 for count in counts])
+        texts = [one.text for one in sequences]
         self.batch.accepted = Accepted(
-            kept_tokens, aux_hidden_states, counts, texts, device_counts, cache.needs_catch_up
+            new_tokens, aux_hidden_states, counts, texts, device_counts, cache.needs_catch_up
         )
         self.clock.lap("host")
         return outputs
 
-    def prompts_are_next(self) -> bool:
+    def prefill_is_next(self) -> bool:
         """Not twice in a row where texts are written."""
-        if self.prefilled and self.batch.unfinished():
+        if self.last_was_prefill and self.batch.unfinished():
             return False
         self.admit()
-        return bool(self.reading)
+        return bool(self.prefilling)
 
     def admit(self) -> None:
-        """Waiting requests for which there is room are to be read together: as many as fit into one chunk, or one."""
-        rows: list[SequenceState] = []
-        free, longest = self.free_rows(), 0
-        while len(rows) < free:
-            longest = max(longest, len(self.waiting[0].text))
-            if rows and self.prefill_chunk is not None and (len(rows) + 1) * longest > self.prefill_chunk:
+        """Waiting requests for which there is room are prefilled together: as many as fit into one chunk, or one."""
+        sequences: list[SequenceState] = []
+        longest = 0
+        for one in islice(self.waiting, self.num_admissible()):
+            longest = max(longest, len(one.text))
+            if sequences and self.prefill_chunk is not None and (len(sequences) + 1) * longest > self.prefill_chunk:
                 break
-            rows.append(self.waiting.popleft())
-        if rows:
-            self.reading.append(Prompts(rows, self.target, self.drafter, self.batch.cache_for_prompts(rows)))
+            sequences.append(one)
+        if sequences:
+            cache = self.batch.new_prompt_cache(sequences)  # may run out of memory: until then they wait
+            self.prefilling.append(Prompts(sequences, self.target, self.drafter, cache))
+            for _ in sequences:
+                self.waiting.popleft()
 
-    def prefill(self) -> list[Output]:
-        """Read prompts, or a chunk of one, in turn; those that have been read join the batch."""
-        prompts = self.reading[0]
+    def prefill(self) -> list[RequestOutput]:
+        """Prompts, or a chunk of one, in turn; those that are done join the batch."""
+        prompts = self.prefilling[0]
         if self.prefixes is not None and not any(prompts.cache.lengths):
-            prompts.find(self.prefixes, self.root)
-        last = prompts.read(self.prefill_chunk)
+            prompts.load_prefixes(self.prefixes, self.namespace)
+        last = prompts.prefill(self.prefill_chunk)
         if last is None:
-            self.reading.rotate(-1)
+            self.prefilling.rotate(-1)
             return []
         outputs = self.batch.join(prompts, last)
-        self.reading.popleft()
+        self.prefilling.popleft()
         if self.prefixes is not None:
-            prompts.keep(self.prefixes, self.root)
+            prompts.store_prefixes(self.prefixes, self.namespace)
         return outputs
 
-    def free_rows(self) -> int:
+    def num_admissible(self) -> int:
         """How many of the waiting requests may join now, in the order in which they came."""
-        busy = [row for row in self.started() if row.finish_reason is None]
+        busy = [one for one in self.running() if one.finish_reason is None]
         free = len(self.waiting) if self.max_num_seqs is None else min(len(self.waiting), self.max_num_seqs - len(busy))
+        free = max(0, free)
         if self.batch.max_cache_tokens is not None:
-            rows = [*busy, *islice(self.waiting, max(0, free))]
-            while len(rows) > len(busy) and len(rows) * self.batch.capacity(rows) > self.batch.max_cache_tokens:
-                rows.pop()
-            free = len(rows) - len(busy)
+            sequences = [*busy, *islice(self.waiting, free)]
+            while len(sequences) > len(busy) and (
+                len(sequences) * self.batch.capacity(sequences) > self.batch.max_cache_tokens
+            ):
+                sequences.pop()
+            free = len(sequences) - len(busy)
         return free
 
     def close(self) -> None:
         """The target keeps the cache, and what was captured over it, for the next engine."""
         if self.batch.cache is not None:
             self.target.release(self.batch.cache)
+
+
+def check_ids(name: str, ids: Iterable[int], count: int) -> None:
+    """Raises ValueError for one that is not below `count`: a device would fail for all sequences at once."""
+    for token in ids:
+        if not 0 <= token < count:
+            raise ValueError(f"{name} names token {token}, and the target knows 0 to {count - 1}: check its tokenizer")
 
 
 def forward_nodes(

@@ -11,24 +11,20 @@ from transformers import GenerationConfig
 
 from foredraft.heads.target import Target
 from foredraft.inference.drafters.base import Drafter
-from foredraft.inference.engine import Engine, Output
+from foredraft.inference.engine import Engine, RequestOutput
 from foredraft.inference.request import Request, budget
 from foredraft.inference.sampling import SamplingParams
+from foredraft.inference.verify import Verifier
 
 PARAMS = {field.name for field in fields(SamplingParams)}
 LIMITS = {"max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "stop_strings", "do_sample", "bad_words_ids"}
 # Settings of a GenerationConfig that say nothing about the text written here: caches, and drafting by transformers.
-IGNORED = {"use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory", "prefill_chunk_size"}
-IGNORED |= {
-    "compile_config",
-    "disable_compile",
-    "is_assistant",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-}
-IGNORED |= {"assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind"}
-IGNORED |= {"max_matching_ngram_size", "transformers_version", "bos_token_id", "decoder_start_token_id"}
-IGNORED |= {"remove_invalid_values", "renormalize_logits", "early_stopping"}
+IGNORED = {"use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory"}
+IGNORED |= {"prefill_chunk_size", "compile_config", "disable_compile", "is_assistant", "num_assistant_tokens"}
+IGNORED |= {"num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit"}
+IGNORED |= {"assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size", "transformers_version"}
+IGNORED |= {"bos_token_id", "decoder_start_token_id", "remove_invalid_values", "renormalize_logits"}
+IGNORED |= {"early_stopping"}
 # Settings that 1 switches off. The others are off at None, False, 0 and where they are empty.
 OFF_AT_ONE = {"num_beams", "num_return_sequences", "num_beam_groups", "typical_p", "length_penalty"}
 OFF_AT_ONE |= {"encoder_repetition_penalty", "guidance_scale"}
@@ -37,9 +33,9 @@ OFF_AT_ONE |= {"encoder_repetition_penalty", "guidance_scale"}
 class Step(NamedTuple):
     """What one target forward gained."""
 
-    accepted: list[int]  # per row that was still writing: drafts accepted (the bonus not counted)
-    emitted: list[int]  # per such row: tokens added to its text, the bonus counted, less what the end cut off
-    nodes: int  # of the tree, the root counted
+    accepted: list[int]  # per sequence that was still writing: drafts accepted (the bonus token not counted)
+    emitted: list[int]  # per such sequence: tokens added to its text, the bonus counted, less what the end cut off
+    nodes: int  # of the tree, the bonus token counted
 
 
 @dataclass
@@ -50,18 +46,13 @@ class Generation:
     new_tokens: list[list[int]]
     steps: list[Step]
     seconds: dict[str, float] = field(default_factory=dict)  # per stage, when timings were asked for
-    finish_reasons: list[str] = field(default_factory=list)  # per row: "stop" or "length"
+    finish_reasons: list[str] = field(default_factory=list)  # per sequence: "stop" or "length"
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens gained per target forward and row, the bonus counted; the prompt's forward is left out."""
+        """Tokens gained per target forward and sequence, the bonus token counted; the prompt's forward is left out."""
         forwards = sum(len(step.emitted) for step in self.steps)
         return sum(sum(step.emitted) for step in self.steps) / forwards if forwards else 0.0
-
-    def accepted_per_depth(self, depth: int) -> list[float]:
-        """Share of steps that accepted at least d drafts, for d = 1 .. depth."""
-        counts = [count for step in self.steps for count in step.accepted]
-        return [sum(count >= d for count in counts) / max(1, len(counts)) for d in range(1, depth + 1)]
 
 
 @torch.inference_mode()
@@ -74,8 +65,7 @@ def generate(
     *,
     seed: int | Sequence[int] = 0,
     streamer: Any = None,
-    rule: str = "coupled",
-    lossless: bool = True,
+    verifier: Verifier | None = None,
     timings: bool = False,
     progress: Callable[[int], None] | None = None,
     **settings: Any,
@@ -88,15 +78,23 @@ def generate(
     switches it off), pad_token_id, stop_strings; presence_penalty, frequency_penalty, logit_bias ({token: bias}) as
     OpenAI has them; and grammar (inference/grammar.py). Greedy unless do_sample is true or a temperature above 0 is given;
     what is not set is off (also top_k, which transformers sets to 50). seed: row r uses seed + r, or give one per row; a
-    row's text depends on its own prompt and seed alone. streamer: transformers' kind. rule, lossless, timings: as in
-    `Engine`. progress: told after each step how many tokens it added to all rows.
+    row's text depends on its own prompt and seed alone. streamer: transformers' kind. verifier, timings: as in `Engine`.
+    progress: told after each step how many tokens it added to all sequences.
 
     Raises ValueError for an empty or too long prompt, for a setting that is not known or not done here, and for logits
     that are not numbers.
     """
-    parsed = read_settings(generation_config, settings, target)
-    requests = make_requests(unpad(input_ids, attention_mask), parsed, input_ids.shape[1], seed, target)
-    engine = Engine(target, drafter, rule, lossless, timings=timings)
+    prompts = unpad(input_ids, attention_mask)
+    shared = read_settings(generation_config, settings, target, input_ids.shape[1])
+    pad_token_id = shared.pop("pad_token_id")
+    seeds = [seed + row for row in range(len(prompts))] if isinstance(seed, int) else list(seed)
+    if len(seeds) != len(prompts):
+        raise ValueError(f"{len(seeds)} seeds were given for {len(prompts)} rows")
+    requests = [Request(prompt, seed=seed, **shared) for prompt, seed in zip(prompts, seeds, strict=True)]
+    longest, context = max(map(len, prompts)), target.context
+    if context is not None and longest > context:
+        raise ValueError(f"the prompt has {longest} tokens, the target {target.name} takes {context} at most")
+    engine = Engine(target, drafter, verifier, timings=timings)
     if streamer is not None:
         streamer.put(input_ids.cpu())
     for request in requests:
@@ -124,28 +122,20 @@ def generate(
     if streamer is not None:
         streamer.end()
     new_tokens = [texts[request] for request in requests]
-    sequences = with_new_tokens(input_ids, new_tokens, parsed.pad_token_id)
+    sequences = with_new_tokens(input_ids, new_tokens, pad_token_id)
     return Generation(sequences, new_tokens, steps, engine.clock.seconds, list(reasons.values()))
 
 
-def as_step(outputs: list[Output]) -> Step:
+def as_step(outputs: list[RequestOutput]) -> Step:
     accepted = [output.accepted for output in outputs if output.accepted is not None]
     return Step(accepted, [len(output.tokens) for output in outputs], outputs[0].nodes)
 
 
-class Settings(NamedTuple):
-    """A GenerationConfig and keywords, as this loop needs them."""
-
-    params: SamplingParams
-    max_new_tokens: int | None
-    max_length: int | None  # of a row of input_ids and its new tokens
-    eos_token_ids: frozenset[int]
-    pad_token_id: int
-    stop_strings: tuple[str, ...]
-
-
-def read_settings(config: GenerationConfig | None, keywords: dict[str, Any], target: Target) -> Settings:
-    """Raises ValueError that names what is not known, or not done here."""
+def read_settings(
+    config: GenerationConfig | None, keywords: dict[str, Any], target: Target, length: int
+) -> dict[str, Any]:
+    """The arguments of all requests, and pad_token_id. length: of the rows of input_ids, which max_length counts. Raises
+    ValueError that names what is not known, or not done here."""
     given = {} if config is None else {k: v for k, v in config.to_diff_dict().items() if not k.startswith("_")}
     given |= keywords
     known = set(GenerationConfig().to_dict()) | PARAMS | LIMITS
@@ -172,15 +162,21 @@ def read_settings(config: GenerationConfig | None, keywords: dict[str, Any], tar
     eos = target.eos_token_ids if eos is None else [eos] if isinstance(eos, int) else list(eos)
     stops = given.get("stop_strings") or ()
     pad = given.get("pad_token_id")
-    pad = max(0, min(eos, default=0)) if pad is None else pad
-    return Settings(
-        SamplingParams(**params),
-        given.get("max_new_tokens"),
-        given.get("max_length"),
-        frozenset(eos),
-        pad,
-        (stops,) if isinstance(stops, str) else tuple(stops),
-    )
+    most, max_length = given.get("max_new_tokens"), given.get("max_length")
+    if most is None:
+        most = 128 if max_length is None else max_length - length
+    if most < 0:
+        raise ValueError(
+            f"max_new_tokens={given.get('max_new_tokens')} and max_length={max_length} leave no room after a prompt of "
+            f"{length} tokens: give more"
+        )
+    return {
+        "params": SamplingParams(**params),
+        "max_new_tokens": most,
+        "eos_token_ids": frozenset(eos),
+        "pad_token_id": max(0, min(eos, default=0)) if pad is None else pad,
+        "stop_strings": (stops,) if isinstance(stops, str) else tuple(stops),
+    }
 
 
 def logit_bias(bias: Any, bad_words: list[list[int]] | None, vocab: int) -> tuple[tuple[int, float], ...]:
@@ -194,30 +190,6 @@ def logit_bias(bias: Any, bad_words: list[list[int]] | None, vocab: int) -> tupl
         if not 0 <= token < vocab:
             raise ValueError(f"logit_bias or bad_words_ids names token {token}; the target knows 0 to {vocab - 1}")
     return tuple(pairs)
-
-
-def make_requests(
-    prompts: list[list[int]], settings: Settings, length: int, seed: int | Sequence[int], target: Target
-) -> list[Request]:
-    """length: of the rows of input_ids. Raises ValueError for a prompt or a budget that does not fit."""
-    most = settings.max_new_tokens
-    if most is None:
-        most = 128 if settings.max_length is None else settings.max_length - length
-    if most < 0:
-        raise ValueError(
-            f"max_new_tokens={settings.max_new_tokens} and max_length={settings.max_length} leave no room after a prompt of "
-            f"{length} tokens: give more"
-        )
-    longest, context = max(map(len, prompts)), target.context
-    if context is not None and longest > context:
-        raise ValueError(f"the prompt has {longest} tokens, the target {target.name} reads {context} at most")
-    seeds = [seed + row for row in range(len(prompts))] if isinstance(seed, int) else list(seed)
-    if len(seeds) != len(prompts):
-        raise ValueError(f"{len(seeds)} seeds were given for {len(prompts)} rows")
-    return [
-        Request(prompt, settings.params, most, row_seed, settings.eos_token_ids, settings.stop_strings)
-        for prompt, row_seed in zip(prompts, seeds, strict=True)
-    ]
 
 
 def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:

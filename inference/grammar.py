@@ -40,10 +40,10 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles grammars for a target's tokenizer, which it reads once (about a second for 150k tokens)."""
+    """Compiles grammars for a target's tokenizer, which it takes in once (about a second for 150k tokens)."""
 
     def __init__(self, target: Target):
-        """Raises ValueError where llguidance is not installed, or the tokenizer is not one that it reads."""
+        """Raises ValueError where llguidance is not installed, or the tokenizer is not one that it knows."""
         try:
             from llguidance.hf import from_tokenizer
         except ModuleNotFoundError:
@@ -103,7 +103,7 @@ class GrammarState:
 
     def __init__(self, grammar: Grammar):
         self.matcher, self.eos_token_ids = grammar.matcher.deep_copy(), grammar.eos_token_ids
-        self.read = 0  # tokens of the text
+        self.num_consumed = 0  # tokens of the text
 
     @property
     def failed(self) -> bool:
@@ -112,13 +112,13 @@ class GrammarState:
 
     def fill(self, bits: Tensor, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> None:
         """Write into bits (nodes, words) int32 what may stand after each node, 32 tokens a word. text: what has been written,
-        the root included. Nodes that the grammar forbids are left as they are."""
+        the bonus token included. Nodes that the grammar forbids are left as they are."""
         from llguidance.torch import fill_next_token_bitmask
 
-        for token in text[self.read :]:
+        for token in text[self.num_consumed :]:
             if not self.matcher.is_stopped():  # after the end only ends come, which it knows
                 self.matcher.consume_token(token)
-        self.read = len(text)
+        self.num_consumed = len(text)
         below: list[list[int]] = [[] for _ in tokens]
         for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             if node and token >= 0:
@@ -144,8 +144,8 @@ def allowed_tokens(
     parents: Tensor,
     vocab: int,
 ) -> tuple[Tensor, Tensor]:
-    """Bits (batch, nodes, bytes) uint8 for `forbid`, all set in rows without a state, and in which rows a grammar failed
-    (batch,) bool; of trees (batch, nodes), whose tokens the host waits for."""
+    """Bits (batch, nodes, bytes) uint8 for `forbid`, all set for sequences without a state, and of which sequences the
+    grammar failed (batch,) bool; of trees (batch, nodes), whose tokens the host waits for."""
     batch, nodes = tokens.shape
     bits = torch.full((batch, nodes, (vocab + 31) // 32), -1, dtype=torch.int32)
     host_tokens, host_parents = torch.stack([tokens, parents]).tolist()
@@ -160,6 +160,6 @@ def allowed_tokens(
 
 def forbid(logits: Tensor, bits: Tensor) -> Tensor:
     """Logits (batch, nodes, vocab) with minus infinity where a bit of `allowed_tokens` is not set."""
-    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    allowed = ((bits[..., None] >> places) & 1).flatten(-2)[..., : logits.shape[-1]]
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    allowed = ((bits[..., None] >> shifts) & 1).flatten(-2)[..., : logits.shape[-1]]
     return logits.masked_fill(allowed == 0, float("-inf"))

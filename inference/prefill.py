@@ -1,9 +1,9 @@
-"""TargetOutput the prompts of requests that are to join: whole, or in chunks between the steps of those that are decoded.
+"""Prefill of the prompts of requests that are to join: whole, or in chunks between the steps of those that are decoded.
 
-    prompt    h h h h h h h h | a a a a | b b b b | c c        h found in the prefix cache, a b c read chunk by chunk
+    prompt    h h h h h h h h | a a a a | b b b b | c c        h from the prefix cache, a b c prefilled chunk by chunk
 
-The rows have caches of their own until they join the batch. Drafters that read prompts read each chunk right after the
-target, so nothing is left but the newest token, the root, when a row joins.
+The sequences have caches of their own until they join the batch. Drafters with a cache take in each chunk right after the
+target, so nothing is left but the bonus token when a sequence joins.
 """
 
 from collections.abc import Sequence
@@ -20,78 +20,76 @@ from foredraft.inference.request import SequenceState
 
 
 class LastPositions(NamedTuple):
-    """Of prompts that have been read, what follows from their last tokens."""
+    """Of prompts that have been prefilled, what follows from their last tokens."""
 
-    tokens: Tensor  # (rows, 1) int64
-    reading: TargetOutput  # logits (rows, 1, vocab), features (rows, 1, width)
+    tokens: Tensor  # (sequences, 1) int64
+    output: TargetOutput  # logits (sequences, 1, vocab), aux hidden states (sequences, 1, width)
 
 
 class Prompts:
-    """Some rows whose texts are read together. Several are short enough for one chunk, a longer one is alone."""
+    """Some sequences whose texts are prefilled together. Several are short enough for one chunk, a longer one is alone."""
 
-    def __init__(self, rows: Sequence[SequenceState], target: Target, drafter: Drafter, cache: TargetCache):
+    def __init__(self, sequences: Sequence[SequenceState], target: Target, drafter: Drafter, cache: TargetCache):
         """cache: the target's, empty, with room for their texts."""
-        self.rows, self.target, self.drafter, self.cache = rows, target, drafter, cache
-        self.lengths = [len(row.text) for row in rows]
-        self.caches = [reader.new_cache(len(rows), max(self.lengths)) for reader in drafter.cached_drafters]
+        self.sequences, self.target, self.drafter, self.cache = sequences, target, drafter, cache
+        self.lengths = [len(sequence.text) for sequence in sequences]
+        self.cached_drafters = drafter.cached_drafters
+        self.caches = [one.new_cache(len(sequences), max(self.lengths)) for one in self.cached_drafters]
+        self.lags = [0, *(one.cache_lag for one in self.cached_drafters)]
 
     def unfinished(self) -> bool:
-        return any(row.finish_reason is None for row in self.rows)
+        return any(sequence.finish_reason is None for sequence in self.sequences)
 
-    def find(self, prefixes: PrefixCache, root: int) -> None:
-        """Begin after what the prefix cache holds of the texts. Their last token is always read, since a position's features
-        go with the token after it."""
+    def load_prefixes(self, prefixes: PrefixCache, namespace: int) -> None:
+        """Begin after what the prefix cache holds of the texts. Their last token is always prefilled, since a position's aux
+        hidden states go with the token after it."""
         assert isinstance(self.cache, KVCache)
-        found = [prefixes.find(root, row.text) for row in self.rows]
-        lengths = [max(0, sum(len(block.tokens) for block in blocks) - 1) for blocks in found]
-        # In a batch a short row's padding may stand after a long one's prefix.
+        hits = [prefixes.find(namespace, sequence.text) for sequence in self.sequences]
+        lengths = [max(0, sum(len(block.tokens) for block in blocks) - 1) for blocks in hits]
+        # In a batch a short sequence's padding may stand after a long one's prefix.
         room = 1 + max(lengths) + max(whole - length for whole, length in zip(self.lengths, lengths, strict=True))
-        for place, cache in enumerate([self.cache, *self.caches]):
+        for number, (cache, lag) in enumerate(zip([self.cache, *self.caches], self.lags, strict=True)):
             cache.reorder(list(range(cache.batch)), max(cache.capacity, room))
-            for number, blocks in enumerate(found):
+            for row, blocks in enumerate(hits):
                 if blocks:
-                    cache.copy_in(number, [block.states[place] for block in blocks])
-        self.cache.set_lengths(lengths)
-        for reader, cache in zip(self.drafter.cached_drafters, self.caches, strict=True):
-            cache.set_lengths([length and length + 1 - reader.cache_lag for length in lengths])
+                    cache.copy_in(row, [block.states[number] for block in blocks])
+            # A drafter's entries end at the same place as the blocks do, and the target's one before it.
+            cache.set_lengths([length and length + 1 - lag if number else length for length in lengths])
 
-    def keep(self, prefixes: PrefixCache, root: int) -> None:
-        """Prompts that have been read go into the prefix cache."""
-        for number, row in enumerate(self.rows):
-            if row.finish_reason != "error":
-                caches: Any = [self.cache, *self.caches]
-                prefixes.store(
-                    root, row.text, caches, [0, *(reader.cache_lag for reader in self.drafter.cached_drafters)], number
-                )
+    def store_prefixes(self, prefixes: PrefixCache, namespace: int) -> None:
+        """Prefilled prompts go into the prefix cache."""
+        caches: Any = [self.cache, *self.caches]
+        for row, sequence in enumerate(self.sequences):
+            if sequence.finish_reason != "error":
+                prefixes.store(namespace, sequence.text, caches, self.lags, row)
 
-    def read(self, most: int | None) -> LastPositions | None:
-        """Read on, at most so many tokens of all rows together, or at least one of each. None until all have been read."""
+    def prefill(self, most: int | None) -> LastPositions | None:
+        """One more chunk, at most so many tokens of all sequences together, or one of each. None until all is done."""
         done, device = self.cache.lengths, self.target.device
         rest = [length - start for length, start in zip(self.lengths, done, strict=True)]
         width = max(rest) if most is None else min(max(rest), max(1, most // len(rest)))
         counts = [min(width, count) for count in rest]
-        parts = [row.text[start : start + width + 1] for row, start in zip(self.rows, done, strict=True)]
+        parts = [one.text[start : start + width + 1] for one, start in zip(self.sequences, done, strict=True)]
         text = torch.tensor([part + [0] * (width + 1 - len(part)) for part in parts], device=device)
-        reading = self.target.prefill(text[:, :width], counts, self.cache, self.drafter.layers)
+        output = self.target.prefill(text[:, :width], counts, self.cache, self.drafter.layers)
         self.cache.set_lengths([start + count for start, count in zip(done, counts, strict=True)])
-        self.read_drafts(text[:, 1:], reading.aux_hidden_states, counts)
+        self.prefill_drafters(text[:, 1:], output.aux_hidden_states, counts)
         if self.cache.lengths != self.lengths:
             return None
         last = text.new_tensor(counts)[:, None] - 1
-        aux_hidden_states = reading.aux_hidden_states.gather(
-            1, last[:, :, None].expand(-1, -1, reading.aux_hidden_states.shape[-1])
-        )
-        return LastPositions(text.gather(1, last), TargetOutput(reading.logits, aux_hidden_states))
+        hidden = output.aux_hidden_states
+        hidden = hidden.gather(1, last[:, :, None].expand(-1, -1, hidden.shape[-1]))
+        return LastPositions(text.gather(1, last), TargetOutput(output.logits, hidden))
 
-    def read_drafts(self, following: Tensor, aux_hidden_states: Tensor, counts: Sequence[int]) -> None:
-        """Drafters read the chunk too: each position's features (rows, n, width) with the token after it (rows, n). What
-        follows a prompt's last token is not known yet."""
+    def prefill_drafters(self, following: Tensor, aux_hidden_states: Tensor, counts: Sequence[int]) -> None:
+        """Drafters take the chunk too: each position's aux hidden states (sequences, n, width) with the token after it
+        (sequences, n). What follows a prompt's last token is not there yet."""
         ends = zip(self.cache.lengths, self.lengths, counts, strict=True)
-        known = [count - (end == length) for end, length, count in ends]
-        width = max(known)
+        counts = [count - (end == length) for end, length, count in ends]
+        width = max(counts)
         if width == 0:
             return
-        texts = [row.text for row in self.rows]
-        accepted = Accepted(following[:, :width], aux_hidden_states[:, :width], known, texts)
-        for reader, cache in zip(self.drafter.cached_drafters, self.caches, strict=True):
-            reader.prefill(share(accepted, self.drafter.layers, reader.layers), cache)
+        texts = [sequence.text for sequence in self.sequences]
+        accepted = Accepted(following[:, :width], aux_hidden_states[:, :width], counts, texts)
+        for drafter, cache in zip(self.cached_drafters, self.caches, strict=True):
+            drafter.prefill(share(accepted, self.drafter.layers, drafter.layers), cache)

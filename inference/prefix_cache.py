@@ -1,9 +1,9 @@
-"""Prefixes of earlier texts, so that a request that begins alike does not read them again: a shared system prompt, or the
+"""Prefixes of earlier texts, so that a request that begins alike need not prefill them again: a shared system prompt, or the
 conversation so far.
 
 A text is cut into blocks of `block` tokens. A block is found by its own tokens and the block before it (vLLM's hash blocks;
 SGLang's radix tree keeps the same), compared token by token: no text ever gets the keys of another. It holds copies of the
-entries of the target's cache, and of its drafter's, whose last entry waits for the token after it:
+entries of the target's cache, and of its drafter's, whose last entry needs the token after it:
 
     tokens            0 1 2 3 | 4 5 6 7 | 8 9 ...
     target's entries  0 1 2 3 | 4 5 6 7 |                  rotated by their position, which is the same in every text
@@ -34,24 +34,24 @@ class Block:
 
 
 class PrefixCache:
-    """May be shared by engines of one target; each finds what it stored itself, under a root of its own."""
+    """May be shared by engines of one target; each finds what it stored itself, under a namespace of its own."""
 
     def __init__(self, max_bytes: int, block: int = BLOCK):
         self.max_bytes, self.block = max_bytes, block
         self.numbers = itertools.count()
-        # By the number of the block before it, or the root, and its tokens. The least recently used stands first, a block
-        # always before the one that precedes it in a text: so what is dropped has nothing after it.
+        # By the number of the block before it, or the namespace, and its tokens. The least recently used stands first, a
+        # block always before the one that precedes it in a text: so what is dropped has nothing after it.
         self.blocks: OrderedDict[tuple[int, tuple[int, ...]], Block] = OrderedDict()
         self.bytes = 0
-        self.looked_up = self.found = 0  # tokens
+        self.looked_up = self.hits = 0  # tokens
 
     def new_namespace(self) -> int:
         return next(self.numbers)
 
-    def keys(self, root: int, text: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+    def keys(self, namespace: int, text: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
         """Keys of the blocks that the text begins with."""
         keys: list[tuple[int, tuple[int, ...]]] = []
-        number = root
+        number = namespace
         for start in range(0, len(text) - self.block + 1, self.block):
             key = number, tuple(text[start : start + self.block])
             if key not in self.blocks:
@@ -60,23 +60,25 @@ class PrefixCache:
             number = self.blocks[key].number
         return keys
 
-    def find(self, root: int, text: Sequence[int]) -> list[Block]:
+    def find(self, namespace: int, text: Sequence[int]) -> list[Block]:
         """The longest sequence of blocks that the text begins with."""
-        keys = self.keys(root, text)
+        keys = self.keys(namespace, text)
         self.touch(keys)
         self.looked_up += len(text)
-        self.found += len(keys) * self.block
+        self.hits += len(keys) * self.block
         return [self.blocks[key] for key in keys]
 
-    def store(self, root: int, text: Sequence[int], caches: Sequence[KVCache], lags: Sequence[int], row: int) -> None:
+    def store(
+        self, namespace: int, text: Sequence[int], caches: Sequence[KVCache], lags: Sequence[int], row: int
+    ) -> None:
         """Keep what is not kept yet of a text, of which `row` of these caches has the entries. lags: by how many entries
         each of the caches stays behind the tokens."""
-        known = min(
+        cached = min(
             [len(text), *(cache.lengths[row] + cache_lag for cache, cache_lag in zip(caches, lags, strict=True))]
         )
-        keys = self.keys(root, text[:known])
-        number = self.blocks[keys[-1]].number if keys else root
-        for start in range(len(keys) * self.block, known - self.block + 1, self.block):
+        keys = self.keys(namespace, text[:cached])
+        number = self.blocks[keys[-1]].number if keys else namespace
+        for start in range(len(keys) * self.block, cached - self.block + 1, self.block):
             end = start + self.block
             block = Block(
                 next(self.numbers),

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from foredraft.heads.target import Target
 from foredraft.inference.grammar import GrammarState
 from foredraft.inference.sampling import SamplingParams
@@ -50,16 +48,16 @@ class StoppingCriteria:
     def cut(self, written: list[int], tokens: list[int]) -> tuple[list[int], str | None]:
         """Of `tokens`, which follow `written`, those that belong to the text, and why it ends with them, if it does."""
         for number, token in enumerate(tokens, start=1):
-            if token in self.request.eos_token_ids or self.completes_stop_string(written + tokens[:number]):
+            if token in self.request.eos_token_ids or self.completes_stop_string(written, tokens[:number]):
                 return tokens[:number], "stop"
             if len(written) + number >= self.budget:
                 return tokens[:number], "length"
         return tokens, None
 
-    def completes_stop_string(self, text: list[int]) -> bool:
+    def completes_stop_string(self, written: list[int], new: list[int]) -> bool:
         if not self.request.stop_strings:
             return False
-        tail = self.target.text_tokenizer.decode(text[-self.tail :])
+        tail = self.target.text_tokenizer.decode((written[-self.tail :] + new)[-self.tail :])
         return any(stop in tail for stop in self.request.stop_strings)
 
 
@@ -68,11 +66,10 @@ class SequenceState:
     """A request that is being decoded."""
 
     request: Request
-    text: list[int]  # the prompt and what was written, the root included
+    text: list[int]  # the prompt and what was written, the bonus token included
     stopping: StoppingCriteria
     new_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # "stop" (an end token or a stop string), "length", "cancelled", "error"
-    generator: torch.Generator | None = None  # of a published rule's draws (inference/target_sampler.py)
     grammar: GrammarState | None = None  # how far its text has come in the request's grammar; the sampler moves it on
 
     def extend(self, tokens: Sequence[int]) -> list[int]:

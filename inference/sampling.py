@@ -52,12 +52,12 @@ class SamplingParams:
 
 
 class Sampling(NamedTuple):
-    """The settings of a batch's rows as tensors, (batch, 1, 1) each; None where no row uses one.
+    """The settings of a batch's sequences as tensors, (batch, 1, 1) each; None where no sequence uses one.
 
     Tensors, so that a captured step takes any values; what is captured depends on `key` alone.
     """
 
-    temperature: Tensor | None  # float32; None where all rows are greedy, 0 where some are
+    temperature: Tensor | None  # float32; None where all sequences are greedy, 0 where some are
     top_k: Tensor | None  # int64
     top_p: Tensor | None
     min_p: Tensor | None
@@ -65,25 +65,26 @@ class Sampling(NamedTuple):
     presence_penalty: Tensor | None
     frequency_penalty: Tensor | None
     bias: Tensor | None  # (batch, 1, vocab)
-    mixed: bool  # are some rows greedy and some not?
-    largest_k: int  # a power of two, at least the largest top_k
+    mixed: bool  # are some sequences greedy and some not?
+    largest_k: int  # a power of two, at least the largest top_k of those that use it
 
     @classmethod
-    def of(cls, rows: Sequence[SamplingParams], vocab: int, device: torch.device | str = "cpu") -> "Sampling":
+    def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device | str = "cpu") -> "Sampling":
         def column(name: str, off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
             """(batch, 1, 1); `off` is the value that changes nothing."""
-            values = [off if value is None else value for value in (getattr(row, name) for row in rows)]
+            values = [off if value is None else value for value in (getattr(one, name) for one in params)]
             if all(value == off for value in values):
                 return None
             return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
 
         bias = None
-        if any(row.logit_bias for row in rows):
-            bias = torch.zeros(len(rows), 1, vocab, device=device)
-            for number, row in enumerate(rows):
-                for token, value in row.logit_bias:
-                    bias[number, 0, token] = value
-        largest_k = max(min(row.top_k or vocab, vocab) for row in rows)
+        if any(one.logit_bias for one in params):
+            bias = torch.zeros(len(params), 1, vocab)
+            for row, one in enumerate(params):
+                for token, value in one.logit_bias:
+                    bias[row, 0, token] = value
+            bias = bias.to(device)
+        largest_k = max((min(one.top_k, vocab) for one in params if one.top_k is not None), default=1)
         return cls(
             column("temperature", 0.0),
             column("top_k", vocab, torch.int64),
@@ -93,7 +94,7 @@ class Sampling(NamedTuple):
             column("presence_penalty", 0.0),
             column("frequency_penalty", 0.0),
             bias,
-            len({row.temperature == 0 for row in rows}) == 2,
+            len({one.temperature == 0 for one in params}) == 2,
             min(vocab, 1 << (largest_k - 1).bit_length()),
         )
 
@@ -125,8 +126,8 @@ class Sampling(NamedTuple):
         return logits if self.bias is None else logits + self.bias
 
     def warp(self, logits: Tensor, greedy_temperature: float = 1.0) -> Tensor:
-        """Logits (batch, n, vocab) through temperature, top-k, top-p and min-p, in transformers' order. Among sampled rows
-        a greedy one gets `greedy_temperature`."""
+        """Logits (batch, n, vocab) through temperature, top-k, top-p and min-p, in transformers' order. Among sampled
+        sequences a greedy one gets `greedy_temperature`."""
         if self.temperature is None:
             return logits
         temperature = self.temperature
@@ -136,9 +137,10 @@ class Sampling(NamedTuple):
         if self.top_k is not None:
             best = logits.topk(min(self.largest_k, logits.shape[-1]), dim=-1).values
             last = (self.top_k - 1).clamp(max=best.shape[-1] - 1).expand(*best.shape[:-1], 1)
-            logits = logits.masked_fill(logits < best.gather(-1, last), float("-inf"))
+            cut = (logits < best.gather(-1, last)) & (self.top_k < logits.shape[-1])
+            logits = logits.masked_fill(cut, float("-inf"))
         if self.top_p is not None:
-            ordered, order = logits.sort(dim=-1, descending=True)
+            ordered, order = logits.sort(dim=-1, descending=True, stable=True)
             before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass of the tokens above this one
             dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= self.top_p)
             logits = logits.masked_fill(dropped, float("-inf"))
@@ -177,8 +179,9 @@ class Noise:
 
     def at(self, positions: Tensor) -> Tensor:
         """Float32 (batch, n, vocab) for absolute positions (batch, n)."""
-        rows = mix((positions + 1) * wrap(GOLDEN) ^ self.keys)
-        bits = shift(mix(mix(rows)[..., None] + self.tokens), 11)
+        by_position = mix((positions + 1) * wrap(GOLDEN) ^ self.keys)
+        bits = shift(mix(mix(by_position)[..., None] + self.tokens), 11)
         # 53 bits and float64 up to the second logarithm: float32 uniforms would cut the tail of rare tokens.
-        uniform = (bits.double() + 0.5) * 2.0**-53
+        # The greatest rounds up to 1, whose noise would be infinite.
+        uniform = ((bits.double() + 0.5) * 2.0**-53).clamp(max=1 - 2.0**-53)
         return (-(-uniform.log()).log()).float()

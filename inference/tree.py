@@ -1,7 +1,7 @@
-"""Trees of draft tokens, one per row of a batch, all of one number of nodes so that a step has fixed shapes.
+"""Trees of draft tokens, one per sequence of a batch, all of one number of nodes so that a step has fixed shapes.
 
-Node 0 is the root; a parent stands before its children. A row with fewer nodes is padded with token -1, which equals
-no token and is never accepted.
+Node 0 is the bonus token; a parent stands before its children. A tree with fewer nodes is padded with token -1, which
+equals no token and is never accepted.
 
     the -> cat -> sat        tokens   the cat dog sat ran     ancestors  1 . . . .
         |      -> ran        parents   0   0   0   1   1                 1 1 . . .
@@ -18,8 +18,8 @@ from torch import Tensor
 
 class TokenTree(NamedTuple):
     tokens: Tensor  # (batch, nodes) int64
-    parents: Tensor  # (batch, nodes) int64, the root's is itself
-    ancestors: Tensor  # (batch, nodes, nodes) bool: the column is the row's node or stands above it
+    parents: Tensor  # (batch, nodes) int64, node 0's is itself
+    ancestors: Tensor  # (batch, nodes, nodes) bool: the column's node is the row's or stands above it
     depths: Tensor  # (batch, nodes) int64
 
 
@@ -39,7 +39,7 @@ def from_parents(tokens: Tensor, parents: Tensor, depth: int) -> TokenTree:
 
 
 def chain(tokens: Tensor) -> TokenTree:
-    """One branch: tokens (batch, nodes), the root first."""
+    """One branch: tokens (batch, nodes), the bonus token first."""
     batch, nodes = tokens.shape
     order = torch.arange(nodes, device=tokens.device)
     ancestors = order[:, None] >= order
@@ -48,7 +48,7 @@ def chain(tokens: Tensor) -> TokenTree:
 
 
 def padded(tree: TokenTree, nodes: int) -> TokenTree:
-    """The same tree with nodes of token -1 below the root, up to so many."""
+    """The same tree with nodes of token -1 below node 0, up to so many."""
     batch, more = len(tree.tokens), nodes - tree.tokens.shape[1]
     if more == 0:
         return tree

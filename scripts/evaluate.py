@@ -22,12 +22,10 @@ from foredraft.heads import Target
 from foredraft.heads.target.device import device_name
 from foredraft.inference import generate, load_drafter
 from foredraft.inference.drafters import AutoTree, Drafter, chain_of, tree_of
-from foredraft.inference.drafters.costs import Tree
 from foredraft.inference.evaluation import benchmark_report, figures
 from foredraft.inference.evaluation.alignment import check_alignment
 from foredraft.inference.evaluation.benchmark import PLAIN, Benchmark, Contestant, Lines, Text, rivals
 from foredraft.inference.evaluation.benchmark_report import Results
-from foredraft.inference.evaluation.expected import compare
 from foredraft.inference.evaluation.lossless import audit
 from foredraft.train.cli import entry
 from foredraft.train.data import prompt_sets
@@ -43,8 +41,6 @@ def main(cfg: DictConfig) -> None:
     for name in ("prompt_tokens", "new_tokens", "repeats", "chain"):
         if cfg[name] < 1:
             raise ValueError(f"{name}={cfg[name]} must be at least 1")
-    if min(cfg.batches, default=1) < 1:
-        raise ValueError(f"batches={list(cfg.batches)}: each must be at least 1; [] compares no speed")
     if not cfg.temperature or min(cfg.temperature) < 0:
         raise ValueError(f"temperature={list(cfg.temperature)}: at least one, of 0 (greedy) or more")
     if cfg.limit < 0:
@@ -72,7 +68,7 @@ def same_run(file: Path, cfg: DictConfig) -> None:
     """Raises ValueError where the directory holds lines of other settings. More repeats, say, are the same run."""
     settings = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(settings, dict)
-    for name in ("repeats", "batches", "temperature", "rivals", "output_dir"):
+    for name in ("repeats", "temperature", "rivals", "output_dir"):
         del settings[name]
     if file.exists() and json.loads(file.read_text()) != settings:
         raise ValueError(
@@ -150,7 +146,7 @@ def assistants(cfg: DictConfig) -> dict[str, str]:
 
 
 def examine(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float]) -> None:
-    """What is not speed: identity, alignment, and speed as the cost model expects it. Each is a line, like the texts."""
+    """What is not speed: identity and alignment. Each is a line, like the texts."""
     lines, target = benchmark.lines, benchmark.target
     done = {(line["kind"], line["decoder"], *line["job"]) for line in lines.lines if "job" in line}
     left: list[tuple[str, Callable[[], None]]] = []
@@ -174,22 +170,8 @@ def examine(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float]) ->
             [],
             lambda one=one, rows=rows: check_alignment(target, one.what, rows[:ALIGNED], cfg.new_tokens).faults,
         )
-        tree = tree_of(one.what)
-        for batch in cfg.batches if tree is not None else ():
-            once(
-                "expected",
-                one.name,
-                [batch],
-                lambda tree=tree, batch=batch, rows=rows: expected(target, tree, rows, cfg.new_tokens, batch),
-            )
     for name, work in tqdm(left, desc="checks", unit="check"):
         benchmark.attempt(name, work)
-
-
-def expected(target: Target, tree: Tree, rows: list[list[int]], new_tokens: int, batch: int) -> dict[str, Any]:
-    """Speeds by the cost model beside measured ones, and what forwards cost."""
-    speeds, costs = compare(target, tree, rows, new_tokens, batch)
-    return {"speeds": [speed._asdict() for speed in speeds], "read": costs.read}
 
 
 def identity(benchmark: Benchmark, one: Contestant, temperature: float) -> dict[str, Any]:
@@ -221,8 +203,6 @@ def collect(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float], ab
                 found = figures.row(table, name, category, others, chain_name(name, cfg.chain))
                 if found is not None:
                     rows.append({"drafter": name, "temperature": temperature, "category": category, **found})
-    known = {line["decoder"] for line in lines.of("text")} | {one.name for one in benchmark.contestants}
-    expected = [line for line in lines.of("expected") if line["decoder"] in known]
     return Results(
         about={
             "target": target.name,
@@ -245,8 +225,6 @@ def collect(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float], ab
             for line in lines.of("stages")
         ],
         alignment={line["decoder"]: line["found"] for line in lines.of("alignment") if line["found"]},
-        expected=[{"drafter": line["decoder"], **speed} for line in expected for speed in line["found"]["speeds"]],
-        costs={str(line["job"][0]): line["found"]["read"] for line in expected},
         errors={line["decoder"]: line["reason"] for line in lines.of("error")},
     )
 

@@ -9,7 +9,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from foredraft.heads import Target
-from foredraft.inference.drafters.costs import PaddedRoot
+from foredraft.inference.drafters import NoDrafter
 from foredraft.inference.evaluation.lossless import PaddedDrafter, divergences, identical_shares
 from foredraft.train.cli import entry
 from foredraft.train.data.corpus import prompts
@@ -34,7 +34,7 @@ def main(cfg: DictConfig) -> None:
     drafter, dtype = instantiate(cfg.drafter, target=half), str(half.dtype).removeprefix("torch.")
     padded = PaddedDrafter(drafter)
     nodes = padded.nodes
-    for name, share in identical_shares(half, padded, PaddedRoot(nodes), rows, cfg.new_tokens).items():
+    for name, share in identical_shares(half, padded, PaddedDrafter(NoDrafter(), nodes), rows, cfg.new_tokens).items():
         print(f"L2  {dtype}, {name}: {share:.1%} identical to plain decoding with {nodes} tokens a forward")
     for temperature in (0.0, 1.0):
         found = divergences(half, drafter, rows, cfg.new_tokens, nodes, temperature)
@@ -42,7 +42,7 @@ def main(cfg: DictConfig) -> None:
         for place in found:
             kind = "arithmetic" if place.is_arithmetic else "NOT explained by rounding"
             print(
-                f"      prompt {place.row}, token {place.token}: gap {place.gap:.4f}, "
+                f"      prompt {place.prompt}, token {place.token}: gap {place.gap:.4f}, "
                 f"forwards differ by {place.difference:.4f}: {kind}"
             )
             wrong += not place.is_arithmetic

@@ -10,7 +10,6 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from foredraft.inference.drafters import AutoTree
 from foredraft.inference.serve.address import check_address
 from foredraft.train.cli import entry
 
@@ -34,8 +33,6 @@ def main(cfg: DictConfig) -> None:
     log = None if cfg.log_accepted is None else AcceptedLog(cfg.log_accepted, cfg.log_text)
     target = instantiate(cfg.target)
     drafter = instantiate(cfg.drafter, target=target)
-    if isinstance(drafter, AutoTree):
-        drafter.prepare(cfg.max_num_seqs)
     limits = cfg.max_num_seqs, cfg.max_waiting, cfg.timeout, cfg.cache_gib
     worker = Worker(target, drafter, *limits, cfg.prefill_chunk, cfg.prefix_cache_gib)
     app = create_app(worker, model_name(cfg, target.name), cfg.max_tokens, cfg.max_body, api_key, log)

@@ -160,14 +160,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def costs_measured_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What steps cost is measured once per run of the tests, and never told to the user's own programs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FOREDRAFT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)

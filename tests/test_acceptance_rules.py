@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.inference import acceptance_rules
-from foredraft.inference.acceptance_rules import RULES, Accepted, Draw
+from foredraft.inference.tree import from_parents
+from foredraft.inference.verify import Coupled, TypicalAcceptance
+from tests.support import acceptance_rules
+from tests.support.acceptance_rules import RULES, Accepted, Draw, typical
 
 VOCAB = 3
-ROOT = -1  # the root's token is not verified, so any value must do
+BONUS = -1  # the bonus token is not verified, so any value must do
 EXACT, LOSSY = 1e-12, 1e-2
 
 
@@ -99,7 +101,7 @@ def grow(world: World, draw: Draw, widths: tuple[int, ...], pick: Pick) -> Draft
         level = list(range(len(texts), len(texts) + len(born)))
         texts += [(*texts[node], token) for node, token in born]
         parents += [node for node, _ in born]
-    tokens = [text[-1] if text else ROOT for text in texts]
+    tokens = [text[-1] if text else BONUS for text in texts]
     distributions = (torch.stack([table[text] for text in texts]) for table in (world.p, world.q))
     return Draft(torch.tensor(tokens), torch.tensor(parents), *distributions)
 
@@ -138,7 +140,7 @@ def distance(world: World, draft_with: Drafter, rule: Callable[..., Accepted], l
     """Total variation between the emitted text's distribution and the target's, over `length` tokens."""
     wanted, emitted = world.distribution((), length), torch.zeros((VOCAB,) * length, dtype=torch.float64)
     for chance, draft, (path, next_token) in runs(world, draft_with, rule):
-        assert draft.parents[path].tolist() == [-1, *path[:-1]], f"not a path from the root: {path}"
+        assert draft.parents[path].tolist() == [-1, *path[:-1]], f"not a path from node 0: {path}"
         text = (*draft.tokens[path[1:]].tolist(), next_token)[:length]
         emitted[text] += chance * world.distribution(text, length - len(text))
     assert abs(emitted.sum() - 1) < EXACT
@@ -156,7 +158,6 @@ WORLDS = {
     "near": World(2, gap=0.1),
     "equal": World(3, gap=0.0),
 }
-lossy_typical = partial(acceptance_rules.typical, lossless=False)
 
 
 @pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
@@ -262,7 +263,7 @@ MISTAKES = {
         partial(without_warpers, "ratio"),
         acceptance_rules.chain_block,
     ),
-    "typical acceptance": ("far", drafter(top, 2, 1), lossy_typical),
+    "typical acceptance": ("far", drafter(top, 2, 1), typical),
 }
 
 
@@ -310,25 +311,40 @@ def test_typical_takes_the_deepest_path_and_then_the_likelier():
     # node 0 -> 1 (token 0) -> 3 (token 2)
     #        -> 2 (token 1) -> 4 (token 2)    equally deep, and the first branch is likelier: 0.5 * 0.6
     p = torch.tensor([[0.5, 0.4, 0.1], [0.2, 0.2, 0.6], [0.2, 0.2, 0.6], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
-    tokens, parents = torch.tensor([ROOT, 0, 1, 2, 2]), torch.tensor([-1, 0, 0, 1, 2])
-    assert lossy_typical(tokens, parents, p, None, None) == ([0, 1, 3], 1)
-    assert lossy_typical(tokens[:4], torch.tensor([-1, 0, 0, 2]), p[:4], None, None) == ([0, 2, 3], 1)
+    tokens, parents = torch.tensor([BONUS, 0, 1, 2, 2]), torch.tensor([-1, 0, 0, 1, 2])
+    assert typical(tokens, parents, p, None, None) == ([0, 1, 3], 1)
+    assert typical(tokens[:4], torch.tensor([-1, 0, 0, 2]), p[:4], None, None) == ([0, 2, 3], 1)
     # Thresholds: exp(-entropy) of the first distribution is about 0.39, so delta = 0.3 gives 0.117, above eps = 0.09.
-    unlikely = torch.tensor([ROOT, 2]), torch.tensor([-1, 0]), p[:2], None, None  # p(2) = 0.1
-    assert lossy_typical(*unlikely).path == [0, 1]
-    assert lossy_typical(*unlikely, eps=0.11).path == [0]
-    assert lossy_typical(*unlikely, eps=0.11, delta=0.2).path == [0, 1]
+    unlikely = torch.tensor([BONUS, 2]), torch.tensor([-1, 0]), p[:2], None, None  # p(2) = 0.1
+    assert typical(*unlikely).path == [0, 1]
+    assert typical(*unlikely, eps=0.11).path == [0]
+    assert typical(*unlikely, eps=0.11, delta=0.2).path == [0, 1]
 
 
-def test_typical_refuses_to_pass_for_lossless():
-    with pytest.raises(ValueError, match=r"lossless=False.*tree_deterministic"):
-        RULES["typical"](*drafter(top, 1)(WORLDS["dense"], None), None)
+@pytest.mark.parametrize("seed", range(8))
+def test_the_typical_verifier_accepts_what_the_reference_does(seed):
+    """Over random trees with padding; greedy sequences beside sampled ones are the coupled verifier's."""
+    draw = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(4, 9, 5, generator=draw)
+    parents = torch.tensor([[0, *(int(torch.randint(0, n, (), generator=draw)) for n in range(1, 9))]] * 4)
+    tokens = torch.randint(0, 5, (4, 9), generator=draw)
+    tokens[:, 7:] = -1
+    tree = from_parents(tokens, parents, 8)
+    sampled = torch.tensor([[True], [True], [True], [False]])
+    found = TypicalAcceptance(eps=0.2, delta=0.5)(tree, logits, sampled, 8)
+    coupled = Coupled()(tree, logits, None, 8)
+    for row in range(3):
+        given = tokens[row, :7], torch.tensor([-1, *parents[row, 1:7].tolist()])  # without the padding
+        path, last = typical(*given, logits[row, :7].softmax(-1), None, None, eps=0.2, delta=0.5)
+        count = int(found.counts[row])
+        assert found.path[row, :count].tolist() == path and found.tokens[row, count - 1] == last
+    assert all(torch.equal(one[3], other[3]) for one, other in zip(found, coupled, strict=True))
 
 
 # ---- Numerics and wrong arguments
 
 
-def test_a_tree_of_the_root_alone_is_plain_sampling():
+def test_a_tree_of_the_bonus_token_alone_is_plain_sampling():
     world = WORLDS["dense"]
     for name in RULES.keys() - {"typical"}:
         assert distance(world, drafter(top), RULES[name], 1) < EXACT
@@ -346,7 +362,7 @@ def test_laws_equal_up_to_rounding_give_weights_to_every_draw(name, dtype, slack
 
     q = torch.tensor([0.5, 0.3, 0.2], dtype=dtype).expand(3, VOCAB)
     p = q * (1 + slack * torch.finfo(dtype).eps)
-    accepted = RULES[name](torch.tensor([ROOT, 0, 1]), torch.tensor([-1, 0, 1]), p, q, stubborn)
+    accepted = RULES[name](torch.tensor([BONUS, 0, 1]), torch.tensor([-1, 0, 1]), p, q, stubborn)
     assert 0 <= accepted.next_token < VOCAB
     if name != "tree_deterministic" and slack >= 0:
         assert accepted.path == [0, 1, 2]
@@ -364,14 +380,14 @@ def test_wrong_arguments_are_named():
         ((tokens, parents, p[:2], q), "p must be"),
         ((tokens, parents, p, q[:, :2]), "q must be"),
         ((tokens, parents, p.half(), q), "float16"),
-        ((torch.tensor([ROOT, 0, -1]), parents, p, q), r"\[0, -1\]"),
+        ((torch.tensor([BONUS, 0, -1]), parents, p, q), r"\[0, -1\]"),
     ]:
         with pytest.raises(ValueError, match=message):
             acceptance_rules.tree_with_replacement(*wrong, None)
 
 
 def test_a_token_that_cannot_have_been_drawn_is_an_error():
-    tokens, parents = torch.tensor([ROOT, 0, 0]), torch.tensor([-1, 0, 0])
+    tokens, parents = torch.tensor([BONUS, 0, 0]), torch.tensor([-1, 0, 0])
     p, q = torch.tensor([[0.0, 0.5, 0.5]] * 3), torch.tensor([[1.0, 0.0, 0.0]] * 3)  # p rejects token 0 for certain
     unlikely_q = torch.tensor([[0.0, 0.5, 0.5]] * 3)
     for rule in (

@@ -1,19 +1,26 @@
-"""Which tree, if any, `tree=auto` uses: by a clock that the tests set."""
+"""Which tree, if any, `tree=auto` uses: its steps take what the tests say."""
 
 import itertools
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from foredraft.heads import Target
-from foredraft.inference import generate
-from foredraft.inference.drafters import AutoTree, DraftModel, auto
-from foredraft.inference.drafters.auto import FIRST, PLAIN, TIMED
-from foredraft.inference.drafters.costs import Costs
+from foredraft.heads.target import cuda_graphs
+from foredraft.inference import Engine, Request, generate
+from foredraft.inference.drafters import AutoTree, DraftModel
+from foredraft.inference.drafters.auto import FIRST, PLAIN, TIMED, Case, Plan, Times
+from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.sampling import Sampling, SamplingParams
+from foredraft.inference.tree import TokenTree
 from tests.support.drafters import OneBranch
 from tests.support.small_targets import prompt, random_model
+from tests.support.tape import Tape
+
+FEW = TIMED + 1
 
 
 @pytest.fixture(scope="module")
@@ -21,27 +28,18 @@ def small() -> Target:
     return random_model(1)
 
 
-class Clock:
-    """Stands for the time module: every step of an AutoTree takes what its tree should."""
+class Timed(AutoTree):
+    """Its steps take `cost(plan)`, of which a full tree's drafting takes `drafting`."""
 
-    def __init__(self, drafter: AutoTree, seconds):
-        self.drafter, self.seconds, self.now = drafter, seconds, 0.0
+    def __init__(self, inner, target: Target, cost: Callable[[Plan], float], drafting: float = 0.0):
+        super().__init__(inner, target)
+        self.cost, self.ticks = cost, itertools.count(0.0, drafting)
 
-    def perf_counter(self) -> float:
-        if self.drafter.started is not None:
-            self.now += self.seconds(self.drafter.last)
-        return self.now
+    def now(self) -> float:
+        return next(self.ticks)
 
-
-def flat(batch: int) -> Costs:
-    """No difference between trees."""
-    return Costs(read=dict.fromkeys(range(1, 9), 1.0), draft=[0.0] * 9)
-
-
-def timed(monkeypatch, drafter: AutoTree, seconds) -> AutoTree:
-    """Its steps take `seconds(plan)`."""
-    monkeypatch.setattr(auto, "time", Clock(drafter, seconds))
-    return drafter
+    def observe_seconds(self, seconds: float | None) -> None:
+        super().observe_seconds(self.cost(self.plan))
 
 
 class Useless(OneBranch):
@@ -53,6 +51,19 @@ class Useless(OneBranch):
         assert nodes > 1, "plain decoding asks no drafter"
 
 
+def itself(target: Target) -> DraftModel:
+    """Its chains of four are always right: five tokens a step."""
+    return DraftModel(target, target, nodes=5, depth=4, width=1, min_probability=0)
+
+
+class Short(DraftModel):
+    """Right at depths 1 and 2 alone."""
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        tree = super().propose(accepted, gumbel)
+        return tree._replace(tokens=tree.tokens.index_fill(1, torch.arange(3, tree.tokens.shape[1]), -1))
+
+
 def nodes_of_steps(target: Target, drafter: AutoTree, count: int, batch: int = 1) -> list[int]:
     ids, nodes = torch.tensor([prompt(9)] * batch), []
     while len(nodes) < count:
@@ -62,63 +73,72 @@ def nodes_of_steps(target: Target, drafter: AutoTree, count: int, batch: int = 1
     return nodes[:count]
 
 
-def steep(batch: int) -> Costs:
-    """A node costs a tenth of plain decoding."""
-    return Costs(read={nodes: 1.0 + 0.1 * nodes for nodes in range(1, 9)}, draft=[0.0] * 9)
-
-
-@pytest.mark.parametrize(("costs", "tried"), [(flat, FIRST), (steep, 22)])
-def test_auto_ends_up_decoding_plainly_where_nothing_is_gained(small, monkeypatch, costs, tried):
-    drafter = timed(monkeypatch, AutoTree(Useless([-1, -1]), small, costs), lambda plan: 1.0 + 0.1 * plan.nodes)
+@pytest.mark.parametrize(("per_node", "tried"), [(0.0, FIRST), (0.1, 15)])
+def test_auto_ends_up_decoding_plainly_where_nothing_is_gained(small, per_node, tried):
+    drafter = Timed(Useless([-1, -1]), small, lambda plan: 1.1 if plan == PLAIN else 1.1 + per_node * plan.nodes)
     nodes = nodes_of_steps(small, drafter, 300)
     full = [number for number, count in enumerate(nodes) if count > 1]
-    assert full[:tried] == list(range(tried)) and full[tried] > tried
+    assert full[:tried] == list(range(FEW, FEW + tried)) and full[tried] > FEW + tried
     pauses = [b - a for a, b in itertools.pairwise(full[tried - 1 :])]
-    assert pauses == [TIMED + 1 + 33, 65, 129]  # it looks again ever more rarely
+    assert pauses[1:] == sorted(pauses[1:]) and pauses[1] > 30  # it explores ever more rarely
+    assert len(full) - tried <= 6
 
 
-def test_auto_decodes_plainly_where_drafts_are_right_but_cost_more_than_they_gain(small, monkeypatch):
-    itself = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0)  # five tokens a step
-    drafter = timed(monkeypatch, AutoTree(itself, small, flat), lambda plan: 1.0 if plan == PLAIN else 6.0 * plan.nodes)
+def test_auto_begins_plainly_then_with_a_small_tree(small):
+    large = DraftModel(small, small, nodes=16, depth=15, width=1, min_probability=0)
+    assert nodes_of_steps(small, Timed(large, small, lambda plan: 1.0), 3 * FEW) == [1] * FEW + [8] * FEW + [16] * FEW
+
+
+def test_auto_decodes_plainly_where_drafts_are_right_but_cost_more_than_they_gain(small):
+    drafter = Timed(itself(small), small, lambda plan: 1.0 if plan == PLAIN else 6.0 * plan.nodes)
     nodes = nodes_of_steps(small, drafter, 200)
     assert nodes[-100:].count(1) >= 98
 
 
-def test_auto_drafts_where_it_pays(small, monkeypatch):
-    itself = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0)
-    drafter = timed(monkeypatch, AutoTree(itself, small, flat), lambda plan: 1.0 + 0.1 * plan.levels)
+def test_auto_drafts_where_it_pays(small):
+    drafter = Timed(itself(small), small, lambda plan: 1.0 + 0.1 * plan.levels, drafting=0.4)
     nodes = nodes_of_steps(small, drafter, 60)
-    assert nodes[-20:].count(5) >= 18  # all but a look at plain decoding
+    assert nodes[-20:].count(5) >= 18  # all but an exploration of plain decoding
 
 
-def test_a_machine_that_grows_slower_is_no_reason_to_change_the_tree(small, monkeypatch):
-    itself, slower = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0), [1.0]
-    drafter = AutoTree(itself, small, flat)
-    timed(monkeypatch, drafter, lambda plan: slower[0] * (1.0 + 0.1 * plan.levels))
+def test_a_machine_that_grows_slower_is_no_reason_to_change_the_tree(small):
+    slower = [1.0]
+    drafter = Timed(itself(small), small, lambda plan: slower[0] * (1.0 + 0.1 * plan.levels), drafting=0.4)
     nodes_of_steps(small, drafter, 60)
     slower[0] = 6.0  # five tokens in 8.4 would be less than one in a plain step of before
     assert nodes_of_steps(small, drafter, 60).count(5) >= 57
 
 
-def test_a_new_tree_takes_turns_with_the_last_one(small, monkeypatch):
-    itself = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0)
-    drafter = AutoTree(itself, small, lambda batch: Costs(dict.fromkeys(range(1, 9), 1.0), [0.0, 0.1, 0.2, 5.0, 8.0]))
-    timed(monkeypatch, drafter, lambda plan: drafter.predicted(plan))
-    nodes = nodes_of_steps(small, drafter, 120)
-    first = next(number for number, count in enumerate(nodes) if 1 < count < 5)
-    turns = nodes[first : first + 2 * (TIMED + 1) - 1]
+def test_the_levels_share_the_drafting_and_the_nodes_the_rest(small):
+    """A level costs one plain step and a node nearly nothing: two drafts, of which one is right, are drafted after all."""
+    drafter = Timed(itself(small), small, lambda plan: 1.0)
+    drafter.begin(1, 100, Sampling.of([SamplingParams()], 1024))
+    for plan, seconds in ((PLAIN, 1.0), (drafter.full, 5.4)):
+        drafter.times.steps[plan] = deque([seconds] * TIMED)
+    drafter.times.drafting.extend([4.0] * TIMED)
+    assert drafter.seconds(Plan(2, 1)) == pytest.approx(1 + 1 + 0.4 / 4)
+    assert drafter.seconds(Plan(5, 2)) == pytest.approx(1 + 2 + 0.4)
+
+
+def test_a_small_tree_that_was_timed_bends_what_nodes_cost(small):
+    large = DraftModel(small, small, nodes=24, depth=8, width=3, min_probability=0)
+    drafter = AutoTree(large, small)
+    drafter.begin(1, 100, Sampling.of([SamplingParams()], 1024))
+    for plan, seconds in ((PLAIN, 1.0), (Plan(8, 7), 1.2), (drafter.full, 5.0)):
+        drafter.times.steps[plan] = deque([seconds] * TIMED)
+    drafter.times.drafting.extend([0.0] * TIMED)
+    assert drafter.seconds(Plan(4, 3)) == pytest.approx(1 + 0.2 * 3 / 7)
+    assert drafter.seconds(Plan(16, 7)) == pytest.approx(1.2 + 3.8 * 8 / 16)
+
+
+def test_a_new_tree_takes_turns_with_the_last_one(small):
+    inner = Short(small, small, nodes=5, depth=4, width=1, min_probability=0)
+    drafter = Timed(inner, small, lambda plan: 1.0 + 0.5 * plan.levels, drafting=2.0)
+    nodes = nodes_of_steps(small, drafter, 200)
+    first = FEW + next(n for n, count in enumerate(nodes[FEW:]) if count < 5)
+    turns = nodes[first : first + 2 * FEW - 1]
     assert set(turns[::2]) == {nodes[first]} and set(turns[1::2]) == {5}
-    assert nodes[-20:].count(3) >= 18  # two drafts
-
-
-def test_what_looking_costs_says_how_often_it_looks(small, monkeypatch):
-    """Two drafts give three tokens a second, the largest tree five in two: three steps of it lose what one step in a hundred
-    may."""
-    itself = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0)
-    drafter = AutoTree(itself, small, lambda batch: Costs(dict.fromkeys(range(1, 9), 1.0), [0.0, 0.0, 0.0, 0.8, 1.0]))
-    timed(monkeypatch, drafter, lambda plan: drafter.predicted(plan))
-    runs = [(size, len(list(steps))) for size, steps in itertools.groupby(nodes_of_steps(small, drafter, 400))]
-    assert runs[-4:-1] == [(5, TIMED), (3, 3 * 33), (5, TIMED)]
+    assert nodes[-50:].count(3) >= 45 - TIMED  # two drafts, but for explorations
 
 
 @pytest.mark.parametrize(
@@ -126,36 +146,59 @@ def test_what_looking_costs_says_how_often_it_looks(small, monkeypatch):
     [(1.02, True, True), (1.02, False, False), (1.05, False, True), (0.98, True, False)],
 )
 def test_drafting_starts_where_it_gains_enough_and_ends_where_it_loses(small, over_plain, drafted, drafts):
-    drafter = AutoTree(Useless([-1]), small, flat)
+    drafter = AutoTree(Useless([-1]), small)
     drafter.begin(1, 100, Sampling.of([SamplingParams()], 1024))
     drafter.best = drafter.full if drafted else PLAIN
-    drafter.seen.append([0])  # one draft accepted: two tokens in a step
+    drafter.paths.append([0])  # one draft accepted: two tokens in a step
     for plan, seconds in ((PLAIN, 1.0), (drafter.full, 2 / over_plain)):
-        drafter.taken[drafter.of_case(plan)] = deque([seconds] * TIMED)
+        drafter.times.steps[plan] = deque([seconds] * TIMED)
+    drafter.times.drafting.extend([0.0] * TIMED)
     assert drafter.choose() == (drafter.full if drafts else PLAIN)
 
 
-@pytest.mark.parametrize(("promise", "then"), [(1.04, 5), (1.08, 4)])
-def test_another_tree_than_the_largest_must_promise_more(small, monkeypatch, promise, then):
+@pytest.mark.parametrize(("promise", "then"), [(1.04, Plan(5, 4)), (1.08, Plan(4, 3))])
+def test_another_tree_than_the_largest_must_promise_more(small, promise, then):
     """Three drafts in place of four, by so much faster."""
-    draft = [0.0, 0.6, 0.8, 4 / (5 / 2 * promise) - 1, 1.0]
-    itself = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0)
-    drafter = AutoTree(itself, small, lambda batch: Costs(dict.fromkeys(range(1, 9), 1.0), draft))
-    timed(monkeypatch, drafter, lambda plan: drafter.predicted(plan))
-    nodes = nodes_of_steps(small, drafter, 300)
-    assert nodes[-100:].count(then) >= 85  # all but looks
-    assert len({*nodes[-100:]} - {then, 5, 1}) == 0
+    drafter = AutoTree(itself(small), small)
+    drafter.begin(1, 100, Sampling.of([SamplingParams()], 1024))
+    drafter.paths.append([0, 1, 2, 3])
+    for plan, seconds in ((PLAIN, 1.0), (drafter.full, 2.0), (Plan(4, 3), 4 / (5 / 2 * promise))):
+        drafter.times.steps[plan] = deque([seconds] * TIMED)
+    drafter.times.drafting.extend([1.0] * TIMED)
+    assert drafter.choose() == then
 
 
 @pytest.mark.parametrize(("cost", "then"), [(0.1, 5), (6.0, 1)])
-def test_auto_tries_no_full_tree_in_a_batch_of_another_size(small, monkeypatch, cost, then):
-    """What it gains is known by then; what it costs says the model, beside plain decoding."""
+def test_auto_tries_no_full_tree_at_first_in_a_batch_of_another_size(small, cost, then):
+    """What it gains is known by then, and what it cost in the nearest batch size, as a share of plain decoding."""
+    drafter = Timed(itself(small), small, lambda plan: 1.0 + (cost if plan != PLAIN else 0.0))
+    times = drafter.all_times[Case(4, False)] = Times()
+    for plan in (PLAIN, drafter.full):
+        times.steps[plan] = deque([10 * drafter.cost(plan)] * TIMED)
+    times.drafting.extend([0.0] * TIMED)
+    drafter.all_paths[False] = deque([[0, 1, 2, 3]] * FIRST)
+    assert nodes_of_steps(small, drafter, 20, batch=2) == [1] * FEW + [then] * (20 - FEW)
 
-    def costs(batch: int) -> Costs:
-        return Costs(read=dict.fromkeys(range(1, 9), 1.0), draft=[0.0, *[cost if batch > 1 else 0.1] * 4])
 
-    itself = DraftModel(small, small, nodes=5, depth=4, width=1, min_probability=0)
-    drafter = AutoTree(itself, small, costs)
-    timed(monkeypatch, drafter, lambda plan: drafter.predicted(plan))
-    assert nodes_of_steps(small, drafter, 60)[-1] == 5
-    assert nodes_of_steps(small, drafter, 20, batch=2) == [1] * (TIMED + 1) + [then] * (20 - TIMED - 1)
+def test_seconds_are_those_of_decoding_steps_alone(small, monkeypatch):
+    """No prefill chunk, no step of another engine and no step that captures is among them."""
+    monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
+    target, now, seen = Target(small.model, small.tokenizer, small.name), [0.0], list[float | None]()
+    monkeypatch.setattr("foredraft.inference.engine.time.perf_counter", lambda: now[0])
+    forward = type(target).forward
+
+    def slow(self, tokens, *args, **kwargs):
+        now[0] += 1.0 if tokens.shape[1] == 1 else 100.0
+        return forward(self, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(type(target), "forward", slow)
+    drafter = AutoTree(Useless([-1, -1]), target)
+    monkeypatch.setattr(drafter, "observe_seconds", seen.append)
+    engines = Engine(target, drafter, prefill_chunk=4), Engine(target)
+    for engine in engines:
+        engine.add(Request(prompt(9), max_new_tokens=12))
+    while any(engine.has_work for engine in engines):
+        for engine in engines:
+            if engine.has_work:
+                engine.step()
+    assert seen[0] is None and seen[1:] == [0.0] * (len(seen) - 1)  # replays call no forward

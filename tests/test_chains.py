@@ -27,7 +27,9 @@ from foredraft.inference.drafters import (
     SuffixDrafter,
     Union,
 )
+from foredraft.inference.drafters.auto import PLAIN
 from foredraft.inference.drafters.base import Accepted
+from foredraft.inference.drafters.chain import CatchUp, as_supported
 from foredraft.inference.drafters.ngram import NgramDrafter
 from foredraft.inference.generation import Generation
 from foredraft.inference.tree import TokenTree
@@ -125,6 +127,14 @@ def test_a_tree_wider_than_a_chain_says_why_not() -> None:
         DynamicTree(head, target, width=3)
 
 
+def test_what_a_drafter_proposed_last_does_not_say_what_is_supported() -> None:
+    """A tree=auto that decoded plainly before, say, drafts trees again."""
+    target = pair("qwen3_5").target
+    drafter = AutoTree(DynamicTree(Eagle3Head.for_target(target, depth=3), target), target)
+    drafter.use(PLAIN)
+    assert drafter.depth == 0 and isinstance(as_supported(drafter, target), CatchUp)
+
+
 def test_a_chain_is_the_deepest_branch_and_its_drafter_observes_it() -> None:
     observed = []
 
@@ -137,7 +147,7 @@ def test_a_chain_is_the_deepest_branch_and_its_drafter_observes_it() -> None:
     drafter.begin(1, 10, None)
     tree = drafter.propose(accepted, None)
     # Random's parents are 0 0 0 1 1 3 3 5 5: the first of the deepest is node 7, below 5, 3, 1 and the root.
-    assert drafter.places[0, :5].tolist() == [0, 1, 3, 5, 7] and tree.depths.tolist() == [[0, 1, 2, 3, 4]]
+    assert drafter.positions[0, :5].tolist() == [0, 1, 3, 5, 7] and tree.depths.tolist() == [[0, 1, 2, 3, 4]]
     drafter.observe([[0, 1]], torch.tensor([[11, 12, 13, 14, 15]]))
     paths, choices = observed[0]
     assert paths == [[0, 1]] and choices.tolist() == [[11, 12, -1, 13, -1, 14, -1, 15, -1]]

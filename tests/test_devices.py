@@ -86,14 +86,14 @@ class Sent(TorchDispatchMode):
 def test_a_step_stays_on_its_device(fresh, name, params, monkeypatch):
     reads = 0
 
-    def made_up(verification: Verification, broken: Tensor):
-        """What the host would learn: in every row the root and its first child are accepted, where there is one."""
+    def made_up(verification: Verification, validity: Tensor):
+        """What the host would learn: of every sequence the bonus token and its first child are accepted."""
         nonlocal reads
         reads += 1
-        assert {part.device.type for part in (*verification, broken)} == {"meta"}
+        assert {part.device.type for part in (*verification, validity)} == {"meta"}
         rows, width = verification.path.shape
         count = min(2, width)
-        return [False] * rows, [count] * rows, [list(range(width))] * rows, [[7] * width] * rows
+        return [0] * rows, [count] * rows, [list(range(width))] * rows, [[7] * width] * rows
 
     for module in (foredraft.inference.engine, foredraft.inference.batch):
         monkeypatch.setattr(module, "to_host", made_up)

@@ -31,7 +31,7 @@ from foredraft.inference.drafters import (
     Union,
     drafter_for,
 )
-from foredraft.inference.drafters.base import Accepted, bonus_only, chains, trees
+from foredraft.inference.drafters.base import Accepted, bonus_only, chains, concatenate, trees
 from foredraft.inference.drafters.union import merge
 from foredraft.inference.evaluation.lossless import PaddedDrafter
 from foredraft.inference.sampling import Sampling, SamplingParams
@@ -365,3 +365,33 @@ def test_a_prompt_is_read_without_a_mask_of_its_length_squared(target, kind):
         second = head.draft_extend(*(x[:, length // 2 :] for x in inputs), halves)
     torch.testing.assert_close(torch.cat([first, second], 1), read, atol=1e-4, rtol=1e-4)
     assert masked.elements >= (length // 2) * length  # the second half did need one
+
+
+class Counted(TorchDispatchMode):
+    """How many kernels run inside."""
+
+    kernels = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.kernels += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_many_steps_accepted_is_put_together_at_once():
+    """After plain steps of many sequences, a few kernels: not some for each sequence and step."""
+    draw = torch.Generator().manual_seed(0)
+    pieces, texts = [], [[0], [0], [0]]
+    for _ in range(40):
+        counts = torch.randint(1, 4, (3,), generator=draw).tolist()
+        tokens = torch.randint(1, 99, (3, 4), generator=draw)
+        texts = [text + row[:count] for text, row, count in zip(texts, tokens.tolist(), counts, strict=True)]
+        pieces.append(Accepted(tokens, tokens[..., None].float().expand(-1, -1, 2), counts, texts))
+    pieces[-1].counts[1] = 0  # it has ended
+    with Counted() as counted:
+        together = concatenate(pieces)
+    assert counted.kernels < 20
+    assert together.counts == [len(texts[0]) - 1, 0, len(texts[2]) - 1] and together.text == texts
+    for row in (0, 2):
+        count = together.counts[row]
+        assert together.tokens[row, :count].tolist() == texts[row][1:]
+        assert torch.equal(together.aux_hidden_states[row, :count, 1], together.tokens[row, :count].float())

@@ -24,6 +24,7 @@ from foredraft.inference.drafters import (
 )
 from foredraft.inference.evaluation.lossless import PaddedDrafter
 from foredraft.inference.sampling import Sampling
+from tests.support.acceptance_rules import PublishedRule
 from tests.support.tape import Tape
 
 PARAMS = [
@@ -98,7 +99,7 @@ def test_requests_join_and_leave_between_steps(target, alone, name):
         for output in engine.step():
             texts[output.request] += output.tokens
             reasons[output.request] = output.finish_reason
-        sizes.add(len(engine.batch.rows))
+        sizes.add(len(engine.batch.sequences))
         steps += 1
         late = next(coming, None) if steps % 2 == 0 else None
         if late is not None:
@@ -139,7 +140,7 @@ def test_the_cache_grows_with_the_texts(target, alone, name, captured, monkeypat
         for output in engine.step():
             texts[output.request] += output.tokens
         cache = engine.batch.open_cache()
-        sizes.append((cache.capacity, len(engine.batch.rows)))
+        sizes.append((cache.capacity, len(engine.batch.sequences)))
     assert list(texts.values()) == alone
     capacities, rows = zip(*sizes, strict=True)
     assert capacities[0] < max(capacities)
@@ -150,7 +151,7 @@ def test_a_prompt_that_cannot_be_read_is_refused_before_it_joins(target):
     engine = Engine(target)
     with pytest.raises(ValueError, match="empty"):
         engine.add(Request([]))
-    with pytest.raises(ValueError, match=r"256 tokens, the target .* reads 256"):
+    with pytest.raises(ValueError, match=r"256 tokens, the target .* takes 256"):
         engine.add(Request(prompt(256, 0)))
     assert not engine.has_work
 
@@ -177,7 +178,7 @@ def test_an_end_token_gives_its_reason(target):
     ]
 
 
-def test_rows_have_settings_of_their_own():
+def test_sequences_have_settings_of_their_own():
     logits, vocab = torch.randn(len(PARAMS), 3, 50), 50
     together = Sampling.of(PARAMS, vocab)
     assert together.mixed
@@ -298,7 +299,7 @@ def test_a_row_that_fills_the_context_writes_nothing_alone_and_in_a_batch(target
 def test_published_rules_take_padded_trees(target):
     """Captured steps pad trees to powers of two."""
     ids = torch.tensor([prompt(6, 2)])
-    settings = {"max_new_tokens": 20, "eos_token_id": -1, "rule": "tree_deterministic"}
+    settings = {"max_new_tokens": 20, "eos_token_id": -1, "verifier": PublishedRule("tree_deterministic")}
     model = drafter("draft model", target)
     assert model is not None
     model.nodes = 5

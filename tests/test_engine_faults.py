@@ -10,6 +10,7 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.target import cuda_graphs
 from foredraft.inference import Engine, Request, SamplingParams
 from foredraft.inference.drafters import Drafter, DraftModel, DynamicTree, NgramDrafter
+from foredraft.inference.request import StoppingCriteria
 from tests.support.batches import prompt
 from tests.support.tape import Tape
 
@@ -60,7 +61,7 @@ def test_a_cancelled_request_frees_its_row_at_once(target, alone, number):
             engine.cancel(asked[1])
             engine.cancel(asked[1])  # once more does no harm
         if step == 4:
-            sizes.append([row.request for row in engine.batch.rows])
+            sizes.append([row.request for row in engine.batch.sequences])
 
     texts, _ = run(engine, asked, between)
     assert sizes == [[asked[0], asked[3], asked[2]]]  # its very place
@@ -84,7 +85,7 @@ def test_logits_that_are_not_numbers_end_their_row_alone(target, alone, monkeypa
 
     def poisoned(self, tokens, positions=None, mask=None, cache=None, *args, **kwargs):
         reading = read(self, tokens, positions, mask, cache, *args, **kwargs)
-        if cache in [engine.batch.cache, *(prompts.cache for prompts in engine.reading)] and now[0] == when:
+        if cache in [engine.batch.cache, *(prompts.cache for prompts in engine.prefilling)] and now[0] == when:
             reading.logits[1] = float("nan")
             for block in cache.blocks.values():
                 block[:, :, 1] = float("nan")
@@ -105,7 +106,7 @@ def test_the_place_of_a_broken_row_is_clean(target, alone, monkeypatch):
 
     def poisoned(self, tokens, positions=None, mask=None, cache=None, *args, **kwargs):
         reading = read(self, tokens, positions, mask, cache, *args, **kwargs)
-        if cache is engine.batch.cache and now[0] > 1 and engine.batch.rows[1].request is asked[1]:
+        if cache is engine.batch.cache and now[0] > 1 and engine.batch.sequences[1].request is asked[1]:
             reading.logits[1] = reading.aux_hidden_states[1] = float("nan")
             for block in cache.blocks.values():
                 block[:, :, 1] = float("nan")
@@ -116,7 +117,7 @@ def test_the_place_of_a_broken_row_is_clean(target, alone, monkeypatch):
         if step == 5:
             engine.add(late)
         if step == 7:
-            assert [row.request for row in engine.batch.rows] == [asked[0], late, asked[2]]
+            assert [row.request for row in engine.batch.sequences] == [asked[0], late, asked[2]]
             (reader,) = engine.drafter.cached_drafters  # NaN there would spoil the drafts, and not the text
             assert all(block.isfinite().all() for block in reader.cache.blocks.values())
 
@@ -140,7 +141,7 @@ def test_finished_rows_leave_though_nobody_joins(target, alone, number):
 
     def between(step: int) -> None:
         engine.batch.drop_finished()
-        sizes.add(len(engine.batch.rows))
+        sizes.add(len(engine.batch.sequences))
 
     assert run(engine, requests(), between)[0] == alone
     assert {4, 2} <= sizes or {4, 1} <= sizes
@@ -159,7 +160,7 @@ def test_who_joins_takes_a_finished_row_s_place_and_nothing_is_copied(target, al
         if step:
             (reader,) = engine.drafter.cached_drafters
             blocks = [*engine.batch.cache.blocks.values(), *reader.cache.blocks.values()]
-            rows = [asked.index(row.request) for row in engine.batch.rows]
+            rows = [asked.index(row.request) for row in engine.batch.sequences]
             seen.append((rows, [block.data_ptr() for block in blocks], len(engine.batch.cache.graphs.graphs)))
 
     texts, _ = run(engine, asked, between)
@@ -182,7 +183,7 @@ def test_finished_rows_leave_where_a_long_text_needs_their_room(target, most, ro
         if step == 5:
             engine.add(late)
         if step > 6:
-            sizes.append(len(engine.batch.rows))
+            sizes.append(len(engine.batch.sequences))
             assert most is None or engine.batch.cache.batch * engine.batch.cache.capacity <= most
 
     texts, _ = run(engine, asked, between, late)
@@ -198,7 +199,7 @@ def test_a_batch_of_mostly_finished_rows_shrinks_when_one_joins(target):
     def between(step: int) -> None:
         if step == 5:
             engine.add(late)
-        sizes.append(len(engine.batch.rows))
+        sizes.append(len(engine.batch.sequences))
 
     texts, _ = run(engine, asked, between, late)
     assert texts == expected and list(dict.fromkeys(sizes)) == [0, 6, 2]
@@ -245,3 +246,69 @@ def test_a_trace_is_of_the_tokens_and_their_tree(target, number):
             text += output.tokens
     assert all(0 < probability <= 1 for probability in accepted)
     assert bool(accepted) == (number == 1)
+
+
+@pytest.mark.parametrize("number", range(2))
+def test_a_nan_at_a_rejected_node_ends_no_text(target, alone, monkeypatch, number):
+    """Nor does what it left in the cache, where the next tree of another sequence is wider."""
+    asked = requests()
+    engine = Engine(target, drafters(target)[number], max_num_seqs=3)
+    verify, poisoned = engine.verify, [0]
+
+    def verify_poisoned(tree, logits, gumbel):
+        verification, _ = verify(tree, logits, gumbel)
+        path = verification.path[1, : verification.counts[1]].tolist() if len(logits) > 1 else range(10**6)
+        rejected = [node for node in range(logits.shape[1]) if node not in path]
+        if rejected:
+            poisoned[0] += 1
+            logits = logits.clone()
+            logits[1, rejected] = float("nan")
+            cache = engine.batch.open_cache()
+            for block in cache.blocks.values():
+                block[:, :, 1, :, [cache.lengths[1] + node for node in rejected]] = float("nan")
+        return verify(tree, logits, gumbel)
+
+    monkeypatch.setattr(engine, "verify", verify_poisoned)
+    texts, reasons = run(engine, asked)
+    assert texts == alone and set(reasons) == {"length"} and poisoned[0] > 3
+
+
+def test_a_request_for_which_memory_ran_out_still_waits(target, alone, monkeypatch):
+    asked, engine = requests(), Engine(target)
+    for request in asked:
+        engine.add(request)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.batch, "new_prompt_cache", lambda sequences: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            engine.step()
+    assert [one.request for one in engine.waiting] == asked
+    texts = {request: list[int]() for request in asked}
+    while engine.has_work:
+        for output in engine.step():
+            texts[output.request] += output.tokens
+    assert [*texts.values()] == alone
+
+
+def test_tokens_that_the_target_does_not_have_are_refused(target):
+    engine = Engine(target)
+    for tokens, bias, message in [
+        ([3, target.vocab_size], (), "the prompt names token"),
+        ([3, -1], (), "the prompt names token -1"),
+        ([3], ((target.vocab_size, 1.0),), "logit_bias"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            engine.add(Request(tokens, SamplingParams(logit_bias=bias)))
+    assert not engine.has_work
+
+
+def test_a_stop_string_is_looked_for_in_the_end_of_the_text_alone(target):
+    """However long the text: copying it for every token takes quadratic time."""
+
+    class Text(list):
+        def __add__(self, other):
+            raise AssertionError("the whole text is copied")
+
+    stopping = StoppingCriteria(target, Request([1], stop_strings=("class Pair",)))
+    words = target.tokenizer("class Pair").input_ids
+    written = Text([5] * 10_000)
+    assert stopping.completes_stop_string(written, words) and not stopping.completes_stop_string(written, words[:-1])

@@ -9,6 +9,7 @@ import torch
 from foredraft.heads import Target
 from foredraft.inference import Engine, Grammars, Request, SamplingParams, generate
 from foredraft.inference.drafters import DraftModel, DynamicTree, NgramDrafter
+from tests.support.acceptance_rules import PublishedRule
 from tests.support.batches import prompt
 from tests.support.head_factory import make_head
 
@@ -96,7 +97,7 @@ def test_rows_of_a_batch_have_grammars_of_their_own(target, grammars):
         while engine.has_work:
             for output in engine.step():
                 found[output.request] += output.tokens
-            if len(engine.batch.rows) == 3 and engine.waiting:
+            if len(engine.batch.sequences) == 3 and engine.waiting:
                 engine.preempt()  # what was written is read anew
         return [*found.values()]
 
@@ -121,7 +122,7 @@ def test_a_published_rule_follows_the_grammar_too(target, grammars):
         target,
         drafter,
         prompt(9, 1),
-        rule="tree_deterministic",
+        verifier=PublishedRule("tree_deterministic"),
         temperature=1.0,
         grammar=grammars.json_schema(PAIR),
         max_new_tokens=20,

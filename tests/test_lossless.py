@@ -35,9 +35,9 @@ def test_a_verifier_that_changes_the_text_is_caught(typed, monkeypatch, capfd):
     choose = target_sampler.choose_and_verify
 
     def careless(*given):
-        verification, broken = choose(*given)
+        verification, valid = choose(*given)
         drafted = verification.choices.shape[1] > 1  # then it writes another token than the right one
-        return verification._replace(tokens=(verification.tokens + drafted) % 300), broken
+        return verification._replace(tokens=(verification.tokens + drafted) % 300), valid
 
     monkeypatch.setattr(target_sampler, "choose_and_verify", careless)
     with pytest.raises(SystemExit):
@@ -65,3 +65,14 @@ def test_neighbours_of_a_dtype_differ_by_rounding(monkeypatch, dtype, second, ar
     target = SimpleNamespace(vocab_size=4, device=torch.device("cpu"), dtype=getattr(torch, dtype))
     place = levels.audit(target, [3], [0, 2], [0, 1], nodes=4, temperature=temperature)
     assert place.token == 1 and place.is_arithmetic == arithmetic
+
+
+def test_what_rounding_does_to_other_tokens_explains_nothing(monkeypatch):
+    """A forward of many tokens that is far off at a token of neither text, and close at the two in question."""
+    one = torch.tensor([0.0, 8.0, 8.5, 1.0])
+    many = one + torch.tensor([3.0, 0.01, 0.01, 0.0])
+    monkeypatch.setattr(levels, "recompute_logits", lambda target, text, prompt, size: one if size == 1 else many)
+    target = SimpleNamespace(vocab_size=4, device=torch.device("cpu"), dtype=torch.float32)
+    assert not levels.audit(target, [3], [0, 2], [0, 1], nodes=4).is_arithmetic
+    one[2] = 8.01
+    assert levels.audit(target, [3], [0, 2], [0, 1], nodes=4).is_arithmetic

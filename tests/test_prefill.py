@@ -18,7 +18,6 @@ from foredraft.inference.drafters import (
     StaticTree,
     Union,
 )
-from foredraft.inference.drafters.costs import Costs
 from foredraft.inference.prefix_cache import PrefixCache
 from tests.support.architectures import VOCAB, pair
 from tests.support.batches import prompt
@@ -55,7 +54,7 @@ def drafter(name: str, target: Target) -> Drafter | None:
         "eagle3": eagle,
         "dflash": block,
         "draft model": model,
-        "auto": lambda: AutoTree(eagle(), target, lambda batch: Costs({8: 1.0}, [0.0] * 4)),
+        "auto": lambda: AutoTree(eagle(), target),
         "union": lambda: Union([eagle(), model(), NgramDrafter()]),
     }[name]()
 
@@ -158,10 +157,10 @@ def test_what_happens_while_a_prompt_is_read(target, what, monkeypatch):
     run = Run(engine, monkeypatch).add(short, long)
     for _ in range(4):
         run.step()
-    assert not run.texts[long] and [row.request for row in engine.started()] == [short, long]
+    assert not run.texts[long] and [row.request for row in engine.running()] == [short, long]
     if what == "cancel":
         engine.cancel(long)
-        assert [row.request for row in engine.started()] == [short]
+        assert [row.request for row in engine.running()] == [short]
         expected[1] = []
     else:
         engine.preempt()
@@ -176,7 +175,7 @@ def test_rows_that_are_read_have_their_place_in_the_cache(target, monkeypatch):
     run = Run(engine, monkeypatch).add(*asked)
     while engine.has_work:
         run.step()
-        sizes.append(len([row for row in engine.started() if row.finish_reason is None]))
+        sizes.append(len([row for row in engine.running() if row.finish_reason is None]))
     assert max(sizes) == 2 and all(len(text) == 8 for text in run.texts.values())
 
 

@@ -3,9 +3,10 @@
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
+from foredraft.inference import sampling
 from foredraft.inference.sampling import Noise, Sampling, SamplingParams
-from foredraft.inference.tree import chain, from_parents
-from foredraft.inference.verify import verify
+from foredraft.inference.tree import TokenTree, chain, from_parents
+from foredraft.inference.verify import Verification, follow, matches
 
 
 def test_noise_is_standard_gumbel_and_independent():
@@ -17,6 +18,22 @@ def test_noise_is_standard_gumbel_and_independent():
     assert chi2 < 95  # 49 degrees of freedom: 95 has a chance of 1e-4
     for other in (noise.roll(1, 1), noise.roll(1, 2), noise.flip(0)):  # next position, next token, other seed
         assert abs(torch.corrcoef(torch.stack([noise.flatten(), other.flatten()]))[0, 1]) < 0.01
+
+
+def test_noise_is_finite_for_all_bits(monkeypatch):
+    """The greatest of the 53 bits rounds up to a uniform of 1."""
+    monkeypatch.setattr(sampling, "shift", lambda x, bits: torch.full_like(x, 2**53 - 1))
+    noise = Noise([1], 3, "cpu")
+    assert noise.at(torch.tensor([[4]])).isfinite().all()
+
+
+def test_a_sequence_without_top_k_does_not_sort_the_vocabulary_for_the_others():
+    params = [SamplingParams(1.0, top_k=5), SamplingParams(1.0)]
+    together = Sampling.of(params, 1000)
+    assert together.largest_k == 8
+    logits = torch.randn(2, 3, 1000)
+    warped = together.warp(logits)
+    assert warped[0].isfinite().sum(-1).tolist() == [5] * 3 and torch.equal(warped[1], logits[1])
 
 
 def test_noise_depends_on_seed_position_and_token_alone():
@@ -36,11 +53,15 @@ def test_argmax_of_logits_and_noise_has_the_softmax_law():
 def test_warpers_are_transformers_own():
     logits, ids = torch.randn(3, 50), torch.randint(0, 50, (3, 6))
     seen = torch.zeros(3, 50, dtype=torch.bool).scatter(1, ids, True)
-    sampling = Sampling.of([SamplingParams(0.7, top_k=12, top_p=0.8, repetition_penalty=1.4)] * 3, 50)
-    ours = sampling.warp(sampling.process(logits[:, None], None, seen[:, None]))[:, 0]
+    warper = Sampling.of([SamplingParams(0.7, top_k=12, top_p=0.8, repetition_penalty=1.4)] * 3, 50)
+    ours = warper.warp(warper.process(logits[:, None], None, seen[:, None]))[:, 0]
     theirs = RepetitionPenaltyLogitsProcessor(1.4)(ids, logits) / 0.7
     theirs = TopPLogitsWarper(0.8)(ids, TopKLogitsWarper(12)(ids, theirs))
     torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1))
+
+
+def accept(tree: TokenTree, choices: torch.Tensor, depth: int) -> Verification:
+    return follow(tree, matches(tree, choices), choices, depth)
 
 
 def test_verdict_follows_the_choices_down_the_tree():
@@ -49,16 +70,16 @@ def test_verdict_follows_the_choices_down_the_tree():
     #     -> 2
     tree = from_parents(torch.tensor([[9, 1, 2, 3, 4, 7]]), torch.tensor([[0, 0, 0, 1, 1, 4]]), 3)
     assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 3]]
-    verdict = verify(tree, torch.tensor([[1, 4, 8, 8, 7, 6]]), 3)
+    verdict = accept(tree, torch.tensor([[1, 4, 8, 8, 7, 6]]), 3)
     assert verdict.counts.tolist() == [4]
     assert verdict.path.tolist() == [[0, 1, 4, 5]] and verdict.tokens.tolist() == [[1, 4, 7, 6]]
     # 4 matches nothing below a rejected 1, however well it matches there
-    verdict = verify(tree, torch.tensor([[5, 4, 8, 8, 7, 6]]), 3)
+    verdict = accept(tree, torch.tensor([[5, 4, 8, 8, 7, 6]]), 3)
     assert verdict.counts.tolist() == [1] and verdict.tokens[0, 0] == 5
 
 
 def test_padding_is_never_accepted():
-    verdict = verify(chain(torch.tensor([[3, -1, -1]])), torch.tensor([[-1, -1, -1]]).clamp(min=0), 2)
+    verdict = accept(chain(torch.tensor([[3, -1, -1]])), torch.tensor([[-1, -1, -1]]).clamp(min=0), 2)
     assert verdict.counts.tolist() == [1]
 
 

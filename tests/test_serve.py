@@ -203,7 +203,7 @@ def test_marks_of_the_template_in_a_message_are_text(client, target):
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
-        ({"messages": [{"role": "user", "content": "word " * 300}]}, "the target .* reads 256"),
+        ({"messages": [{"role": "user", "content": "word " * 300}]}, "the target .* takes 256"),
         ({"messages": [{"role": "user"}]}, "chat template refuses"),
     ],
 )

@@ -114,7 +114,7 @@ def test_there_are_no_files_to_reach(server, path):
 def test_a_client_that_goes_frees_its_row(server, client, short, stream):
     before = len(server.logged())
     connection = server.raw(json.dumps(LONG | {"stream": stream}).encode(), "/v1/completions", **bearer())
-    until(lambda: server.metric("foredraft_rows") == 1)
+    until(lambda: server.metric("foredraft_running_requests") == 1)
     connection.close()
     until(lambda: server.metric("foredraft_open_requests") == 0)
     assert client.completions.create(**SHORT).choices[0].text == short
@@ -176,7 +176,7 @@ def test_sigterm_lets_running_requests_end(server, client):
         target=lambda: answers.append(client.completions.create(model="tiny", **LONG).choices[0].finish_reason)
     )
     ask.start()
-    until(lambda: server.metric("foredraft_rows") == 1)
+    until(lambda: server.metric("foredraft_running_requests") == 1)
     server.process.send_signal(signal.SIGTERM)
     ask.join(timeout=120)
     assert answers in (["length"], ["stop"]) and server.process.wait(timeout=60) in (0, -signal.SIGTERM)

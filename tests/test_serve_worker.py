@@ -55,7 +55,7 @@ def test_out_of_memory_is_survived(target, plain, monkeypatch):
 
     def small(engine: Engine):
         outputs = step(engine)
-        if len(engine.batch.rows) > 2:
+        if len(engine.batch.sequences) > 2:
             raise torch.OutOfMemoryError("no memory for three rows")
         return outputs
 
@@ -67,7 +67,7 @@ def test_out_of_memory_is_survived(target, plain, monkeypatch):
     prefill = Engine.prefill
 
     def before(engine: Engine):
-        if len(engine.started()) > 2:
+        if len(engine.running()) > 2:
             raise torch.OutOfMemoryError("no memory for three rows")
         return prefill(engine)
 
@@ -81,7 +81,7 @@ def test_a_request_that_breaks_the_step_fails_alone(target, plain, monkeypatch):
     bad = asked[2]
 
     def checked(engine: Engine):
-        if any(row.request is bad for row in engine.started()):
+        if any(row.request is bad for row in engine.running()):
             raise RuntimeError("a bug")
         return prefill(engine)
 

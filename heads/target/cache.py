@@ -130,6 +130,11 @@ class KVCache(Cache):
         for block in self.blocks.values():
             block[:, :, row] = 0
 
+    def erase_uncommitted(self, row: int) -> None:
+        """Overwrite what stands after a row's text."""
+        for block in self.blocks.values():
+            block[:, :, row, :, self.lengths[row] :] = 0
+
     def copy_from(self, places: list[int], other: "KVCache", rows: list[int]) -> None:
         """The rows in these places, which are empty, become these of another cache's rows."""
         lengths = [*self.lengths]

@@ -92,6 +92,8 @@ CAPTURES: dict[str, Callable[..., CapturedGraph]] = {"cuda": CudaGraph}  # by ty
 class CudaGraphs:
     """The captured graphs of one owner, by key and by its inputs' shapes."""
 
+    num_captured = 0  # of all owners: a step in which it grew took longer than the others like it will
+
     def __init__(self, device: torch.device, enabled: bool = True):
         self.capture = CAPTURES.get(device.type) if enabled else None
         self.graphs: dict[Hashable, tuple[list[Tensor | None], CapturedGraph] | None] = {}
@@ -109,6 +111,7 @@ class CudaGraphs:
             with Waits() as waits:
                 out = function(*inputs)  # which also sets up what libraries set up at their first use
             self.graphs[key] = self.captured(function, inputs, waits.found)
+            CudaGraphs.num_captured += 1
             return out
         found = self.graphs[key]
         if found is None:

@@ -100,6 +100,11 @@ class StateCache:
         if self.stack is not None:
             self.stack.erase(row)
 
+    def erase_uncommitted(self, row: int) -> None:
+        """Rejected drafts of a lone row were in a fork, which is gone."""
+        if self.stack is not None:
+            self.stack.erase_uncommitted(row)
+
     def copy_from(self, places: list[int], other: "StateCache", rows: list[int]) -> None:
         """The rows in these places, which are empty, become these of another cache's rows."""
         lengths = [*self.lengths]

@@ -10,11 +10,10 @@ from foredraft.heads.draft_model import DraftModelHead
 from foredraft.heads.packing import pack
 from foredraft.heads.target import Target
 from foredraft.inference.drafters.adaptive import AdaptiveLength
-from foredraft.inference.drafters.auto import AutoTree
+from foredraft.inference.drafters.auto import AutoTree, HeadTree
 from foredraft.inference.drafters.base import Drafter, NoDrafter
 from foredraft.inference.drafters.block import BlockTree
 from foredraft.inference.drafters.chain import Chain
-from foredraft.inference.drafters.costs import Tree
 from foredraft.inference.drafters.draft_model import DraftModel
 from foredraft.inference.drafters.dynamic import DynamicTree
 from foredraft.inference.drafters.lookahead import Lookahead
@@ -90,13 +89,13 @@ def drafter_of(
     return with_tree_policy(DraftModel(model, target, **options), target, tree, confidence)
 
 
-def tree_of(drafter: Drafter) -> Tree | None:
+def tree_of(drafter: Drafter) -> HeadTree | None:
     """The head's tree that a drafter proposes, or sizes; None where there is none."""
     inner = drafter.inner if isinstance(drafter, AutoTree | AdaptiveLength) else drafter
-    return inner if isinstance(inner, Tree) else None
+    return inner if isinstance(inner, HeadTree) else None
 
 
-def chain_of(tree: Tree, target: Target, length: int) -> Tree:
+def chain_of(tree: HeadTree, target: Target, length: int) -> HeadTree:
     """The chain of at most `length` drafts that engines without trees draft with the same head."""
     nodes = length + 1
     if isinstance(tree, StaticTree):  # of first guesses alone
@@ -105,7 +104,7 @@ def chain_of(tree: Tree, target: Target, length: int) -> Tree:
     return type(tree)(tree.head, target, **settings)  # type: ignore[arg-type]  # each has a head of its own sort
 
 
-def with_tree_policy(inner: Tree, target: Target, tree: str, confidence: float | None = None) -> Drafter:
+def with_tree_policy(inner: HeadTree, target: Target, tree: str, confidence: float | None = None) -> Drafter:
     """tree: "fixed" proposes the same size in every step; "auto" chooses it by measured cost and gain, `inner` being the
     largest (auto.py); "adaptive" drafts as deep as it pays and stops below `confidence` (adaptive.py)."""
     if tree not in ("fixed", "auto", "adaptive"):

@@ -2,7 +2,7 @@
 
 The levels follow what was accepted, as in transformers' assisted generation: two more after a tree accepted down to its
 last level, one fewer after any other. Within a step drafting stops once no branch is likely any more (as BiLD, Kim et al.,
-arXiv:2302.07863, falls back). Only the draft gets shorter; what is read of it is chosen as ever.
+arXiv:2302.07863, falls back). Only the draft gets shorter; what is accepted of it is chosen as ever.
 """
 
 import math
@@ -19,8 +19,8 @@ class AdaptiveLength(Wrapper):
 
     def __init__(self, inner: DynamicTree, confidence: float = 0.2):
         """inner: a head's or a draft model's tree or chain, with the most levels that may be drafted. confidence: the
-        probability, as the drafter scores it, of the best branch below which no row drafts on; 0 never stops so. To look at
-        it is one wait for the device per level."""
+        probability, as the drafter scores it, of the best branch below which no sequence drafts on; 0 never stops so. It
+        costs one wait for the device per level."""
         if not 0 <= confidence < 1:
             raise ValueError(f"confidence={confidence} must be a probability below 1; 0 drafts all levels")
         super().__init__(inner)

@@ -1,5 +1,6 @@
 """What every drafter does: it proposes a tree of tokens for the target to check. It never decides anything."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,52 +17,55 @@ if TYPE_CHECKING:
 
 
 class Accepted(NamedTuple):
-    """What was added to the text: by the last step, or of a prompt. Rows are padded on the right, up to the longest at
+    """What was added to the text: by the last step, or of a prompt. Sequences are padded on the right, up to the longest at
     least."""
 
-    tokens: Tensor  # (batch, new) int64: the accepted tokens, each row's root last
-    aux_hidden_states: (
-        Tensor  # (batch, new, width): of the position before each of them, in the layers the drafter asked for
-    )
-    counts: list[int]  # how many of them are real; 0 for a row that has finished
-    text: list[list[int]]  # each row's whole text on the host, root included
-    known_counts: Tensor | None = None  # (batch, 1) int64: the counts, where the device has them
-    needs_catch_up: bool = False  # is the target's state so far behind the text that a step is to be spent on that?
+    tokens: Tensor  # (batch, new) int64: the accepted tokens, each sequence's bonus token last
+    # (batch, new, width): of the position before each of them, in the layers the drafter asked for.
+    aux_hidden_states: Tensor
+    counts: list[int]  # how many of them are real; 0 for a sequence that has finished
+    text: list[list[int]]  # each sequence's whole text on the host, bonus token included
+    counts_on_device: Tensor | None = None  # (batch, 1) int64, where the device has them
+    needs_catch_up: bool = False  # does the target's state lag so far that a step is to be spent on that?
 
     @property
     def device_counts(self) -> Tensor:
-        known = self.known_counts
-        return to_device(self.counts, self.tokens.device)[:, None] if known is None else known
+        if self.counts_on_device is not None:
+            return self.counts_on_device
+        return to_device(self.counts, self.tokens.device)[:, None]
 
 
 class Drafter(ABC):
     layers: Sequence[int] = ()  # which hidden states of the target it wants, numbered as in heads/target/model.py
     depth: int  # most levels of the next tree that it proposes
-    nodes: int  # most nodes of any tree that it proposes, the root counted
+    nodes: int  # most nodes of any tree that it proposes, the bonus token counted
     branches: bool = True  # may its trees be more than chains?
 
     @abstractmethod
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        """A new generation: forget the last one. capacity: most tokens a row will hold, drafts included."""
+        """A new generation: forget the last one. capacity: most tokens a sequence will hold, drafts included."""
 
-    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:  # noqa: B027
-        """The batch becomes these of its rows; None is a new one, whose prompt its `readers` have read up to the newest
-        token. Drafters that remember nothing of a row need not care."""
+    def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:  # noqa: B027
+        """The batch becomes the sequences in these slots; None is a new one, whose prompt its `cached_drafters` have taken in
+        up to the newest token. Drafters that remember nothing of a sequence need not care."""
 
     @property
     def cached_drafters(self) -> "Sequence[GrownTree]":
-        """The drafters in it that read prompts into a cache of their own."""
+        """The drafters in it that prefill a cache of their own."""
         return ()
 
     @abstractmethod
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        """A tree whose root is each row's newest token. gumbel: (batch, depth + 1, vocab) float32; [:, d - 1] is the noise
-        of the tokens at depth d, None when greedy. Adding it to a draft's own logits makes it draft what the target's
+        """A tree whose node 0 is each sequence's bonus token. gumbel: (batch, depth + 1, vocab) float32; [:, d - 1] is the
+        noise of the tokens at depth d, None when greedy. Adding it to a draft's own logits makes it draft what the target's
         noisy choice tends to be (inference/sampling.py)."""
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:  # noqa: B027  (most have nothing to learn)
-        """What became of the last proposal: per row the nodes that were accepted, the root first; [] for finished rows.
+        """What became of the last proposal: per sequence the nodes that were accepted, node 0 first; [] for finished ones.
         choices: (batch, nodes) int64, what the target itself writes after each node, accepted or not."""
+
+    def observe_seconds(self, seconds: float | None) -> None:  # noqa: B027  (only tree=auto wants to know)
+        """What the whole step of the last proposal took, after `observe`; None where a part of it was captured."""
 
 
 class Wrapper(Drafter):
@@ -77,8 +81,8 @@ class Wrapper(Drafter):
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.inner.begin(batch, capacity, sampling)
 
-    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
-        self.inner.select_sequences(rows, capacity, sampling)
+    def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
+        self.inner.select_sequences(slots, capacity, sampling)
 
     @property
     def cached_drafters(self) -> "Sequence[GrownTree]":
@@ -86,6 +90,9 @@ class Wrapper(Drafter):
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
         self.inner.observe(paths, choices)
+
+    def observe_seconds(self, seconds: float | None) -> None:
+        self.inner.observe_seconds(seconds)
 
 
 class NoDrafter(Drafter):
@@ -101,28 +108,26 @@ class NoDrafter(Drafter):
 
 
 def bonus_tokens(accepted: Accepted) -> Tensor:
-    """(batch, 1): each row's newest token."""
+    """(batch, 1): each sequence's newest token."""
     return newest(accepted)[0]
 
 
 def newest(accepted: Accepted) -> tuple[Tensor, Tensor]:
-    """Each row's root (batch, 1), and the features (batch, width) of the position before it."""
-    tokens, aux_hidden_states = accepted.tokens, accepted.aux_hidden_states
+    """Each sequence's bonus token (batch, 1), and the aux hidden states (batch, width) of the position before it."""
+    tokens, hidden = accepted.tokens, accepted.aux_hidden_states
     if unpadded(accepted):
-        return tokens[:, -1:], aux_hidden_states[:, -1]
+        return tokens[:, -1:], hidden[:, -1]
     last = (accepted.device_counts - 1).clamp(min=0)
-    return tokens.gather(1, last), aux_hidden_states.gather(
-        1, last[:, :, None].expand(-1, 1, aux_hidden_states.shape[-1])
-    )[:, 0]
+    return tokens.gather(1, last), hidden.gather(1, last[:, :, None].expand(-1, 1, hidden.shape[-1]))[:, 0]
 
 
 def unpadded(accepted: Accepted) -> bool:
-    """Is no row padded?"""
+    """Is no sequence padded?"""
     return min(accepted.counts) == accepted.tokens.shape[1]
 
 
 def share(accepted: Accepted, layers: Sequence[int], wanted: Sequence[int]) -> Accepted:
-    """The same with the features of some of the layers that it has."""
+    """The same with the aux hidden states of some of the layers that it has."""
     if list(wanted) == list(layers):
         return accepted
     by_layer = accepted.aux_hidden_states.unflatten(-1, (max(1, len(layers)), -1))
@@ -130,37 +135,33 @@ def share(accepted: Accepted, layers: Sequence[int], wanted: Sequence[int]) -> A
     return accepted._replace(aux_hidden_states=by_layer[..., chosen, :].flatten(-2))
 
 
-def select(accepted: Accepted, rows: list[int | None]) -> Accepted:
-    """The same for a batch of these of its rows; a new one (None) has nothing in it."""
-    index = [row or 0 for row in rows]
-    counts = [0 if row is None else accepted.counts[row] for row in rows]
-    return Accepted(
-        accepted.tokens[index], accepted.aux_hidden_states[index], counts, [accepted.text[row] for row in index]
-    )
+def select(accepted: Accepted, slots: list[int | None]) -> Accepted:
+    """The same for a batch of the sequences in these slots; a new one (None) has nothing in it."""
+    index = [slot or 0 for slot in slots]
+    counts = [0 if slot is None else accepted.counts[slot] for slot in slots]
+    texts = [accepted.text[slot] for slot in index]
+    return Accepted(accepted.tokens[index], accepted.aux_hidden_states[index], counts, texts)
 
 
 def concatenate(pieces: Sequence[Accepted]) -> Accepted:
-    """What several steps accepted, as one: each row's tokens of all pieces, one after the other."""
+    """What several steps accepted, as one: each sequence's tokens of all pieces, one after the other."""
     if len(pieces) == 1:
         return pieces[0]
-    first, last = pieces[0], pieces[-1]
-    counts = [sum(piece.counts[row] for piece in pieces) if last.counts[row] else 0 for row in range(len(first.counts))]
-    if all(unpadded(piece) for piece in pieces):
-        tokens, aux_hidden_states = (
-            torch.cat([p.tokens for p in pieces], 1),
-            torch.cat([p.aux_hidden_states for p in pieces], 1),
-        )
-        return Accepted(tokens, aux_hidden_states, counts, last.text)
-    tokens = first.tokens.new_zeros(len(counts), max(counts))
-    aux_hidden_states = first.aux_hidden_states.new_zeros(len(counts), max(counts), first.aux_hidden_states.shape[-1])
-    for row, total in enumerate(counts):
-        at = 0
-        for piece in pieces if total else ():
-            count = piece.counts[row]
-            tokens[row, at : at + count] = piece.tokens[row, :count]
-            aux_hidden_states[row, at : at + count] = piece.aux_hidden_states[row, :count]
-            at += count
-    return Accepted(tokens, aux_hidden_states, counts, last.text)
+    last = pieces[-1]
+    tokens = torch.cat([piece.tokens for piece in pieces], 1)
+    hidden = torch.cat([piece.aux_hidden_states for piece in pieces], 1)
+    # A finished sequence needs nothing any more.
+    counts = [sum(piece.counts[slot] for piece in pieces) if now else 0 for slot, now in enumerate(last.counts)]
+    if not all(unpadded(piece) for piece in pieces):
+        offsets = list(itertools.accumulate((piece.tokens.shape[1] for piece in pieces), initial=0))
+        columns = [
+            [at + i for piece, at in zip(pieces, offsets) for i in range(piece.counts[slot])][:count]
+            for slot, count in enumerate(counts)
+        ]
+        longest = max(counts)
+        index = to_device([real + [0] * (longest - len(real)) for real in columns], tokens.device)
+        tokens, hidden = tokens.gather(1, index), hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1]))
+    return Accepted(tokens, hidden, counts, last.text)
 
 
 def bonus_only(accepted: Accepted) -> TokenTree:
@@ -170,7 +171,7 @@ def bonus_only(accepted: Accepted) -> TokenTree:
 
 
 def chains(accepted: Accepted, drafts: list[list[int]]) -> TokenTree:
-    """One branch per row, of these tokens below its root; they may differ in length."""
+    """One branch per sequence, of these tokens after its bonus token; they may differ in length."""
     longest = max(map(len, drafts))
     if longest == 0:
         return bonus_only(accepted)
@@ -181,7 +182,7 @@ def chains(accepted: Accepted, drafts: list[list[int]]) -> TokenTree:
 
 
 def trees(accepted: Accepted, drafts: list[list[tuple[int, int]]], depth: int) -> TokenTree:
-    """One tree per row: (token, parent) of its nodes below the root, which is node 0; parents stand first."""
+    """One tree per sequence: (token, parent) of its nodes below node 0, the bonus token; parents stand first."""
     longest = max(map(len, drafts))
     if longest == 0:
         return bonus_only(accepted)

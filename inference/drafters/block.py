@@ -1,12 +1,12 @@
-"""A tree from a block: one pass gives a row of logits for every depth, and the tree is made of their best tokens.
+"""A tree from a block: one pass gives logits for every depth, and the tree is made of their best tokens.
 
-Where all drafts of a depth share one row, a path's score is the sum of its tokens' scores, and the tree is the exact set of
-the `nodes` best paths (DDTree, arXiv:2604.12989), found level by level: a path among the N best has its parent among them,
+Where all drafts of a depth share their logits, a path's score is the sum of its tokens' scores, and the tree is the exact set
+of the `nodes` best paths (DDTree, arXiv:2604.12989), found level by level: a path among the N best has its parent among them,
 and has at most N - 1 better ones on its own level, so N of each level are enough. On a level, parent i and token j (counted
 from 0, best first) have (i + 1) (j + 1) - 1 pairs that are no worse, so N log N pairs are enough of all.
 
-Where a correction makes rows depend on the path, a level is drafted from the `width` best of the one before, with a row for
-each. The noise of a position is added to its row at last, after every correction.
+Where a correction makes logits depend on the path, a level is drafted from the `width` best of the one before, with logits
+for each. The noise of a position is added at last, after every correction.
 """
 
 import itertools
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from foredraft.heads.base import BlockHead
 from foredraft.heads.target import Target
-from foredraft.heads.target.cache import to_device
+from foredraft.heads.target.cache import KVCache, to_device
 from foredraft.inference.drafters.base import Accepted
-from foredraft.inference.drafters.grown import MIN_PROBABILITY, WIDTH, GrownTree, check_width, newest
+from foredraft.inference.drafters.grown import MIN_PROBABILITY, WIDTH, GrownTree, check_width
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree
 
@@ -37,7 +37,7 @@ class BlockTree(GrownTree):
         min_confidence: float = 0.0,
     ):
         """depth: None for all that the head drafts. width: 1 drafts a chain; None is all, or 5 with a correction, or 1 for a
-        target that reads chains only. min_probability: matters where there is a correction, since only then a level costs
+        target that supports chains only. min_probability: matters where there is a correction, since only then a level costs
         anything. min_confidence: a head that rates its drafts leaves out those below this probability of being accepted."""
         if not 0 <= min_confidence < 1 or (min_confidence and not head.confident):
             raise ValueError(
@@ -47,7 +47,7 @@ class BlockTree(GrownTree):
         super().__init__(head, target, nodes, depth or head.depth, width, min_probability if head.correction else 0.0)
         self.head, self.min_confidence = head, min_confidence
         self.entries = head.block_entries
-        self.known_pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.cached_pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         parents = 1
@@ -58,69 +58,55 @@ class BlockTree(GrownTree):
     def pairs(self, parents: int) -> tuple[Tensor, Tensor]:
         """Which guesses of which of so many parents can be among the best nodes of a level, (n,) each, on the device."""
         key = self.nodes, parents
-        if key not in self.known_pairs:
+        if key not in self.cached_pairs:
             every = itertools.product(range(parents), range(self.width))
             most = parents * self.width if self.head.correction else self.nodes - 1
             kept = [(i, j) for i, j in every if (i + 1) * (j + 1) <= most]
             above, guess = to_device(kept, self.target.device).unbind(1)
-            self.known_pairs[key] = above, guess
-        return self.known_pairs[key]
+            self.cached_pairs[key] = above, guess
+        return self.cached_pairs[key]
 
-    def grow(
-        self,
-        lengths: list[int],
-        tokens: Tensor,
-        aux_hidden_states: Tensor,
-        counts: Tensor,
-        gumbel: Tensor | None,
-        *tensors: Tensor | None,
-    ) -> tuple[TokenTree, Tensor]:
-        head, cache = self.head, self.cache
-        sampling = Sampling.from_tensors(tensors, self.sampling.key)
-        assert cache is not None
-        cache.rewind()
-        last = newest(head.draft_extend(aux_hidden_states, head.embed(tokens, self.target), cache), counts)
-        cache.extend(lengths, counts)
-        hidden = head.draft_block(last, cache)[:, : self.levels]
-        rows = Rows(self, hidden, gumbel, sampling)
-        return self.rerank(*self.expand(rows, newest(tokens, counts)))
+    def expand(
+        self, cache: KVCache, hidden: Tensor, bonus: Tensor, gumbel: Tensor | None, sampling: Sampling
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        block = self.head.draft_block(hidden, cache)[:, : self.levels]
+        return self.best_paths(BlockScorer(self, block, gumbel, sampling), bonus)
 
-    def expand(self, rows: "Rows", root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, parents and scores (batch, n) of the candidates; the root is the first and has no score."""
-        most, candidates, parents = self.nodes - 1, [root], [torch.zeros_like(root)]
+    def best_paths(self, scorer: "BlockScorer", bonus: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        most, candidates, parents = self.nodes - 1, [bonus], [torch.zeros_like(bonus)]
         ranked: list[Tensor] = []
-        tokens, scores, place, size = root, root.new_zeros(root.shape, dtype=torch.float32), parents[0], 1
+        tokens, scores, frontier, size = bonus, bonus.new_zeros(bonus.shape, dtype=torch.float32), parents[0], 1
         for depth in range(1, self.levels + 1):
             if depth > 1 and self.should_stop is not None and self.should_stop(scores):
                 break
-            values, ids = rows.best(depth, tokens)  # (batch, parents or 1, guesses)
+            values, ids = scorer.best(depth, tokens)  # (batch, parents or 1, guesses)
             above, guess = self.pairs(tokens.shape[1])
             row = above if values.shape[1] > 1 else torch.zeros_like(above)
             scores, chosen = (scores[:, above] + values[:, row, guess]).topk(min(most, len(above)))
             parent = above[chosen]
             tokens = ids[:, row, guess].gather(1, chosen)
             candidates.append(tokens)
-            parents.append(place.gather(1, parent))
+            parents.append(frontier.gather(1, parent))
             ranked.append(scores)
             kept = min(self.width, tokens.shape[1])
-            place = torch.arange(size, size + kept, device=root.device).expand(len(root), -1)
+            frontier = torch.arange(size, size + kept, device=bonus.device).expand(len(bonus), -1)
             size += tokens.shape[1]
             tokens, scores = tokens[:, :kept], scores[:, :kept]
-            rows.select(parent[:, :kept])
+            scorer.select(parent[:, :kept])
         return torch.cat(candidates, 1), torch.cat(parents, 1), torch.cat(ranked, 1)
 
 
-class Rows:
-    """The scored rows of a block, and what is remembered along the paths of the frontier."""
+class BlockScorer:
+    """The scores of a block's tokens, and what is remembered along the paths of the frontier."""
 
     def __init__(self, tree: BlockTree, hidden: Tensor, gumbel: Tensor | None, sampling: Sampling):
         self.tree, self.hidden, self.gumbel, self.sampling = tree, hidden, gumbel, sampling
         self.base = tree.head.base_logits(hidden)
         self.memory = hidden.new_zeros(len(hidden), 1, tree.head.memory)
         if not tree.head.correction:  # then all depths at once
-            rows = tree.head.correct(self.base, hidden, hidden[..., :0], 1)
-            noise = None if gumbel is None else gumbel[:, : rows.shape[1]]
-            self.table = tree.log_probs(rows, noise, sampling).topk(tree.width)
+            logits = tree.head.correct(self.base, hidden, hidden[..., :0], 1)
+            noise = None if gumbel is None else gumbel[:, : logits.shape[1]]
+            self.table = tree.log_probs(logits, noise, sampling).topk(tree.width)
 
     def best(self, depth: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and target ids (batch, n, guesses) of what may follow tokens (batch, nodes): of each, or of all (n = 1)."""
@@ -130,14 +116,13 @@ class Rows:
             return values, tree.to_target_ids(ids)
         hidden, base = self.hidden[:, level].expand(-1, tokens.shape[1], -1), self.base[:, level]
         noise = None if self.gumbel is None else self.gumbel[:, level]
-        if (
-            tree.head.candidates and noise is not None
-        ):  # the target's token is likely one of those that its noise favours
+        if tree.head.candidates and noise is not None:
+            # The target's token is likely one of those that its noise favours.
             kept = tree.log_probs(base, noise, self.sampling).topk(tree.head.candidates).indices
             base = torch.full_like(base, -torch.inf).scatter(-1, kept, base.gather(-1, kept))
         correction, self.memory = tree.head.condition(depth, hidden, tokens, self.memory)
-        rows = tree.head.correct(base, hidden, correction, depth)
-        values, ids = tree.log_probs(rows, noise, self.sampling).topk(tree.width)
+        logits = tree.head.correct(base, hidden, correction, depth)
+        values, ids = tree.log_probs(logits, noise, self.sampling).topk(tree.width)
         if tree.min_confidence:
             unsure = correction[..., -1:].sigmoid() < tree.min_confidence
             values = values.masked_fill(unsure, -torch.inf)

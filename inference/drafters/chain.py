@@ -1,4 +1,4 @@
-"""One branch of each tree, for targets that cannot read more (heads/target/state_cache.py)."""
+"""One branch of each tree, for targets that support chains alone (heads/target/state_cache.py)."""
 
 import warnings
 
@@ -11,13 +11,13 @@ from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree, chain
 
 
-def readable(drafter: Drafter, target: Target) -> Drafter:
-    """The drafter as this target can read it: as it is, one branch of its trees, or nothing, which it says once."""
-    if target.supports_trees or drafter.depth == 0:
+def as_supported(drafter: Drafter, target: Target) -> Drafter:
+    """The drafter as the target supports it: as it is, one branch of its trees, or nothing, which it says once."""
+    if target.supports_trees or drafter.nodes == 1:
         return drafter
     if not target.supports_chains:
         warnings.warn(
-            f"{target.name or target.config.model_type} does not read several tokens at once as it reads them one by one, "
+            f"{target.name or target.config.model_type} gives other logits for several tokens at once than one by one, "
             "so it is decoded plainly and nothing is drafted: drafts would change its text",
             stacklevel=4,
         )
@@ -25,8 +25,8 @@ def readable(drafter: Drafter, target: Target) -> Drafter:
     if target.picks_keys:
         warnings.warn(
             f"{target.name or target.config.model_type} looks at those keys alone that its indexer scores highest: where two "
-            "scores are equal but for rounding, a read of several tokens may pick another key than a read of one, and what "
-            "is drafted for may go on otherwise than what is decoded plainly",
+            "scores are equal but for rounding, a forward of several tokens may pick another key than that of one, and a "
+            "text with drafts may continue otherwise than one without",
             stacklevel=4,
         )
     return CatchUp(Chain(drafter) if drafter.branches else drafter)
@@ -36,24 +36,28 @@ class CatchUp(Wrapper):
     """Drafts nothing in a step that lets the target's state catch up with the text (`StateCache.needs_catch_up`)."""
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        self.waiting: list[Accepted] = []
+        self.unextended: list[Accepted] = []  # accepted tokens that the drafter has not seen
         super().begin(batch, capacity, sampling)
 
-    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
-        self.waiting = [select(piece, rows) for piece in self.waiting]
-        super().select_sequences(rows, capacity, sampling)
+    def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
+        self.unextended = [select(piece, slots) for piece in self.unextended]
+        super().select_sequences(slots, capacity, sampling)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        self.waiting.append(accepted)
-        self.waits = accepted.needs_catch_up
-        if self.waits:
+        self.unextended.append(accepted)
+        self.catches_up = accepted.needs_catch_up
+        if self.catches_up:
             return bonus_only(accepted)
-        merged, self.waiting = concatenate(self.waiting), []
+        merged, self.unextended = concatenate(self.unextended), []
         return self.inner.propose(merged, gumbel)
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
-        if not self.waits:
+        if not self.catches_up:
             super().observe(paths, choices)
+
+    def observe_seconds(self, seconds: float | None) -> None:
+        if not self.catches_up:
+            super().observe_seconds(seconds)
 
 
 class Chain(Wrapper):
@@ -69,12 +73,12 @@ class Chain(Wrapper):
         deepest = torch.where(real, tree.depths, -1).argmax(1)
         above = tree.ancestors.gather(1, deepest[:, None, None].expand(-1, 1, self.size))[:, 0]
         order = torch.arange(self.size, device=real.device)
-        # Its nodes first, the root down, then as many others, which become padding.
-        self.places = torch.where(above, order, order + self.size).argsort(1)[:, : tree.depths.max() + 1]
-        return chain(torch.where(above, tree.tokens, -1).gather(1, self.places))
+        # Its nodes first, from node 0 down, then as many others, which become padding.
+        self.positions = torch.where(above, order, order + self.size).argsort(1)[:, : tree.depths.max() + 1]
+        return chain(torch.where(above, tree.tokens, -1).gather(1, self.positions))
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
-        """What the target writes after nodes that it did not read is not known: -1."""
-        places = self.places.tolist()
-        mine = [[row[node] for node in path] for row, path in zip(places, paths, strict=True)]
-        self.inner.observe(mine, choices.new_full((len(choices), self.size), -1).scatter(1, self.places, choices))
+        """What the target writes after nodes that it was not shown is unknown: -1."""
+        positions = self.positions.tolist()
+        mine = [[row[node] for node in path] for row, path in zip(positions, paths, strict=True)]
+        self.inner.observe(mine, choices.new_full((len(choices), self.size), -1).scatter(1, self.positions, choices))

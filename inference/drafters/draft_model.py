@@ -16,7 +16,7 @@ from foredraft.inference.tree import TokenTree
 
 
 class DraftModel(DynamicTree):
-    cache_lag = 0  # it reads the first token, too
+    cache_lag = 0  # its cache has an entry of the first token, too
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class DraftModel(DynamicTree):
         width: int | None = None,
         min_probability: float = MIN_PROBABILITY,
     ):
-        """width: 2 or, for a target that reads chains only, 1; 1 with nodes depth + 1 is the chain of the papers. Raises
+        """width: 2 or, for a target that supports chains only, 1; 1 with nodes depth + 1 is the chain of the papers. Raises
         ValueError where the vocabularies differ."""
         if isinstance(model, DraftModelHead):
             head = model
@@ -49,7 +49,7 @@ class DraftModel(DynamicTree):
 
 
 def with_first_tokens(accepted: Accepted, cache: KVCache) -> Accepted:
-    """With the first token of each row of which the model has read nothing: a head starts at the token after it."""
+    """With the first token of each sequence of which the model has nothing: a head starts at the token after it."""
     fresh = [length == 0 for length in cache.lengths]
     if not any(fresh):
         return accepted
@@ -58,4 +58,4 @@ def with_first_tokens(accepted: Accepted, cache: KVCache) -> Accepted:
     both = torch.cat([first, tokens], dim=1), torch.cat([tokens, first], dim=1)
     counts = [count + new for count, new in zip(accepted.counts, fresh, strict=True)]
     tokens = torch.where(to_device(fresh, tokens.device)[:, None].bool(), *both)
-    return accepted._replace(tokens=tokens, counts=counts, known_counts=None)
+    return accepted._replace(tokens=tokens, counts=counts, counts_on_device=None)

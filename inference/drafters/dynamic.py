@@ -10,9 +10,9 @@ from torch import Tensor
 
 from foredraft.heads.base import RecurrentHead
 from foredraft.heads.target import Target
-from foredraft.inference.drafters.grown import MIN_PROBABILITY, WIDTH, GrownTree, check_width, newest
+from foredraft.heads.target.cache import KVCache
+from foredraft.inference.drafters.grown import MIN_PROBABILITY, WIDTH, GrownTree, check_width
 from foredraft.inference.sampling import Sampling
-from foredraft.inference.tree import TokenTree
 
 
 class DynamicTree(GrownTree):
@@ -27,26 +27,14 @@ class DynamicTree(GrownTree):
         width: int | None = None,
         min_probability: float = MIN_PROBABILITY,
     ):
-        """width: branches kept per level; None is 5 or, for a target that reads chains only, 1."""
+        """width: branches kept per level; None is 5 or, for a target that supports chains only, 1."""
         super().__init__(head, target, nodes, depth, check_width(width, WIDTH, target), min_probability)
         self.head, self.entries = head, (1 + self.depth) * self.width
 
-    def grow(
-        self,
-        lengths: list[int],
-        tokens: Tensor,
-        aux_hidden_states: Tensor,
-        counts: Tensor,
-        gumbel: Tensor | None,
-        *tensors: Tensor | None,
-    ) -> tuple[TokenTree, Tensor]:
-        head, cache, width = self.head, self.cache, self.width
-        sampling = Sampling.from_tensors(tensors, self.sampling.key)
-        assert cache is not None
-        cache.rewind()
-        hidden = newest(head.draft_extend(aux_hidden_states, head.embed(tokens, self.target), cache), counts)
-        root, batch = newest(tokens, counts), len(tokens)
-        cache.extend(lengths, counts)
+    def expand(
+        self, cache: KVCache, hidden: Tensor, bonus: Tensor, gumbel: Tensor | None, sampling: Sampling
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        head, width, batch = self.head, self.width, len(bonus)
 
         def best_of(hidden: Tensor, depth: int) -> torch.return_types.topk:
             noise = None if gumbel is None else gumbel[:, depth - 1 : depth]
@@ -55,9 +43,11 @@ class DynamicTree(GrownTree):
         best = best_of(hidden, 1)
         tokens, scores = self.to_target_ids(best.indices[:, 0]), best.values[:, 0]  # (batch, width)
         hidden = hidden.expand(-1, width, -1)
-        frontier = torch.arange(1, width + 1, device=tokens.device).expand(batch, -1)  # as candidates, the root is 0
+        frontier = torch.arange(1, width + 1, device=tokens.device).expand(
+            batch, -1
+        )  # as candidates, the bonus token is 0
         own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
-        candidates = [root, tokens]
+        candidates = [bonus, tokens]
         parents = [frontier.new_zeros(batch, width + 1)]
         ranked, among, size = [scores], own, 1 + width
         for depth in range(2, self.levels + 1):
@@ -80,4 +70,4 @@ class DynamicTree(GrownTree):
             hidden = hidden.gather(1, parent[:, :, None].expand(-1, -1, hidden.shape[-1]))
             among = torch.cat([among.gather(1, parent[:, :, None].expand(-1, -1, among.shape[-1])), own], -1)
             size += width * width
-        return self.rerank(torch.cat(candidates, 1), torch.cat(parents, 1), torch.cat(ranked, 1))
+        return torch.cat(candidates, 1), torch.cat(parents, 1), torch.cat(ranked, 1)

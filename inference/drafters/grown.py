@@ -4,6 +4,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ STEP = 1e-3
 
 
 def check_width(width: int | None, usual: int, target: Target) -> int:
-    """The branches per level that this target can read. Raises ValueError where more were asked for."""
+    """The branches per level that this target supports. Raises ValueError where more were asked for."""
     if width is None:
         return usual if target.supports_trees else 1
     if width > 1 and not target.supports_trees:
@@ -40,7 +41,7 @@ class GrownTree(Drafter):
     """The `nodes` best of the candidates that `grow` makes level by level."""
 
     entries: int  # that growing a tree of all levels writes into the head's cache
-    cache_lag: int = 1  # entries that its cache has less than a text has tokens: each needs the token after it
+    cache_lag: int = 1  # entries that its cache has fewer than a text has tokens: each needs the token after it
     head: RecurrentHead | BlockHead
 
     def __init__(
@@ -52,9 +53,9 @@ class GrownTree(Drafter):
         width: int,
         min_probability: float,
     ):
-        """nodes: of the tree at most, its root counted. depth: levels below the root. width: branches kept per level.
+        """nodes: of the tree at most, the bonus token counted. depth: levels below it. width: branches kept per level.
         min_probability: on a CPU, the probability of a level's branches together, as the draft scores them, below which no
-        row drafts on; 0 drafts all levels."""
+        sequence drafts on; 0 drafts all levels."""
         if depth < 1 or width < 1 or nodes < 2 or min_probability < 0:
             raise ValueError(
                 f"a dynamic tree needs depth={depth} and width={width} of at least 1, nodes={nodes} of 2, "
@@ -94,21 +95,21 @@ class GrownTree(Drafter):
         cache.clear()
         self.cache = cache
 
-    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+    def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
         assert self.cache is not None
         self.sampling = sampling
-        self.cache.reorder(rows, max(self.cache.capacity, self.room(capacity)))
+        self.cache.reorder(slots, max(self.cache.capacity, self.room(capacity)))
 
     @property
     def cached_drafters(self) -> "list[GrownTree]":
         return [self]
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """For prompts of at most so many tokens, which `prefill` reads into it before their rows join."""
+        """For prompts of at most so many tokens, which `prefill` fills before their sequences join."""
         return KVCache(self.cache_layers, batch, capacity, self.target.device)
 
     def prefill(self, accepted: Accepted, cache: KVCache) -> None:
-        """Take in a part of the prompts of rows that are to join, after what this cache of theirs holds."""
+        """A part of the prompts of sequences that are to join, after what this cache of theirs holds."""
         embeddings = self.head.embed(accepted.tokens, self.target)
         self.head.draft_extend(accepted.aux_hidden_states, embeddings, cache)
         cache.set_lengths([length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)])
@@ -133,47 +134,54 @@ class GrownTree(Drafter):
         assert cache is not None
         new, counts = accepted.tokens.shape[1], accepted.device_counts
         lengths = [length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)]
-        room = max(cache.lengths) + new + self.entries  # a short row's padding may stand after a long one's text
+        room = max(cache.lengths) + new + self.entries  # a short one's padding may stand after a long one's text
         if room > cache.capacity:
             cache.reorder(list(range(cache.batch)), room)
-        grow, starts = partial(self.grow, lengths), cache.seq_lens + counts
-        if self.should_stop is None and new <= 1 + self.depth:  # neither looks at scores nor reads the prompt
+        grow, seq_lens = partial(self.grow, lengths), cache.seq_lens + counts
+        inputs = accepted.tokens, accepted.aux_hidden_states, counts, gumbel, *self.sampling.tensors
+        if self.should_stop is None and new <= 1 + self.depth:  # neither looks at scores nor catches up
             cache.set_bucket(new + self.entries)
             key = "grow", cache.kv_bucket, self.nodes, self.levels, self.sampling.key
-            inputs = accepted.tokens, accepted.aux_hidden_states, counts, gumbel, *self.sampling.tensors
             tree, self.ranks = cache.graphs(key, grow, *inputs)
         else:
             cache.kv_bucket = None
-            tree, self.ranks = grow(accepted.tokens, accepted.aux_hidden_states, counts, gumbel, *self.sampling.tensors)
-        cache.set_lengths(lengths, starts)
+            tree, self.ranks = grow(*inputs)
+        cache.set_lengths(lengths, seq_lens)
         return tree
 
-    @abstractmethod
-    def grow(
-        self,
-        lengths: list[int],
-        tokens: Tensor,
-        aux_hidden_states: Tensor,
-        counts: Tensor,
-        gumbel: Tensor | None,
-        *tensors: Tensor | None,
-    ) -> tuple[TokenTree, Tensor]:
+    def grow(self, lengths: list[int], *inputs: Any) -> tuple[TokenTree, Tensor]:
         """The tree below tokens (batch, new), of which the first `counts` (batch, 1) are real, and its nodes' ranks.
-        lengths: of the rows with them. tensors: of a Sampling."""
+        lengths: of the sequences with them. inputs: tokens, aux hidden states, counts, noise, the tensors of a Sampling."""
+        tokens, aux_hidden_states, counts, gumbel, *tensors = inputs
+        head, cache = self.head, self.cache
+        assert cache is not None
+        cache.rewind()
+        hidden = newest(head.draft_extend(aux_hidden_states, head.embed(tokens, self.target), cache), counts)
+        cache.extend(lengths, counts)
+        sampling = Sampling.from_tensors(tensors, self.sampling.key)
+        return self.rerank(*self.expand(cache, hidden, newest(tokens, counts), gumbel, sampling))
+
+    @abstractmethod
+    def expand(
+        self, cache: KVCache, hidden: Tensor, bonus: Tensor, gumbel: Tensor | None, sampling: Sampling
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, parents and scores (batch, n) of the candidates; bonus (batch, 1) is the first and has no score. hidden:
+        (batch, 1, width), of `draft_extend` at each sequence's end."""
 
     def rerank(self, tokens: Tensor, parents: Tensor, scores: Tensor) -> tuple[TokenTree, Tensor]:
         """The best `nodes` of all candidates (batch, n), in their order, which puts parents first, and their ranks. The
-        root has no score."""
+        bonus token has no score."""
         chosen, ranks = scores.topk(min(self.nodes, tokens.shape[1]) - 1).indices.sort(1)
         chosen = chosen + 1
         chosen = torch.cat([chosen.new_zeros(len(chosen), 1), chosen], 1)
         order = torch.arange(chosen.shape[1], device=tokens.device).expand(len(chosen), -1)
-        place = torch.zeros_like(parents).scatter(1, chosen, order)
-        return from_parents(tokens.gather(1, chosen), place.gather(1, parents.gather(1, chosen)), self.levels), ranks
+        position = torch.zeros_like(parents).scatter(1, chosen, order)
+        new_parents = position.gather(1, parents.gather(1, chosen))
+        return from_parents(tokens.gather(1, chosen), new_parents, self.levels), ranks
 
 
 def newest(x: Tensor, counts: Tensor) -> Tensor:
-    """(batch, 1, ...): of x (batch, new, ...) what stands at each row's last real place; counts: (batch, 1)."""
+    """(batch, 1, ...): of x (batch, new, ...) what stands last of the real entries of each row; counts: (batch, 1)."""
     if x.shape[1] == 1:
         return x
     last = (counts - 1).clamp(min=0)

@@ -4,13 +4,13 @@ Jacobi iteration guesses a window of coming tokens at once and corrects all of t
 `ngram` - 1 rounds of it are kept; along a column of rounds stands an n-gram that the target once wrote. n-grams go into a
 pool by their first token; those that begin with the newest token are drafted. Both live in one tree:
 
-    root - s1 - s2 - s3      s: the window's oldest round, a branch of its own; below each of its tokens hangs its column
-      |    |    |    |       of newer rounds, and the choice after the newest is the next round's token there
-      |    a1   a2   a3
-      |    |    |    |
-      |    b1   b2   b3
-      - g1 - g2 - g3         an n-gram of the pool, its first token is the root
-      - h1 - h2 - h3
+    bonus - s1 - s2 - s3     s: the window's oldest round, a branch of its own; below each of its tokens hangs its column
+      |     |    |    |       of newer rounds, and the choice after the newest is the next round's token there
+      |     a1   a2   a3
+      |     |    |    |
+      |     b1   b2   b3
+      -- g1 - g2 - g3         an n-gram of the pool, its first token is the bonus token
+      -- h1 - h2 - h3
 
 The window's branch may be accepted like any other. Noise belongs to positions, so at a temperature the same iteration
 converges to the same text as sampling one by one.
@@ -27,8 +27,8 @@ from foredraft.inference.tree import TokenTree, from_parents
 class Lookahead(Drafter):
     def __init__(self, window: int = 5, ngram: int = 3, guesses: int = 5):
         """window: tokens guessed ahead. ngram: tokens of the n-grams, so ngram - 1 rounds are kept. guesses: n-grams
-        drafted at most, and kept per first token. The paper's 15, 5, 15 pay where a forward of 120 rows costs little
-        more than one of a single row."""
+        drafted at most, and kept per first token. The paper's 15, 5, 15 pay where a forward of 120 tokens costs
+        little more than that of one."""
         if window < 1 or ngram < 2 or guesses < 1:
             raise ValueError(f"window={window} and guesses={guesses} must be at least 1, ngram={ngram} at least 2")
         self.window, self.rounds, self.guesses = window, ngram - 1, guesses
@@ -36,31 +36,30 @@ class Lookahead(Drafter):
         self.nodes = 1 + (window + guesses) * self.rounds
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        # Per row: first token -> the n-grams' other tokens, the latest last (a dict keeps its order).
+        # Per sequence: first token -> the n-grams' other tokens, the latest last (a dict keeps its order).
         self.pool: list[dict[int, dict[tuple[int, ...], None]]] = [{} for _ in range(batch)]
         self.lines: Tensor | None = None  # (batch, rounds, window): the rounds, the oldest first
+        self.fresh = [True] * batch  # which sequences have no window yet
 
-        self.fresh = [True] * batch  # rows without a window yet
-
-    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
-        self.pool = [{} if row is None else self.pool[row] for row in rows]
-        self.fresh = [row is None or self.fresh[row] for row in rows]
+    def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
+        self.pool = [{} if slot is None else self.pool[slot] for slot in slots]
+        self.fresh = [slot is None or self.fresh[slot] for slot in slots]
         if self.lines is not None:
-            self.lines = self.lines[[row or 0 for row in rows]]
+            self.lines = self.lines[[slot or 0 for slot in slots]]
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        root = bonus_tokens(accepted)
+        bonus = bonus_tokens(accepted)
         if any(self.fresh):
-            lines, fresh = self.first_lines(accepted), torch.tensor(self.fresh, device=root.device)[:, None, None]
+            lines, fresh = self.first_lines(accepted), torch.tensor(self.fresh, device=bonus.device)[:, None, None]
             self.lines = lines if self.lines is None else torch.where(fresh, lines, self.lines)
             self.fresh = [False] * len(self.fresh)
         assert self.lines is not None
         found = [list(pool.get(text[-1], ())) for pool, text in zip(self.pool, accepted.text, strict=True)]
         most = max(map(len, found))
         blank = (-1,) * self.rounds
-        guessed = root.new_tensor([grams + [blank] * (most - len(grams)) for grams in found])
-        tokens = torch.cat([root, self.lines.flatten(1), guessed.view(len(root), -1)], dim=1)
-        return from_parents(tokens, self.parents(most, tokens.device).expand(len(root), -1), self.depth)
+        guessed = bonus.new_tensor([grams + [blank] * (most - len(grams)) for grams in found])
+        tokens = torch.cat([bonus, self.lines.flatten(1), guessed.view(len(bonus), -1)], dim=1)
+        return from_parents(tokens, self.parents(most, tokens.device).expand(len(bonus), -1), self.depth)
 
     def first_lines(self, accepted: Accepted) -> Tensor:
         """Tokens of the text's end to begin the iteration with: any would do."""
@@ -89,7 +88,7 @@ class Lookahead(Drafter):
                 grams[tuple(rest)] = None
                 if len(grams) > self.guesses:
                     del grams[next(iter(grams))]
-        # The root moves on by as many tokens as were accepted, and the window with it; what wraps around may stay.
+        # The bonus token moves on by as many tokens as were accepted, and the window with it; what wraps around may stay.
         steps = choices.new_tensor([max(0, len(path) - 1) for path in paths])[:, None, None]
-        places = (torch.arange(self.window, device=choices.device) + steps) % self.window
-        self.lines = columns[:, 1:].gather(2, places.expand(-1, self.rounds, -1))
+        shifted = (torch.arange(self.window, device=choices.device) + steps) % self.window
+        self.lines = columns[:, 1:].gather(2, shifted.expand(-1, self.rounds, -1))

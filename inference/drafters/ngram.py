@@ -22,29 +22,29 @@ class NgramDrafter(Drafter):
         self.longest, self.depth, self.nodes, self.match = longest, depth, depth + 1, match
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        # Per row and n-gram: next token -> (how often, index where it last stood). Only new text is entered in a step.
-        self.known: list[dict[tuple[int, ...], dict[int, tuple[int, int]]]] = [{} for _ in range(batch)]
+        # Per sequence and n-gram: next token -> (how often, index where it last stood). A step enters new text only.
+        self.followers: list[dict[tuple[int, ...], dict[int, tuple[int, int]]]] = [{} for _ in range(batch)]
         self.entered = [0] * batch
 
-    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
-        self.known = [{} if row is None else self.known[row] for row in rows]
-        self.entered = [0 if row is None else self.entered[row] for row in rows]
+    def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
+        self.followers = [{} if slot is None else self.followers[slot] for slot in slots]
+        self.entered = [0 if slot is None else self.entered[slot] for slot in slots]
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        return chains(accepted, [self.look_up(row, text) for row, text in enumerate(accepted.text)])
+        return chains(accepted, [self.look_up(slot, text) for slot, text in enumerate(accepted.text)])
 
-    def look_up(self, row: int, text: list[int]) -> list[int]:
-        known = self.known[row]
+    def look_up(self, slot: int, text: list[int]) -> list[int]:
+        followers = self.followers[slot]
         # Up to the newest token as a next token: as the end of an n-gram it must not find itself.
-        for end in range(max(1, self.entered[row]), len(text)):
+        for end in range(max(1, self.entered[slot]), len(text)):
             for n in range(1, min(self.longest, end) + 1):
-                following = known.setdefault(tuple(text[end - n : end]), {})
+                following = followers.setdefault(tuple(text[end - n : end]), {})
                 following[text[end]] = (following.get(text[end], (0, 0))[0] + 1, end)
-        self.entered[row] = len(text)
+        self.entered[slot] = len(text)
         for n in range(min(self.longest, len(text)), 0, -1):
-            found = known.get(tuple(text[-n:]))
-            if found is not None:
+            following = followers.get(tuple(text[-n:]), {})
+            if following:
                 counts_first = self.match == "frequent"
-                _, end = max(found.values(), key=lambda seen: seen if counts_first else seen[1:])
+                _, end = max(following.values(), key=lambda seen: seen if counts_first else seen[1:])
                 return text[end : end + self.depth]
         return []

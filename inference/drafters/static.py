@@ -45,10 +45,10 @@ class StaticTree(Drafter):
     def __init__(
         self, head: ParallelHead, target: Target, nodes: int = 16, accuracies: list[list[float]] | None = None
     ):
-        """nodes: of the tree, its root counted; for a target that reads chains only, a chain. accuracies: of this
+        """nodes: of the tree, the bonus token counted; for a target that supports chains only, a chain. accuracies: of this
         head, measured (see inference/evaluation/measure.py)."""
         if nodes < 2:
-            raise ValueError(f"a static tree needs nodes={nodes} of at least 2, its root and a draft")
+            raise ValueError(f"a static tree needs nodes={nodes} of at least 2, the bonus token and a draft")
         self.head, self.target, self.layers = head, target, head.layers
         vocab = target.vocab_size if head.draft_ids is None else len(head.draft_ids)
         self.branches = target.supports_trees
@@ -87,7 +87,7 @@ class StaticTree(Drafter):
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.sampling = sampling
 
-    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+    def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
         self.sampling = sampling
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
@@ -98,21 +98,21 @@ class StaticTree(Drafter):
         return self.graphs(key, grow, tokens, aux_hidden_states, gumbel, *self.sampling.tensors)
 
     def grow(
-        self, shape: "Shape", root: Tensor, aux_hidden_states: Tensor, gumbel: Tensor | None, *sampling: Tensor | None
+        self, shape: "Shape", bonus: Tensor, aux_hidden_states: Tensor, gumbel: Tensor | None, *sampling: Tensor | None
     ) -> TokenTree:
-        """The tree below root (batch, 1), from features (batch, width). sampling: the tensors of a Sampling."""
+        """The tree below the bonus tokens (batch, 1), from aux hidden states (batch, width). sampling: of a Sampling."""
         logits = self.head.draft_all(aux_hidden_states)[:, : shape.levels].float()
         if gumbel is not None:
             noise = gumbel if self.head.draft_ids is None else gumbel[..., self.head.draft_ids]
             warper = Sampling.from_tensors(sampling, self.sampling.key)
             logits = warper.warp(logits) + noise[:, : shape.levels]
         guesses = self.head.to_target_ids(logits.topk(shape.guessed).indices).flatten(1)
-        tokens = torch.cat([root, guesses[:, shape.guesses]], dim=1)
+        tokens = torch.cat([bonus, guesses[:, shape.guesses]], dim=1)
         return TokenTree(tokens, *(part.expand(len(tokens), *part.shape[1:]) for part in shape.tree[1:]))
 
 
 class Shape(NamedTuple):
-    """Some of the best paths as a tree, of tokens not known yet."""
+    """Some of the best paths as a tree, whose tokens are still to be filled in."""
 
     levels: int
     order: Tensor  # (1, nodes - 1): which of all paths each node is, on the host

@@ -1,8 +1,8 @@
 """Suffix counting: draft what followed the longest suffixes of the text, in it and in past outputs, as a tree of the
 likeliest continuations (SuffixDecoding, Oliaro et al., arXiv:2411.04975, section 4). It needs no head.
 
-A trie counts every run of up to `longest` tokens. The text's own suffixes are a set of places in it, one per length, which
-every new token moves on by one; what hangs below such a place followed that suffix before, so often.
+A trie counts every run of up to `longest` tokens. The text's own suffixes are a set of nodes in it, one per length, which
+every new token moves on by one; what hangs below such a node followed that suffix before, so often.
 """
 
 import heapq
@@ -27,11 +27,11 @@ class Trie:
         return child
 
 
-def likeliest(place: Trie, nodes: int, depth: int) -> tuple[list[tuple[int, int]], float]:
-    """The likeliest nodes below a place, (token, parent), and how many of them the counts expect to be right."""
+def likeliest(start: Trie, nodes: int, depth: int) -> tuple[list[tuple[int, int]], float]:
+    """The likeliest nodes below `start`, (token, parent), and how many of them the counts expect to be right."""
     drafts, expected, number = list[tuple[int, int]](), 0.0, 0  # number: so that tries are never compared
     heap: list[tuple[float, int, int, int, int, Trie]] = []
-    opened: tuple[Trie, float, int, int] | None = (place, 1.0, 0, 1)
+    opened: tuple[Trie, float, int, int] | None = (start, 1.0, 0, 1)
     while len(drafts) < nodes:
         if opened is not None:
             above, chance, parent, level = opened
@@ -50,7 +50,7 @@ def likeliest(place: Trie, nodes: int, depth: int) -> tuple[list[tuple[int, int]
 
 class SuffixDrafter(Drafter):
     def __init__(self, longest: int = 8, nodes: int = 16, per_match: float = 2.0, past: int = 20_000):
-        """longest: tokens of a suffix and its continuation together. nodes: of a tree, its root counted. per_match:
+        """longest: tokens of a suffix and its continuation together. nodes: of a tree, the bonus token counted. per_match:
         nodes drafted per token of the suffix that was found, since a longer one is surer. past: tokens of past outputs
         that are remembered; then it starts again."""
         if longest < 2 or nodes < 2:
@@ -61,58 +61,59 @@ class SuffixDrafter(Drafter):
         self.depth = min(nodes, longest) - 1
         self.past, self.remembered = Trie(), 0
         self.texts: list[list[int]] = []
-        self.prompts: list[int | None] = []  # tokens of each row's prompt, None before it was seen
+        self.prompts: list[int | None] = []  # tokens of each sequence's prompt, None before it was seen
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.retire(set(range(len(self.texts))))
         self.own: list[Trie] = []
         self.texts, self.prompts = [], []
-        self.read: list[int] = []
-        # [row][n]: the place of its suffix of n tokens, in its own trie, and as far as it is known in that of past outputs.
-        self.places: list[list[Trie]] = []
+        self.num_entered: list[int] = []
+        # [slot][n]: the node of its suffix of n tokens, in its own trie, and as far as it is there in that of past outputs.
+        self.suffixes: list[list[Trie]] = []
         self.matches: list[list[Trie]] = []
         self.select_sequences([None] * batch, capacity, sampling)
 
-    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
-        self.retire(set(range(len(self.texts))) - set(rows))
-        self.texts = [[] if row is None else self.texts[row] for row in rows]
-        self.prompts = [None if row is None else self.prompts[row] for row in rows]
-        self.own = [Trie() if row is None else self.own[row] for row in rows]
-        self.read = [0 if row is None else self.read[row] for row in rows]
-        self.places = [[trie] if row is None else self.places[row] for row, trie in zip(rows, self.own, strict=True)]
-        self.matches = [[self.past] if row is None else self.matches[row] for row in rows]
+    def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
+        self.retire(set(range(len(self.texts))) - set(slots))
+        self.texts = [[] if slot is None else self.texts[slot] for slot in slots]
+        self.prompts = [None if slot is None else self.prompts[slot] for slot in slots]
+        self.own = [Trie() if slot is None else self.own[slot] for slot in slots]
+        self.num_entered = [0 if slot is None else self.num_entered[slot] for slot in slots]
+        pairs = zip(slots, self.own, strict=True)
+        self.suffixes = [[trie] if slot is None else self.suffixes[slot] for slot, trie in pairs]
+        self.matches = [[self.past] if slot is None else self.matches[slot] for slot in slots]
 
-    def retire(self, rows: set[int]) -> None:
-        """These rows have ended: what was written in them is remembered as past output."""
-        for row in sorted(rows):
-            self.remember(self.texts[row][self.prompts[row] :])
+    def retire(self, slots: set[int]) -> None:
+        """The sequences in these slots have ended: what was written is remembered as past output."""
+        for slot in sorted(slots):
+            self.remember(self.texts[slot][self.prompts[slot] :])
 
     def remember(self, output: list[int]) -> None:
         if self.remembered + len(output) > self.room:
             self.past, self.remembered = Trie(), 0
         if len(output) > self.room:
             return
-        places = [self.past]
+        suffixes = [self.past]
         for token in output:
-            places = [self.past, *(place.enter(token) for place in places[: self.longest])]
+            suffixes = [self.past, *(suffix.enter(token) for suffix in suffixes[: self.longest])]
         self.remembered += len(output)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         pairs = zip(self.prompts, accepted.text, strict=True)
         self.prompts = [len(text) - 1 if prompt is None else prompt for prompt, text in pairs]
         self.texts = accepted.text
-        return trees(accepted, [self.draft(row, text) for row, text in enumerate(accepted.text)], self.depth)
+        return trees(accepted, [self.draft(slot, text) for slot, text in enumerate(accepted.text)], self.depth)
 
-    def draft(self, row: int, text: list[int]) -> list[tuple[int, int]]:
-        """(token, parent) of the nodes below the root."""
-        for token in text[self.read[row] :]:
-            places = self.places[row][: self.longest]
-            self.places[row] = [self.own[row], *(place.enter(token) for place in places)]
-            found = (place.children.get(token) for place in self.matches[row][: self.longest])
-            self.matches[row] = [self.past, *(place for place in found if place is not None)]
-        self.read[row] = len(text)
+    def draft(self, slot: int, text: list[int]) -> list[tuple[int, int]]:
+        """(token, parent) of the nodes below the bonus token."""
+        for token in text[self.num_entered[slot] :]:
+            suffixes = self.suffixes[slot][: self.longest]
+            self.suffixes[slot] = [self.own[slot], *(suffix.enter(token) for suffix in suffixes)]
+            longer = (match.children.get(token) for match in self.matches[slot][: self.longest])
+            self.matches[slot] = [self.past, *(match for match in longer if match is not None)]
+        self.num_entered[slot] = len(text)
         best, score = list[tuple[int, int]](), 0.0
-        for suffixes in (self.places[row], self.matches[row]):
+        for suffixes in (self.suffixes[slot], self.matches[slot]):
             for length in range(len(suffixes) - 1, 0, -1):
                 nodes = min(self.nodes - 1, int(self.per_match * length))
                 if nodes <= score:

@@ -1,7 +1,7 @@
 """Several drafters at once, their trees merged into one: an n-gram's branch beside a head's tree, or several draft models
 (SpecInfer, Miao et al., arXiv:2305.09781, section 3.2: merge-based construction).
 
-Two nodes are the same where their paths from the root name the same tokens. The first stays, and what hangs below the
+Two nodes are the same where their paths from the bonus token name the same tokens. The first stays, and what hangs below the
 others hangs below it.
 """
 
@@ -33,30 +33,33 @@ class Union(Drafter):
         for drafter in self.drafters:
             drafter.begin(batch, capacity, sampling)
 
-    def select_sequences(self, rows: list[int | None], capacity: int, sampling: Sampling) -> None:
+    def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
         for drafter in self.drafters:
-            drafter.select_sequences(rows, capacity, sampling)
+            drafter.select_sequences(slots, capacity, sampling)
 
     @property
     def cached_drafters(self) -> list[GrownTree]:
-        return [reader for drafter in self.drafters for reader in drafter.cached_drafters]
+        return [cached for drafter in self.drafters for cached in drafter.cached_drafters]
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         drafted = [drafter.propose(share(accepted, self.layers, drafter.layers), gumbel) for drafter in self.drafters]
-        tree, self.places = merge(drafted, self.depth)
+        tree, self.positions = merge(drafted, self.depth)
         return tree
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
         """Each drafter observes its own nodes: those of a path that it drafted too are the path's first ones."""
         nobodys = self.nodes
-        for drafter, place in zip(self.drafters, self.places, strict=True):
-            numbers = torch.arange(place.shape[1], device=place.device).expand_as(place)
-            own = choices.new_full((len(place), choices.shape[1] + 1), nobodys).scatter_reduce(
-                1, place, numbers, "amin"
-            )
+        for drafter, position in zip(self.drafters, self.positions, strict=True):
+            numbers = torch.arange(position.shape[1], device=position.device).expand_as(position)
+            nobody = choices.new_full((len(position), choices.shape[1] + 1), nobodys)
+            own = nobody.scatter_reduce(1, position, numbers, "amin")
             rows = zip(paths, own.tolist(), strict=True)
             mine = [[row[node] for node in path if row[node] < nobodys] for path, row in rows]
-            drafter.observe(mine, choices.gather(1, place.clamp(max=choices.shape[1] - 1)))
+            drafter.observe(mine, choices.gather(1, position.clamp(max=choices.shape[1] - 1)))
+
+    def observe_seconds(self, seconds: float | None) -> None:
+        for drafter in self.drafters:
+            drafter.observe_seconds(seconds)
 
 
 def merge(drafted: Sequence[TokenTree], depth: int) -> tuple[TokenTree, list[Tensor]]:
@@ -80,12 +83,12 @@ def merge(drafted: Sequence[TokenTree], depth: int) -> tuple[TokenTree, list[Ten
     stays = (first == order) & (tokens >= 0)
     # Nodes that stay come first, in their order, so parents stand before children; the others become padding.
     ranked = torch.where(stays, order, order + nodes).argsort(1)
-    place = torch.empty_like(ranked).scatter(1, ranked, order.expand(batch, -1))
+    position = torch.empty_like(ranked).scatter(1, ranked, order.expand(batch, -1))
     whole, tokens = tokens, torch.where(stays, tokens, -1).gather(1, ranked)
-    parents = torch.where(stays, place.gather(1, first.gather(1, parents)), 0).gather(1, ranked)
+    parents = torch.where(stays, position.gather(1, first.gather(1, parents)), 0).gather(1, ranked)
     if tokens.device.type == "cpu":
         # Columns that are padding in every row go. Elsewhere, to know how many would cost a wait for the device.
         width = int(stays.sum(1).max())
         tokens, parents = tokens[:, :width], parents[:, :width]
-    where = torch.where(whole >= 0, place.gather(1, first), tokens.shape[1])
+    where = torch.where(whole >= 0, position.gather(1, first), tokens.shape[1])
     return from_parents(tokens, parents, depth), list(where.split(sizes, 1))

@@ -1,13 +1,13 @@
 """Does a drafter draft what it should? Two checks of its best guess at depth 1, along the target's own greedy text.
 
-*Shift*: a guess names the token after the root (heads/base.py, the one alignment rule). Where guesses fit the text better
-some tokens earlier or later, the drafter is misaligned.
-*Head*: a head's training forward over the finished text guesses at the same places, in one pass, with no cache and no tree.
-Where that is right more often than what was drafted, something between head and text is wrong: features of another
+*Shift*: a guess names the token after the bonus token (heads/base.py, the one alignment rule). Where guesses fit the text
+better some tokens earlier or later, the drafter is misaligned.
+*Head*: a head's training forward over the finished text guesses at the same positions, in one pass, with no cache and no
+tree. Where that is right more often than what was drafted, something between head and text is wrong: hidden states of another
 position or layer, a cache, a mask.
 
-Both count pairs: places where only one of the two is right. By chance they would be as many on either side, give or take the
-root of their sum (McNemar's test); a drafter that is merely weak passes both.
+Both count pairs: positions where only one of the two is right. By chance they would be as many on either side, give or take
+the root of their sum (McNemar's test); a drafter that is merely weak passes both.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,9 @@ from foredraft.inference.tree import TokenTree
 
 SHIFTS = (-2, -1, 1, 2)
 ERRORS = 3.0  # standard errors that count as more than chance
-LEAST = 0.02  # of all places: a smaller difference is rounding, where a device reads long and short texts differently
+LEAST = (
+    0.02  # of all positions: a smaller difference is rounding, where a device computes long and short texts differently
+)
 
 
 class Noted(Wrapper):
@@ -34,7 +36,7 @@ class Noted(Wrapper):
 
     def __init__(self, inner: Drafter):
         super().__init__(inner)
-        self.guesses: dict[int, int] = {}  # place in the text -> token
+        self.guesses: dict[int, int] = {}  # position in the text -> token
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         tree = self.inner.propose(accepted, gumbel)
@@ -44,10 +46,12 @@ class Noted(Wrapper):
 
 
 class Alignment(NamedTuple):
-    places: int  # guesses that were looked at
-    right: int  # that are the text's token at their place
-    fits: dict[int, tuple[int, int]]  # by shift: places where only the shifted guess fits, only the guess itself
-    head: tuple[int, int] | None  # places where only the head's own guess is right, only the drafted one; None: no head
+    positions: int  # guesses that were looked at
+    right: int  # that are the text's token at their position
+    fits: dict[int, tuple[int, int]]  # by shift: positions where only the shifted guess fits, only the guess itself
+    head: (
+        tuple[int, int] | None
+    )  # positions where only the head's own guess is right, only the drafted one; None: no head
 
     @property
     def faults(self) -> list[str]:
@@ -55,24 +59,23 @@ class Alignment(NamedTuple):
         for shift, pair in self.fits.items():
             if self.more(*pair):
                 where = f"{abs(shift)} token{'s' * (abs(shift) > 1)} {'later' if shift > 0 else 'earlier'}"
-                found.append(
-                    f"its drafts are shifted: {where} they fit the text at {pair[0] - pair[1]} of {self.places} places more"
-                )
+                more = f"at {pair[0] - pair[1]} of {self.positions} positions more"
+                found.append(f"its drafts are shifted: {where} they fit the text {more}")
         if self.head is not None and self.more(*self.head):
             own = self.right + self.head[0] - self.head[1]
             found.append(
-                f"it accepts less than its head can: at depth 1 the drafts are right at {self.right} of {self.places} "
-                f"places, the head's training forward over the same text at {own}"
+                f"it accepts less than its head can: at depth 1 the drafts are right at {self.right} of {self.positions} "
+                f"positions, the head's training forward over the same text at {own}"
             )
         return found
 
     def more(self, ours: int, theirs: int) -> bool:
-        return ours - theirs > max(ERRORS * sqrt(ours + theirs), LEAST * self.places)
+        return ours - theirs > max(ERRORS * sqrt(ours + theirs), LEAST * self.positions)
 
 
 def check_alignment(target: Target, drafter: Drafter, prompts: Sequence[list[int]], new_tokens: int) -> Alignment:
     """Over greedy texts after these prompts."""
-    places = right = 0
+    positions = right = 0
     fits = {shift: [0, 0] for shift in SHIFTS}
     by_head: list[int] = [0, 0]
     head = head_of(drafter)
@@ -83,7 +86,7 @@ def check_alignment(target: Target, drafter: Drafter, prompts: Sequence[list[int
         text = prompt + written
         guesses = {at: guess for at, guess in noted.guesses.items() if len(prompt) < at < len(text) - max(SHIFTS)}
         hits = {at: text[at] == guess for at, guess in guesses.items()}
-        places, right = places + len(hits), right + sum(hits.values())
+        positions, right = positions + len(hits), right + sum(hits.values())
         for shift, pair in fits.items():
             for at, guess in guesses.items():
                 count(pair, text[at + shift] == guess, hits[at])
@@ -92,7 +95,7 @@ def check_alignment(target: Target, drafter: Drafter, prompts: Sequence[list[int
             for at, guess in zip(guesses, own, strict=True):
                 count(by_head, text[at] == guess, hits[at])
     pairs = {shift: (pair[0], pair[1]) for shift, pair in fits.items()}
-    return Alignment(places, right, pairs, None if head is None else (by_head[0], by_head[1]))
+    return Alignment(positions, right, pairs, None if head is None else (by_head[0], by_head[1]))
 
 
 def count(pair: list[int], ours: bool, theirs: bool) -> None:
@@ -110,13 +113,13 @@ def head_of(drafter: Drafter) -> DraftHead | None:
 
 
 @torch.inference_mode()
-def guess_in_training(head: DraftHead, target: Target, text: list[int], places: list[int]) -> list[int]:
-    """The head's best guesses of the tokens at these places, by its training forward. The depth-1 draft at position t names
-    token t + 2."""
+def guess_in_training(head: DraftHead, target: Target, text: list[int], positions: list[int]) -> list[int]:
+    """The head's best guesses of the tokens at these positions, by its training forward. The depth-1 draft at position t
+    names token t + 2."""
     tokens = torch.tensor([text], device=target.device)
     order = torch.arange(len(text), device=target.device)[None]
     batch = PackedBatch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), order)
     aux_hidden_states = target.forward(tokens, layers=head.layers, keep_logits=1).aux_hidden_states
     out = head(aux_hidden_states.to(head.dtype), target.embed(tokens).to(head.dtype), batch)[0]
-    logits = head.logits(out[0, [place - 2 for place in places]], 1)
+    logits = head.logits(out[0, [position - 2 for position in positions]], 1)
     return head.to_target_ids(logits.argmax(-1)).tolist()

@@ -26,8 +26,6 @@ class Results(NamedTuple):
     identity: list[dict[str, Any]]  # "drafter", "temperature", "texts", "identical", "rounding", "wrong"
     stages: list[dict[str, Any]]  # "drafter", "temperature", "seconds": {stage: seconds}
     alignment: dict[str, list[str]]  # drafter -> its faults
-    expected: list[dict[str, Any]]  # "drafter", and a Speed of expected.py
-    costs: dict[str, dict[str, float]]  # batch size -> nodes -> seconds of a step that reads so many
     errors: dict[str, str]  # drafter -> why it was left out
 
 
@@ -126,26 +124,6 @@ def figures(results: Results) -> Iterator[Figure]:
         note = "Of the steps that accepted all drafts before it"
         chart = plots.line_chart(f"Acceptance by depth {label}", lines, " %", 0, "depth")
         yield f"Acceptance by depth {label}", note, chart
-    yield from cost_figures(results)
-
-
-def cost_figures(results: Results) -> Iterator[Figure]:
-    lines = [
-        Series(f"batch {batch}", [(int(nodes), 1e3 * seconds) for nodes, seconds in read.items()], depth_color(number))
-        for number, (batch, read) in enumerate(results.costs.items(), 1)
-    ]
-    note = "A whole step without its drafting, on this device"
-    yield "Cost of reading N rows", note, plots.line_chart("Cost of reading N rows", lines, " ms", 0, "rows")
-    for drafter, batch in dict.fromkeys((row["drafter"], row["batch"]) for row in results.expected):
-        rows = [row for row in results.expected if (row["drafter"], row["batch"]) == (drafter, batch)]
-        both = [
-            Series(word, [(row["nodes"], row[word]) for row in rows], color)
-            for word, color in (("expected", "grey"), ("measured", "d1"))
-        ]
-        worst = max(abs(row["expected"] / row["measured"] - 1) for row in rows)
-        title = f"{drafter}, batch {batch}: expected and measured"
-        note = f"Tokens per second by nodes of the tree; at most {worst:.0%} apart"
-        yield title, note, plots.line_chart(title, both, "", 0, "nodes")
 
 
 def stage_lines(results: Results) -> list[tuple[str, str]]:

@@ -1,9 +1,9 @@
-"""What "lossless" means on a given machine, in levels (a model's rounding depends on how many rows one forward has).
+"""What "lossless" means on a given machine, in levels (a model's rounding depends on how many tokens one forward has).
 
 L1  float32, any shapes: speculative text identical to plain text, greedy and sampled, with warpers and penalties
-L2  half precision, same shapes: identical to plain decoding whose forwards have as many rows
-L3  half precision, other shapes: where two texts first differ, the gap between the two tokens' scores is smaller than the
-    difference between the two forwards. A tiny gap is arithmetic; a large one is a bug.
+L2  half precision, same shapes: identical to plain decoding whose forwards have as many tokens
+L3  half precision, other shapes: where two texts first differ, the gap between the two tokens' scores is no larger than what
+    the two forwards' shapes change of them. A tiny gap is arithmetic; a large one is a bug.
 """
 
 from typing import Any, NamedTuple
@@ -26,15 +26,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class PaddedDrafter(Wrapper):
-    """`inner` with every tree padded to the size of its largest, since a drafter may propose smaller ones."""
+    """`inner` with every tree padded to one size, since a drafter may propose smaller ones."""
 
-    def __init__(self, inner: Drafter):
+    def __init__(self, inner: Drafter, nodes: int | None = None):
+        """nodes: None is the size of its largest tree, or 2."""
         super().__init__(inner)
-        self.nodes = max(2, inner.nodes)
+        self.nodes = nodes or max(2, inner.nodes)
 
     @property
     def depth(self) -> int:  # type: ignore[override]
-        return max(1, self.inner.depth)  # padding stands below the root
+        return max(1, self.inner.depth)  # padding stands below the bonus token
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         return padded(self.inner.propose(accepted, gumbel), self.nodes)
@@ -43,11 +44,11 @@ class PaddedDrafter(Wrapper):
 class Divergence(NamedTuple):
     """The first token at which a speculative text differs from the plain one."""
 
-    row: int
+    prompt: int
     token: int  # which new token, from 0
-    gap: float  # between the scores of the two tokens, in the one-row forward
-    # Between the one-row and the many-row forward there: the largest of any score, and at least a unit in the last place of
-    # these two, since neither forward is quite the one that drafted (rejected drafts lay beside it).
+    gap: float  # between the scores of the two tokens, in the forward of one token
+    # Of these two scores together, between the forward of one and of many tokens; at least a unit in their last place, since
+    # neither forward is quite the one that drafted (rejected drafts lay beside it), and up to twice as much is rounding.
     difference: float
 
     @property
@@ -76,7 +77,7 @@ def identical_shares(
 def divergences(
     target: Target, drafter: Drafter, rows: list[list[int]], new_tokens: int, nodes: int, temperature: float = 0.0
 ) -> list[Divergence]:
-    """The first divergence of every row that has one, with the gap that explains it or does not."""
+    """The first divergence of every prompt that has one, with the gap that explains it or does not."""
     found = []
     for seed, row in enumerate(rows):
         ids = torch.tensor([row], device=target.device)
@@ -84,7 +85,7 @@ def divergences(
         plain = generate(target, None, ids, seed=seed, **settings).new_tokens[0]
         drafted = generate(target, drafter, ids, seed=seed, **settings).new_tokens[0]
         found.append(audit(target, row, plain, drafted, nodes, temperature, seed))
-    return [place for place in found if place is not None]
+    return [one for one in found if one is not None]
 
 
 def audit(
@@ -97,7 +98,7 @@ def audit(
     seed: int = 0,
 ) -> Divergence | None:
     """Where two continuations of a prompt differ first, with the gap that explains it or does not; None where they do not.
-    nodes: rows of the drafted one's forwards. seed: of both; the row of the divergence."""
+    nodes: tokens of the drafted one's forwards. seed: of both, and the divergence's number."""
     index = next((i for i, (a, b) in enumerate(zip(plain, drafted)) if a != b), None)
     if index is None:
         assert len(plain) == len(drafted), "one text continues where the other ends, with the same tokens before"
@@ -110,14 +111,15 @@ def audit(
         position = torch.tensor([[len(text)]], device=target.device)
         scores = scores + Noise([seed], target.vocab_size, target.device).at(position)[0, 0]
     gap = (scores[plain[index]] - scores[drafted[index]]).abs().item()
-    unit = torch.finfo(target.dtype).eps * one[[plain[index], drafted[index]]].abs().max()
-    difference = max((one - many).abs().max(), unit).item() / (temperature or 1.0)
+    pair = [plain[index], drafted[index]]
+    unit = torch.finfo(target.dtype).eps * one[pair].abs().max()
+    difference = max((one - many)[pair].abs().sum(), unit).item() / (temperature or 1.0)
     return Divergence(seed, index, gap, difference)
 
 
 @torch.inference_mode()
 def recompute_logits(target: Target, text: list[int], prompt: int, size: int) -> Tensor:
-    """The last logits (vocab,) float32 of `text` when the tokens after its prompt are read `size` at a time."""
+    """The last logits (vocab,) float32 of `text` when the tokens after its prompt come `size` at a time."""
     ids = torch.tensor([text], device=target.device)
     cache = target.new_cache(1, len(text) + size)
     start = min(prompt, len(text) - 1)
@@ -129,7 +131,7 @@ def recompute_logits(target: Target, text: list[int], prompt: int, size: int) ->
         real = piece.shape[1]
         padded = torch.cat([piece, piece.new_full((1, size - real), -1)], dim=1)
         tree = chain(padded)
-        reading = target.forward_tree(tree.tokens, cache.seq_lens + tree.depths, cache.mask(tree.ancestors), cache)
+        output = target.forward_tree(tree.tokens, cache.seq_lens + tree.depths, cache.mask(tree.ancestors), cache)
         cache.commit([list(range(real))])
-        logits = reading.logits[0, real - 1].float()
+        logits = output.logits[0, real - 1].float()
     return logits

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from foredraft.heads.target import Target
-from foredraft.inference.drafters.auto import AutoTree
+from foredraft.inference.drafters.auto import AutoTree, HeadTree
 from foredraft.inference.drafters.base import Drafter
-from foredraft.inference.drafters.costs import Tree
 from foredraft.inference.evaluation.progress import Ticker
 from foredraft.inference.evaluation.speed import foredraft_decoder, time_decoders
 from foredraft.inference.generation import Generation, generate
@@ -80,7 +79,7 @@ def prove(
 
 def float32(target: Target) -> Target | None:
     """The same target in float32: itself, or loaded once more (a cast in place would not come back exactly), or None where
-    the device has no room for it. A quantised one stays quantised and computes in float32: its features are its own."""
+    the device has no room for it. A quantised one stays quantised and computes in float32: its hidden states are its own."""
     if target.dtype == torch.float32:
         return target
     if target.device.type == "cuda" and not target.quantization and not target.sharding:
@@ -103,7 +102,7 @@ def limited(max_new_tokens: int, ends: bool) -> dict[str, Any]:
 
 
 def acceptance(generations: list[Generation]) -> float:
-    """Tokens per target forward over all of them (without the forwards that read the prompts)."""
+    """Tokens per target forward over all of them (without the prompts' prefill)."""
     emitted = [count for g in generations for step in g.steps for count in step.emitted]
     return sum(emitted) / max(1, len(emitted))
 
@@ -123,7 +122,7 @@ def evaluate(
     them, one at a time. Prompts whose greedy continuation repeats itself are counted apart and left out of all figures but
     `acceptance_length_all`. ends: as in `limited`.
     """
-    assert isinstance(drafter, Tree)
+    assert isinstance(drafter, HeadTree)
     settings = limited(max_new_tokens, ends)
     greedy = run(target, drafter, rows, what="measuring acceptance", **settings)
     loops = [distinct(text) < REPETITIVE for text in texts(greedy)]

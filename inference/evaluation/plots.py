@@ -1,25 +1,16 @@
-"""Line and bar charts as inline SVG, drawn by matplotlib without a window.
+"""Line and bar charts as inline SVG.
 
 The colours in a chart are CSS variables of its page (`COLORS`), so that one chart serves light and dark pages, and the
 colour of a depth is the same in a line, a bar and a token. A chart with nothing to draw is the empty string.
 """
 
-import io
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-from xml.etree import ElementTree
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-import numpy as np
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
-if TYPE_CHECKING:  # imported by the first chart: it takes half a second, and only a page needs it
-    from matplotlib.axes import Axes
-
-# Depth 1, 2, ...: the further from the root, the warmer. (light, dark), each 3:1 or more in contrast with its page.
+# Depth 1, 2, ...: the further from the bonus token, the warmer. (light, dark), each 3:1 or more in contrast with its page.
 DEPTHS = (
     ("#2563b0", "#74a9ff"),
     ("#0b7c99", "#45c4dd"),
@@ -30,7 +21,7 @@ DEPTHS = (
     ("#c9402c", "#ff8370"),
     ("#a8326e", "#f27cb4"),
 )
-# CSS variable -> (light, dark). No light colour appears twice: `svg` finds the variable by it.
+# CSS variable -> (light, dark).
 COLORS = {f"d{depth}": pair for depth, pair in enumerate(DEPTHS, 1)} | {
     "page": ("#ffffff", "#12151a"),
     "soft": ("#f6f7f9", "#191d24"),
@@ -41,17 +32,13 @@ COLORS = {f"d{depth}": pair for depth, pair in enumerate(DEPTHS, 1)} | {
     "good": ("#12784f", "#4fcf98"),
     "bad": ("#b3341f", "#ff8a75"),
 }
-VARIABLES = {light: f"var(--{name})" for name, (light, _) in COLORS.items()}
-# The parts of a step; the second, the target's read, is grey as are its tokens: colour is what the head adds.
+# The parts of a step; the second, the target's forward, is grey as are its tokens: colour is what the head adds.
 PARTS = ("d1", "grey", "d3", "d6", "d8")
 
 WIDTH, HEIGHT = 420, 236
 LETTER = 7.2  # a generous width of one letter: where labels would run into each other, some are left out
+LINE = 16.0  # from one line of a legend to the next
 MOST_POINTS = 300  # as many as the width can show; without a bound, a long run makes a page of many megabytes
-DOT = 6.0  # a dot is a line of no length with round ends: matplotlib's markers are references to ids
-TITLE = "title: "  # begins the gid of what has a title
-SHAPE: tuple[str, ...] = ("d", "x", "y", "style")  # what a path or a text keeps
-STYLE = Path(__file__).with_name("templates") / "chart.mplstyle"
 
 Point = tuple[float, float]
 
@@ -68,61 +55,97 @@ class Bar(NamedTuple):
     color: str  # a name in COLORS
 
 
+class Scale(NamedTuple):
+    """Values from `low` to `high` as pixels from `start` to `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        # Shares of the span first: the values may be as large as a float can be.
+        return self.start + (self.end - self.start) * ((value - self.low) / (self.high - self.low))
+
+
 def depth_color(depth: int) -> str:
     return f"d{min(depth, len(DEPTHS))}"
 
 
-@contextmanager
-def empty_axes(height: float) -> Iterator["Axes"]:
-    """To be drawn on; what is set and drawn here follows STYLE, never the user's matplotlibrc."""
-    from matplotlib import style
-    from matplotlib.figure import Figure  # not pyplot, which would choose a window
-
-    with style.context(["default", STYLE]):
-        axes = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained").subplots()
-        axes.set_frame_on(False)
-        yield axes
+def text(x: float, y: float, words: str, color: str = "muted", anchor: str = "middle", weight: str = "normal") -> str:
+    """Words whose middle stands at the height of y."""
+    style = f"fill:var(--{color});font-weight:{weight}"
+    return f'<text x="{x:.2f}" y="{y:.2f}" dy="0.35em" text-anchor="{anchor}" style="{style}">{escape(words)}</text>'
 
 
-def svg(axes: "Axes", name: str) -> Markup:
-    """The chart as an element of a page, by its paths and texts alone: matplotlib's style sheet and ids would hold for the
-    whole page. A gid that begins with TITLE becomes the title that a pointer shows."""
-    buffer = io.StringIO()
-    figure: Any = axes.get_figure()
-    figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    root = ElementTree.fromstring(buffer.getvalue().replace(' xmlns="http://www.w3.org/2000/svg"', ""))
-    picture = ElementTree.Element("svg", {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": name})
-    for group in root.iter("g"):
-        for shape in (child for child in group if child.tag in ("path", "text")):
-            kept: dict[str, str] = {key: tidy(shape.attrib[key]) for key in SHAPE if key in shape.attrib}
-            node = ElementTree.SubElement(picture, shape.tag, kept)
-            node.text = shape.text
-            if group.get("id", "").startswith(TITLE):
-                ElementTree.SubElement(node, "title").text = group.attrib["id"].removeprefix(TITLE)
-    return Markup(ElementTree.tostring(picture, encoding="unicode"))
+def line(points: Iterable[Point], color: str, width: float = 1) -> str:
+    path = " L ".join(f"{x:.2f} {y:.2f}" for x, y in points)
+    return (
+        f'<path d="M {path}" fill="none" stroke-linejoin="round" style="stroke:var(--{color});stroke-width:{width}"/>'
+    )
 
 
-def tidy(attribute: str) -> str:
-    """An attribute with the page's fonts, its colours as variables, and coordinates of two digits."""
-    attribute = re.sub(r"font-(size|family)[^;]*(; )?", "", attribute)
-    attribute = re.sub("#[0-9a-f]{6}", lambda color: VARIABLES[color[0]], attribute)
-    return re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.2f}", attribute)
+def dot(x: float, y: float, color: str, title: str) -> str:
+    """title: what a pointer shows."""
+    where = f'cx="{x:.2f}" cy="{y:.2f}" r="3" style="fill:var(--{color})"'
+    return f"<circle {where}><title>{escape(title)}</title></circle>"
 
 
-def thin(points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray, int]:
-    """xs, ys: at most MOST_POINTS, each the mean of `every` neighbours; with a NaN among them NaN, so breaks stay."""
-    values = np.array(points, dtype=float)
-    values[~np.isfinite(values)] = math.nan
-    every = math.ceil(len(values) / MOST_POINTS)
-    starts = np.arange(0, len(values), every)
-    means = np.add.reduceat(values, starts) / np.diff(starts, append=len(values))[:, None]
-    return means[:, 0], means[:, 1], every
+def box(x: float, y: float, width: float, height: float, color: str, title: str) -> str:
+    where = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" style="fill:var(--{color})"'
+    return f"<rect {where}><title>{escape(title)}</title></rect>"
 
 
-def write(axes: "Axes", words: str, at: Point, offset: Point, color: str, **how: str) -> None:
-    """A number beside what it belongs to. at: in the chart's values; offset: in pixels from there."""
-    look: dict[str, Any] = {"color": COLORS[color][0], "weight": "bold", "annotation_clip": False, **how}
-    axes.annotate(words, at, offset, textcoords="offset points", **look)
+def svg(name: str, height: float, shapes: Iterable[str]) -> Markup:
+    begin = f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(name)}">'
+    return Markup("\n".join([begin, *shapes, "</svg>"]))
+
+
+def round_marks(low: float, high: float, most: int = 5) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten, at most `most` + 1, the first at most `low`, the last at least
+    `high`."""
+    least = max(abs(low), abs(high)) * 1e-3 or 1.0  # a smaller span would have marks that read alike
+    if high - low < least:
+        low, high = (low, high + least) if low >= 0 else (low - least, high)
+    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    for step in (power * factor for factor in (1, 2, 5, 10, 20)):
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        if last - first <= most:
+            break
+    return [number * step for number in range(first, last + 1)]
+
+
+def thin(points: Sequence[Point]) -> tuple[list[Point], int]:
+    """At most MOST_POINTS, each the mean of `every` neighbours; NaN with one among them that is not finite: breaks stay."""
+    every = math.ceil(len(points) / MOST_POINTS)
+    means = []
+    for start in range(0, len(points), every):
+        some = points[start : start + every]
+        ys = [y for _, y in some]
+        mean = math.fsum(y / len(some) for y in ys) if all(map(math.isfinite, ys)) else math.nan
+        means.append((sum(x for x, _ in some) / len(some), mean))
+    return means, every
+
+
+def stretches(points: Sequence[Point]) -> list[list[Point]]:
+    """The runs of points without a NaN."""
+    runs: list[list[Point]] = [[]]
+    for point in points:
+        if math.isfinite(point[1]):
+            runs[-1].append(point)
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def upright_axis(marks: Sequence[float], unit: str, right: float, top: float = 10) -> tuple[Scale, float, list[str]]:
+    """The y scale, where the x axis begins, and the grid with its numbers, which ends at `right`."""
+    words = [f"{mark:g}{unit}" for mark in marks]
+    left = 8 + LETTER * max(map(len, words))
+    scale = Scale(marks[0], marks[-1], HEIGHT - 40, top)
+    grid = [line([(left, scale(mark)), (right, scale(mark))], "line") for mark in marks]
+    numbers = [text(left - 6, scale(mark), word, anchor="end") for mark, word in zip(marks, words, strict=True)]
+    return scale, left, [*grid, *numbers]
 
 
 def line_chart(
@@ -133,80 +156,93 @@ def line_chart(
     series = [one for one in series if any(math.isfinite(y) for _, y in one.points)]
     if not series:
         return ""
-    with empty_axes(HEIGHT) as axes:
-        longest = max(draw_line(axes, one, unit, x_name) for one in series)
-        axes.set_xlim(0, max(1.0, max(x for one in series for x, _ in one.points)))
-        if floor is not None:
-            axes.update_datalim([(0, floor)])
-            axes.autoscale_view(scalex=False)
-        axes.locator_params(axis="x", nbins=4, steps=[1, 2, 5, 10], integer=True)
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.yaxis.set_major_formatter("{x:g}" + unit)
-        axes.grid(axis="y")
-        axes.set_xlabel(x_name if longest == 1 else f"{x_name} (each point is the mean of {longest} log entries)")
-        if any(one.label for one in series):
-            axes.figure.legend(loc="outside right center")
-        return svg(axes, name)
-
-
-def draw_line(axes: "Axes", series: Series, unit: str, x_name: str) -> int:
-    """Of how many entries each point is the mean."""
-    xs, ys, every = thin(series.points)
-    color = COLORS[series.color][0]
-    axes.plot(xs, ys, color=color, linewidth=2, label=series.label)
-    shown = np.flatnonzero(np.isfinite(ys))
-    joined = {*shown - 1, *shown + 1}
-    for i in shown:
-        if len(shown) <= 40 or i not in joined:  # a point without neighbours has no line
-            title = f"{TITLE}{f'{series.label} {x_name}'.strip()} {xs[i]:,.0f}: {ys[i]:.2f}{unit}"
-            axes.plot(xs[[i, i]], ys[[i, i]], color=color, linewidth=DOT, gid=title)
-    if not series.label:
-        last = shown[-1]
-        write(axes, f"{ys[last]:.2f}{unit}", (xs[last], ys[last]), (7, 0), series.color, va="center")
-    return every
+    thinned = [thin(one.points) for one in series]
+    runs = [stretches(points) for points, _ in thinned]
+    ys = [y for parts in runs for run in parts for _, y in run] + ([] if floor is None else [floor])
+    last = [f"{parts[-1][-1][1]:.2f}{unit}" for parts in runs]
+    beside = [one.label or words for one, words in zip(series, last, strict=True)]
+    right = WIDTH - 12 - LETTER * max(map(len, beside))
+    y_scale, left, shapes = upright_axis(round_marks(min(ys), max(ys)), unit, right)
+    most = max(1.0, max(x for points, _ in thinned for x, _ in points))
+    x_scale = Scale(0, most, left, right)
+    shapes += [
+        text(x_scale(mark), HEIGHT - 26, f"{mark:,.0f}")
+        for mark in round_marks(0, most, 4)
+        if mark <= most and mark == round(mark)
+    ]
+    longest = max(every for _, every in thinned)
+    axis = x_name if longest == 1 else f"{x_name} (each point is the mean of {longest} log entries)"
+    shapes.append(text((left + right) / 2, HEIGHT - 8, axis))
+    for number, (one, parts) in enumerate(zip(series, runs, strict=True)):
+        placed = [[(x_scale(x), y_scale(y)) for x, y in run] for run in parts]
+        shapes += [line(run, one.color, 2) for run in placed]
+        few = sum(map(len, parts)) <= 40
+        for run, at in zip(parts, placed, strict=True):
+            if few or len(run) == 1:  # a point without neighbours has no line
+                begin = f"{one.label} {x_name}".strip()
+                shapes += [
+                    dot(*spot, one.color, f"{begin} {x:,.0f}: {y:.2f}{unit}")
+                    for spot, (x, y) in zip(at, run, strict=True)
+                ]
+        middle = HEIGHT / 2 - LINE * (len(series) - 1) / 2 + LINE * number
+        height = middle if one.label else placed[-1][-1][1]
+        shapes.append(
+            text(right + 8, height, beside[number], one.color, "start", weight="normal" if one.label else "bold")
+        )
+    return svg(name, HEIGHT, shapes)
 
 
 def bar_chart(name: str, bars: Sequence[Bar], unit: str, x_name: str) -> str:
     """Upright bars of values from zero up. A value that is not finite keeps its place, empty."""
-    if not any(math.isfinite(bar.value) for bar in bars):
+    finite = [bar.value for bar in bars if math.isfinite(bar.value)]
+    if not finite:
         return ""
-    letters = (WIDTH - 44) / len(bars) / LETTER  # that fit over or under a bar
-    with empty_axes(HEIGHT) as axes:
-        for place, bar in enumerate(bars):
-            if math.isfinite(bar.value):
-                words = f"{bar.value:.1f}{unit}"
-                title = f"{TITLE}{x_name} {bar.label}: {words}"
-                axes.bar(place, bar.value, 0.7, color=COLORS[bar.color][0], gid=title)
-                if len(words) < letters:
-                    write(axes, words, (place, bar.value), (0, 3), "ink", ha="center")
-        axes.set_xlim(-0.5, len(bars) - 0.5)
-        axes.set_ylim(0, None if any(bar.value > 0 for bar in bars) else 1)
-        every = math.ceil((max(len(bar.label) for bar in bars) + 1) / letters)
-        axes.set_xticks(range(0, len(bars), every), [bar.label for bar in bars[::every]])
-        axes.set_xlabel(x_name)
-        axes.yaxis.set_major_formatter("{x:g}" + unit)
-        axes.grid(axis="y")
-        return svg(axes, name)
+    y_scale, left, shapes = upright_axis(round_marks(0, max(finite) or 1.0), unit, WIDTH - 4, top=22)
+    room = (WIDTH - 4 - left) / len(bars)
+    every = math.ceil((max(len(bar.label) for bar in bars) + 1) * LETTER / room)
+    for number, bar in enumerate(bars):
+        middle = left + room * (number + 0.5)
+        if math.isfinite(bar.value):
+            words, top = f"{bar.value:.1f}{unit}", y_scale(bar.value)
+            title = f"{x_name} {bar.label}: {words}"
+            shapes.append(box(middle - 0.35 * room, top, 0.7 * room, y_scale(0) - top, bar.color, title))
+            if LETTER * len(words) < room:
+                shapes.append(text(middle, top - 9, words, "ink", weight="bold"))
+        if number % every == 0:
+            shapes.append(text(middle, HEIGHT - 26, bar.label))
+    return svg(name, HEIGHT, [*shapes, text((left + WIDTH) / 2, HEIGHT - 8, x_name)])
+
+
+def lying_bars(
+    bars: Sequence[Bar], notes: Sequence[str], titles: Sequence[str], most: float, ends: Sequence[float]
+) -> tuple[Scale, list[str]]:
+    """Bars from the left, one below the other, their labels before them and each's note after the value in `ends`."""
+    left = 8 + LETTER * max(len(bar.label) for bar in bars)
+    scale = Scale(0, most, left, max(left + 40, WIDTH - 12 - LETTER * max(map(len, notes))))
+    shapes: list[str] = []
+    for number, (bar, note, title, end) in enumerate(zip(bars, notes, titles, ends, strict=True)):
+        middle = LINE + 32 * number
+        shapes.append(box(left, middle - 10, scale(bar.value) - left, 20, bar.color, f"{bar.label}: {title}"))
+        shapes.append(text(left - 6, middle, bar.label, anchor="end"))
+        shapes.append(text(scale(end) + 6, middle, note, "ink", "start", weight="bold"))
+    return scale, shapes
 
 
 def interval_chart(name: str, bars: Sequence[tuple[Bar, float, float]], unit: str, mark: float) -> str:
     """One lying bar per entry, with a line from its least to its greatest value. mark: a value to compare with."""
     if not bars:
         return ""
-    most = max(high for _, _, high in bars)
-    with empty_axes(30 + 30 * len(bars)) as axes:
-        for place, (bar, low, high) in enumerate(bars):
-            words = f"{bar.value:.2f}{unit}"
-            title = f"{TITLE}{bar.label}: {words}, from {low:.2f} to {high:.2f}"
-            axes.barh(place, bar.value, 0.6, color=COLORS[bar.color][0], gid=title)
-            axes.plot([low, high], [place, place], color=COLORS["ink"][0], linewidth=1.5)
-            write(axes, words, (high, place), (6, 0), "ink", va="center")
-        axes.axvline(mark, color=COLORS["grey"][0], linewidth=1)
-        axes.set_xlim(0, 1.12 * most)
-        axes.set_ylim(len(bars) - 0.5, -0.5)  # the first on top
-        axes.xaxis.set_major_formatter("{x:g}" + unit)
-        axes.set_yticks(range(len(bars)), [bar.label for bar, _, _ in bars])
-        return svg(axes, name)
+    most = max(mark, *(high for _, _, high in bars))
+    words = [f"{bar.value:.2f}{unit}" for bar, _, _ in bars]
+    titles = [f"{word}, from {low:.2f} to {high:.2f}" for word, (_, low, high) in zip(words, bars, strict=True)]
+    scale, shapes = lying_bars([bar for bar, _, _ in bars], words, titles, most, [high for _, _, high in bars])
+    height = 32 * len(bars)
+    for number, (_, low, high) in enumerate(bars):
+        middle = LINE + 32 * number
+        shapes.append(line([(scale(low), middle), (scale(high), middle)], "ink", 1.5))
+    shapes.append(line([(scale(mark), 0), (scale(mark), height)], "grey"))
+    shapes.append(text(scale(mark), height + 12, f"{mark:g}{unit}"))
+    return svg(name, height + 24, shapes)
 
 
 def share_chart(name: str, bars: Sequence[Bar], form: Callable[[float], str]) -> str:
@@ -215,13 +251,6 @@ def share_chart(name: str, bars: Sequence[Bar], form: Callable[[float], str]) ->
     total = sum(bar.value for bar in bars)
     if not total:
         return ""
-    with empty_axes(8 + 34 * len(bars)) as axes:
-        for place, bar in enumerate(bars):
-            words = f"{form(bar.value)}, {100 * bar.value / total:.1f} %"
-            axes.barh(place, bar.value, 0.6, color=COLORS[bar.color][0], gid=f"{TITLE}{bar.label}: {words}")
-            write(axes, words, (bar.value, place), (6, 0), "ink", va="center")
-        axes.set_xlim(0, max(bar.value for bar in bars))
-        axes.set_ylim(len(bars) - 0.5, -0.5)  # the first on top
-        axes.set_xticks([])
-        axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
-        return svg(axes, name)
+    words = [f"{form(bar.value)}, {100 * bar.value / total:.1f} %" for bar in bars]
+    values = [bar.value for bar in bars]
+    return svg(name, 32 * len(bars), lying_bars(bars, words, words, max(values), values)[1])

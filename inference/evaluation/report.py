@@ -14,7 +14,7 @@ from foredraft.inference.evaluation.plots import Bar, Point, Series, depth_color
 
 class Sample(NamedTuple):
     prompt: str
-    pieces: list[tuple[str, int]]  # text of a token; 0: the target's own (root, bonus), d >= 1: accepted at depth d
+    pieces: list[tuple[str, int]]  # text of a token; 0: the target's own (bonus tokens), d >= 1: accepted at depth d
 
     @property
     def drafted(self) -> int:

@@ -73,12 +73,12 @@ def transformers_decoder(
 ) -> Decoder:
     """`generate` of transformers itself. settings: of its assisted generation; {} is plain. ends: as above."""
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    facts: dict[str, Any] = {"pad_token_id": 0, "streamer": streamer} | ({} if ends else {"eos_token_id": None})
+    more: dict[str, Any] = {"pad_token_id": 0, "streamer": streamer} | ({} if ends else {"eos_token_id": None})
 
     def decode(ids: Tensor, seed: int) -> tuple[int, None]:
         torch.manual_seed(seed)
-        facts["attention_mask"] = torch.ones_like(ids)
-        out = target.model.generate(ids, max_new_tokens=new_tokens, **facts, **sampling, **settings)
+        more["attention_mask"] = torch.ones_like(ids)
+        out = target.model.generate(ids, max_new_tokens=new_tokens, **more, **sampling, **settings)
         return out.shape[1] - ids.shape[1], None
 
     return decode

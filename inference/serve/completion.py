@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from foredraft.inference.engine import Output
+from foredraft.inference.engine import RequestOutput
 from foredraft.inference.serve.detokenizer import Detokenizer, StopStrings
 from foredraft.inference.serve.protocol import ChatRequest, CommonRequest
 from foredraft.inference.serve.tools import ToolReader, reader
@@ -39,7 +39,7 @@ class Choice:
         self.gained = 0
         self.finish_reason: str | None = None
 
-    def push(self, output: Output) -> Piece:
+    def push(self, output: RequestOutput) -> Piece:
         pieces = [self.detokenizer.push(token) for token in output.tokens]
         if output.finish_reason is not None and pieces:
             pieces[-1] += self.detokenizer.flush()
@@ -66,7 +66,7 @@ class Choice:
         trace = self.trace_entry(output, pieces) if self.asked.trace else None
         return Piece(self.index, text, logprobs, trace, self.finish_reason, self.calls)
 
-    def logprob_entries(self, output: Output, trace: Trace) -> list[dict[str, Any]]:
+    def logprob_entries(self, output: RequestOutput, trace: Trace) -> list[dict[str, Any]]:
         """Log-probabilities of the new tokens; the end token is not part of the text."""
         shown = [token for token in output.tokens if token not in self.job.request.eos_token_ids]
         top = self.asked.top_tokens or 0
@@ -80,11 +80,11 @@ class Choice:
         whole = None if "�" in text else list(text.encode())
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": whole}
 
-    def trace_entry(self, output: Output, pieces: list[str]) -> dict[str, Any]:
+    def trace_entry(self, output: RequestOutput, pieces: list[str]) -> dict[str, Any]:
         """Each token's text and whether it was drafted; and the step's tree, where it drafted one."""
         accepted = output.accepted or 0
         entry: dict[str, Any] = {
-            "tokens": [{"text": text, "drafted": place < accepted} for place, text in enumerate(pieces)]
+            "tokens": [{"text": text, "drafted": number < accepted} for number, text in enumerate(pieces)]
         }
         if output.trace is not None and output.accepted is not None:
             entry["tree"] = {

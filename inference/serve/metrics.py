@@ -18,7 +18,7 @@ class Metrics:
         self.requests = Counter("requests", "Requests by path and status", ["path", "status"], **registry)
         self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **registry)
         self.completion_tokens = Counter("completion_tokens", "Tokens of answers", **registry)
-        self.forwards = Counter("forwards", "Target forwards over drafts, each row counted", **registry)
+        self.forwards = Counter("forwards", "Target forwards over drafts, each sequence counted", **registry)
         self.gained = Counter(
             "gained_tokens", "Tokens that these gave; divided by them, the acceptance length", **registry
         )
@@ -27,13 +27,16 @@ class Metrics:
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "open_requests": ("Texts that are decoded or wait", lambda: worker.open),
             "waiting_requests": ("Texts that wait", lambda: sum(len(engine.waiting) for engine in worker.engines)),
-            "rows": ("Rows that are decoded", lambda: sum(len(engine.batch.unfinished()) for engine in worker.engines)),
+            "running_requests": (
+                "Texts that are decoded",
+                lambda: sum(len(engine.batch.unfinished()) for engine in worker.engines),
+            ),
         }
         prefixes = worker.prefixes
         if prefixes is not None:
             gauges["prefix_cache_hit_rate"] = (
-                "Share of the prompts' tokens that were not read, since the prefix cache had them",
-                lambda: prefixes.found / max(1, prefixes.looked_up),
+                "Share of the prompts' tokens that the prefix cache had",
+                lambda: prefixes.hits / max(1, prefixes.looked_up),
             )
             gauges["prefix_cache_bytes"] = ("Memory of the prefix cache", lambda: prefixes.bytes)
         for name, (meaning, value) in gauges.items():

@@ -1,7 +1,7 @@
 """The thread that owns the engine. Others talk to it by `submit` and `cancel`; what a step gave goes back to their event
 loop, where it waits for its reader: one who reads slowly holds up nobody.
 
-A step that raises (out of memory, or a bug that one request meets) loses no request: all rows are read again, half as many at
+A step that raises (out of memory, or a bug that one request meets) loses no request: all are prefilled again, half as many at
 a time, until the one that fails alone is found.
 """
 
@@ -19,7 +19,7 @@ import torch
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import KVCache
 from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, share
-from foredraft.inference.engine import Engine, Output
+from foredraft.inference.engine import Engine, RequestOutput
 from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request
 
@@ -46,7 +46,7 @@ class Job:
     request: Request
     deadline: float  # time.monotonic()
     loop: asyncio.AbstractEventLoop
-    outputs: "asyncio.Queue[tuple[Job, Output | Failed]]"
+    outputs: "asyncio.Queue[tuple[Job, RequestOutput | Failed]]"
     engine: Engine
     delivered: int = 0  # tokens
 
@@ -81,7 +81,7 @@ class Worker(threading.Thread):
                 "is a part"
             )
         if prefill_chunk is not None and prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1; null reads prompts whole")
+            raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1; null takes prompts whole")
         self.prefixes = PrefixCache(int(prefix_cache_gib * 2**30)) if prefix_cache_gib else None
         self.target = target
         tokens = None
@@ -122,7 +122,7 @@ class Worker(threading.Thread):
                 raise QueueFull
             self.open += len(requests)
         deadline, loop = time.monotonic() + self.timeout, asyncio.get_running_loop()
-        outputs: asyncio.Queue[tuple[Job, Output | Failed]] = asyncio.Queue()
+        outputs: asyncio.Queue[tuple[Job, RequestOutput | Failed]] = asyncio.Queue()
         jobs = [Job(request, deadline, loop, outputs, engine) for request in requests]
         for job in jobs:
             self.inbox.put(partial(self.add, job))
@@ -158,8 +158,8 @@ class Worker(threading.Thread):
         self.jobs[job.request] = job
         job.engine.add(job.request)
 
-    def end(self, job: Job, last: Output | Failed | None = None) -> None:
-        """Once for every job: its row is free, and its reader learns of the end."""
+    def end(self, job: Job, last: RequestOutput | Failed | None = None) -> None:
+        """Once for every job: its slot is free, and its reader learns of the end."""
         if self.jobs.pop(job.request, None) is None:
             return
         job.engine.cancel(job.request)
@@ -168,7 +168,7 @@ class Worker(threading.Thread):
         if last is not None:
             self.tell(job, last)
 
-    def tell(self, job: Job, output: Output | Failed) -> None:
+    def tell(self, job: Job, output: RequestOutput | Failed) -> None:
         try:
             job.loop.call_soon_threadsafe(job.outputs.put_nowait, (job, output))
         except RuntimeError:  # the loop has been closed: nobody reads any more
@@ -203,11 +203,12 @@ class Worker(threading.Thread):
 
     def recover(self, engine: Engine, error: Exception) -> None:
         """After a step that raised: see the top of this file."""
-        stepped = [(row, self.jobs[row.request]) for row in engine.started() if row.request in self.jobs]
+        running = engine.running()
+        stepped = [(one, self.jobs[one.request]) for one in running if one.request in self.jobs]
         log.warning("a step of %d requests failed: %s", len(stepped), error)
         engine.preempt()
-        for row, job in stepped:
-            if len(stepped) == 1 or len(row.new_tokens) != job.delivered:  # what was lost cannot be read again
+        for sequence, job in stepped:
+            if len(stepped) == 1 or len(sequence.new_tokens) != job.delivered:  # what was lost cannot be made again
                 self.end(job, Failed("decoding this request failed; see the server's log"))
         if not stepped:
             raise error
@@ -218,8 +219,8 @@ class Worker(threading.Thread):
 
 @torch.inference_mode()
 def cache_bytes_per_token(target: Target, drafter: Drafter | None) -> int:
-    """Of all layers of the target and the drafter, measured by a read of one token. Raises ValueError for a target that keeps
-    more than keys and values."""
+    """Of all layers of the target and the drafter, measured by a forward of one token. Raises ValueError for a target that
+    keeps more than keys and values."""
     drafter, cache = drafter or NoDrafter(), target.new_cache(1, 1)
     if not isinstance(cache, KVCache):
         raise ValueError(
@@ -228,9 +229,9 @@ def cache_bytes_per_token(target: Target, drafter: Drafter | None) -> int:
     token = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
     accepted = Accepted(token, target.forward(token, cache=cache, layers=drafter.layers).aux_hidden_states, [1], [[0]])
     caches = [cache]
-    for reader in drafter.cached_drafters:
-        caches.append(reader.new_cache(1, 1))
-        reader.prefill(share(accepted, drafter.layers, reader.layers), caches[-1])
+    for cached in drafter.cached_drafters:
+        caches.append(cached.new_cache(1, 1))
+        cached.prefill(share(accepted, drafter.layers, cached.layers), caches[-1])
     return sum(
         block.numel() * block.element_size() // cache.capacity for cache in caches for block in cache.blocks.values()
     )

@@ -64,8 +64,8 @@ def decode(engine: Engine) -> Iterator[Step]:
     while engine.has_work:
         tree, gumbel = engine.propose()
         output = engine.forward(tree)
-        verification, broken = engine.verify(tree, output.logits, gumbel)
-        engine.commit(tree, verification, broken, output.aux_hidden_states)
+        verification, validity = engine.verify(tree, output.logits, gumbel)
+        engine.commit(tree, verification, validity, output.aux_hidden_states)
         tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
         path = verification.path[0, : int(verification.counts[0])].tolist()
         real = [node for node, token in enumerate(tokens) if token >= 0]  # the others are padding

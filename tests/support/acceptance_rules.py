@@ -1,16 +1,16 @@
-"""The classical verification rules, to reproduce papers and to compare with the project's own coupled noise.
+"""The classical verification rules of the papers, as a reference beside the coupled verifier (inference/verify.py).
 
 p is the target's distribution after the warpers, q the distribution that a draft token was really drawn from. A rule
-walks down from the root, keeps the children that it accepts, and draws one more token from what p has left:
+walks down from node 0, keeps the children that it accepts, and draws one more token from what p has left:
 
     for each child x of the node:  accept? -> go down to it
                                    reject  -> p <- what p has left once x has had its chance
-    no child accepted:             next_token ~ p        (a recovery, or the bonus where there was no child)
+    no child accepted:             next_token ~ p        (a recovery, or the bonus token where there was no child)
 
-Every rule has one signature, so an engine picks it from RULES by name:
+Every rule has one signature; `PublishedRule` makes a verifier of it, which an engine takes:
 
     rule(tokens, parents, p, q, draw, **options) -> Accepted
-    tokens   (nodes,) int64         node 0 is the root, whose token is not verified; siblings stand in draw order
+    tokens   (nodes,) int64         node 0 is the bonus token, which is not verified; siblings stand in draw order
     parents  (nodes,) int64         parents[0] == -1 and a parent comes before its children
     p        (nodes, vocab) float   the target's distribution of the token after each node, float32 or float64
     q        (nodes, vocab) float   the distribution that the node's children were drawn from; rows of leaves are not read
@@ -27,11 +27,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from foredraft.inference.tree import TokenTree
+from foredraft.inference.verify import Verification
+
 Draw = Callable[[Tensor], int]
 
 
 class Accepted(NamedTuple):
-    path: list[int]  # accepted nodes from the root (0) down, each the parent of the following one
+    path: list[int]  # accepted nodes from node 0 down, each the parent of the following one
     next_token: int  # what follows the last node of the path
 
 
@@ -67,12 +70,12 @@ def chain_block(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, draw: Dra
             left = (keep[node] * p[node] - q[node]).clamp(min=0)
             here, above = left.sum(), 1 - keep[node]  # probabilities of stopping at this depth and above it
             # here + above = 0 means that a deeper coin could not have failed: only rounding led here, so stop. The
-            # root has above = 0 exactly, hence it always accepts.
+            # bonus token has above = 0 exactly, hence it always accepts.
             accept = here / (here + above) if here + above > 0 else torch.ones_like(here)
             left = left if here > 0 else p[node]
         if _accepts(accept, draw):
             return Accepted(list(range(node + 1)), int(draw(left)))
-    raise AssertionError("the root of a block accepts with probability 1")
+    raise AssertionError("node 0 of a block accepts with probability 1")
 
 
 def tree_with_replacement(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, draw: Draw) -> Accepted:
@@ -128,22 +131,14 @@ def typical(
     *,
     eps: float = 0.09,
     delta: float = 0.3,
-    lossless: bool = True,
 ) -> Accepted:
     """LOSSY. Accept every child with p(x) > min(eps, delta * exp(-entropy(p))); the deepest accepted node wins.
 
-    The output does not have the target's distribution, so the caller must say `lossless=False`. Among nodes of one depth the
-    path likelier under the target wins. The next token is the target's argmax; q and draw are not read.
+    The output does not have the target's distribution. Among nodes of one depth the path likelier under the target wins. The
+    next token is the target's argmax; q and draw are not read.
     Source: Medusa, Cai et al. 2401.10774, section 2.3.1, which decodes the first token of a step greedily, and its code
     (`evaluate_posterior`; there the entropy has 1e-5 inside the logarithm).
-    Raises ValueError unless `lossless=False`.
     """
-    if lossless:
-        others = ", ".join(name for name in RULES if name != "typical")
-        raise ValueError(
-            "typical acceptance changes the output's distribution: pass lossless=False to allow it, or choose one of "
-            f"{others}"
-        )
     _check(tokens, parents, p, None)
     threshold = (delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp(max=eps)
     ancestors = parents.tolist()
@@ -166,6 +161,40 @@ RULES: dict[str, Callable[..., Accepted]] = {
     "tree_deterministic": tree_deterministic,
     "typical": typical,
 }
+
+
+class PublishedRule:
+    """A rule that does not read q as a verifier: its draws are its own, not keyed by position, so a text depends on the
+    drafter and equals the target's in distribution only."""
+
+    noisy = False
+
+    def __init__(self, name: str, seed: int = 0):
+        self.rule, self.generator = RULES[name], torch.Generator().manual_seed(seed)
+
+    def __call__(self, tree: TokenTree, logits: Tensor, sampled: Tensor | None, depth: int) -> Verification:
+        choices = logits.argmax(-1)
+        p = logits.double().softmax(-1)
+        if sampled is None:
+            p = torch.nn.functional.one_hot(choices, logits.shape[-1]).double()
+        counts, paths, tokens = [], [], []
+        for row in range(len(p)):
+            path, last = self.judge(tree, row, p[row])
+            rest = [0] * (depth + 1 - len(path))
+            counts.append(len(path))
+            paths.append(path + rest)
+            tokens.append([*tree.tokens[row, path[1:]].tolist(), last, *rest])
+        return Verification(torch.tensor(counts), torch.tensor(paths), torch.tensor(tokens), choices)
+
+    def judge(self, tree: TokenTree, row: int, p: Tensor) -> Accepted:
+        """Of one sequence. Padding (token -1) is not shown to the rule."""
+        real = [node for node, token in enumerate(tree.tokens[row].tolist()) if node == 0 or token >= 0]
+        position = {node: number for number, node in enumerate(real)}
+        parents = [-1] + [position[parent] for parent in tree.parents[row, real[1:]].tolist()]
+        tokens = tree.tokens[row, real]
+        draw = lambda weights: int(torch.multinomial(weights, 1, generator=self.generator))  # noqa: E731
+        path, last = self.rule(tokens, tokens.new_tensor(parents), p[real], None, draw)
+        return Accepted([real[node] for node in path], last)
 
 
 def _ratio_walk(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor, draw: Draw, replacement: bool) -> Accepted:
@@ -233,7 +262,7 @@ def _check(tokens: Tensor, parents: Tensor, p: Tensor, q: Tensor | None) -> None
         raise ValueError(f"tokens and parents must be (nodes,), got {tuple(tokens.shape)}, {tuple(parents.shape)}")
     order = torch.arange(nodes, device=parents.device)
     if parents[0] != -1 or (parents[1:] < 0).any() or (parents >= order).any():
-        raise ValueError(f"parents must start with -1 (the root) and precede their children, got {parents.tolist()}")
+        raise ValueError(f"parents must start with -1 and precede their children, got {parents.tolist()}")
     for name, distribution in (("p", p), ("q", q)):
         if distribution is None:
             continue
