@@ -84,8 +84,8 @@ MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 TRAINING: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("parameters", "parameters of the head", parameters),
-    ("train_steps", "training steps", number),
-    ("train_steps_unlimited", "training steps without a limit of time, which may accept more", number),
+    ("train_steps", "training steps", "{:,.0f}".format),
+    ("train_steps_unlimited", "training steps without a limit of time, which may accept more", "{:,.0f}".format),
     ("train_tokens", "training tokens", number),
     ("train_seconds", "training time", duration),
     ("train_tokens_per_second", "training tokens/s", number),
