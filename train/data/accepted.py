@@ -47,7 +47,7 @@ class LoggedRequests(Encoder):
             end += took + 1
             if took < tried and end <= len(flags):
                 flags[end - 1] = REJECTED
-        return [Document([*prompt, *ids], flags)], [prompt, ids]
+        return [Document([*prompt, *ids], flags)], [{"role": "user", "content": repr(prompt)}]
 
     def check(self) -> None:
         if next(self.source.rows(), None) is None:
