@@ -30,6 +30,7 @@ from foredraft.inference.evaluation.lossless import audit
 from foredraft.train.cli import entry
 from foredraft.train.data import prompt_sets
 from foredraft.train.data.corpus import prompts
+from foredraft.train.data.loading import load_corpus
 from foredraft.train.data.prompt_sets import Prompt
 from foredraft.train.runtime.environment import versions
 
@@ -83,7 +84,7 @@ def read_prompts(cfg: DictConfig, target: Target, file: Path) -> list[Prompt]:
         return [Prompt(*prompt) for prompt in json.loads(file.read_text())]
     tokenizer = target.text_tokenizer
     if cfg.prompts == "held_out":
-        held = instantiate(cfg.data, tokenizer=tokenizer).test
+        held = load_corpus(cfg.data, target).test
         rows = prompts(tokenizer, held, cfg.limit or 10**6, cfg.prompt_tokens)
         found = [Prompt("held_out", row, False) for row in rows]
     else:

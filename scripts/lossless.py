@@ -13,14 +13,13 @@ from foredraft.inference.drafters import NoDrafter
 from foredraft.inference.evaluation.lossless import PaddedDrafter, divergences, identical_shares
 from foredraft.train.cli import entry
 from foredraft.train.data.corpus import prompts
+from foredraft.train.data.loading import load_corpus
 
 
 @entry("lossless")
 def main(cfg: DictConfig) -> None:
     exact: Target = instantiate(cfg.target, dtype="float32")
-    rows = prompts(
-        exact.text_tokenizer, instantiate(cfg.data, tokenizer=exact.text_tokenizer).test, cfg.prompts, cfg.prompt_tokens
-    )
+    rows = prompts(exact.text_tokenizer, load_corpus(cfg.data, exact).test, cfg.prompts, cfg.prompt_tokens)
     print(
         f"{len(rows)} prompts of {cfg.prompt_tokens} tokens, {cfg.new_tokens} new tokens each, drafter {cfg.drafter.spec}"
     )

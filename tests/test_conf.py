@@ -82,11 +82,19 @@ def test_features(name: str, target, tmp_path: Path):
 def test_data(name: str, target, folder: Path, tmp_path: Path):
     """A set of the Hub is read from a file, by which the network is spared and nothing else."""
     logged = {"ids": [*range(1, 20)], "accepted": [2], "drafted": [4]}
+    own = [
+        {"number": n, "tokens": [1, n + 1, *range(1, 20)], "written": [[2, 21]], "asked": [[0, 2]]} for n in range(20)
+    ]
     texts = [{"text": f"{number} {TEXT[:400]}"} for number in range(20)]
-    rows = [{"prompt_ids": [1, number + 1]} | logged for number in range(20)] if name == "accepted" else texts
+    accepted = [{"prompt_ids": [1, number + 1]} | logged for number in range(20)]
+    rows = {"accepted": accepted, "self": own, "mix": own}.get(name, texts)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = folder if name == "text" else tmp_path / "rows.jsonl"
     changes = ["data.max_files=2"] if name == "stdlib" else [f"data.path={path}"]
+    changes += ["data.tokens=0"] if name in ("self", "mix") else []
+    if name == "mix":
+        (tmp_path / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+        changes.append(f"data.conversations={tmp_path / 'texts.jsonl'}")
     data = composed("train", f"data={name}", *changes).data
     more = {"cache_dir": str(tmp_path / "cache")} if "num_proc" in data else {}
     found = instantiate(data, tokenizer=target.tokenizer, **more)
@@ -112,6 +120,7 @@ def test_a_real_target_is_trained_as_published_and_the_embedded_one_in_minutes()
 def test_a_target(name: str, tiny_path: Path):
     changes = {
         "hf": {"path": str(tiny_path)},
+        "smollm2": {"path": str(tiny_path)},  # with what it names: tests/test_smollm2.py
         "shape": {"path": str(tiny_path / "config.json")},
         "random": {"hidden_size": 64, "num_layers": 1, "dtype": "float32"},
     }

@@ -33,6 +33,7 @@ from foredraft.train.cli import entry
 from foredraft.train.data import data_card
 from foredraft.train.data.corpus import Corpus, Packed, count_tokens, has_chats, prompts
 from foredraft.train.data.documents import Documents
+from foredraft.train.data.loading import load_corpus
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.data.self_generated import self_generate, write_more
 from foredraft.train.finalize import finalize
@@ -106,7 +107,7 @@ def load(cfg: DictConfig) -> tuple[Target, Corpus]:
             f"push_to_hub={cfg.push_to_hub}: one process pushes, and target.sharding={target.sharding} needs all of them to "
             "read: push the finished head with scripts/push.py"
         )
-    data = instantiate(cfg.data, tokenizer=target.text_tokenizer)
+    data = load_corpus(cfg.data, target)
     check_settings(target, data, cfg.evaluate, cfg.length)
     return target, data
 

@@ -156,7 +156,7 @@ def store(documents: Documents, source: str, target: Target, directory: Path) ->
 
 def load_stored(target: Target, source: str, tokens: int) -> Documents | None:
     """At least `tokens` tokens that these very weights wrote from this source, or None where there are not so many."""
-    file = Path(target.name) / NAME
+    file = Path(target.checkpoint) / NAME
     if not file.is_file():
         return None
     with safe_open(file, framework="pt") as opened:

@@ -1,0 +1,232 @@
+"""data=self: what a chat model writes with itself, what of it is kept, and that a killed writer continues."""
+
+import json
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from foredraft.heads import Target
+from foredraft.train.cli import CONF
+from foredraft.train.data import magpie
+from foredraft.train.data.chat_template import ChatFormat
+from foredraft.train.data.data_card import summary
+from foredraft.train.data.magpie import MagpieSettings, Openings, corpus
+from foredraft.train.data.question_filters import QuestionFilter, before_loop, loops
+from foredraft.train.data.written_rows import RowFile
+from tests.support.bigrams import TALK, save_bigram_chat
+from tests.support.chats import CHATML, GEMMA, LLAMA3, MISTRAL, THINKING, tokenizer
+from tests.support.processes import SMALL
+
+SETTINGS = MagpieSettings(max_question=120, max_answer=90, greedy=0.2)
+
+
+@pytest.fixture(scope="module")
+def chat_path(tmp_path_factory):
+    return save_bigram_chat(tmp_path_factory.mktemp("chat"))
+
+
+@pytest.fixture(scope="module")
+def chat(chat_path):
+    return Target.from_pretrained(chat_path, dtype="float32", device="cpu")
+
+
+def written(target, file, tokens, batch=4, settings=SETTINGS):
+    magpie.write(target, ChatFormat(target.text_tokenizer), settings, file, tokens, batch)
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_rows_are_conversations_as_the_template_has_them(chat, tmp_path):
+    rows = written(chat, tmp_path / "rows.jsonl", 800)
+    kept = [row for row in rows if "dropped" not in row]
+    words, form = chat.text_tokenizer, ChatFormat(chat.text_tokenizer)
+    assert sum(end - start for row in kept for start, end in row["written"]) >= 800
+    assert {len(row["written"]) for row in kept} == {1, 2}  # some go on
+    for row in kept:
+        assert len(row["asked"]) == len(row["written"]) and len(row["temperatures"]) >= 2 * len(row["written"])
+        messages = []
+        for (asked, asked_end), (start, end) in zip(row["asked"], row["written"], strict=True):
+            messages.append({"role": "user", "content": words.decode(row["tokens"][asked:asked_end])})
+            assert form.prompt(messages) == row["tokens"][:start]
+            answer = words.decode(row["tokens"][start:end])
+            messages.append({"role": "assistant", "content": answer.removesuffix("<|im_end|>")})
+        assert end == len(row["tokens"])  # nothing of a turn without an answer
+
+
+def test_a_row_depends_on_its_number_alone_and_a_killed_writer_continues(chat, tmp_path):
+    whole = {row["number"]: row for row in written(chat, tmp_path / "whole.jsonl", 500, batch=4)}
+    file = tmp_path / "killed.jsonl"
+    written(chat, file, 200, batch=3)
+    file.write_bytes(file.read_bytes()[:-20])  # within the last line
+    again = {row["number"]: row for row in written(chat, file, 500, batch=2)}
+    assert len(again) == len(file.read_text().splitlines())  # no number twice
+    both = set(whole) & set(again)
+    likes = {number for rows in (whole, again) for number, row in rows.items() if "earlier" in row.get("dropped", "")}
+    assert len(both) > 4 and all(whole[number] == again[number] for number in both - likes)
+    before = file.read_bytes()
+    written(chat, file, 500)  # there is enough
+    assert file.read_bytes() == before
+
+
+def test_greedy_answers_are_the_targets_own_and_those_that_repeat_themselves_are_dropped(chat, tmp_path, monkeypatch):
+    """A bigram model's greedy text does nothing else."""
+    monkeypatch.setattr(magpie, "HOPELESS", 12)
+    with pytest.raises(ValueError, match="answer that repeats itself"):
+        written(chat, tmp_path / "rows.jsonl", 500, settings=MagpieSettings(max_question=120, max_answer=50, greedy=1))
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    row = next(row for row in rows if row["dropped"] == "answer that repeats itself")
+    assert row["temperatures"][1] == 0.0
+    for place in range(len(row["tokens"]) - 40, len(row["tokens"])):  # the best successor of each token
+        best = chat.model(torch.tensor([[row["tokens"][place - 1]]])).logits.argmax()
+        assert row["tokens"][place] == best
+
+
+def test_seeds_are_topics_or_first_words(chat, tmp_path):
+    (tmp_path / "seeds.txt").write_text("How do bees ...\n\nbirds\n")
+    seeds = magpie.read_seeds(str(tmp_path / "seeds.txt"))
+    assert seeds == ("How do bees ...", "birds")
+    settings = MagpieSettings(max_question=120, max_answer=40, seeds=("How do bees ...",))
+    rows = written(chat, tmp_path / "rows.jsonl", 200, settings=settings)
+    kept = [row for row in rows if "dropped" not in row]
+    assert all(chat.text_tokenizer.decode(row["tokens"]).startswith("<|im_start|>user\nHow do bees ") for row in kept)
+    openings = Openings(ChatFormat(chat.text_tokenizer))
+    assert "The user asks about birds." in chat.text_tokenizer.decode(openings.opening("birds"))
+    with pytest.raises(ValueError, match=r"data.seeds=.*no.txt is no file"):
+        magpie.read_seeds(str(tmp_path / "no.txt"))
+
+
+FAMILIES = [(CHATML, True), (LLAMA3, True), (MISTRAL, True), (GEMMA, True), (THINKING, False)]
+
+
+@pytest.mark.parametrize(("template", "turns"), FAMILIES)
+def test_openings_of_five_families(template, turns):
+    words = tokenizer(template)
+    openings = Openings(ChatFormat(words))
+    assert (openings.between is not None) == turns  # a template that changes earlier answers gives one turn
+    form = ChatFormat(words)
+    assert openings.tokens(openings.before + "hi" + openings.after) == form.prompt([{"role": "user", "content": "hi"}])
+    if turns:
+        said = [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "ho"},
+            {"role": "user", "content": "he"},
+        ]
+        text = f"{openings.before}hi{openings.after}ho{openings.between}he{openings.after}"
+        shown = form.render(said, prompt=True)[0]
+        assert text in (shown, shown.replace(" ho", "ho"))  # Mistral writes the space itself
+
+
+def test_a_template_that_takes_no_system_prompt_takes_first_words_alone():
+    openings = Openings(ChatFormat(tokenizer(GEMMA)))
+    with pytest.raises(ValueError, match=r"data.seeds names topics, for which .* takes no system prompt"):
+        openings.opening("birds")
+
+
+def test_a_target_whose_questions_are_all_dropped_is_told_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(magpie, "HOPELESS", 12)
+    target = Target.from_pretrained(save_bigram_chat(tmp_path / "digits", text="user\n1234 5678 1234<|im_end|>\n" * 3))
+    with pytest.raises(ValueError, match=r"none of \d+ questions .* is kept .*: is it one that was trained to chat"):
+        written(target, tmp_path / "rows.jsonl", 100)
+
+
+GOOD = "How do bees find their way home in the dark?"
+
+
+@pytest.mark.parametrize(
+    ("question", "facts", "reason"),
+    [
+        (GOOD, {}, None),
+        (GOOD, {"ended": False}, "without an end"),
+        (GOOD, {"special": True}, "marks of the template"),
+        ("Why?", {}, "too short"),
+        ("1 + 2 = 3, 4 + 5 = 9, 6?", {}, "few letters"),
+        ("How do bees живут когда?", {}, "several scripts"),
+        ("Как пчёлы находят дорогу домой?", {}, "not in LATIN"),
+        ("Please answer the following:", {}, "ends badly"),
+        (GOOD, {"tokens": [5, 6] * 40}, "repeats itself"),
+        ("How do bees find their way home in the rain?", {"seen": GOOD}, "like an earlier one"),
+        ("How do birds find their way home in the dark?", {"seen": "What is a whale?"}, None),
+    ],
+)
+def test_what_is_dropped_and_why(question, facts, reason):
+    rules = QuestionFilter("latin")
+    rules.add(facts.get("seen", ""))
+    tokens, special, ended = facts.get("tokens", list(range(20))), facts.get("special", False), facts.get("ended", True)
+    found = rules.reason(question, tokens, special, ended)
+    assert found is None if reason is None else reason in str(found)
+
+
+def test_an_answer_is_cut_where_it_repeats_itself():
+    said = list(range(60))
+    assert not loops(said) and before_loop(said) == 60
+    looped = [*said, *[7, 8, 9] * 30]
+    assert loops(looped) and 60 < before_loop(looped) < 80
+
+
+def rows_file(tmp_path, chat, tokens=900):
+    file = tmp_path / "rows.jsonl"
+    written(chat, file, tokens)
+    return file
+
+
+def test_a_corpus_of_rows_learns_from_answers_and_tells_what_was_dropped(chat, tmp_path):
+    file = rows_file(tmp_path, chat)
+    words = chat.text_tokenizer
+    found = corpus(words, path=str(file), tokens=0, num_proc=1, cache_dir=str(tmp_path / "cache"))
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    kept = [row for row in rows if "dropped" not in row]
+    assert found.card["rows"] == len(rows) and found.card["used"] == len(kept)
+    assert found.card["dropped"] == dict(RowFile(file).dropped)
+    assert "rows kept" in summary(found.card)
+    by_text = {tuple(row["tokens"]): row for row in kept}
+    for document in found.train:
+        row = by_text[tuple(document.tokens)]
+        spans = [n for start, end in row["written"] for n in range(start, end)]
+        assert [n for n, flag in enumerate(document.loss_mask) if flag] == spans
+
+
+def test_a_run_takes_as_many_tokens_as_it_asks_for(chat, tmp_path):
+    file = rows_file(tmp_path, chat)
+    settings = {"num_proc": 1, "cache_dir": str(tmp_path / "cache")}
+    few = corpus(chat.text_tokenizer, path=str(file), tokens=400, **settings)
+    lines = [json.loads(line) for line in file.read_text().splitlines()[: few.card["rows"]]]
+    counted = sum(end - start for row in lines for start, end in row.get("written", []))
+    assert 400 <= counted < 400 + 2 * SETTINGS.max_answer
+    with pytest.raises(ValueError, match=r"holds .* tokens of answers, fewer than data.tokens=99999: give 0 for all"):
+        corpus(chat.text_tokenizer, path=str(file), tokens=99999, **settings)
+    with pytest.raises(ValueError, match=r"nothing here lets a target write: give data.path=FILE"):
+        corpus(chat.text_tokenizer)
+
+
+def test_rows_of_another_target_are_refused(chat, target, tmp_path):
+    file = rows_file(tmp_path, chat, 200)
+    with pytest.raises(ValueError, match=r"was written by .*, not by"):
+        RowFile(file, {"target": {"embedding_digest": "another", "name": "other"}})
+
+
+def test_settings_that_cannot_be(chat):
+    for wrong in ({"turns": 0}, {"greedy": 2.0}, {"answer_temperature": [1.0, 0.5]}):
+        with pytest.raises(ValueError, match=r"data\."):
+            corpus(chat.text_tokenizer, **wrong)
+    names = set(OmegaConf.load(CONF / "data" / "self.yaml")) - {"_target_", "_convert_"}
+    assert set(MagpieSettings.__dataclass_fields__) <= names
+
+
+def test_a_head_learns_from_nothing_but_its_target(here, chat_path, tmp_path, monkeypatch):
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    arguments = [part for part in SMALL if not part.startswith("data=")]
+    own = [
+        "data=self",
+        "data.tokens=700",
+        "data.batch=8",
+        "data.max_question=120",
+        "data.max_answer=60",
+        "data.num_proc=1",
+    ]
+    more = [f"target.path={chat_path}", "head=medusa", "head.depth=2", "trainer.max_steps=2", "evaluate.proof=false"]
+    ended = here(*arguments, *own, *more, "evaluate.eval_steps=0", "output_dir=out")
+    assert ended.code == 0, ended.err
+    assert "the target writes 700 tokens" in ended.out and "rows kept" in ended.out
+    again = here(*arguments, *own, *more, "evaluate.eval_steps=0", "output_dir=other")
+    assert again.code == 0 and "the target writes" not in again.out  # shared by runs
+    assert TALK

@@ -1,0 +1,383 @@
+"""data=self: conversations that a chat model writes with itself, so that a head needs no data set (Magpie, arXiv:2406.08464).
+
+Given nothing but its template up to where the user speaks, the target writes what a user might ask; then it answers:
+
+    <|im_start|>user\\n                                       the opening: what the target continues with a question
+    <|im_start|>user\\nHow do bees see?<|im_end|>\\n<|im_start|>assistant\\n     the same, rendered as it is used: answered
+
+Questions are sampled, half of the answers are greedy, and some conversations go on. Only answers are in the loss. The text of
+row n depends on its number and the seed alone, not on what is written beside it.
+"""
+
+import hashlib
+import itertools
+import json
+import random
+import re
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from transformers import PreTrainedTokenizerBase
+
+from foredraft.heads.cache_directory import cache_directory
+from foredraft.heads.checkpoint import fingerprint
+from foredraft.heads.hub.card import duration
+from foredraft.heads.target import Target
+from foredraft.inference.engine import Engine
+from foredraft.inference.prefix_cache import PrefixCache
+from foredraft.inference.request import Request
+from foredraft.inference.sampling import SamplingParams
+from foredraft.train.data.chat_template import ChatFormat
+from foredraft.train.data.conversations import assemble
+from foredraft.train.data.corpus import Corpus
+from foredraft.train.data.encoding import Encoder, encode
+from foredraft.train.data.layouts import Message, SkippedRow
+from foredraft.train.data.question_filters import QuestionFilter, before_loop, loops
+from foredraft.train.data.sources import Source
+from foredraft.train.data.written_rows import RowFile, WrittenRows
+
+MARK = "\u2402question\u2403"  # stands for what is not written yet when a template is rendered
+SHORTEST_ANSWER = 4  # tokens
+SHORTEST_CUT = 40  # tokens of an answer before it repeats itself
+PREFIXES = 1 << 28  # bytes of texts whose beginnings are not read again
+EVERY = 20  # seconds between lines of progress
+HOPELESS = 200  # rows of which none is kept, after which no other is tried
+
+
+@dataclass(frozen=True)
+class MagpieSettings:
+    """question_temperature, answer_temperature: from, to. greedy: share of the answers that are not sampled."""
+
+    turns: int = 2
+    question_temperature: tuple[float, float] = (0.6, 1.05)
+    answer_temperature: tuple[float, float] = (0.7, 1.0)
+    greedy: float = 0.5
+    min_p: float = 0.03  # of questions: least probability of a token as a share of the likeliest one's
+    max_question: int = 160
+    max_answer: int = 384
+    script: str | None = None
+    seeds: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("question_temperature", "answer_temperature"):
+            low, high = getattr(self, name)
+            if not 0 < low <= high:
+                raise ValueError(f"data.{name}=[{low},{high}] must be two numbers above 0, the lower one first")
+        if not 0 <= self.greedy <= 1:
+            raise ValueError(f"data.greedy={self.greedy} must lie between 0 and 1")
+        for name in ("turns", "max_question", "max_answer"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"data.{name}={getattr(self, name)} must be at least 1")
+
+
+class Openings:
+    """What stands around questions and answers in a target's own template.
+
+    Raises ValueError for a template that does not mark where a question ends."""
+
+    def __init__(self, form: ChatFormat):
+        self.form, self.tokenizer = form, form.tokenizer
+        whole = form.render([{"role": "user", "content": MARK}], prompt=True)[0]
+        if whole.count(MARK) != 1:
+            raise ValueError(f"{form.name} does not show a question as it is: data=self needs a template that does")
+        self.before, self.after = whole.split(MARK)
+        if not self.after.strip():
+            raise ValueError(
+                f"{form.name} does not mark where a question ends: the target cannot end one, as data=self needs it"
+            )
+        self.between = self.next_turn()
+
+    def next_turn(self) -> str | None:
+        """What stands between an answer and the next question; None where the template shows earlier answers otherwise than
+        they were written, or takes no further turn."""
+        if re.search("think|reasoning", self.form.template):
+            return None  # thoughts of earlier answers are taken out
+        answer = MARK.replace("question", "answer")
+        turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        try:
+            text = self.form.render([*turns, {"role": "user", "content": MARK}], prompt=True)[0]
+        except SkippedRow:
+            return None
+        _, found, rest = text.partition(answer)
+        between, also, after = rest.partition(MARK)
+        return between if found and also and after == self.after else None
+
+    def tokens(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def opening(self, topic: str | None) -> list[int]:
+        """What the target continues with a question. topic: what the system prompt says that the user asks about."""
+        if topic is None:
+            return self.tokens(self.before)
+        system: Message = {"role": "system", "content": f"You are a helpful assistant. The user asks about {topic}."}
+        try:
+            text = self.form.render([system, {"role": "user", "content": MARK}])[0]
+        except SkippedRow as error:
+            raise ValueError(
+                f"data.seeds names topics, for which {self.form.name} takes no system prompt ({error}): write lines that end "
+                "in ..., which questions begin with"
+            ) from None
+        return self.tokens(text.partition(MARK)[0])
+
+
+@dataclass
+class Conversation:
+    """One row while it is written. tokens: all that is settled; spans as in train/data/written_rows.py."""
+
+    number: int
+    random: random.Random
+    turns: int
+    opening: list[int]  # what the question in hand continues
+    begins: str = ""  # its first words, where a seed gives them
+    tokens: list[int] = field(default_factory=list)
+    written: list[list[int]] = field(default_factory=list)
+    asked: list[list[int]] = field(default_factory=list)
+    temperatures: list[float] = field(default_factory=list)
+    answering: bool = False
+    last: list[int] = field(default_factory=list)  # the prompt of the newest request, and what the target made of it
+
+    def row(self, dropped: str | None = None) -> dict[str, Any]:
+        if dropped:
+            return {"number": self.number, "dropped": dropped, "tokens": self.last, "temperatures": self.temperatures}
+        facts = {"number": self.number, "tokens": self.tokens, "written": self.written, "asked": self.asked}
+        return facts | {"temperatures": self.temperatures}
+
+
+class Writer:
+    """Lets a target write rows into a file, many at a time."""
+
+    def __init__(self, target: Target, openings: Openings, settings: MagpieSettings, rows: RowFile, batch: int):
+        self.target, self.openings, self.settings, self.rows, self.batch = target, openings, settings, rows, batch
+        self.filter = QuestionFilter(settings.script)
+        for question in rows.questions:
+            self.filter.add(openings.tokenizer.decode(question))
+        self.ends = frozenset(target.eos_token_ids)
+        added = openings.tokenizer.added_tokens_decoder
+        self.special = {number for number, token in added.items() if token.special}
+        self.numbers = (number for number in itertools.count() if number not in rows.numbers)
+        self.texts: dict[Request, tuple[Conversation, list[int]]] = {}
+        self.engine = Engine(target, None, max_num_seqs=batch, prefixes=PrefixCache(PREFIXES))
+
+    def write(self, tokens: int) -> None:
+        """Until the file holds `tokens` in the loss. What is in hand then is left: its numbers are written next time."""
+        begun, since, base = time.monotonic(), time.monotonic(), self.rows.tokens
+        while self.rows.tokens < tokens:
+            while len(self.texts) < self.batch:
+                self.ask(self.begin(next(self.numbers)))
+            for output in self.engine.step():
+                conversation, text = self.texts[output.request]
+                text += output.tokens
+                if output.finish_reason is not None:
+                    del self.texts[output.request]
+                    self.advance(conversation, text, output.finish_reason)
+            self.check_hope()
+            if time.monotonic() - since >= EVERY:
+                since = time.monotonic()
+                self.report(tokens, (self.rows.tokens - base) / (since - begun))
+        self.engine.close()
+
+    def check_hope(self) -> None:
+        if not self.rows.kept and len(self.rows.numbers) >= HOPELESS:
+            reasons = "; ".join(f"{count} x {reason}" for reason, count in self.rows.dropped.most_common(3))
+            raise ValueError(
+                f"none of {len(self.rows.numbers)} questions that {self.target.name} wrote is kept ({reasons}): is it one "
+                "that was trained to chat? Else give data=text or data=conversations"
+            )
+
+    def report(self, tokens: int, rate: float) -> None:
+        share = self.rows.kept / max(1, len(self.rows.numbers))
+        left = f", {duration((tokens - self.rows.tokens) / rate)} left" if rate else ""
+        print(
+            f"self-written text: {self.rows.tokens:,} of {tokens:,} answer tokens, {rate:,.0f} tokens/s{left}; "
+            f"{100 * share:.0f} % of {len(self.rows.numbers):,} rows kept",
+            flush=True,
+        )
+
+    def begin(self, number: int) -> Conversation:
+        draw = random.Random(f"{self.settings.seed} {number}")
+        turns = 1 if self.openings.between is None else draw.randint(1, self.settings.turns)
+        seed = draw.choice(self.settings.seeds) if self.settings.seeds else None
+        begins = seed.removesuffix("...") if seed and seed.endswith("...") else ""
+        return Conversation(number, draw, turns, self.openings.opening(None if begins else seed), begins)
+
+    def ask(self, conversation: Conversation) -> None:
+        """Let the target write the next question."""
+        temperature = round(conversation.random.uniform(*self.settings.question_temperature), 2)
+        conversation.temperatures.append(temperature)
+        conversation.answering = False
+        prompt = conversation.opening + self.openings.tokens(conversation.begins)
+        params = SamplingParams(temperature=temperature, min_p=self.settings.min_p)
+        end = self.openings.after.split()[0]
+        self.send(conversation, prompt, params, self.settings.max_question, (end,))
+
+    def answer(self, conversation: Conversation) -> None:
+        draw, settings = conversation.random, self.settings
+        greedy = draw.random() < settings.greedy
+        temperature = 0.0 if greedy else round(draw.uniform(*settings.answer_temperature), 2)
+        conversation.temperatures.append(temperature)
+        conversation.answering = True
+        self.send(conversation, conversation.tokens, SamplingParams(temperature=temperature), settings.max_answer, ())
+
+    def send(
+        self, conversation: Conversation, prompt: list[int], params: SamplingParams, most: int, stops: tuple[str, ...]
+    ) -> None:
+        seed = conversation.random.getrandbits(40)
+        conversation.last = prompt
+        if self.target.context is not None and len(prompt) + most > self.target.context:
+            self.close(conversation, "conversation longer than the context")
+            return
+        request = Request(prompt, params, most, seed, self.ends, stops)
+        self.texts[request] = conversation, []
+        self.engine.add(request)
+
+    def advance(self, conversation: Conversation, text: list[int], reason: str) -> None:
+        """The target has written a question or an answer."""
+        if reason == "error":
+            raise ValueError(
+                f"{self.target.name} gives logits that are not numbers: another dtype may do (target.dtype)"
+            )
+        conversation.last = conversation.last + text
+        if conversation.answering:
+            self.take_answer(conversation, text, ended=text[-1] in self.ends)
+        else:
+            self.take_question(conversation, text, ended=reason == "stop")
+
+    def take_question(self, conversation: Conversation, text: list[int], ended: bool) -> None:
+        end = self.openings.after.split()[0]
+        said = text[:-1] if text[-1] in self.ends else text
+        marks = any(token in self.special for token in said)
+        question = (conversation.begins + self.openings.tokenizer.decode(said).partition(end)[0]).strip()
+        reason = self.filter.reason(question, said, marks, ended)
+        if reason is not None:
+            self.close(conversation, reason)
+            return
+        self.filter.add(question)
+        # Tokens as the template gives them where the head is used, not as the target happened to write them.
+        if conversation.written:
+            between = self.openings.tokens(f"{self.openings.between}{question}{self.openings.after}")
+            first = 1 if between[0] == conversation.tokens[-1] else 0  # the answer has its end token already
+            conversation.tokens += between[first:]
+        else:
+            conversation.tokens = self.openings.tokens(self.openings.before + question + self.openings.after)
+        after = len(conversation.tokens) - len(self.openings.tokens(self.openings.after))
+        conversation.asked.append([after - len(self.openings.tokens(question)), after])
+        conversation.begins = ""
+        self.answer(conversation)
+
+    def take_answer(self, conversation: Conversation, text: list[int], ended: bool) -> None:
+        kept = before_loop(text) if loops(text) else len(text)
+        if len(text) < SHORTEST_ANSWER or (kept < len(text) and kept < SHORTEST_CUT):
+            self.close(conversation, "answer too short" if kept == len(text) else "answer that repeats itself")
+            return
+        conversation.written.append([len(conversation.tokens), len(conversation.tokens) + kept])
+        conversation.tokens = conversation.tokens + text[:kept]
+        if ended and kept == len(text) and len(conversation.written) < conversation.turns:
+            opening = self.openings.tokens(str(self.openings.between))
+            first = 1 if opening[0] == conversation.tokens[-1] else 0
+            conversation.opening = conversation.tokens + opening[first:]
+            self.ask(conversation)
+        else:
+            self.close(conversation)
+
+    def close(self, conversation: Conversation, dropped: str | None = None) -> None:
+        """The row is done. Where a later turn failed, the turns before it stay."""
+        if conversation.written:
+            dropped = None
+            conversation.tokens = conversation.tokens[: conversation.written[-1][1]]
+            conversation.asked = conversation.asked[: len(conversation.written)]
+        self.rows.append(conversation.row(dropped))
+
+
+def read_seeds(file: str | None) -> tuple[str, ...]:
+    if file is None:
+        return ()
+    if not Path(file).is_file():
+        raise ValueError(
+            f"data.seeds={file} is no file: give one with a topic, or first words of a question..., per line"
+        )
+    found = tuple(line.strip() for line in Path(file).read_text("utf-8").splitlines() if line.strip())
+    if not found:
+        raise ValueError(f"data.seeds={file} has no line")
+    return found
+
+
+def row_file(target: Target, form: ChatFormat, settings: MagpieSettings) -> Path:
+    """Where the rows of this target and these settings are, for all runs."""
+    facts = json.dumps([fingerprint(target)["embedding_digest"], form.digest, asdict(settings), str(target.dtype)])
+    key = hashlib.sha256(facts.encode()).hexdigest()[:16]
+    return cache_directory() / "self_written" / f"{Path(target.name).name}-{key}.jsonl"
+
+
+def write(target: Target, form: ChatFormat, settings: MagpieSettings, file: Path, tokens: int, batch: int) -> None:
+    """Until the file has so many tokens in the loss. One process writes; others that want the same wait for it."""
+    if target.is_collective:
+        raise ValueError(
+            f"target.sharding={target.sharding}: data=self lets one process write; write the rows on one device first, then "
+            "give data.path=FILE data.tokens=0"
+        )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(file.with_suffix(".lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print(f"another process writes {file}: waiting for it", flush=True)
+        lock.acquire()
+    try:
+        rows = RowFile(file, {"target": fingerprint(target), "settings": asdict(settings), "dtype": str(target.dtype)})
+        if rows.tokens < tokens:
+            print(f"the target writes {tokens - rows.tokens:,} tokens into {file}", flush=True)
+            Writer(target, Openings(form), settings, rows, batch).write(tokens)
+        rows.close()
+    finally:
+        lock.release()
+
+
+def corpus(
+    tokenizer: PreTrainedTokenizerBase,
+    target: Target | None = None,
+    tokens: int = 250_000,
+    path: str | None = None,
+    seeds: str | None = None,
+    conversations: str | list[str] | None = None,
+    weights: list[float] | None = None,
+    template: str | None = None,
+    thinking: bool | None = None,
+    batch: int = 64,
+    test_share: float = 0.05,
+    num_proc: int | None = None,
+    cache_dir: str | None = None,
+    **settings: Any,
+) -> Corpus:
+    """At least `tokens` tokens of answers that the target wrote, and `conversations` (as data=conversations reads them) among
+    them. The rows that are there are taken first; the target writes the rest.
+
+    tokens: 0 takes what the file holds. path: the file of rows; None is one in the cache, of this target and these
+    settings. weights: how often the rows, and each path of conversations, are read in an epoch. settings: of
+    `MagpieSettings`. Raises ValueError where there is no target to write what is missing.
+    """
+    pairs: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+    chosen = MagpieSettings(seeds=read_seeds(seeds), **pairs)
+    file = None if path is None else Path(path)
+    if target is not None and (file is None or tokens):
+        form = ChatFormat(tokenizer, template, thinking)
+        file = file or row_file(target, form, chosen)
+        write(target, form, chosen, file, tokens, batch)
+    if file is None or not file.is_file():
+        raise ValueError(
+            "data=self has no rows yet, and nothing here lets a target write: give data.path=FILE of such rows"
+        )
+    held = RowFile(file)
+    if held.tokens < tokens:
+        raise ValueError(
+            f"{file} holds {held.tokens:,} tokens of answers, fewer than data.tokens={tokens}: give 0 for all"
+        )
+    lines = held.lines_with(tokens) if tokens else None
+    paths = [conversations] if isinstance(conversations, str) else conversations or []
+    encoders: list[Encoder] = [WrittenRows(tokenizer, Source(str(file), max_rows=lines))]
+    encoders += [Encoder(tokenizer, Source(one), template, thinking) for one in paths]
+    data = assemble([encode(encoder, cache_dir, num_proc) for encoder in encoders], encoders, weights, test_share)
+    return data._replace(card=data.card | {"rows_kept": held.kept / max(1, len(held.numbers))})

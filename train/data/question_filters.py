@@ -1,0 +1,91 @@
+"""Which conversations that a target wrote with itself are worth learning from (train/data/magpie.py).
+
+A question is dropped for what shows that the target lost its thread; an answer is cut where it begins to repeat itself,
+which decoding drafts without having learned anything. No model judges: these are rules on text, and the card counts each.
+"""
+
+import re
+import unicodedata
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+
+SHORTEST = 12  # characters of a question
+LETTERS = 0.6  # share of letters and spaces in a question, at least
+ONE_SCRIPT = 0.85  # share of its letters in one script
+SHINGLE, DUPLICATE = 4, 0.7  # words that are compared together; share of them seen before
+REPEATED = 12  # tokens said twice in a row of an answer that loops
+LONGEST_PERIOD = 16
+
+
+class QuestionFilter:
+    """Knows the questions that were kept. script: the only script wanted (LATIN, CJK, ARABIC ...), None for any."""
+
+    def __init__(self, script: str | None = None):
+        self.script = None if script is None else script.upper()
+        self.seen: set[int] = set()
+
+    def add(self, question: str) -> None:
+        self.seen |= shingles(question)
+
+    def reason(self, question: str, tokens: Sequence[int], special: bool, ended: bool) -> str | None:
+        """Why not to keep a question, None where it is kept. special: does it hold marks of the template? ended: did the
+        target end it?"""
+        if not ended:
+            return "question without an end"
+        if special:
+            return "question with marks of the template"
+        if len(question) < SHORTEST:
+            return "question too short"
+        if loops(tokens):
+            return "question that repeats itself"
+        plain = sum(sign.isalpha() or sign.isspace() for sign in question) / len(question)
+        if plain < LETTERS:
+            return "question with few letters"
+        name, share = main_script(question)
+        if share < ONE_SCRIPT or self.script not in (None, name):
+            return "question in several scripts" if share < ONE_SCRIPT else f"question not in {self.script}"
+        if question[-1] in ":,;-([":
+            return "question that ends badly"
+        found = shingles(question)
+        if len(found & self.seen) >= DUPLICATE * len(found):
+            return "question like an earlier one"
+        return None
+
+
+def shingles(text: str) -> set[int]:
+    words = re.findall(r"\w+", text.lower())
+    starts = range(max(1, len(words) - SHINGLE + 1))
+    return {zlib.crc32(" ".join(words[i : i + SHINGLE]).encode()) for i in starts}
+
+
+def main_script(text: str) -> tuple[str, float]:
+    """The script of most letters, as Unicode names it, and its share of them."""
+    counts = Counter(unicodedata.name(sign, "NONE").split()[0] for sign in text if sign.isalpha())
+    if not counts:
+        return "NONE", 1.0
+    name, count = counts.most_common(1)[0]
+    return name, count / counts.total()
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Does a text repeat a few tokens over and over at its end, or little else from beginning to end?"""
+    ids = list(tokens)
+    if len(ids) >= 48:
+        grams = [tuple(ids[i : i + 6]) for i in range(len(ids) - 5)]
+        if len(set(grams)) < 0.55 * len(grams) or len(set(grams[-48:])) < 24:
+            return True
+    return any(
+        ids[-(4 * p + 8) : -p] == ids[-(3 * p + 8) :] for p in range(1, LONGEST_PERIOD + 1) if len(ids) >= 4 * p + 8
+    )
+
+
+def before_loop(tokens: Sequence[int]) -> int:
+    """How many tokens a text has before it says REPEATED tokens a second time."""
+    seen: set[tuple[int, ...]] = set()
+    for i in range(len(tokens) - REPEATED + 1):
+        some = tuple(tokens[i : i + REPEATED])
+        if some in seen:
+            return i
+        seen.add(some)
+    return len(tokens)

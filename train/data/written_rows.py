@@ -1,0 +1,126 @@
+"""Rows of token ids that a target wrote, one line of JSON each, in a file that only grows.
+
+    {"number": 7, "tokens": [..], "written": [[40, 211], ..], "asked": [[24, 33], ..], "temperatures": [..]}
+    {"number": 8, "dropped": "question without an end", "tokens": [..], "temperatures": [..]}
+
+`written` are the stretches in the loss, the target's answers; `asked` its questions. FILE.about.json says who wrote it and
+how. A file that was cut off within a line is read up to there, and continued.
+"""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from foredraft.train.data.documents import Document
+from foredraft.train.data.encoding import CODE, Encoder, hash_of_code
+from foredraft.train.data.layouts import SkippedRow
+from foredraft.train.data.sources import Row, Source
+
+
+class RowFile:
+    """Of one writer at a time. `numbers`: of the rows in it; `questions`: ids of each one that was kept; `lines`: for each
+    line, tokens in the loss up to its end."""
+
+    def __init__(self, file: Path, about: dict[str, Any] | None = None):
+        """about: who writes, checked against what the file says. Raises ValueError for another target's rows."""
+        self.path = file
+        self.numbers: set[int] = set()
+        self.questions: list[list[int]] = []
+        self.lines: list[int] = []
+        self.dropped = Counter[str]()
+        end = 0
+        if about is not None:
+            self.check_about(about)
+        if file.is_file():
+            with file.open("rb") as opened:
+                for line in opened:
+                    if not line.endswith(b"\n"):
+                        break  # the kill came within this line
+                    self.take(json.loads(line))
+                    end += len(line)
+        if about is not None:
+            self.file = file.open("ab", buffering=0)
+            self.file.truncate(end)
+
+    @property
+    def tokens(self) -> int:
+        """In the loss."""
+        return self.lines[-1] if self.lines else 0
+
+    @property
+    def kept(self) -> int:
+        return len(self.numbers) - self.dropped.total()
+
+    def check_about(self, about: dict[str, Any]) -> None:
+        note = self.path.with_suffix(".about.json")
+        if note.is_file():
+            ours, theirs = about["target"], json.loads(note.read_text())["target"]
+            if ours["embedding_digest"] != theirs["embedding_digest"]:
+                raise ValueError(
+                    f"{self.path} was written by {theirs['name']}, not by {ours['name']}: give another file"
+                )
+        else:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(json.dumps(about, indent=1) + "\n")
+
+    def take(self, row: dict[str, Any]) -> None:
+        counted = 0
+        self.numbers.add(row["number"])
+        if "dropped" in row:
+            self.dropped[row["dropped"]] += 1
+        else:
+            self.questions += [row["tokens"][start:end] for start, end in row["asked"]]
+            counted = sum(end - start for start, end in row["written"])
+        self.lines.append(self.tokens + counted)
+
+    def append(self, row: dict[str, Any]) -> None:
+        line = json.dumps(row).encode() + b"\n"
+        if self.file.write(line) != len(line):
+            raise OSError(28, "no space left on device", str(self.path))
+        self.take(row)
+
+    def close(self) -> None:
+        os.fsync(self.file.fileno())
+        self.file.close()
+
+    def lines_with(self, tokens: int) -> int:
+        """How many lines hold the first `tokens` tokens of the loss."""
+        return int(np.searchsorted(self.lines, tokens)) + 1
+
+
+class WrittenRows(Encoder):
+    """Rows of such a file as documents: their tokens are the target's own, there is nothing to tokenize."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: Source):
+        super().__init__(tokenizer, source)
+
+    def digest(self) -> str:
+        facts = f"{self.source.digest()} {len(self.tokenizer)}"
+        return hashlib.sha256(hash_of_code((*CODE, "written_rows")) + facts.encode()).hexdigest()[:16]
+
+    def documents(self, row: Row) -> tuple[list[Document], Any]:
+        if isinstance(row.value, SkippedRow):
+            raise row.value
+        if "dropped" in row.value:
+            raise SkippedRow(row.value["dropped"])
+        try:
+            tokens, written, asked = row.value["tokens"], row.value["written"], row.value["asked"]
+        except KeyError as missing:
+            raise SkippedRow(f"no row that a target wrote: {missing} is not in it") from None
+        if max(tokens) >= len(self.tokenizer):
+            raise SkippedRow("tokens of another target")
+        flags = np.zeros(len(tokens), np.uint8)
+        for start, end in written:
+            flags[start:end] = 1
+        questions = [self.tokenizer.decode(tokens[start:end]) for start, end in asked]
+        return [Document(tokens, flags.tolist())], [{"role": "user", "content": said} for said in questions]
+
+    def check(self) -> None:
+        if next(self.source.rows(), None) is None:
+            raise ValueError(f"data.path={self.source.path} gives nothing to train on: it has no rows")
