@@ -33,6 +33,8 @@ def fingerprint(target: Target) -> dict:
     rows = target.embeddings[: ids.stop : ids.step].detach().cpu() if stored is None else stored
     digest = hashlib.sha256(rows.to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes()).hexdigest()[:16]
     facts = {"name": target.name, "model_type": target.config.model_type, "vocab_size": target.vocab_size}
+    if target.gguf is not None:
+        facts["gguf"] = target.gguf
     return facts | {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "embedding_digest": digest}
 
 

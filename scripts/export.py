@@ -38,7 +38,7 @@ def main(cfg: DictConfig) -> None:
     print(f"{out}: {export.layout.title}")
     if export.note:
         print(export.note)
-    print(f"use it: {export.command(head, target.name, str(out))}")
+    print(f"use it: {export.command(head, target.checkpoint, str(out))}")
 
 
 if __name__ == "__main__":

@@ -12,14 +12,17 @@ from omegaconf import DictConfig, OmegaConf
 
 from foredraft.heads.target import loading
 from foredraft.heads.target.loading import resolve_dtype
+from foredraft.heads.target.locating import gguf_of, locate
 from foredraft.heads.target.sharding import COLLECTIVE
 from foredraft.train.cli import entry
 from foredraft.train.runtime.cost import BITS, study
 from foredraft.train.runtime.memory_plan import SHARDS, memory_per_gpu
 
 
-def read_config(target: str) -> Any:
-    """Raises ValueError that says what to give instead."""
+def read_config(target: str, gguf_file: str | None = None) -> Any:
+    """Raises ValueError that says what to give instead. A GGUF file is converted first, as the run would do it."""
+    if gguf_of(target, gguf_file, None) is not None:
+        target = locate(target, gguf_file=gguf_file)
     path = Path(target)
     if path.suffix == ".json" and not path.is_file():
         raise ValueError(f"target={target} does not exist: give a config.json, a directory that holds one, or a Hub id")
@@ -51,7 +54,7 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
         raise ValueError(f"target.sharding={cfg.target.sharding}: a plan knows {', '.join(COLLECTIVE)}, or null")
     if cfg.head._target_.startswith("foredraft.heads.draft_model."):
         raise ValueError("head=draft_model is a model of its own, and a plan counts heads: plan one of those")
-    config = read_config(cfg.target.path)
+    config = read_config(cfg.target.path, cfg.target.get("gguf_file"))
     dtype = torch.bfloat16 if cfg.target.dtype == "auto" else resolve_dtype(cfg.target.dtype)
     head, body, target = study(cfg, config, dtype)
     layers = len(head.layers)

@@ -12,10 +12,12 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from foredraft.heads.target.locating import locate
 from foredraft.inference.evaluation.pages import write_page
 from foredraft.train.cli import entry
 from foredraft.train.data import data_card
 from foredraft.train.data.corpus import Corpus, Document
+from foredraft.train.data.loading import load_corpus, needs_target
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
@@ -23,10 +25,13 @@ GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 @entry("preview")
 def main(cfg: DictConfig) -> None:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(cfg.target.path)
+        tokenizer = AutoTokenizer.from_pretrained(locate(cfg.target.path, gguf_file=cfg.target.get("gguf_file")))
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"target.path={cfg.target.path} has no tokenizer: {str(error).splitlines()[0]}") from error
-    data: Corpus = instantiate(cfg.data, tokenizer=tokenizer)
+    writes = needs_target(cfg.data) and cfg.data.path is None  # the target writes what is not there yet
+    data: Corpus = (
+        load_corpus(cfg.data, instantiate(cfg.target)) if writes else instantiate(cfg.data, tokenizer=tokenizer)
+    )
     if cfg.samples < 1:
         raise ValueError(f"samples={cfg.samples} must be at least 1")
     count = min(cfg.samples, len(data.train))

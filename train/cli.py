@@ -69,6 +69,14 @@ def unless_typed(key: str, value: float) -> float:
 
 OmegaConf.register_new_resolver("unless_typed", unless_typed, replace=True)
 OmegaConf.register_new_resolver("recipe_for", recipe_for, replace=True)
+
+
+def data_for(target: str) -> str:
+    """The choice of conf/data where none is named."""
+    return "self" if target == "smollm2" else for_demo(target, "stdlib", "conversations")
+
+
+OmegaConf.register_new_resolver("data_for", data_for, replace=True)
 OmegaConf.register_new_resolver("for_demo", for_demo, replace=True)
 OmegaConf.register_new_resolver("shipped", shipped, replace=True)
 OmegaConf.register_new_resolver("bfloat16_products", bfloat16_products, replace=True)
@@ -207,6 +215,10 @@ def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> li
         text = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # not OmegaConf's interpolation
         text = re.sub(r"(\\*)'", r"\1\1\\'", text)
         return ["prompt='" + re.sub(r"(\\+)\Z", r"\1\1", text) + "'"]
+    if key == "target" and not (folder / "target").is_dir() and (CONF / "target" / f"{value}.yaml").is_file():
+        return [
+            f"target.path={OmegaConf.load(CONF / 'target' / f'{value}.yaml').path}"
+        ]  # conf/publish has no such group
     if key not in ("target", "drafter") or not ("/" in value or os.path.exists(value)):
         return [argument]
     if (folder / key / f"{value}.yaml").is_file() or value.startswith(("{", "[")):

@@ -151,6 +151,7 @@ def write_results(directory: Path, head: DraftHead, data: Corpus, record: RunRec
     facts = {
         "kind": head.kind,
         "target": metrics["target"],
+        "gguf": metrics.get("gguf"),
         "parameters": metrics["parameters"],
         "depth": head.depth,
         "layers": head.layers,

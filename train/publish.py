@@ -81,9 +81,15 @@ def stage(head: Path, folder: Path, repo: str, target: Target, license: str | No
         shutil.copy(head.parent / REPORT, folder)
     recorded = json.loads((head / METRICS).read_text()) if (head / METRICS).is_file() else {}
     loaded = load_head(head, target)
-    about = {"kind": loaded.kind, "target": target.name, "depth": loaded.depth, "layers": loaded.layers}
+    about = {
+        "kind": loaded.kind,
+        "target": target.name,
+        "gguf": target.gguf,
+        "depth": loaded.depth,
+        "layers": loaded.layers,
+    }
     about |= {"parameters": sum(p.numel() for p in loaded.parameters()), **recorded.get("about", {})}
-    about |= {"repo": repo, "sha256": hub.weights_sha256(folder), "revision": hub.cached_commit(target.name)}
+    about |= {"repo": repo, "sha256": hub.weights_sha256(folder), "revision": hub.cached_commit(target.checkpoint)}
     if license is not None:
         about["license"] = license
     (folder / CARD).write_text(model_card(recorded, about, recorded.get("data")))

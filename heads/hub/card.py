@@ -84,8 +84,8 @@ MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 )
 TRAINING: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("parameters", "parameters of the head", parameters),
-    ("train_steps", "training steps", "{:,.0f}".format),
-    ("train_steps_unlimited", "training steps without a limit of time, which may accept more", "{:,.0f}".format),
+    ("train_steps", "training steps", number),
+    ("train_steps_unlimited", "training steps without a limit of time, which may accept more", number),
     ("train_tokens", "training tokens", number),
     ("train_seconds", "training time", duration),
     ("train_tokens_per_second", "training tokens/s", number),
@@ -141,12 +141,20 @@ def front_matter(head: dict) -> dict[str, Any]:
     return fields
 
 
+def gguf_file(facts: dict | None) -> str | None:
+    """A head learns from weights as they were dequantised, and drafts worse for others."""
+    if facts is None:
+        return None
+    return f"{facts['file']} ({facts['weights']}; SHA-256 {facts['sha256']}...), dequantised"
+
+
 def about(head: dict) -> Rows:
     """The head itself."""
     shown = {
         "kind": head["kind"],
         "target": head["target"],
         "revision of the target": head.get("revision"),
+        "weights of the target": gguf_file(head.get("gguf")),
         "parameters": parameters(head["parameters"]) if head.get("parameters") else None,
         "depth": head.get("depth"),
         "layers": head.get("layers"),
@@ -161,9 +169,9 @@ def about(head: dict) -> Rows:
 def model_card(metrics: dict, head: dict, data: dict | None) -> str:
     """The README.md of a saved head.
 
-    metrics: as in metrics.json. head: kind, target, and where known parameters, depth, layers, draft_vocab_size,
-    license, format, revision (of the target), sha256 (of the weights), repo (its name on the Hub), adapter (is there one for
-    the target?). data: what the head was trained on, as names and values.
+    metrics: as in metrics.json. head: kind, target, and where known gguf (of a target from such a file), parameters, depth,
+    layers, draft_vocab_size, license, format, revision (of the target), sha256 (of the weights), repo (its name on the Hub),
+    adapter (is there one for the target?). data: what the head was trained on, as names and values.
     """
     markdown = Environment(
         loader=PackageLoader("foredraft.heads.hub"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True

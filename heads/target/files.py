@@ -14,11 +14,11 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 def checkpoint_file(target: Target, name: str) -> Path | None:
     """A file of the target's checkpoint, in its directory or the Hub's cache."""
-    if Path(target.name).is_dir():
-        return Path(target.name) / name if (Path(target.name) / name).is_file() else None
-    if target.name.count("/") != 1:
+    if Path(target.checkpoint).is_dir():
+        return Path(target.checkpoint) / name if (Path(target.checkpoint) / name).is_file() else None
+    if target.checkpoint.count("/") != 1:
         return None
-    cached = try_to_load_from_cache(target.name, name, revision=target.model.config._commit_hash)
+    cached = try_to_load_from_cache(target.checkpoint, name, revision=target.model.config._commit_hash)
     return Path(cached) if isinstance(cached, str) else None
 
 

@@ -13,7 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foredraft.heads import packing
 from foredraft.heads.target import attention
 from foredraft.heads.target.cache import KVCache
-from foredraft.heads.target.loading import check_path, load_model, load_tokenizer
+from foredraft.heads.target.gguf import record_of
+from foredraft.heads.target.loading import load_model, load_tokenizer
+from foredraft.heads.target.locating import full_name, locate
 from foredraft.heads.target.masks import Masks
 from foredraft.heads.target.output import TargetOutput
 from foredraft.heads.target.sharding import COLLECTIVE, arguments, broadcast, full_tensor
@@ -44,6 +46,7 @@ class Target:
     quantization: str | None = None  # how `from_pretrained` packed its weights
     no_tokenizer: str | None = "it was made without one"  # why it has none
     sharding: str | None = None  # and how it shards them over devices (heads/target/sharding.py)
+    gguf: dict[str, Any] | None = None  # of a target from a GGUF file: file, sha256, weights (how they are quantised)
 
     def __init__(
         self,
@@ -56,6 +59,9 @@ class Target:
         texts stay below its boundary reads trees. Raises ValueError for more than that."""
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.name, self._context = tokenizer, name, context
+        self.checkpoint = (
+            name  # the directory or Hub id that transformers reads; of a GGUF file the converted directory
+        )
         self._idle_cache: KVCache | None = None
         self.config = model.config.get_text_config()
         check_supported(model)
@@ -88,22 +94,23 @@ class Target:
         revision: str | None = None,
         context: int | None = None,
         pack: bool = True,
+        gguf_file: str | None = None,
         **kwargs: Any,
     ) -> "Target":
-        """Load a target from a directory or the Hub.
+        """Load a target from a directory, the Hub, a GGUF file (heads/target/gguf.py) or a package (packages.py).
 
         dtype: "float32", "bfloat16" ..., or "auto": as saved, but float32 where the device has no bfloat16 products;
         quantization: None, "4bit" or "8bit" (bitsandbytes);
         sharding: None, "layers", "fsdp" or "tensor" (heads/target/sharding.py), for one that no device holds alone;
         revision: branch, tag or commit on the Hub;
         context: as in `Target`;
-        pack: on a CPU, pack linear weights where that makes decoding faster (heads/packing.py).
-        Further keywords are those of transformers' from_pretrained.
+        pack: on a CPU, pack linear weights where that makes decoding faster (heads/packing.py);
+        gguf_file: which GGUF file of a Hub repository. Further keywords are those of transformers' from_pretrained.
         Raises ValueError that names the path when there is no model, or its tokenizer does not fit its vocabulary.
         """
-        path = check_path(path)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        name, path = full_name(path, gguf_file), locate(path, dtype, device, gguf_file, revision)
         if sharding is not None:
             kwargs |= arguments(path, sharding, quantization)
         trusted = kwargs.setdefault("trust_remote_code", False)  # where nothing is said, transformers would ask
@@ -111,9 +118,10 @@ class Target:
         if quantization is None and sharding is None and "device_map" not in kwargs:
             model = model.to(device)
         tokenizer, reason = load_tokenizer(path, model, revision, trusted)
-        target = cls(model, tokenizer, path, context)
+        target = cls(model, tokenizer, name, context)
         if pack:
             packing.pack(model)  # frozen by now
+        target.checkpoint, target.gguf = path, record_of(path)
         target.quantization, target.sharding, target.no_tokenizer = quantization, sharding, reason
         return target
 

@@ -24,7 +24,7 @@ def find_vllm() -> str:
 def serve_command(target: Target, drafter: str, name: str, host: str, port: int, max_num_seqs: int) -> list[str]:
     """The arguments of vLLM, after the head named `drafter` has been written to a new temporary folder in the layout that it
     reads; "none" decodes plainly. Raises ValueError for a drafter that vLLM does not have."""
-    command = ["vllm", "serve", target.name]
+    command = ["vllm", "serve", target.checkpoint]
     if drafter != "none":
         if "/" not in drafter and not Path(drafter).is_dir():
             raise ValueError(
@@ -34,7 +34,7 @@ def serve_command(target: Target, drafter: str, name: str, host: str, port: int,
         export = vllm(head, target)
         folder = tempfile.mkdtemp(prefix="foredraft-vllm-")
         write_head(head, folder, target, export.layout, export.layout.weight_files)
-        command = shlex.split(export.command(head, shlex.quote(target.name), folder))
+        command = shlex.split(export.command(head, shlex.quote(target.checkpoint), folder))
     dtype = str(target.dtype).removeprefix("torch.")
     rest = {"dtype": dtype, "served-model-name": name, "host": host, "port": port, "max-num-seqs": max_num_seqs}
     return command + [word for key, value in rest.items() for word in (f"--{key}", str(value))]

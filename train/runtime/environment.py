@@ -23,6 +23,7 @@ def facts_of_run(head: DraftHead, target: Target) -> dict[str, Any]:
     return {
         "head": head.kind,
         "target": target.name,
+        **({} if target.gguf is None else {"gguf": target.gguf}),
         "parameters": sum(parameter.numel() for parameter in trained),
         "peak_memory_bytes": peak_memory(target.device),
         "device": device_name(target.device),

