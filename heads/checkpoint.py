@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.heads import adapter, formats
@@ -80,10 +79,7 @@ def write_head(
     config["foredraft"] = own | config.get("foredraft", {}) | facts
     try:
         for name in files:
-            if name.endswith(".safetensors"):
-                save_file(weights, directory / name, metadata={"format": "pt"})
-            else:
-                torch.save(weights, directory / name)
+            layout.write_weights(weights, directory / name, head, target)
         (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         layout.complete_files(directory, target)
         if len(adapter.lora_layers(target)):

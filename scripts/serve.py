@@ -1,7 +1,7 @@
 """An OpenAI-compatible server for one machine, and a page at /:  python scripts/serve.py target=ORG/NAME drafter=DIRECTORY
 
 With FOREDRAFT_API_KEY in the environment, clients must give it. Defaults of sampling are OpenAI's (temperature 1).
-engine=vllm starts vLLM with the exported head instead.
+engine=vllm starts vLLM with the exported head instead, engine=llamacpp llama.cpp's server.
 """
 
 import os
@@ -13,15 +13,17 @@ from omegaconf import DictConfig
 from foredraft.inference.serve.address import check_address
 from foredraft.train.cli import entry
 
+ENGINES = {"foredraft": "foredraft", "vllm": "vLLM", "llamacpp": "llama.cpp"}
+
 
 @entry("serve")
 def main(cfg: DictConfig) -> None:
-    if cfg.engine not in ("foredraft", "vllm"):
-        raise ValueError(f"engine={cfg.engine} is not one of foredraft, vllm")
+    if cfg.engine not in ENGINES:
+        raise ValueError(f"engine={cfg.engine} is not one of {', '.join(ENGINES)}")
     if cfg.log_text and cfg.log_accepted is None:
         raise ValueError("log_text=true adds texts to a log that there is not: give log_accepted=FILE")
     api_key = os.environ.get("FOREDRAFT_API_KEY") or None  # not a setting: those show in ps, and in --help
-    if cfg.engine == "vllm":
+    if cfg.engine != "foredraft":
         return hand_over(cfg, api_key)
     check_address(cfg.host, cfg.port)
     try:
@@ -44,16 +46,20 @@ def model_name(cfg: DictConfig, target: str) -> str:
 
 
 def hand_over(cfg: DictConfig, api_key: str | None) -> None:
-    from foredraft.inference.serve.vllm import become, find_vllm, serve_command
+    """Let another engine serve in the place of this process."""
+    from foredraft.inference.serve import llamacpp, vllm
 
-    program = find_vllm()
+    program = [vllm.find_vllm()] if cfg.engine == "vllm" else llamacpp.find_llamacpp()
     if cfg.log_accepted is not None:
         raise ValueError(
-            f"log_accepted={cfg.log_accepted}: vLLM tells nobody which drafts it rejected; engine=foredraft does"
+            f"log_accepted={cfg.log_accepted}: {ENGINES[cfg.engine]} tells nobody which drafts it rejected; "
+            "engine=foredraft does"
         )
     target = instantiate(cfg.target)
-    name = model_name(cfg, target.name)
-    become(program, serve_command(target, cfg.drafter.spec, name, cfg.host, cfg.port, cfg.max_num_seqs), api_key)
+    drafter, where = cfg.drafter.spec, (model_name(cfg, target.name), cfg.host, cfg.port, cfg.max_num_seqs)
+    if cfg.engine == "vllm":
+        vllm.become(program[0], vllm.serve_command(target, drafter, *where), api_key)
+    llamacpp.become(program, llamacpp.serve_command(target, cfg.target_gguf, drafter, *where), api_key)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`foredraft serve` as a command: what it hands over to vLLM, and what it refuses."""
+"""`foredraft serve` as a command: what it hands over to vLLM and llama.cpp, and what it refuses."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from foredraft.heads import save_head
+from foredraft.heads import Target, save_head
+from tests.support.gguf_heads import EMBEDDED, write_target
 from tests.support.head_factory import make_head
 from tests.support.processes import Ended, script
 
 FAKE = """#!/bin/sh
 for word in "$@"; do printf '%s\\n' "$word"; done > "$RECORD"
-printf '%s' "$VLLM_API_KEY" >> "$RECORD.key"
+printf '%s' "$VLLM_API_KEY$LLAMA_API_KEY" >> "$RECORD.key"
 """
 
 
@@ -43,11 +44,44 @@ def test_vllm_gets_the_target_and_the_exported_head(tiny_path, target, tmp_path)
         assert any("midlayer" in name for name in weights.keys())  # noqa: SIM118  (it is no dict)
 
 
+def test_llamacpp_gets_the_targets_file_and_the_exported_head(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    embedded = Target.from_pretrained(EMBEDDED, dtype="float32", device="cpu")
+    save_head(make_head("eagle3", embedded), tmp_path / "head", embedded)
+    file = write_target(tmp_path / "target.gguf", embedded.vocab_size)
+    fake = tmp_path / "bin" / "llama-server"
+    fake.parent.mkdir()
+    fake.write_text(FAKE)
+    fake.chmod(0o755)
+    facts = ["drafter=head", f"drafter.spec={tmp_path / 'head'}", "port=7", "model=small", "max_num_seqs=3"]
+    facts += [f"target_gguf={file}", "engine=llamacpp"]
+    environment = {"RECORD": str(tmp_path / "record"), "FOREDRAFT_API_KEY": "a-key", "TMPDIR": str(tmp_path)}
+    done = serve(tmp_path, *facts, path=fake.parent, **environment)
+    assert done.code == 0, done.err
+    words = (tmp_path / "record").read_text().splitlines()
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    assert given["-m"] == str(file) and given["--spec-type"] == "draft-eagle3"
+    assert given["--port"] == "7" and given["--alias"] == "small" and given["-np"] == "3"
+    assert "a-key" not in words and (tmp_path / "record.key").read_text() == "a-key"
+    assert gguf.GGUFReader(given["-md"]).fields["general.architecture"].contents() == "eagle3"
+
+
+def test_llamacpp_wants_the_target_in_its_own_format(target):
+    from foredraft.inference.serve.llamacpp import serve_command
+
+    with pytest.raises(ValueError, match=r"target_gguf=None is no file: .* python convert_hf_to_gguf\.py"):
+        serve_command(target, None, "none", "tiny", "127.0.0.1", 8000, 4)
+    command = serve_command(target, __file__, "none", "tiny", "127.0.0.1", 8000, 4)
+    assert command[:2] == ["-m", __file__] and "-md" not in command
+    with pytest.raises(ValueError, match=r"ngram.*drafter=head"):
+        serve_command(target, __file__, "ngram", "tiny", "127.0.0.1", 8000, 4)
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
         (["engine=vllm"], "there is no command `vllm`"),
-        (["engine=sglang"], "engine=sglang is not one of foredraft, vllm"),
+        (["engine=sglang"], "engine=sglang is not one of foredraft, vllm, llamacpp"),
         (["log_text=true"], "give log_accepted=FILE"),
         (["port=99999"], "port=99999 cannot be listened on"),
         (["log_accepted=no/such/folder/log"], "log_accepted=no/such/folder/log cannot be written"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.heads import vocab
@@ -86,6 +87,17 @@ class Format(ABC):
         """The tensors to write, on the CPU, none sharing memory with another."""
         state = head.state_dict().items()
         return {self.disk_name(name): tensor.detach().cpu().clone().contiguous() for name, tensor in state}
+
+    def stored(self, head: DraftHead, target: Target) -> DraftHead:
+        """The head as files in this layout keep it: itself, unless they round its weights."""
+        return head
+
+    def write_weights(self, weights: dict[str, Tensor], path: Path, head: DraftHead, target: Target) -> None:
+        """Write `weights`, as `export_weights` gave them, to one of `weight_files`."""
+        if path.suffix == ".safetensors":
+            save_file(weights, path, metadata={"format": "pt"})
+        else:
+            torch.save(weights, path)
 
     def complete_files(self, directory: Path, target: Target) -> None:  # noqa: B027 -- most write a head alone
         """Add to the files that were written for this layout what else it holds."""

@@ -17,6 +17,7 @@ from foredraft.heads.formats.base import Format
 from foredraft.heads.formats.dflash import DFlash2Format, DFlashFormat, DominoFormat, DSparkFormat
 from foredraft.heads.formats.eagle import EagleFormat
 from foredraft.heads.formats.eagle3 import FLAGS, Eagle3Format
+from foredraft.heads.formats.gguf.layout import DTYPES, GGUFFormat
 from foredraft.heads.formats.hydra import HydraFormat, check_tied
 from foredraft.heads.formats.layer_ids import as_sglang_reads, for_sglang
 from foredraft.heads.formats.medusa import MedusaFormat, VllmMedusaFormat
@@ -44,6 +45,9 @@ SGLANG_BLOCK = """python -m sglang.launch_server --model-path {target} --specula
 --speculative-draft-model-path {head}"""
 SGLANG = f"""{SGLANG_BLOCK} --speculative-num-steps {{depth}} --speculative-eagle-topk 4 \
 --speculative-num-draft-tokens 16"""
+
+LLAMACPP = """llama-server -m TARGET.gguf -md {head}/head.gguf --spec-type draft-{method} --spec-draft-n-max {depth}"""
+LLAMACPP_TARGET = "python convert_hf_to_gguf.py {target} --outfile TARGET.gguf"
 
 EA_MODEL = "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{head}')"
 
@@ -177,6 +181,92 @@ def mtp(head: DraftHead, target: Target) -> Export:
         "" if shipped else "Engines look for an MTP layer where config.json tells of one, and this target's does not."
     )
     return Export(MTPFormat(), VLLM_MTP, note)
+
+
+def llamacpp(head: DraftHead, target: Target, dtype: str = "f16", target_gguf: str | None = None) -> Export:
+    """dtype: one of heads/formats/gguf's DTYPES. target_gguf: a GGUF of the target, whose tokenizer is copied."""
+    if dtype not in DTYPES:
+        raise ValueError(f"format.dtype={dtype} is not one of {', '.join(DTYPES)}")
+    if isinstance(head, MTPHead):
+        raise ValueError(
+            "llama.cpp reads an MTP layer from the files of its target: export it with format=mtp and convert that folder, "
+            "python convert_hf_to_gguf.py FOLDER --mtp, if llama.cpp has MTP layers of such targets (Qwen3.5, Qwen3-Next ...)"
+        )
+    if not isinstance(head, Eagle3Head) and type(head) not in (DFlashHead, DFlash2Head, DSparkHead):
+        raise ValueError(f"{unsupported('llama.cpp', head)}: it loads EAGLE-3, DFlash, JetSpec, DFlash-2 and DSpark")
+    check_llamacpp_layers(head, target)
+    if isinstance(head, Eagle3Head):
+        check_llamacpp_eagle3(head)
+    else:
+        assert isinstance(head, DFlashHead)
+        check_llamacpp_blocks(head)
+    method = "dflash" if isinstance(head, DFlash2Head) else head.kind
+    convert = LLAMACPP_TARGET.format(target=target.name)
+    note = (
+        f"llama.cpp drafts a chain, no tree. Its own converter writes the target: {convert}\n"
+        f"The way from the start: foredraft train target={target.name} head={head.kind} output_dir=outputs/mine; foredraft "
+        "export head=outputs/mine/head format=gguf output_dir=exported; llama-server as below.\n"
+        "Its cache of keys and values is in half precision, where ties may fall otherwise than here, unless it is started "
+        "with -fa off -ctk f32 -ctv f32."
+    )
+    layout = default_layout(head)
+    return Export(GGUFFormat(layout, dtype, target_gguf), LLAMACPP.replace("{method}", method), note)
+
+
+def default_layout(head: DraftHead) -> Format:
+    """The layout that training saves this head in, of those that GGUF files are written from."""
+    kinds: tuple[type[Format], ...] = (Eagle3Format, DFlash2Format, DSparkFormat, DFlashFormat)
+    return next(kind for kind in kinds if kind.kind is type(head))()
+
+
+def check_llamacpp_layers(head: DraftHead, target: Target) -> None:
+    """Raise ValueError for a rope, biases or hidden states that its loaders do not have."""
+    assert isinstance(head, Eagle3Head | DFlashHead)
+    config, rope = head.config, head.config.rope_parameters
+    if rope["rope_type"] == "longrope":
+        raise ValueError("llama.cpp's draft models have no longrope, and this head has: vLLM reads it")
+    if isinstance(head, Eagle3Head) and "partial_rotary_factor" in rope:
+        raise ValueError(
+            "llama.cpp's EAGLE-3 turns whole heads, and this one's rope turns a part of them: vLLM reads it"
+        )
+    if config.attention_bias:
+        raise ValueError("llama.cpp's draft models have no biases in attention, and this head has: vLLM reads it")
+    if target.num_layers in head.layers:
+        raise ValueError(
+            f"llama.cpp hands out the last hidden state ({target.num_layers}) before its norm, and this head reads it after: "
+            "train it with other head.layers"
+        )
+
+
+def check_llamacpp_eagle3(head: Eagle3Head) -> None:
+    check_llama_layer("llama.cpp", head)
+    if len(head.layers) != 3:
+        raise ValueError(f"llama.cpp fuses three layers, and this head reads hidden states {head.layers}")
+    check_layer_flags("llama.cpp", head, known=("norm_before_residual", "norm_before_fc"))
+
+
+def check_llamacpp_blocks(head: DFlashHead) -> None:
+    if isinstance(head, DSparkHead):
+        check_vanilla("llama.cpp", head)
+    elif head.sample_from_anchor:
+        raise ValueError(
+            f"llama.cpp's {head.kind} drafts in place, and this head anchor first: train it with "
+            "head.sample_from_anchor=false"
+        )
+    if head.window is not None and not head.causal and not isinstance(head, DFlash2Head):
+        raise ValueError(
+            f"llama.cpp's draft models are causal in all layers or in none, and this one is in its sliding layers alone "
+            f"(head.window={head.window}): vLLM reads it"
+        )
+    if not isinstance(head, DFlash2Head):
+        return
+    needed = head.candidates * (head.candidates + 1)
+    if needed > head.width:
+        most = int((head.width + 0.25) ** 0.5 - 0.5)
+        raise ValueError(
+            f"llama.cpp's selector of {head.candidates} candidates wants a hidden size of {needed} at least, and this head's "
+            f"is {head.width}: train it with head.selector_top_k={most}"
+        )
 
 
 def check_vanilla(engine: str, head: DSparkHead) -> None:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from foredraft.heads.formats.base import HeadFiles
+from foredraft.heads.formats.gguf.tensors import FILE, read_gguf
 from foredraft.heads.formats.unsupported import check_supported_drafter
 
 CONFIG = "config.json"
@@ -29,13 +30,16 @@ LARGEST_JSON = 2**24  # bytes; configs have some thousand
 def read(directory: Path) -> HeadFiles:
     """The config and the weights in `directory`; ValueError that names the file and what is wrong with it."""
     config = read_config(directory)
-    weights = next((directory / name for name in (*SAFE, *PICKLED) if (directory / name).is_file()), None)
+    known = (*SAFE, *PICKLED, FILE)
+    weights = next((directory / name for name in known if (directory / name).is_file()), None)
     if weights is None:
-        raise ValueError(f"{directory} holds no weights: none of {', '.join((*SAFE, *PICKLED))}")
+        raise ValueError(f"{directory} holds no weights: none of {', '.join(known)}")
     if weights.name == INDEX:
         tensors = read_shards(weights)
     elif weights.suffix == ".safetensors":
         tensors = read_safetensors(weights)
+    elif weights.name == FILE:
+        tensors = read_gguf(weights)
     else:
         tensors = read_pickled(weights)
     return HeadFiles(config, tensors, directory, [])

