@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold: makes the environment (see env.sh), then lint, format, types and tests.
-# Arguments go to pytest, e.g. `bash scripts/test.sh -k entry`, or `-m "not serving and not conformance"` for what is marked
-# nightly, too. Fails if any part fails; every part runs.
+# Arguments go to pytest, e.g. `bash scripts/test.sh -k entry`, or `-m "not serving and not conformance and not real"` for what is
+# marked nightly, too. Fails if any part fails; every part runs.
 #
 #   bash scripts/test.sh oldest [arguments]   the tests alone, with the oldest versions that pyproject.toml admits (env.sh)
 set -euo pipefail
