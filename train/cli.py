@@ -216,9 +216,8 @@ def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> li
         text = re.sub(r"(\\*)'", r"\1\1\\'", text)
         return ["prompt='" + re.sub(r"(\\+)\Z", r"\1\1", text) + "'"]
     if key == "target" and not (folder / "target").is_dir() and (CONF / "target" / f"{value}.yaml").is_file():
-        return [
-            f"target.path={OmegaConf.load(CONF / 'target' / f'{value}.yaml').path}"
-        ]  # conf/publish has no such group
+        path = OmegaConf.load(CONF / "target" / f"{value}.yaml").path
+        return [f"target.path='{path}'"]  # conf/publish has no such group
     if key not in ("target", "drafter") or not ("/" in value or os.path.exists(value)):
         return [argument]
     if (folder / key / f"{value}.yaml").is_file() or value.startswith(("{", "[")):
