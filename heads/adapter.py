@@ -1,7 +1,7 @@
 """A LoRA adapter on the target (peft): the one thing that changes what a target says, used by Medusa-2 only.
 
-The adapter is part of the target's layers, so plain decoding, drafts and features are all those of the adapted target.
-Files: `adapter_config.json` and `adapter_model.safetensors` beside the head's, as peft reads them.
+The adapter is part of the target's layers, so plain decoding, drafts and aux hidden states are all those of the adapted
+target. Files: `adapter_config.json` and `adapter_model.safetensors` beside the head's, as peft reads them.
 """
 
 from collections.abc import Iterator
@@ -36,10 +36,10 @@ def add(target: Target, rank: int, alpha: int) -> None:
 
 def lora_layers(target: Target) -> nn.ModuleList:
     """The adapter's own linear layers; empty where the target has no adapter."""
-    found = [
+    layers = [
         module for name, module in target.model.named_modules() if name.endswith((".lora_A.default", ".lora_B.default"))
     ]
-    return nn.ModuleList(found)
+    return nn.ModuleList(layers)
 
 
 def tuned_layers(target: Target) -> list[Any]:

@@ -1,19 +1,25 @@
 """What every draft head has in common, and the words of this project.
 
     target    the frozen language model that we accelerate
-    head      what we train: extra decoding heads, or an autoregressive layer
+    head      what we train: extra decoding heads, an autoregressive layer, a block drafter
     drafter   whatever proposes a tree while decoding: a head, a small draft model, an n-gram lookup
-    root      the newest token, chosen by the target, that the target has not read yet
-    depth     distance from the root; the root's children have depth 1
-    features  the target's hidden states that a head reads, (batch, length, layers * hidden)
-    tree      draft tokens with parent pointers; a chain is a tree with one branch
-    acceptance length   tokens gained per target forward, the target's own bonus token counted
+    forward   one pass of the target: over prompts (prefill), over a tree of drafts (verification), over training text
+    bonus token         the newest token, chosen by the target, which has not run it through its layers yet; a tree's node 0
+    depth               distance from the bonus token, whose children have depth 1
+    tree, chain         draft tokens with parent pointers; a tree of one branch
+    aux hidden states   the target's hidden states that a head takes, (batch, length, layers * hidden)
+    teacher logits      the target's logits that drafts are trained on
+    label position      where a draft's label stands in training (below)
+    criterion           what turns drafts and teacher logits into a loss
+    sequence, slot      a request's text; its place in the batch and in the cache
+    computed tokens     in the cache for good; uncommitted ones are in it until `commit` keeps or drops them
+    acceptance length   tokens gained per target forward, the bonus token counted
 
-**The one alignment rule: the depth-d draft at position t names token t + 1 + d.** (Token t + 1 is the root; the
-target chose it from what it read at t.) Training lays all depths on one grid by what they name: *slot* p names token
-p + 2, so its depth-d draft began at position t = p + 1 - d. Then answers and supervision are the same for all depths:
+**The one alignment rule: the depth-d draft at position t names token t + 1 + d.** (Token t + 1 is the bonus token, which
+the target's logits at t gave.) Training lays all depths on one grid by what they name: *label position* p is that of token
+p + 2, so its depth-d draft began at position t = p + 1 - d. Then teacher logits and loss mask are the same for all depths:
 
-    slot                 0    1    2    3    4         the target's answers: train/module.py
+    label position       0    1    2    3    4         teacher logits: train/module.py
     names token          2    3    4    5    6
     depth 1 began at     0    1    2    3    4
     depth 2 began at     .    0    1    2    3         `shift_right` rolls a draft right by d - 1
@@ -25,8 +31,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
-from foredraft.heads import vocab
+from foredraft.heads import llama_config, vocab
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import KVCache
 from foredraft.heads.target.sharding import full_tensor
@@ -40,7 +47,7 @@ class PackedBatch(NamedTuple):
     documents: Tensor  # (batch, length) int64: which document a token belongs to, -1 for padding
     positions: Tensor  # (batch, length) int64, from 0 in every document
     # (batch, n) int64: positions at which drafts begin, ascending, -1 for none; None where they begin everywhere. A head that
-    # drafts in blocks learns from some of them at a time.
+    # drafts in blocks is trained on some of them at a time.
     anchors: Tensor | None = None
     # Does a row hold several documents? None: asked of the tensors, which waits for their device.
     multiple_documents: bool | None = None
@@ -52,27 +59,27 @@ class PackedBatch(NamedTuple):
         return (self.documents[:, :, None] == self.documents[:, None, :]) & causal
 
     def document_starts(self) -> Tensor:
-        """(batch, length) int64: the slot at which the document of each token begins. It says what `mask` does, in memory
-        linear in the length: a token sees the slots from there to its own."""
-        slots = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        """(batch, length) int64: the column at which the document of each token begins. It says what `mask` does, in memory
+        linear in the length: a token sees the columns from there to its own."""
+        columns = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         begins = self.documents != self.documents.roll(1, dims=1)
-        return torch.where(begins, slots, 0).cummax(1).values
+        return torch.where(begins, columns, 0).cummax(1).values
 
 
 def shift_right(x: Tensor, steps: int) -> Tensor:
-    """`x` (batch, length, ...) moved right: slot p holds what stood at p - steps. What wraps around is masked out."""
+    """`x` (batch, length, ...) moved right: place p holds what stood at p - steps. What wraps around is masked out."""
     return x.roll(steps, dims=1) if steps else x
 
 
 def draft_loss_mask(text: PackedBatch, depth: int) -> Tensor:
-    """(batch, length) bool: slots whose depth-d draft counts. The token it names is supervised, it exists, and the
-    draft began in the same document. The one place where supervision meets the alignment rule."""
+    """(batch, length) bool: label positions whose depth-d draft counts. The token it names is in the loss mask, it exists,
+    and the draft began in the same document. The one place where the loss mask meets the alignment rule."""
     length = text.tokens.shape[1]
-    slots = torch.arange(length, device=text.tokens.device)
+    label_positions = torch.arange(length, device=text.tokens.device)
     named, start = text.documents.roll(-2, dims=1), shift_right(text.documents, depth - 1)
-    inside = (slots + 2 < length) & (slots >= depth - 1)
+    inside = (label_positions + 2 < length) & (label_positions >= depth - 1)
     if text.anchors is not None:
-        begun = torch.zeros(len(slots) + 1, dtype=torch.bool, device=slots.device).repeat(len(text.anchors), 1)
+        begun = torch.zeros(len(text.anchors), length + 1, dtype=torch.bool, device=text.anchors.device)
         inside = inside & shift_right(begun.scatter(1, text.anchors % (length + 1), True)[:, :length], depth - 1)
     return text.loss_mask.roll(-2, dims=1) & (named == start) & (named >= 0) & inside
 
@@ -84,8 +91,9 @@ class DraftHead(nn.Module, ABC):
     cache_layers: int = 0  # layers of keys and values that it keeps of the text
     format: ClassVar[str] = "foredraft's own"  # of its files, for people
     disk_prefixes: ClassVar[dict[str, str]] = {}  # prefixes of weights' names, here -> on disk, where they differ
-    layers: list[int]  # which hidden states it reads, numbered as in heads/target/model.py
+    layers: list[int]  # the aux hidden states that it takes, numbered as in heads/target/model.py
     depth: int  # deepest draft that it was trained for
+    config: LlamaConfig | None = None  # of its decoder layers, where it has any
     limit: int | None = None  # deepest draft that it can make; None for no limit
     pruned: bool = False  # does it draft from a part of the vocabulary?
     imported: bool = False  # was it trained elsewhere?
@@ -107,7 +115,7 @@ class DraftHead(nn.Module, ABC):
         """What config.json needs so that `from_config`, and the engines that read this format, rebuild the head."""
 
     def attach(self, target: Target) -> None:
-        """Reference what the head uses of the target and does not save. Call it before any use of the head."""
+        """Keep a reference to what the head uses of the target and does not save. Call it before any use of the head."""
 
     def on_train_begin(self, target: Target) -> None:
         """Called once before training, of a new head and of one that was trained before: add what only training needs."""
@@ -117,19 +125,21 @@ class DraftHead(nn.Module, ABC):
 
     def incompatibilities(self, target: Target) -> list[str]:
         """Why the head cannot draft for this target, in words; a weight of another shape is found without its help."""
-        return []
+        beyond = [k for k in self.layers if not 0 <= k <= target.num_layers]
+        words = [f"the head takes hidden state {k}, the target has 0..{target.num_layers}" for k in beyond[-1:]]
+        return words if self.config is None else llama_config.incompatibilities(self.config, target) + words
 
     def embed(self, tokens: Tensor, target: Target) -> Tensor:
-        """What the head reads of tokens (batch, n) while drafting: the target's embeddings (batch, n, hidden)."""
+        """What the head takes for tokens (batch, n) while drafting: the target's embeddings (batch, n, hidden)."""
         return target.embed(tokens)
 
     def differences(self, target: Target) -> list[str]:
-        """Settings that are the head's own and not this target's, in words: a mistake in a head that was trained here."""
-        return []
+        """Settings that are the head's own and not this target's, in words."""
+        return [] if self.config is None else llama_config.differences(self.config, target)
 
     @abstractmethod
     def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
-        """Training: per depth the hidden states (batch, length, hidden) of a draft at every slot.
+        """Training: per depth the hidden states (batch, length, hidden) of a draft at every label position.
 
         embeddings: (batch, length, hidden), the target's, of text.tokens. `logits` turns a hidden state into a draft.
         """
@@ -178,8 +188,8 @@ class DraftHead(nn.Module, ABC):
 
     def to_target_ids(self, ids: Tensor) -> Tensor:
         """Target token ids of draft vocabulary ids."""
-        known = self.draft_ids
-        return ids if known is None else known[ids]
+        draft_ids = self.draft_ids
+        return ids if draft_ids is None else draft_ids[ids]
 
     @property
     def device(self) -> torch.device:
@@ -195,7 +205,7 @@ class ParallelHead(DraftHead):
 
     @abstractmethod
     def draft_all(self, aux_hidden_states: Tensor) -> Tensor:
-        """Logits of all depths (batch, depth, draft vocab), from the features (batch, width) of the newest position."""
+        """Logits of all depths (batch, depth, draft vocab). aux_hidden_states: (batch, width), of the newest position."""
 
 
 class RecurrentHead(DraftHead):
@@ -205,8 +215,8 @@ class RecurrentHead(DraftHead):
     def draft_extend(self, aux_hidden_states: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         """Take in accepted text; the hidden states (batch, new, hidden) of its depth-1 drafts.
 
-        features: (batch, new, width) of the newly accepted positions. embeddings: (batch, new, hidden) of the token
-        *after* each of them, the root last.
+        aux_hidden_states: (batch, new, width) of the newly accepted positions. embeddings: (batch, new, hidden) of the token
+        *after* each of them, the bonus token last.
         """
 
     @abstractmethod
@@ -215,27 +225,27 @@ class RecurrentHead(DraftHead):
     ) -> Tensor:
         """Hidden states (batch, nodes, hidden) one level below these nodes.
 
-        hidden: of the draft that named each node. embeddings: of the node. positions: (batch, nodes), its slot. mask:
+        hidden: of the draft that named each node. embeddings: of the node. positions: (batch, nodes), its column. mask:
         (batch, nodes, keys) bool, its text and its ancestors; None as by `KVCache.causal_mask`.
         """
 
 
 class BlockHead(DraftHead):
-    """Drafts all depths in one pass over a block of slots behind the text (DFlash, P-EAGLE). The rows of logits are the same
-    for all drafts of a depth, unless a correction makes them depend on the drafts before (DSpark, Domino): `condition` gives
-    what a path changes, `correct` changes the logits. A *state* is a hidden state with the correction behind it.
+    """Drafts all depths in one pass over a block of positions after the text (DFlash, P-EAGLE). The logits are the same for
+    all drafts of a depth, unless a correction makes them depend on the drafts before (DSpark, Domino): `condition` gives what
+    a path changes, `correct` changes the logits. A *state* is a hidden state with the correction behind it.
     """
 
     width: int  # of a hidden state
     block_entries: int  # that a block writes into the cache
     correction: int = 0  # numbers that a draft takes from those before it; 0 where it depends on the text alone
     memory: int = 0  # numbers that are remembered along a path
-    candidates: int = 0  # drafts of a slot that `select` leaves to choose among; 0 where all of the vocabulary stays
+    candidates: int = 0  # drafts of a position that `select` leaves to choose from; 0 where all of the vocabulary stays
     confident: bool = False  # is the last number of a correction the logit of the draft's acceptance?
 
     @abstractmethod
     def draft_blocks(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
-        """Training: states (batch, n, depth, width + correction) of the drafts that begin at text.starts (batch, n), or at
+        """Training: states (batch, n, depth, width + correction) of the drafts that begin at text.anchors (batch, n), or at
         every position; what comes before a draft is the text's."""
 
     @abstractmethod

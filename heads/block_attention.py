@@ -1,14 +1,14 @@
 """Attention of a block drafter in training: all blocks of a row at once, each over the text before it and over itself.
 
-    text 0 1 2 3 4 | block 0 | block 1        drafts begin at positions 1 and 3, blocks of three slots; x = visible
-    block 0, slot 0  x x . . . | x x x | . . .      causal inside the block:   slot 0   x . .
-             slot 1  x x . . . | x x x | . . .                                 slot 1   x x .
-    block 1, slot 0  x x x x . | . . . | x x x                                 slot 2   x x x
+    text 0 1 2 3 4 | block 0 | block 1        drafts begin at positions 1 and 3, blocks of three positions; x = visible
+    block 0, position 0  x x . . . | x x x | . . .      causal inside the block:   position 0   x . .
+             position 1  x x . . . | x x x | . . .                                 position 1   x x .
+    block 1, position 0  x x x x . | . . . | x x x                                 position 2   x x x
 
 A block sees its own document only, up to where its draft begins, and with a window no further back than that. Blocks are
 processed some at a time, over the text up to the last of them, so no mask is ever as large as all blocks times all text. A
 block that begins nowhere sees itself, and is counted nowhere. Memory grows with the length of a row, not with its square: a
-part's keys, values and mask are made again in the backward pass. On a GPU FlexAttention reads all blocks at once
+part's keys, values and mask are computed again in the backward pass. On a GPU FlexAttention takes all blocks at once
 (heads/flex.py).
 """
 
@@ -22,7 +22,7 @@ from foredraft.heads import flex
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.target.attention import additive_mask, attend, group_heads, recomputed
 
-QUERIES = 256  # slots that attend at a time
+QUERIES = 256  # that attend at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,28 +31,28 @@ class Blocks:
 
     first: Tensor  # (batch, n): where the draft's document begins
     last: Tensor  # (batch, n): where the draft begins; -1 for none
-    slots: int  # of each block
+    block_size: int
     length: int  # of the text
-    everywhere: bool  # does one begin at every slot of the text?
+    everywhere: bool  # does one begin at every position of the text?
 
     @classmethod
-    def of(cls, text: PackedBatch, slots: int) -> "Blocks":
+    def of(cls, text: PackedBatch, block_size: int) -> "Blocks":
         length, rows = text.tokens.shape[1], len(text.tokens)
-        index = torch.arange(length, device=text.tokens.device).expand(rows, -1)
-        last = index if text.anchors is None else text.anchors
-        return cls(text.document_starts().gather(1, last.clamp(min=0)), last, slots, length, text.anchors is None)
+        every = torch.arange(length, device=text.tokens.device).expand(rows, -1)
+        last = every if text.anchors is None else text.anchors
+        return cls(text.document_starts().gather(1, last.clamp(min=0)), last, block_size, length, text.anchors is None)
 
     @cached_property
     def ends(self) -> list[int]:
         """Of each part of some blocks, how much text any of them sees."""
-        size = blocks_at_a_time(self.slots)
-        if self.everywhere:  # known without a wait for the device
+        size = blocks_at_a_time(self.block_size)
+        if self.everywhere:  # which needs no wait for the device
             return [min(start + size, self.length) for start in range(0, self.length, size)]
         return text_ends(self.last, size, self.length)
 
 
-def blocks_at_a_time(slots: int) -> int:
-    return max(1, QUERIES // slots)
+def blocks_at_a_time(block_size: int) -> int:
+    return max(1, QUERIES // block_size)
 
 
 def text_ends(last: Tensor, size: int, length: int) -> list[int]:
@@ -60,9 +60,9 @@ def text_ends(last: Tensor, size: int, length: int) -> list[int]:
     return (torch.stack([part.max() for part in last.split(size, dim=1)]) + 1).tolist()
 
 
-def within(slots: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
-    """(slots, slots) bool: what each slot sees of its own block."""
-    steps = torch.arange(slots, device=device)
+def within(block_size: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
+    """(block_size, block_size) bool: what each position sees of its own block."""
+    steps = torch.arange(block_size, device=device)
     back = steps[:, None] - steps
     seen = torch.ones_like(back, dtype=torch.bool) if not causal else back >= 0
     return seen if window is None else seen & (back < window)
@@ -77,22 +77,22 @@ def attend_blocks(
     causal: bool,
     window: int | None = None,
 ) -> Tensor:
-    """q (batch, heads, n * slots, dim) of blocks; keys and values (batch, kv heads, length, dim) of the text and (batch, kv
-    heads, n * slots, dim) of the blocks. window: positions that a slot sees, itself counted. Returns (batch, heads, n *
-    slots, dim)."""
+    """q (batch, heads, n * block_size, dim) of blocks; keys and values (batch, kv heads, length, dim) of the text and (batch,
+    kv heads, n * block_size, dim) of the blocks. window: positions that one sees, itself counted. Returns (batch, heads, n *
+    block_size, dim)."""
     # Under autocast rotary positions may have promoted all but the values.
     dtype, groups = text[1].dtype, q.shape[1] // text[0].shape[1]
     q, pairs = q.to(dtype), [(a.to(dtype), b.to(dtype)) for a, b in zip(text, own, strict=True)]
     if flex.serves(q, pairs[0][0]):
         every = [torch.cat(pair, dim=2) for pair in pairs]
-        sees = flex.blocks_mask(blocks.first, blocks.last, blocks.slots, blocks.length, causal, window)
+        sees = flex.blocks_mask(blocks.first, blocks.last, blocks.block_size, blocks.length, causal, window)
         return flex.attend(q, every[0], every[1], sees)[0]
-    inside = within(blocks.slots, causal, window, q.device)
-    size = blocks_at_a_time(blocks.slots)
+    inside = within(blocks.block_size, causal, window, q.device)
+    size = blocks_at_a_time(blocks.block_size)
     parts = []
     for number, end in reversed(list(enumerate(blocks.ends))):  # from the longest on, as heads.step_attention
         chosen = slice(number * size, (number + 1) * size)
-        rows = slice(chosen.start * blocks.slots, chosen.stop * blocks.slots)
+        rows = slice(chosen.start * blocks.block_size, chosen.stop * blocks.block_size)
         spans = blocks.first[:, chosen], blocks.last[:, chosen]
         makers = [partial(beside, *pair, end, rows) for pair in pairs]
         makers.append(partial(part_mask, *spans, inside, end, window, dtype, groups))
@@ -102,24 +102,24 @@ def attend_blocks(
 
 
 def beside(text: Tensor, own: Tensor, end: int, rows: slice) -> Tensor:
-    """Keys or values of the text up to `end`, and of these slots of the blocks."""
+    """Keys or values of the text up to `end`, and of these rows of the blocks."""
     return torch.cat([text[:, :, :end], own[:, :, rows]], dim=2)
 
 
 def part_mask(
     first: Tensor, last: Tensor, inside: Tensor, end: int, window: int | None, dtype: torch.dtype, groups: int
 ) -> Tensor:
-    """What `attend` adds to scores, folded for its groups of heads."""
+    """What `attend` adds to scores, for its groups of heads."""
     return group_heads(additive_mask(part_seen(first, last, inside, end, window)[:, None], dtype), groups)
 
 
 def part_seen(first: Tensor, last: Tensor, inside: Tensor, end: int, window: int | None) -> Tensor:
-    """(batch, count * slots, end + count * slots) bool, of some blocks over text up to `end` and themselves."""
-    (batch, count), slots, columns = first.shape, len(inside), torch.arange(end, device=first.device)
-    seen = ((columns >= first[..., None]) & (columns <= last[..., None]))[:, :, None].expand(-1, -1, slots, -1)
+    """(batch, count * block_size, end + count * block_size) bool, of some blocks over text up to `end` and themselves."""
+    (batch, count), block_size, columns = first.shape, len(inside), torch.arange(end, device=first.device)
+    seen = ((columns >= first[..., None]) & (columns <= last[..., None]))[:, :, None].expand(-1, -1, block_size, -1)
     if window is not None:
-        places = last[..., None] + 1 + torch.arange(slots, device=first.device)
-        seen = seen & (places[..., None] - columns < window)
+        positions = last[..., None] + 1 + torch.arange(block_size, device=first.device)
+        seen = seen & (positions[..., None] - columns < window)
     own = torch.eye(count, dtype=torch.bool, device=first.device)[:, None, :, None] & inside[:, None, :]
-    own = own.reshape(count * slots, count * slots).expand(batch, -1, -1)
+    own = own.reshape(count * block_size, count * block_size).expand(batch, -1, -1)
     return torch.cat([seen.flatten(1, 2), own], dim=-1)

@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import re
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from foredraft.heads import adapter, formats
 from foredraft.heads.base import DraftHead
-from foredraft.heads.formats.files import CONFIG, INDEX, SAFE, read_config
+from foredraft.heads.formats.files import CONFIG, SAFE, read_config
 from foredraft.heads.hub.client import find, weights_sha256
+from foredraft.heads.medusa2 import Medusa2Head
 from foredraft.heads.target import Target
-from foredraft.heads.target.files import checkpoint_file
+from foredraft.heads.target.files import weight_map
 
 WEIGHTS = SAFE[0]
 SMALL_HEAD = 1 << 22  # parameters; 16 MB in float32
@@ -38,85 +40,97 @@ def fingerprint(target: Target) -> dict:
 
 
 def stored_embeddings(target: Target, ids: range) -> Tensor | None:
-    """These rows of the embedding in the checkpoint that the target was loaded from; None where there is none to read.
+    """These rows of the embedding in the checkpoint that the target was loaded from; None where there is none.
 
     Those in memory will not do alone: a float16 load of bfloat16 weights has lost its smallest numbers."""
     embedding = target.model.get_input_embeddings()
     module = next(name for name, part in target.model.named_modules() if part is embedding)
     suffix = f"{module.rpartition('.')[2]}.weight"  # what stands before it differs between versions of transformers
-    path = checkpoint_file(target, INDEX)
-    if path is not None:
-        parts: dict[str, str] = json.loads(path.read_text())["weight_map"]
-        path = next((path.parent / part for name, part in parts.items() if name.endswith(suffix)), None)
-    else:
-        path = checkpoint_file(target, WEIGHTS)
-    if path is None or not path.is_file():
-        return None
-    with safe_open(path, framework="pt") as checkpoint:
-        for name in checkpoint.keys():  # noqa: SIM118 -- it is no dict
-            rows = checkpoint.get_slice(name)
-            if name.endswith(suffix) and rows.get_shape() == [embedding.num_embeddings, target.hidden_size]:
-                return torch.stack([rows[i] for i in ids])
+    for name, path in weight_map(target).items():
+        if name.endswith(suffix) and path.is_file():
+            with safe_open(path, framework="pt") as checkpoint:
+                rows = checkpoint.get_slice(name)
+                if rows.get_shape() == [embedding.num_embeddings, target.hidden_size]:
+                    return torch.stack([rows[i] for i in ids])
     return None
 
 
-def save_head(head: DraftHead, directory: str | Path, target: Target, **facts: Any) -> None:
-    """Write model.safetensors and config.json. `facts` (JSON values) go under "foredraft", beside what loading uses."""
-    write_head(head, directory, target, formats.default_format(head), (WEIGHTS,), **facts)
+def save_head(head: DraftHead, directory: str | Path, target: Target, **extra: Any) -> None:
+    """Write model.safetensors and config.json. `extra` (JSON values) goes under "foredraft", beside what loading uses."""
+    write_head(head, directory, target, formats.default_format(head), (WEIGHTS,), **extra)
 
 
 def write_head(
-    head: DraftHead, directory: str | Path, target: Target, layout: formats.Format, files: tuple[str, ...], **facts: Any
+    head: DraftHead, directory: str | Path, target: Target, layout: formats.Format, files: tuple[str, ...], **extra: Any
 ) -> None:
-    """Write a head in `layout`, its weights under each name of `files`. Raises OSError where the disk is full."""
+    """Write a head in `layout`, its weights under each name of `files`. Raises OSError where the disk is full.
+
+    The files are written beside the directory and moved into it, so that an interrupted run leaves the head that was
+    there."""
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     weights, config = layout.export_weights(head, target), layout.export_config(head, target)
     config["dtype"] = str(head.dtype).removeprefix("torch.")
     own = {"kind": head.kind, "depth": head.depth, "target": fingerprint(target)}
     if head.imported:
         own["imported"] = True
-    config["foredraft"] = own | config.get("foredraft", {}) | facts
+    config["foredraft"] = own | config.get("foredraft", {}) | extra
+    part = directory.absolute().with_name(f".{directory.absolute().name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of an interrupted run
+    part.mkdir(parents=True)
     try:
         for name in files:
-            layout.write_weights(weights, directory / name, head, target)
-        (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        layout.complete_files(directory, target)
-        if len(adapter.lora_layers(target)):
-            adapter.save(target, directory)
+            layout.write_weights(weights, part / name, head, target)
+        (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        layout.complete_files(part, target)
+        if isinstance(head, Medusa2Head):
+            adapter.save(target, part)
+        directory.mkdir(exist_ok=True)
+        for file in part.iterdir():
+            file.replace(directory / file.name)
     except SafetensorError as error:  # safetensors reports a full disk in words only
         if "No space left" in str(error) or "os error 28" in str(error):
             raise OSError(errno.ENOSPC, "no space left on device", str(directory)) from error
         raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
-def read_head(path: str | Path, target: Target, revision: str | None = None) -> DraftHead:
-    """The head in a directory or on the Hub, on the CPU, in the dtype it was stored in. An adapter beside it (Medusa-2) is
+def read_head(path: str | Path, target: Target, revision: str | None = None, strict: bool = False) -> DraftHead:
+    """The head in a directory or on the Hub, on the CPU, in the dtype it was stored in. The adapter of a Medusa-2 head is
     loaded onto the target, whose text it changes. revision: a branch, tag or commit on the Hub.
 
-    Raises ValueError that names what is missing, left over, of another shape, or at odds with `target`. Warns once of
-    what is taken from the files although it is unusual or not the target's.
+    Raises ValueError that names what is missing, left over, of another shape, or at odds with `target`. Warns once of what is
+    taken from the files although it is unusual or not the target's; strict: an error, where the head was trained here.
     """
     files = formats.read(find(path, revision))
     check_card(files.directory)
     layout = formats.detect(files)
     head = formats.build(layout, files, target)
     head.imported = not files.trained_here
-    if (files.directory / adapter.CONFIG).is_file():
-        adapter.load(target, files.directory)
-    elif len(adapter.lora_layers(target)):
+    has_adapter = (files.directory / adapter.CONFIG).is_file()
+    if has_adapter and not isinstance(head, Medusa2Head):
+        raise files.error(
+            f"{adapter.CONFIG} lies beside a head of kind {head.kind}, which needs no adapter, and would change the target's "
+            "text: remove it"
+        )
+    if not has_adapter and len(adapter.lora_layers(target)):
         raise files.error(f"{target.name} has an adapter on it, which this head does not know: load the target again")
     head.attach(target)
-    layout.resolve_layout(files, head, target)
-    check_fit(files, head, target)
+    check_fit(files, head, target, strict)
+    if has_adapter:
+        adapter.load(target, files.directory)
     return head
 
 
 def load_head(
-    path: str | Path, target: Target, dtype: torch.dtype | None = None, revision: str | None = None
+    path: str | Path,
+    target: Target,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    strict: bool = False,
 ) -> DraftHead:
     """The head of `read_head` on the target's device, for inference. dtype: None takes the one that it drafts fastest in."""
-    head = read_head(path, target, revision)
+    head = read_head(path, target, revision, strict)
     return head.to(target.device, dtype or drafting_dtype(head, target)).eval().requires_grad_(False)
 
 
@@ -138,9 +152,9 @@ def check_card(directory: Path) -> None:
         )
 
 
-def check_fit(files: formats.HeadFiles, head: DraftHead, target: Target) -> None:
+def check_fit(files: formats.HeadFiles, head: DraftHead, target: Target, strict: bool = False) -> None:
     """Raise ValueError where the head and this target disagree, saying which side says what. What differs and may be
-    meant, in a head that was trained elsewhere, is one warning."""
+    meant (the rope of a target whose config.json was edited, say) is one warning, or else as `read_head` says."""
     saved, now = files.config.get("foredraft", {}).get("target", {}), fingerprint(target)
     problems = [
         f"{name}: the head was trained for {saved[name]}, the target has {now[name]}"
@@ -149,7 +163,7 @@ def check_fit(files: formats.HeadFiles, head: DraftHead, target: Target) -> None
     ]
     problems += head.incompatibilities(target)
     notes = [*files.notes, *head.differences(target)]
-    if files.trained_here:
+    if strict and files.trained_here:
         problems += notes
     if problems:
         raise ValueError(

@@ -1,12 +1,13 @@
 """DFlash: a small transformer that drafts a whole block in one pass (arXiv:2602.06036), and its causal form, JetSpec
 (arXiv:2606.18394).
 
-The target's features of several layers, fused by `fc` and `hidden_norm`, are the keys and values of the text in every layer:
-the text itself passes through no layer. A block of slots stands behind it. Slot 0 reads the root's embedding, all others that
-of a mask token; queries come from the block alone. Embedding and lm_head are the target's, frozen.
+The target's hidden states of several layers, fused by `fc` and `hidden_norm`, are the keys and values of the text in every
+layer: the text itself passes through no layer. A block of positions stands after it. The first, its *anchor*, takes the
+embedding of the bonus token, all others that of a mask token; queries come from the block alone. Embedding and lm_head are
+the target's, frozen.
 
-    in place          slot j drafts the token of its own position: depth j, so slot 0 drafts nothing (z-lab, JetSpec)
-    anchor first      slot j drafts the next position's token: depth j + 1 (DeepSpec's files, DSpark)
+    in place          position j of a block drafts its own token: depth j, so the anchor drafts nothing (z-lab, JetSpec)
+    anchor first      position j drafts the next position's token: depth j + 1 (DeepSpec's files, DSpark)
 
 With the wrong one of the two every draft is off by one. Inside a block attention looks both ways, or back only (`causal`,
 JetSpec; and in sliding layers, as SpecForge, SGLang and vLLM have them).
@@ -21,51 +22,33 @@ from transformers import LlamaConfig
 from foredraft.heads import llama_config
 from foredraft.heads.base import BlockHead, PackedBatch
 from foredraft.heads.block_attention import Blocks, attend_blocks, within
-from foredraft.heads.layers import MLP, Attention, RMSNorm, Rotary, rotate
+from foredraft.heads.eagle3 import check_layers
+from foredraft.heads.layers import DecoderLayer, NormedAttention, RMSNorm, Rotary
 from foredraft.heads.target import Target
-from foredraft.heads.target.attention import attend
 from foredraft.heads.target.cache import KVCache
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-class BlockAttention(Attention):
-    """Attention with a norm on every query and key, as in Qwen3."""
+class BlockLayer(DecoderLayer):
+    """A Qwen3 layer."""
 
     def __init__(self, config: LlamaConfig):
-        super().__init__(config, config.hidden_size)
-        self.q_norm, self.k_norm = (RMSNorm(self.dim, config.rms_norm_eps) for _ in range(2))
-
-    def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """(batch, heads, length, dim) of x (batch, length, hidden)."""
-        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))).transpose(1, 2), cos, sin)
-
-    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, kv heads, length, dim) each."""
-        k, v = (linear(x).unflatten(-1, (-1, self.dim)) for linear in (self.k_proj, self.v_proj))
-        return rotate(self.k_norm(k).transpose(1, 2), cos, sin), v.transpose(1, 2)
-
-
-class BlockLayer(nn.Module):
-    def __init__(self, config: LlamaConfig):
-        super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn, self.mlp = BlockAttention(config), MLP(config)
-        self.input_layernorm, self.post_attention_layernorm = RMSNorm(width, eps), RMSNorm(width, eps)
+        super().__init__(config, NormedAttention(config))
 
     def inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What attention reads, and what `feed_forward` is handed of it (DFlash-2)."""
+        """What attention takes, and what `feed_forward` is handed of it (DFlash-2)."""
         return self.input_layernorm(hidden), None
 
-    def feed_forward(self, hidden: Tensor, attended: Tensor, kernel: Tensor | None) -> Tensor:
-        hidden = hidden + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+    def feed_forward(self, hidden: Tensor, attended: Tensor, kernel: Tensor | None = None) -> Tensor:
+        return super().feed_forward(hidden, attended)
 
 
 class DFlashHead(BlockHead):
     """Weights are named as z-lab, SpecForge and DeepSpec name them: fc, hidden_norm, layers.{i}.*, norm."""
 
     kind, projector = "dflash", "dflash"
+    config: LlamaConfig
     target: Target
 
     def __init__(
@@ -84,8 +67,8 @@ class DFlashHead(BlockHead):
         draft_vocab_size: None drafts from all of the vocabulary, with the target's lm_head."""
         super().__init__()
         self.config, self.layers, self.block_size, self.mask_token_id = config, list(layers), block_size, mask_token_id
-        self.causal, self.window = causal, window
-        self.lay_out(sample_from_anchor)
+        self.causal, self.window, self.sample_from_anchor = causal, window, sample_from_anchor
+        self.depth = self.limit = block_size if sample_from_anchor else block_size - 1
         self.width, self.cache_layers = config.hidden_size, config.num_hidden_layers
         self.layer_types = layer_types or [FULL] * self.cache_layers
         self.block_entries = block_size
@@ -96,7 +79,7 @@ class DFlashHead(BlockHead):
         self.lm_head = nn.Linear(self.width, self.draft_vocab, bias=False) if self.pruned else None
         self.rotary = Rotary(config)
 
-    disk_prefixes = {"blocks.": "layers."}  # noqa: RUF012 -- `layers` are the hidden states that any head reads
+    disk_prefixes = {"blocks.": "layers."}  # noqa: RUF012 -- `layers` are the hidden states that any head takes
 
     @classmethod
     def for_target(
@@ -115,23 +98,17 @@ class DFlashHead(BlockHead):
     ) -> "DFlashHead":
         """A new head.
 
-        block_size: slots of a block. num_layers: its own. layers: the hidden states that it reads; None takes as many as it
-        has layers, spread as in the paper. mask_token_id: None takes a token that the text hardly holds. window: of its
+        block_size: positions of a block. num_layers: its own. layers: the hidden states that it takes; None takes as many as
+        it has layers, spread as in the paper. mask_token_id: None takes a token that the text hardly holds. window: of its
         layers but the last; None for none. draft_vocab_size, counts: as in EAGLE-3. own: of the kinds that build on this
         one."""
-        layers = spread_layers(target.num_layers, num_layers) if layers is None else list(layers)
-        if sorted(set(layers)) != layers or not all(0 <= k < target.num_layers for k in layers) or not layers:
-            raise ValueError(
-                f"head.layers={layers} must ascend within 0..{target.num_layers - 1}, this target's hidden states below its "
-                "last norm"
-            )
+        layers = spread_layers(target.num_layers, num_layers) if layers is None else layers
+        layers = check_layers(layers, target.num_layers - 1)  # below its last norm
         if block_size < 2 or num_layers < 1:
             raise ValueError(
                 f"head.block_size={block_size} must be at least 2, head.num_layers={num_layers} at least 1"
             )
-        mask = mask_token(target) if mask_token_id is None else mask_token_id
-        if not 0 <= mask < target.vocab_size:
-            raise ValueError(f"head.mask_token_id={mask} is no row of the target's {target.vocab_size} embeddings")
+        mask = check_mask_token(target, mask_token_id)
         config = llama_config.config_like(target, "DFlash")
         config.num_hidden_layers, config.attention_bias = num_layers, False
         types = None if window is None else [SLIDING] * (num_layers - 1) + [FULL]
@@ -147,8 +124,7 @@ class DFlashHead(BlockHead):
         with torch.no_grad():
             self.fc.weight.div_(llama_config.aux_sizes(self.layers, target).cpu())
         llama_config.init_norm(self.norm, target)
-        for layer in self.own_layers:
-            llama_config.init_near_identity(layer.self_attn.o_proj, layer.mlp.down_proj)
+        llama_config.init_near_identity(*self.own_layers)
 
     def new_layer(self) -> BlockLayer:
         return BlockLayer(self.config)
@@ -159,11 +135,6 @@ class DFlashHead(BlockHead):
 
     def attach(self, target: Target) -> None:
         self.target = target
-
-    def lay_out(self, sample_from_anchor: bool) -> None:
-        """Which slot drafts what: anchor first, or in place."""
-        self.sample_from_anchor = sample_from_anchor
-        self.depth = self.limit = self.block_size if sample_from_anchor else self.block_size - 1
 
     @classmethod
     def from_config(cls, config: dict) -> "DFlashHead":
@@ -212,14 +183,6 @@ class DFlashHead(BlockHead):
             },
         }
 
-    def incompatibilities(self, target: Target) -> list[str]:
-        beyond = [k for k in self.layers if not 0 <= k <= target.num_layers]
-        words = [f"the head reads hidden state {k}, the target has 0..{target.num_layers}" for k in beyond[-1:]]
-        return llama_config.incompatibilities(self.config, target) + words
-
-    def differences(self, target: Target) -> list[str]:
-        return llama_config.differences(self.config, target)
-
     @property
     def projections(self) -> list[nn.Linear]:
         return [] if self.lm_head is None else [self.lm_head]
@@ -231,13 +194,13 @@ class DFlashHead(BlockHead):
         return self.hidden_norm(self.fc(aux_hidden_states.to(self.fc.weight.dtype)))
 
     def inputs(self, anchors: Tensor) -> Tensor:
-        """(..., block_size, hidden): the slots' inputs, from embeddings (..., hidden) of the roots."""
+        """(..., block_size, hidden): a block's inputs, from embeddings (..., hidden) of the bonus tokens."""
         mask = self.target.embed(torch.full((), self.mask_token_id, device=anchors.device)).to(self.fc.weight.dtype)
         masks = mask.expand(*anchors.shape[:-1], self.block_size - 1, -1)
         return torch.cat([anchors[..., None, :].to(mask.dtype), masks], dim=-2)
 
     def drafts(self, hidden: Tensor) -> Tensor:
-        """Hidden states (..., depth, hidden) of the drafts, from those of all slots."""
+        """Hidden states (..., depth, hidden) of the drafts, from those of all positions."""
         hidden = self.norm(hidden)
         return hidden if self.sample_from_anchor else hidden[..., 1:, :]
 
@@ -247,49 +210,47 @@ class DFlashHead(BlockHead):
         return self.causal or sliding, self.window if sliding else None
 
     def draft_blocks(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
-        length, slots = text.tokens.shape[1], self.block_size
-        context, blocks = self.fuse(aux_hidden_states), Blocks.of(text, slots)
+        length, size = text.tokens.shape[1], self.block_size
+        context, blocks = self.fuse(aux_hidden_states), Blocks.of(text, size)
         begins = blocks.last.clamp(min=0)
         anchors = (begins + 1).clamp(max=length - 1)
         hidden = self.inputs(embeddings.gather(1, anchors[..., None].expand(-1, -1, self.width))).flatten(1, 2)
-        ahead = torch.arange(1, slots + 1, device=begins.device)
-        places = (text.positions.gather(1, begins)[..., None] + ahead).flatten(1)
-        of_text, of_blocks = (self.rotary(p, length + slots, hidden.dtype) for p in (text.positions, places))
+        ahead = torch.arange(1, size + 1, device=begins.device)
+        positions = (text.positions.gather(1, begins)[..., None] + ahead).flatten(1)
+        of_text, of_blocks = (self.rotary(p, length + size, hidden.dtype) for p in (text.positions, positions))
         for number, layer in enumerate(self.own_layers):
             attention, (x, kernel) = layer.self_attn, layer.inputs(hidden)
-            known, own = attention.keys_values(context, *of_text), attention.keys_values(x, *of_blocks)
-            attended = attend_blocks(attention.queries(x, *of_blocks), known, own, blocks, *self.masking(number))
+            q, *own, _ = attention.project(x, *of_blocks)
+            of_context = attention.keys_values(context, *of_text)
+            attended = attend_blocks(q, of_context, (own[0], own[1]), blocks, *self.masking(number))
             hidden = layer.feed_forward(hidden, attention.project_out(attended), kernel)
-        hidden = self.drafts(hidden.unflatten(1, (-1, slots)))
+        hidden = self.drafts(hidden.unflatten(1, (-1, size)))
         before = (begins[..., None] + ahead[: self.depth]).clamp(max=length - 1)
         return self.condition_on_text(hidden, text.tokens.gather(1, before.flatten(1)).view_as(before))
 
     def draft_extend(self, aux_hidden_states: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         context = self.fuse(aux_hidden_states)
-        places = self.rotary(cache.columns(aux_hidden_states.shape[1]), cache.capacity, context.dtype)
+        cos_sin = self.rotary(cache.columns(aux_hidden_states.shape[1]), cache.capacity, context.dtype)
         for number, layer in enumerate(self.own_layers):
-            cache.update(*layer.self_attn.keys_values(context, *places), number)
+            cache.update(*layer.self_attn.keys_values(context, *cos_sin), number)
         return embeddings
 
     def draft_block(self, last: Tensor, cache: KVCache) -> Tensor:
-        hidden, slots = self.inputs(last[:, 0]), self.block_size
-        columns = cache.columns(slots)
-        places = self.rotary(columns, cache.capacity, hidden.dtype)
+        hidden, columns = self.inputs(last[:, 0]), cache.columns(self.block_size)
+        cos, sin = self.rotary(columns, cache.capacity, hidden.dtype)
         for number, layer in enumerate(self.own_layers):
             causal, window = self.masking(number)
-            mask = cache.mask(within(slots, causal, window, hidden.device)[None])
+            mask = cache.mask(within(self.block_size, causal, window, hidden.device)[None])
             if window is not None:
                 mask = mask & (columns[..., None] - torch.arange(mask.shape[-1], device=mask.device) < window)
-            attention, (x, kernel) = layer.self_attn, layer.inputs(hidden)
-            q = attention.queries(x, *places)
-            keys, values = cache.update(*attention.keys_values(x, *places), number)
-            attended = attention.project_out(attend(q, keys, values, mask[:, None]))
+            x, kernel = layer.inputs(hidden)
+            attended = layer.self_attn.attend_cached(x, cos, sin, mask, cache, number)
             hidden = layer.feed_forward(hidden, attended, kernel)
         return self.drafts(hidden)
 
 
 def spread_layers(n: int, count: int) -> list[int]:
-    """The hidden states that a head of `count` layers reads of a target of n: outputs of layers 1 to n - 3, evenly."""
+    """The hidden states that a head of `count` layers takes of a target of n: outputs of layers 1 to n - 3, evenly."""
     last = max(1, n - 3)
     outputs = [n // 2] if count == 1 else [round(1 + i * (last - 1) / (count - 1)) for i in range(count)]
     return sorted({output + 1 for output in outputs if output + 1 < n})
@@ -304,3 +265,11 @@ def mask_token(target: Target) -> int:
         return target.vocab_size - 1
     special = [] if tokenizer is None else sorted(tokenizer.all_special_ids)
     return special[-1] if special else target.vocab_size - 1
+
+
+def check_mask_token(target: Target, token: int | None) -> int:
+    """The mask token of a new head: `mask_token` where none is given. Raises ValueError for one without an embedding."""
+    token = mask_token(target) if token is None else token
+    if not 0 <= token < target.vocab_size:
+        raise ValueError(f"head.mask_token_id={token} is no row of the target's {target.vocab_size} embeddings")
+    return token

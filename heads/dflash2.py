@@ -1,13 +1,13 @@
 """DFlash-2: DFlash with short convolutions inside a block, and a selector of candidates (z-lab's blog of 2026; equations as
 in NeMo AutoModel's code).
 
-Every attention and every MLP stands between two convolutions over the slots of a block, before it and after it:
+Every attention and every MLP stands between two convolutions over the positions of a block, before it and after it:
 
     conv(x)_t = k_{t,0} x_t + k_{t,1} x_{t-1}        x_{-1} = 0: a block sees no other
 
 Their kernels are learned, plus a part that depends on the sublayer's input, shared by `conv_group_size` channels.
 
-The selector scores the `selector_top_k` best drafts b of a slot after the draft a before it, and leaves out all others:
+The selector scores the `selector_top_k` best drafts b of a position after the draft a before it, and leaves out all others:
 
     S(a, b) = logits(b) + <P[a] * (W hidden), Q[b]>
 """
@@ -27,16 +27,16 @@ OUT = -1e4  # the logit of what is no candidate; finite, so that differences of 
 class DynamicConv(nn.Module):
     """The convolutions before and after a sublayer, the identity at first."""
 
-    def __init__(self, width: int, taps: int, group: int, slots: int):
+    def __init__(self, width: int, taps: int, group: int, block_size: int):
         super().__init__()
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))
         self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
         nn.init.zeros_(self.kernel_projection.weight)
         nn.init.ones_(self.base_kernel[:, 0])
-        self.taps, self.group, self.slots = taps, group, slots
+        self.taps, self.group, self.block_size = taps, group, block_size
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (batch, blocks * slots, width), the sublayer's input, convolved; and the dynamic kernels of `after`."""
+        """x (batch, blocks * block_size, width), the sublayer's input, convolved; and the dynamic kernels of `after`."""
         first, second = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1)).unbind(-3)
         return self.convolve(x, first, self.base_kernel[0]), second
 
@@ -44,24 +44,25 @@ class DynamicConv(nn.Module):
         return self.convolve(x, dynamic, self.base_kernel[1])
 
     def convolve(self, x: Tensor, dynamic: Tensor, base: Tensor) -> Tensor:
-        """dynamic: (batch, blocks * slots, taps, groups). base: (taps, width)."""
-        blocks = x.unflatten(1, (-1, self.slots))
+        """dynamic: (batch, blocks * block_size, taps, groups). base: (taps, width)."""
+        blocks = x.unflatten(1, (-1, self.block_size))
         out = torch.zeros_like(x)
         for tap in range(self.taps):
-            moved = F.pad(blocks, (0, 0, tap, 0))[:, :, : self.slots].flatten(1, 2)
-            out = out + (base[tap] + dynamic[..., tap, :].repeat_interleave(self.group, -1)) * moved
+            shifted = F.pad(blocks, (0, 0, tap, 0))[:, :, : self.block_size].flatten(1, 2)
+            out = out + (base[tap] + dynamic[..., tap, :].repeat_interleave(self.group, -1)) * shifted
         return out
 
 
 class ConvLayer(BlockLayer):
-    def __init__(self, config: LlamaConfig, taps: int, group: int, slots: int):
+    def __init__(self, config: LlamaConfig, taps: int, group: int, block_size: int):
         super().__init__(config)
-        self.attention_conv, self.mlp_conv = (DynamicConv(config.hidden_size, taps, group, slots) for _ in range(2))
+        sizes = config.hidden_size, taps, group, block_size
+        self.attention_conv, self.mlp_conv = DynamicConv(*sizes), DynamicConv(*sizes)
 
     def inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.attention_conv.before(self.input_layernorm(hidden))
 
-    def feed_forward(self, hidden: Tensor, attended: Tensor, kernel: Tensor | None) -> Tensor:
+    def feed_forward(self, hidden: Tensor, attended: Tensor, kernel: Tensor | None = None) -> Tensor:
         assert kernel is not None
         hidden = hidden + self.attention_conv.after(attended, kernel)
         x, kernel = self.mlp_conv.before(self.post_attention_layernorm(hidden))

@@ -1,7 +1,7 @@
 """Domino: DFlash with a GRU over the tokens drafted so far, which corrects the logits of the next (arXiv:2605.29707).
 
-The GRU reads the target's embeddings of the root and of every token drafted below it. Its state and the slot's hidden state
-give a correction of low rank. The first slots, as many as `pure_draft_prefix_len`, are left as they are.
+The GRU runs over the target's embeddings of the bonus token and of every token drafted after it. Its state and the hidden
+state of a position give a correction of low rank. The first positions, as many as `pure_draft_prefix_len`, have none.
 """
 
 from typing import Any
@@ -48,11 +48,11 @@ class DominoHead(DFlashHead):
         return config | {"architectures": ["DominoDraftModel"]}
 
     def condition(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        gru, read = self.prefix_gru, self.target.embed(tokens).to(hidden.dtype)
-        inputs, known = read.flatten(0, -2), memory.flatten(0, -2)
-        memory = torch.gru_cell(inputs, known, gru.weight_ih_l0, gru.weight_hh_l0).view(memory.shape)  # type: ignore[arg-type]
+        gru, inputs = self.prefix_gru, self.target.embed(tokens).to(hidden.dtype).flatten(0, -2)
+        weights: Any = gru.weight_ih_l0, gru.weight_hh_l0
+        memory = torch.gru_cell(inputs, memory.flatten(0, -2), *weights).view(memory.shape)
         return memory, memory
 
     def correct(self, base: Tensor, hidden: Tensor, correction: Tensor, depth: int) -> Tensor:
-        slot = depth - 1 if self.sample_from_anchor else depth
-        return base if slot < self.pure else base + self.embed_proj(torch.cat([hidden, correction], dim=-1))
+        position = depth - 1 if self.sample_from_anchor else depth  # in the block
+        return base if position < self.pure else base + self.embed_proj(torch.cat([hidden, correction], dim=-1))

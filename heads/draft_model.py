@@ -1,6 +1,6 @@
 """A smaller causal language model of the target's vocabulary, seen as a recurrent head (arXiv:2211.17192).
 
-It reads tokens where other heads read embeddings, and nothing of the target's but its text. Tuned on what the target writes
+It takes tokens where other heads take embeddings, and nothing of the target's but its text. Tuned on what the target writes
 (DistillSpec, arXiv:2310.08461) it is saved as any model is, so that every engine can draft with it.
 """
 
@@ -8,6 +8,7 @@ import copy
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -15,6 +16,10 @@ from foredraft.heads.base import PackedBatch, RecurrentHead
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import KVCache
 from foredraft.heads.target.sharding import full_tensor
+
+NEVER = (
+    -1e4
+)  # the logit of a token that is not in the small model's vocabulary; finite, so that differences of logits are
 
 
 class DraftModelHead(RecurrentHead):
@@ -76,17 +81,17 @@ class DraftModelHead(RecurrentHead):
     @classmethod
     def from_config(cls, config: dict) -> "DraftModelHead":
         own = config["foredraft"]
-        facts = {name: value for name, value in config.items() if name not in ("foredraft", "model_type")}
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **facts))
+        settings = {name: value for name, value in config.items() if name not in ("foredraft", "model_type")}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **settings))
         return cls(Target(model), own["target"]["vocab_size"])
 
     def to_config(self) -> dict:
         return self.model.config.to_dict() | {"architectures": [type(self.model).__name__]}
 
     def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
-        facts: dict[str, Any] = {"mask": text.mask(), "key_positions": text.positions}
-        reading = self.lm.forward(text.tokens, text.positions, layers=[self.lm.num_layers], keep_logits=1, **facts)
-        return [reading.aux_hidden_states.roll(-1, dims=1)]  # what it makes of token p + 1 names token p + 2
+        last = [self.lm.num_layers]
+        output = self.lm.forward(text.tokens, text.positions, text.mask(), None, last, 1, text.positions)
+        return [output.aux_hidden_states.roll(-1, dims=1)]  # what it makes of token p + 1 names token p + 2
 
     def embed(self, tokens: Tensor, target: Target) -> Tensor:
         return tokens
@@ -102,7 +107,9 @@ class DraftModelHead(RecurrentHead):
         return self.lm.forward_tree(tokens, positions, mask, cache, last, keep_logits=1).aux_hidden_states
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
-        return self.lm.logits(hidden)[..., : self.vocab_size]
+        logits = self.lm.logits(hidden)[..., : self.vocab_size]
+        missing = self.vocab_size - logits.shape[-1]  # rows that pad the target's vocabulary (Qwen2.5-0.5B's for 7B)
+        return F.pad(logits, (0, missing), value=NEVER) if missing else logits
 
 
 def first_layers(target: Target, count: int) -> PreTrainedModel:
@@ -111,18 +118,18 @@ def first_layers(target: Target, count: int) -> PreTrainedModel:
     if not 0 < count < target.num_layers:
         raise ValueError(f"head.num_layers={count} must lie between 1 and {target.num_layers - 1}, below the target's")
     config = copy.deepcopy(target.model.config)
-    for facts in ("quantization_config", "distributed_config"):
-        vars(config).pop(facts, None)
+    for name in ("quantization_config", "distributed_config"):
+        vars(config).pop(name, None)
     shape = config.get_text_config()
     shape.num_hidden_layers = count
     if target.layer_types is not None:
         shape.layer_types = target.layer_types[:count]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    wanted, known = model.state_dict(), target.model.state_dict()
+    theirs = target.model.state_dict()
     same = {
-        name: full_tensor(known[name]).float()
-        for name, tensor in wanted.items()
-        if name in known and known[name].is_floating_point() and known[name].shape == tensor.shape
+        name: full_tensor(theirs[name]).float()
+        for name, tensor in model.state_dict().items()
+        if name in theirs and theirs[name].is_floating_point() and theirs[name].shape == tensor.shape
     }
     model.load_state_dict(same, strict=False)
     return model.to(target.device)

@@ -1,17 +1,20 @@
 """EAGLE-3: one decoder layer that drafts on from its own output (arXiv:2503.01840), and 3.1's normed variant.
 
-At slot p it reads the target's features of position p, fused from three layers, beside the embedding of token p + 1,
-and drafts token p + 2. Deeper drafts read its own output in the place of features that the target has not made yet.
+At label position p it takes the target's hidden states of position p, fused from three layers, beside the embedding of token
+p + 1, and drafts token p + 2. Deeper drafts take its own output in the place of hidden states that the target has not
+computed yet.
 
-Training repeats that ("training-time test", section 3.2): step i reads the output of step i - 1. Instead of shifting
-tokens, answers and masks left in every step, the hidden states move one slot right: embeddings, positions and answers
-stay where they are. At step i a slot sees the text up to where its draft began, and the drafts since, each of which
-lies one slot further back:
+Training repeats that ("training-time test", section 3.2): step i takes the output of step i - 1. Instead of shifting tokens,
+teacher logits and masks left in every step, the hidden states move one place right: embeddings, positions and teacher logits
+stay where they are. At step i a label position sees the text up to where its draft began, and the drafts since, each of which
+lies one place further back:
 
-    step 2, slot 4:   keys of step 0   1 1 1 . .     slots 0 to 4 - 2, the text
-                      keys of step 1   . . . 1 .     its draft's first step
-                      keys of step 2   . . . . 1     itself
+    step 2, label position 4:   keys of step 0   1 1 1 . .     0 to 4 - 2, the text
+                                keys of step 1   . . . 1 .     its draft's first step
+                                keys of step 2   . . . . 1     itself
 """
+
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,38 +22,37 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from foredraft.heads import llama_config
-from foredraft.heads.base import PackedBatch, RecurrentHead, shift_right
+from foredraft.heads.base import PackedBatch, shift_right
 from foredraft.heads.latent_attention import LatentAttention
-from foredraft.heads.layers import MLP, Attention, RMSNorm, Rotary, ScaledLinear, project_first_half
+from foredraft.heads.layer_head import LayerHead
+from foredraft.heads.layers import Attention, DecoderLayer, RMSNorm, Rotary, ScaledLinear, project_first_half
 from foredraft.heads.step_attention import at_start, attend_steps
 from foredraft.heads.target import Target
-from foredraft.heads.target.cache import KVCache
 
 
-class MidLayer(nn.Module):
+class MidLayer(DecoderLayer):
     """The decoder layer: attention over (embedding, hidden) side by side, the residual is the hidden state alone."""
 
     def __init__(self, config: LlamaConfig):
-        super().__init__()
-        width, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = (LatentAttention if config.kv_lora_rank else Attention)(config, 2 * width)
-        self.mlp = MLP(config)
-        self.hidden_norm, self.input_layernorm = RMSNorm(width, eps), RMSNorm(width, eps)
-        self.post_attention_layernorm = RMSNorm(width, eps)
+        attention = (LatentAttention if config.kv_lora_rank else Attention)(config, 2 * config.hidden_size)
+        super().__init__(config, attention)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def concat_inputs(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         return torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
 
-    def feed_forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        hidden = hidden + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+    def residual(self, hidden: Tensor, normed: bool) -> Tensor:
+        """What the layer adds to."""
+        return self.hidden_norm(hidden) if normed else hidden
 
 
-class Eagle3Head(RecurrentHead):
+class Eagle3Head(LayerHead):
     """Weights are named as SafeAILab, vLLM and SGLang name them: fc, midlayer.*, norm, lm_head, d2t, t2d."""
 
-    kind, cache_layers = "eagle3", 1
+    kind = "eagle3"
     format = "EAGLE-3 as SafeAILab, vLLM and SGLang read it (LlamaForCausalLMEagle3)"
+    disk_prefixes: ClassVar[dict[str, str]] = {"layer.": "midlayer."}
+    layer: MidLayer
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class Eagle3Head(RecurrentHead):
         norm_before_fc: bool = False,
         norm_before_residual: bool = False,
     ):
-        """norm_before_fc (one norm over all fused features) and norm_before_residual are of heads trained elsewhere."""
+        """norm_before_fc (one norm over all that is fused) and norm_before_residual are of heads trained elsewhere."""
         super().__init__()
         self.config, self.layers, self.depth, self.norm_output = config, list(layers), depth, norm_output
         self.norm_before_residual = norm_before_residual
@@ -72,7 +74,7 @@ class Eagle3Head(RecurrentHead):
         self.input_norm = RMSNorm(len(layers) * width, config.rms_norm_eps) if norm_before_fc else None
         norms = [RMSNorm(width, config.rms_norm_eps) for _ in layers] if fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
-        self.midlayer = MidLayer(config)
+        self.layer = MidLayer(config)
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, self.prune_vocabulary(draft_vocab_size, config.vocab_size), bias=False)
         self.rotary = Rotary(config)
@@ -93,24 +95,21 @@ class Eagle3Head(RecurrentHead):
         size that is not below the target's, drafts from all of it.
 
         It starts from the target where it can: its lm_head rows, a last norm that gives their usual input sizes, and an fc
-        whose columns undo the different sizes of the three layers' features, which the published layer has no norm for.
+        whose columns undo the different sizes of the three layers' hidden states, which the published layer has no norm for.
         """
-        n = target.num_layers
-        layers = list(layers) if layers is not None else paper_layers(n)
-        if sorted(set(layers)) != layers or not all(0 <= k <= n for k in layers):
-            raise ValueError(f"head.layers={layers} must ascend within 0..{n}, this target's hidden states")
+        layers = check_layers(paper_layers(target.num_layers) if layers is None else layers, target.num_layers)
         config = llama_config.config_like(target, "EAGLE-3")
         head = cls(config, layers, depth, draft_vocab_size, fc_norm, norm_output)
         if not fc_norm:
             with torch.no_grad():
                 head.fc.weight.div_(head.aux_sizes(target).cpu())
         llama_config.init_norm(head.norm, target)
-        llama_config.init_near_identity(head.midlayer.self_attn.o_proj, head.midlayer.mlp.down_proj)
+        llama_config.init_near_identity(head.layer)
         head.init_projections(target, counts)
         return head.to(target.device)
 
     def aux_sizes(self, target: Target) -> Tensor:
-        """(len(layers) * hidden,): of what it reads, to the nearest power of two."""
+        """(len(layers) * hidden,): of its aux hidden states, to the nearest power of two."""
         return llama_config.aux_sizes(self.layers, target).log2().round().exp2()
 
     def on_train_begin(self, target: Target) -> None:
@@ -123,7 +122,7 @@ class Eagle3Head(RecurrentHead):
     @property
     def latent(self) -> bool:
         """Has its layer multi-head latent attention?"""
-        return isinstance(self.midlayer.self_attn, LatentAttention)
+        return isinstance(self.layer.self_attn, LatentAttention)
 
     @property
     def projections(self) -> list[nn.Linear]:
@@ -155,15 +154,7 @@ class Eagle3Head(RecurrentHead):
             "num_aux_hidden_states": len(self.layers),
         }
 
-    def incompatibilities(self, target: Target) -> list[str]:
-        beyond = [k for k in self.layers if k > target.num_layers]
-        words = [f"the head reads hidden state {k}, the target has 0..{target.num_layers}" for k in beyond[-1:]]
-        return llama_config.incompatibilities(self.config, target) + words
-
-    def differences(self, target: Target) -> list[str]:
-        return llama_config.differences(self.config, target)
-
-    def fuse(self, aux_hidden_states: Tensor) -> Tensor:
+    def first_hidden(self, aux_hidden_states: Tensor) -> Tensor:
         if self.input_norm is not None:
             aux_hidden_states = self.input_norm(aux_hidden_states)
         if len(self.fc_norm):
@@ -176,50 +167,41 @@ class Eagle3Head(RecurrentHead):
     def feed_back(self, out: Tensor) -> Tensor:
         return self.norm(out) if self.norm_output else out
 
-    def residual(self, hidden: Tensor) -> Tensor:
-        """What the decoder layer adds to."""
-        return self.midlayer.hidden_norm(hidden) if self.norm_before_residual else hidden
+    def inputs(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.layer.concat_inputs(embeddings.to(hidden.dtype), hidden)
+        return x, self.layer.residual(hidden, self.norm_before_residual)
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.lm_head(self.norm(hidden))
 
     def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
-        hidden = self.fuse(aux_hidden_states)
+        """As any head of its kind, but that what attention makes of the embeddings, which stay where they are, is computed
+        once for all steps."""
+        hidden = self.first_hidden(aux_hidden_states)
         next_embeddings = embeddings.to(hidden.dtype).roll(-1, dims=1)
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], hidden.dtype)
-        layer, attention = self.midlayer, self.midlayer.self_attn
-        # Embeddings stay where they are, and so give the same in every step.
+        layer, attention = self.layer, self.layer.self_attn
         of_embeddings, weight = project_first_half(attention.input_layers, layer.input_layernorm(next_embeddings))
         document_starts, outs = text.document_starts(), []
         steps: list[tuple[Tensor, Tensor]] = []
         for _ in range(self.depth):
-            q, k, v = attention.split_heads(of_embeddings + F.linear(layer.hidden_norm(hidden), weight), cos, sin)
+            q, k, v, _ = attention.split_heads(of_embeddings + F.linear(layer.hidden_norm(hidden), weight), cos, sin)
             steps.append(at_start(k, v, len(steps)))
             attended = attention.project_out(attend_steps(q, steps, document_starts))
-            outs.append(layer.feed_forward(self.residual(hidden), attended))
+            outs.append(layer.feed_forward(layer.residual(hidden, self.norm_before_residual), attended))
             hidden = shift_right(self.feed_back(outs[-1]), 1)
         return outs
 
-    def draft_extend(self, aux_hidden_states: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
-        new = embeddings.shape[1]
-        return self._draft(self.fuse(aux_hidden_states), embeddings, cache.columns(new), cache.causal_mask(new), cache)
-
-    def draft_step(
-        self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache
-    ) -> Tensor:
-        return self._draft(self.feed_back(hidden), embeddings, positions, mask, cache)
-
-    def _draft(
-        self, hidden: Tensor, embeddings: Tensor, positions: Tensor, mask: Tensor | None, cache: KVCache
-    ) -> Tensor:
-        cos, sin = self.rotary(positions, cache.capacity, hidden.dtype)
-        x = self.midlayer.concat_inputs(embeddings.to(hidden.dtype), hidden)
-        attended = self.midlayer.self_attn.attend_cached(x, cos, sin, mask, cache, layer=0)
-        return self.midlayer.feed_forward(self.residual(hidden), attended)
-
 
 def paper_layers(n: int) -> list[int]:
-    """The three hidden states that EAGLE-3 reads of a target of n layers, low, middle and high, as distinct ids. In targets
+    """The three hidden states that EAGLE-3 takes of a target of n layers, low, middle and high, as distinct ids. In targets
     too shallow for the paper's rule they are spread evenly; id n is avoided, since engines differ on its norm."""
     rule = [2, n // 2, n - 3]
     return rule if 0 < rule[0] < rule[1] < rule[2] else sorted({max(1, n * quarter // 4) for quarter in (1, 2, 3)})
+
+
+def check_layers(layers: list[int], last: int) -> list[int]:
+    """These hidden states of a target, for a new head; ValueError unless they ascend within 0 .. last."""
+    if sorted(set(layers)) != list(layers) or not layers or not all(0 <= k <= last for k in layers):
+        raise ValueError(f"head.layers={layers} must ascend within 0..{last}, hidden states of this target")
+    return list(layers)

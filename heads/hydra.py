@@ -1,11 +1,11 @@
-"""Hydra: head i reads the hidden state and the tokens drafted so far (arXiv:2402.05109, section 4); Hydra++ adds a layer.
+"""Hydra: head i takes the hidden state and the tokens drafted so far (arXiv:2402.05109, section 4); Hydra++ adds a layer.
 
 A draft of depth d that began at position t is made of
 
     cat(h[t], embedding of t + 1, ..., embedding of t + d)          (d + 1) * hidden wide
 
 by a small MLP and a projection that depth d has to itself. What is handed down a path of the tree is this row of vectors:
-a deeper node appends its own embedding. Hydra++ (section 5) lets one decoder layer read the text's hidden states first.
+a deeper node appends its own embedding. Hydra++ (section 5) sends the text's hidden states through a decoder layer first.
 """
 
 import torch
@@ -38,11 +38,11 @@ class WideBlock(nn.Module):
 
 
 class PrefixLayer(nn.Module):
-    """A Llama model of one layer that reads hidden states; named as one."""
+    """A Llama model of one layer over hidden states; named as one."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.config, self.layers = config, nn.ModuleList([DecoderLayer(config)])
+        self.layers = nn.ModuleList([DecoderLayer(config)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = Rotary(config)
 
@@ -52,15 +52,14 @@ class PrefixLayer(nn.Module):
 
     def forward(self, hidden: Tensor, text: PackedBatch) -> Tensor:
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], hidden.dtype)
-        q, k, v = self.layer.self_attn.project(self.layer.input_layernorm(hidden), cos, sin)
-        return self.feed_forward(
-            hidden, self.layer.self_attn.project_out(attend_steps(q, [(k, v)], text.document_starts()))
-        )
+        attention = self.layer.self_attn
+        q, k, v, _ = attention.project(self.layer.input_layernorm(hidden), cos, sin)
+        return self.feed_forward(hidden, attention.project_out(attend_steps(q, [(k, v)], text.document_starts())))
 
-    def read(self, hidden: Tensor, cache: KVCache) -> Tensor:
-        new = hidden.shape[1]
+    def extend(self, hidden: Tensor, cache: KVCache) -> Tensor:
+        """Of new text after that in the cache."""
+        new, x = hidden.shape[1], self.layer.input_layernorm(hidden)
         cos, sin = self.rotary(cache.columns(new), cache.capacity, hidden.dtype)
-        x = self.layer.input_layernorm(hidden)
         return self.feed_forward(
             hidden, self.layer.self_attn.attend_cached(x, cos, sin, cache.causal_mask(new), cache, layer=0)
         )
@@ -88,6 +87,7 @@ class HydraHead(RecurrentHead):
         target_name: str = "",
     ):
         super().__init__()
+        self.config = prefix
         self.hidden, self.vocab_size, self.depth, self.limit = hidden, vocab_size, depth, depth
         self.mlp_layers, self.dropout, self.target_name = mlp_layers, dropout, target_name
         self.kind = "hydra" if prefix is None else "hydra_pp"
@@ -123,19 +123,16 @@ class HydraHead(RecurrentHead):
         """A new head that starts from the target's own guess: every MLP hands on the hidden state, every projection is the
         target's lm_head. prefix: Hydra++'s layer; dropout: with it only. draft_vocab_size, counts: as in EAGLE-3."""
         config = llama_config.config_like(target, "Hydra++") if prefix else None
-        facts = target.hidden_size, target.vocab_size, depth, mlp_layers
-        head = cls(*facts, config, dropout, draft_vocab_size, target.name)
+        sizes = target.hidden_size, target.vocab_size, depth, mlp_layers
+        head = cls(*sizes, config, dropout, draft_vocab_size, target.name)
         head.attach(target)
         head.init_projections(target, counts)
         if prefix:
-            layer, norm = head.prefix_embeding_layer.layer, head.prefix_embeding_layer.norm
-            llama_config.init_near_identity(layer.self_attn.o_proj, layer.mlp.down_proj)
-            probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
-            size = (
-                target.forward(probe, layers=head.layers, keep_logits=1).aux_hidden_states.float().pow(2).mean().sqrt()
-            )
-            with torch.no_grad():
-                norm.weight.copy_(size)  # the identity, nearly
+            llama_config.init_near_identity(head.prefix_embeding_layer.layer)
+            with torch.no_grad():  # the identity, nearly
+                head.prefix_embeding_layer.norm.weight.copy_(
+                    llama_config.probe(target, head.layers).pow(2).mean().sqrt()
+                )
         return head.to(target.device)
 
     def attach(self, target: Target) -> None:
@@ -168,8 +165,8 @@ class HydraHead(RecurrentHead):
 
     def to_config(self) -> dict:
         own: dict = {"hidden_size": self.hidden, "vocab_size": self.vocab_size, "dropout": self.dropout}
-        if self.cache_layers:
-            own["prefix"] = llama_config.to_json(self.prefix_embeding_layer.config)
+        if self.config is not None:
+            own["prefix"] = llama_config.to_json(self.config)
         if self.draft_ids is not None:
             own["draft_vocab_size"] = len(self.draft_ids)
         return {
@@ -182,12 +179,6 @@ class HydraHead(RecurrentHead):
             "foredraft": own,
         }
 
-    def incompatibilities(self, target: Target) -> list[str]:
-        return llama_config.incompatibilities(self.prefix_embeding_layer.config, target) if self.cache_layers else []
-
-    def differences(self, target: Target) -> list[str]:
-        return llama_config.differences(self.prefix_embeding_layer.config, target) if self.cache_layers else []
-
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.hydra_lm_head[depth - 1](self.hydra_mlp[depth - 1](hidden))
 
@@ -195,7 +186,7 @@ class HydraHead(RecurrentHead):
         hidden, next_embeddings = aux_hidden_states.to(self.dtype), embeddings.to(self.dtype).roll(-1, dims=1)
         if self.cache_layers:
             hidden = self.prefix_embeding_layer(hidden, text)
-        # Slot p of depth d: the hidden state of p + 1 - d, then the embeddings of p + 2 - d .. p + 1.
+        # Label position p of depth d: the hidden state of p + 1 - d, then the embeddings of p + 2 - d .. p + 1.
         return [
             torch.cat(
                 [shift_right(hidden, i), *(shift_right(next_embeddings, back) for back in range(i, -1, -1))], dim=-1
@@ -206,7 +197,7 @@ class HydraHead(RecurrentHead):
     def draft_extend(self, aux_hidden_states: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         hidden = aux_hidden_states.to(self.dtype)
         if self.cache_layers:
-            hidden = self.prefix_embeding_layer.read(hidden, cache)
+            hidden = self.prefix_embeding_layer.extend(hidden, cache)
         return torch.cat([hidden, embeddings.to(self.dtype)], dim=-1)
 
     def draft_step(

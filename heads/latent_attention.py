@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from foredraft.heads.layers import Attention, RMSNorm, rotate
+from foredraft.heads.layers import Attention, Projected, RMSNorm, rotate
 
 
 class LatentAttention(Attention):
@@ -44,8 +44,8 @@ class LatentAttention(Attention):
     def input_layers(self) -> list[nn.Linear]:
         return [self.q_a_proj if self.low_rank else self.q_proj, self.kv_a_proj_with_mqa]
 
-    def split_heads(self, products: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values (batch, heads, length, dim) each, positions applied; values are padded with zeros."""
+    def split_heads(self, products: Tensor, cos: Tensor, sin: Tensor) -> Projected:
+        """As many keys as queries; values are padded with zeros to their width."""
         of_q = self.input_layers[0].out_features
         q, latent, k_rope = products.split([of_q, self.rank, self.rope_dim], dim=-1)
         if self.low_rank:
@@ -57,10 +57,10 @@ class LatentAttention(Attention):
         q_rope, k_rope = rotate_pairs(q_rope, cos, sin), rotate_pairs(k_rope[:, None], cos, sin)
         q = torch.cat([q, q_rope], dim=-1) * self.score_scale
         k = torch.cat([k, k_rope.expand(-1, self.heads, -1, -1)], dim=-1)
-        return q, k, F.pad(v, (0, self.dim - self.value_dim))
+        return Projected(q, k, F.pad(v, (0, self.dim - self.value_dim)))
 
-    def project_out(self, out: Tensor) -> Tensor:
-        return super().project_out(out[..., : self.value_dim])
+    def project_out(self, out: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().project_out(out[..., : self.value_dim], gate)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

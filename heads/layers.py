@@ -3,12 +3,12 @@
 import copy
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -22,50 +22,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-class RMSNormFunction(torch.autograd.Function):
-    """`rms_norm`, that keeps only its input for the backward, in the input's dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return rms_norm(x, weight, eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        given, gradient, scale = x.to(wide), gradient.to(wide), weight.to(wide)
-        inverse = (given.square().mean(-1, keepdim=True) + ctx.eps).rsqrt()
-        # A layer norm told that the mean is 0 has the same gradient, less what its mean would have passed back.
-        of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward(
-            gradient, given, weight.shape, torch.zeros_like(inverse), inverse, scale, None, [True, True, False]
-        )
-        of_x.addcmul_(inverse, (gradient * scale).mean(-1, keepdim=True))  # no product: autocast would round it
-        return of_x.to(x.dtype), of_weight.to(weight.dtype), None
-
-
 class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        apply = RMSNormFunction.apply if keeps_for_backward() else rms_norm
-        return apply(x, self.weight, self.eps)
-
-
-def keeps_for_backward() -> bool:
-    """Is a layer to choose what it keeps? torch.compile chooses itself, and cannot look into such a choice."""
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return rms_norm(x, self.weight, self.eps)
 
 
 class ScaledLinear(nn.Linear):
-    """A product with features of several layers, which are of any size: those in the middle of a model are often 50 times as
-    large as after a norm, so that an optimizer's steps on their weights would be 50 times too long.
+    """A product with hidden states of several layers, which are of any size: in the middle of a model they are often 50 times
+    as large as after a norm, so that an optimizer's steps on their weights would be 50 times too long.
 
-    `sizes` (in_features,) float32 divide the weights while they are learned, and lie beside them in a checkpoint; None for
+    `sizes` (in_features,) float32 divide the weights in training, and lie beside them in a checkpoint; None for
     weights as they are in a head's file. Powers of two change no digit of a weight that is multiplied and divided by them.
     """
 
@@ -90,7 +60,7 @@ class ScaledLinear(nn.Linear):
 
 
 def project_first_half(layers: Sequence[nn.Linear], x: Tensor) -> tuple[Tensor, Tensor]:
-    """For layers that read inputs of two halves, of which the first, x (batch, length, width / 2), is the same in many steps:
+    """For layers whose inputs have two halves, of which the first, x (batch, length, width / 2), is the same in many steps:
     what it gives, with biases, (batch, length, outputs of all layers), and the weights (outputs, width / 2) of the second."""
     weights: list[Tensor] = [layer.weight for layer in layers]
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
@@ -152,8 +122,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-right, left], dim=-1) * sin
 
 
+class Projected(NamedTuple):
+    """Queries (batch, heads, length, dim), keys and values (batch, kv_heads, length, dim), positions applied."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor | None = None  # (batch, heads, length, dim), of what is attended to
+
+
 class Attention(nn.Module):
-    """Grouped-query attention whose input may be wider than its output (EAGLE-3 reads two vectors side by side)."""
+    """Grouped-query attention whose input may be wider than its output (EAGLE-3 takes two vectors side by side)."""
 
     def __init__(self, config: LlamaConfig, width: int):
         super().__init__()
@@ -166,47 +145,56 @@ class Attention(nn.Module):
 
     @property
     def input_layers(self) -> list[nn.Linear]:
-        """Those that read the input."""
+        """Those that take the input."""
         return [self.q_proj, self.k_proj, self.v_proj]
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (batch, heads, length, dim), keys and values (batch, kv_heads, length, dim), positions applied."""
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> Projected:
         return self.split_heads(torch.cat([layer(x) for layer in self.input_layers], dim=-1), cos, sin)
 
-    def split_heads(self, products: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(self, products: Tensor, cos: Tensor, sin: Tensor) -> Projected:
         """`project`, of the outputs of `input_layers` side by side, (batch, length, products)."""
         heads = products.unflatten(-1, (-1, self.dim)).transpose(1, 2)
         both, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         q, k = rotate(both, cos, sin).split([self.heads, self.kv_heads], dim=1)
-        return q, k, v
+        return Projected(q, k, v)
 
     def attend_cached(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KVCache, layer: int
     ) -> Tensor:
         """Attend over the cache and x (batch, length, width); mask (batch, length, keys) bool, or None as by
         `KVCache.causal_mask`."""
-        q, k, v = self.project(x, cos, sin)
+        q, k, v, gate = self.project(x, cos, sin)
         keys, values = cache.update(k, v, layer)
-        return self.project_out(attend(q, keys, values, None if mask is None else mask[:, None]))
+        return self.project_out(attend(q, keys, values, None if mask is None else mask[:, None]), gate)
 
-    def project_out(self, out: Tensor) -> Tensor:
+    def project_out(self, out: Tensor, gate: Tensor | None = None) -> Tensor:
         """(batch, heads, length, dim) -> (batch, length, hidden)."""
+        out = out if gate is None else out * gate.sigmoid()
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
-class SiLUAndMulFunction(torch.autograd.Function):
-    """silu(gate) * up, which keeps only its two factors for the backward."""
+class NormedAttention(Attention):
+    """With norms on queries and keys (Qwen3), and with a gate on what is attended to (Qwen3-Next)."""
 
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.silu(gate) * up
+    def __init__(self, config: LlamaConfig, normed: bool = True, gated: bool = False):
+        super().__init__(config, config.hidden_size)
+        if gated:  # per head its query, then its gate
+            self.q_proj = nn.Linear(config.hidden_size, 2 * self.heads * self.dim, bias=bool(config.attention_bias))
+        if normed:
+            self.q_norm, self.k_norm = (RMSNorm(self.dim, config.rms_norm_eps) for _ in range(2))
+        self.normed, self.gated = normed, gated
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(gradient * up, gate), gradient * F.silu(gate)
+    def split_heads(self, products: Tensor, cos: Tensor, sin: Tensor) -> Projected:
+        heads = products.unflatten(-1, (-1, self.dim)).transpose(1, 2)
+        q, k, v = heads.split([heads.shape[1] - 2 * self.kv_heads, self.kv_heads, self.kv_heads], dim=1)
+        q, gate = (q[:, ::2], q[:, 1::2]) if self.gated else (q, None)
+        q, k = (self.q_norm(q), self.k_norm(k)) if self.normed else (q, k)
+        return Projected(rotate(q, cos, sin), rotate(k, cos, sin), v, gate)
+
+    def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values alone, of a layer with norms."""
+        k, v = (layer(x).unflatten(-1, (-1, self.dim)).transpose(1, 2) for layer in (self.k_proj, self.v_proj))
+        return rotate(self.k_norm(k), cos, sin), v
 
 
 class MLP(nn.Module):
@@ -220,29 +208,23 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if not keeps_for_backward():
-            return self.down_proj(F.silu(gate) * up)
-        activated = SiLUAndMulFunction.apply(gate, up)
-        storage = activated.untyped_storage()._cdata  # not the tensor, which the hooks would keep alive
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiler chooses what it keeps
+            return self.project_down(gate, up)
+        return checkpoint(self.project_down, gate, up, use_reentrant=False, preserve_rng_state=False)
 
-        def pack(saved: Tensor) -> Any:  # down_proj saves its weight and `activated`
-            return saved.shape if saved.untyped_storage()._cdata == storage else saved
-
-        def unpack(packed: Any) -> Tensor:
-            return (F.silu(gate) * up).view(packed) if isinstance(packed, torch.Size) else packed
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return self.down_proj(activated)
+    def project_down(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.down_proj(F.silu(gate) * up)
 
 
 class DecoderLayer(nn.Module):
-    """A Llama layer. first_norm: EAGLE-1's has none."""
+    """A Llama layer. attention: Llama's own where none is given. first_norm: EAGLE-1's has none."""
 
-    def __init__(self, config: LlamaConfig, first_norm: bool = True):
+    def __init__(self, config: LlamaConfig, attention: Attention | None = None, first_norm: bool = True):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn: Any = Attention(config, width) if attention is None else attention
+        self.mlp = MLP(config)
         self.input_layernorm: nn.Module = RMSNorm(width, eps) if first_norm else nn.Identity()
-        self.self_attn, self.mlp = Attention(config, width), MLP(config)
         self.post_attention_layernorm = RMSNorm(width, eps)
 
     def feed_forward(self, hidden: Tensor, attended: Tensor) -> Tensor:

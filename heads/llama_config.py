@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from foredraft.heads.layers import RMSNorm
+from foredraft.heads.layers import DecoderLayer, RMSNorm
 from foredraft.heads.target import Target
 
 ROPES = ("default", "linear", "llama3", "yarn", "longrope")  # that a head may have
@@ -51,7 +51,7 @@ def config_like(target: Target, kind: str) -> LlamaConfig:
 
 
 def from_json(settings: dict[str, Any]) -> LlamaConfig:
-    """The layer that a config.json describes. Only what shapes it is read: published files carry settings of their target
+    """The layer that a config.json describes. Only what shapes it is taken: published files carry settings of their target
     and of other classes along. Raises KeyError for a size that is missing."""
     copied = {name: settings[name] for name in (*COPIED, "attention_bias") if name in NEEDED or name in settings}
     copied |= {name: settings[name] for name in (*COPIED_IF_THERE, *LATENT) if settings.get(name) is not None}
@@ -82,8 +82,8 @@ def rope_parameters(settings: dict[str, Any]) -> dict[str, Any]:
     the same positions where there is only text, so it is the default rope here."""
     rope = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
     rope = dict(rope.get("full_attention", rope))
-    given = rope.pop("type", None)
-    kind = rope.pop("rope_type", None) or given or "default"
+    older_name = rope.pop("type", None)
+    kind = rope.pop("rope_type", None) or older_name or "default"
     if kind in ("default", "mrope"):
         kind, rope = "default", {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     rope |= {"rope_type": kind, "rope_theta": rope.get("rope_theta") or settings.get("rope_theta") or 10000.0}
@@ -104,10 +104,8 @@ def head_rope(settings: dict[str, Any]) -> dict[str, Any]:
 def incompatibilities(config: LlamaConfig, target: Target) -> list[str]:
     """Sizes in which a head of this layer cannot fit the target, in words."""
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-    found = {name: (getattr(config, name), theirs) for name, theirs in sizes.items()}
-    return [
-        f"{name}: the head says {ours}, the target {theirs}" for name, (ours, theirs) in found.items() if ours != theirs
-    ]
+    pairs = [(name, getattr(config, name), theirs) for name, theirs in sizes.items()]
+    return [f"{name}: the head says {ours}, the target {theirs}" for name, ours, theirs in pairs if ours != theirs]
 
 
 def differences(config: LlamaConfig, target: Target) -> list[str]:
@@ -124,23 +122,26 @@ def differences(config: LlamaConfig, target: Target) -> list[str]:
 
 
 @torch.no_grad()
+def probe(target: Target, layers: list[int]) -> Tensor:
+    """(tokens, len(layers) * hidden) float32: these hidden states of some tokens, to see how large they are."""
+    tokens = torch.arange(min(256, target.vocab_size), device=target.device)[None]
+    return target.forward(tokens, layers=layers, keep_logits=1).aux_hidden_states.float()[0]
+
+
 def aux_sizes(layers: list[int], target: Target) -> Tensor:
-    """(len(layers) * hidden,) float32: the root mean square of each layer's features, for every one of them."""
-    probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
-    aux_hidden_states = target.forward(probe, layers=layers, keep_logits=1).aux_hidden_states.float()[0]
-    sizes = aux_hidden_states.unflatten(-1, (len(layers), -1)).pow(2).mean((0, 2)).sqrt()
+    """(len(layers) * hidden,) float32: the root mean square of each layer's hidden states, for every one of them."""
+    sizes = probe(target, layers).unflatten(-1, (len(layers), -1)).pow(2).mean((0, 2)).sqrt()
     return sizes.repeat_interleave(target.hidden_size)
 
 
 @torch.no_grad()
 def init_norm(norm: RMSNorm, target: Target) -> None:
     """Make the last norm give the target's lm_head inputs of the sizes that it is used to."""
-    probe = torch.arange(min(256, target.vocab_size), device=target.device)[None]
-    last = target.forward(probe, layers=[target.num_layers], keep_logits=1).aux_hidden_states.float()[0]
-    norm.weight.copy_(last.pow(2).mean(0).sqrt())
+    norm.weight.copy_(probe(target, [target.num_layers]).pow(2).mean(0).sqrt())
 
 
-def init_near_identity(*projections: nn.Linear) -> None:
+def init_near_identity(*layers: DecoderLayer) -> None:
     """What a new layer adds to its residual starts small, as in the models that it is copied from."""
-    for projection in projections:
-        nn.init.normal_(projection.weight, std=0.02)
+    for layer in layers:
+        nn.init.normal_(layer.self_attn.o_proj.weight, std=0.02)
+        nn.init.normal_(layer.mlp.down_proj.weight, std=0.02)

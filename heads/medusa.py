@@ -1,6 +1,6 @@
 """Medusa-1: one independent head per depth on the target's last hidden state (arXiv:2401.10774, section 2.1).
 
-Head i (from 0) reads the hidden state of position t and drafts token t + 2 + i. It sees the text, never the other
+Head i (from 0) takes the hidden state of position t and drafts token t + 2 + i. It sees the text, never the other
 heads' drafts, so all depths cost one small product each, and the tree is static.
 """
 
@@ -13,7 +13,7 @@ from foredraft.heads.target import Target
 
 
 class MedusaHead(ParallelHead):
-    """Weights are named as FasterDecoding, TGI and vLLM (to 0.32) name them: {i}.{j}.linear.*, {i}.{blocks}.weight."""
+    """Weights are named as FasterDecoding and TGI name them: {i}.{j}.linear.*, {i}.{blocks}.weight."""
 
     kind = "medusa"
     format = "Medusa-1 as FasterDecoding names its weights, in safetensors"
@@ -47,8 +47,8 @@ class MedusaHead(ParallelHead):
     ) -> "MedusaHead":
         """A new head whose projections start as the target's lm_head, so that it starts from the target's own guess.
         draft_vocab_size, counts: as in EAGLE-3."""
-        facts = target.hidden_size, target.vocab_size, target.num_layers
-        head = cls(*facts, depth, blocks, target.name, draft_vocab_size)
+        sizes = target.hidden_size, target.vocab_size, target.num_layers
+        head = cls(*sizes, depth, blocks, target.name, draft_vocab_size)
         head.init_projections(target, counts)
         return head.to(target.device)
 

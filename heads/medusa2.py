@@ -1,7 +1,7 @@
 """Medusa-2: Medusa's heads, trained together with a LoRA adapter on the target (arXiv:2401.10774, section 2.2.2).
 
-The target learns to be drafted: gradients of the heads reach it through its last hidden state, while train/joint.py holds
-it to what it said before. Its text changes all the same, so decoding is lossless against the *adapted* target only.
+The target is trained to be drafted for: gradients of the heads reach it through its last hidden state, while train/joint.py
+holds it to what it said before. Its text changes all the same, so decoding is lossless against the *adapted* target only.
 """
 
 from torch import Tensor

@@ -1,16 +1,16 @@
 """P-EAGLE: EAGLE-3 with several layers, which drafts all depths in one pass (arXiv:2602.01469).
 
-The first layer is EAGLE-3's: it reads the target's fused features of position p beside the embedding of token p + 1. What it
-makes of them, through the further layers, drafts token p + 2. A deeper draft has neither a token nor features of its own: it
-reads the embedding of a mask token and the learned `mask_hidden` in the place of features, and stands at the position of the
-features that it misses.
+The first layer is EAGLE-3's: it takes the target's fused hidden states of position p beside the embedding of token p + 1. Its
+output drafts token p + 2, after the further layers. A deeper draft has neither a token nor hidden states of the target: it
+takes the embedding of a mask token and the learned `mask_hidden` in their place, and stands at the position of those that it
+misses.
 
     text 0 1 2 3 | draft that begins at 1 | at 3         x = visible
     depth 1 at 1   x x . . |              |              the text's own entry: EAGLE-3's first step
     depth 2 at 1   x x . . | x .          | . .
     depth 3 at 1   x x . . | x x          | . .
 
-The embedding is the head's own and learns (section 5 of the paper: +5 % accepted length).
+The embedding is the head's own and is trained (section 5 of the paper: +5 % accepted length).
 """
 
 from typing import ClassVar
@@ -22,8 +22,8 @@ from transformers import LlamaConfig
 from foredraft.heads import llama_config
 from foredraft.heads.base import BlockHead, PackedBatch
 from foredraft.heads.block_attention import Blocks, attend_blocks, within
-from foredraft.heads.dflash import mask_token
-from foredraft.heads.eagle3 import MidLayer, paper_layers
+from foredraft.heads.dflash import check_mask_token
+from foredraft.heads.eagle3 import MidLayer, check_layers, paper_layers
 from foredraft.heads.layers import Attention, DecoderLayer, RMSNorm, Rotary
 from foredraft.heads.step_attention import attend_steps
 from foredraft.heads.target import Target
@@ -37,6 +37,7 @@ class PEagleHead(BlockHead):
     kind = "p_eagle"
     format = "P-EAGLE as vLLM reads it (LlamaForCausalLMEagle3 with mask_hidden)"
     disk_prefixes: ClassVar[dict[str, str]] = {"blocks.": "layers."}
+    config: LlamaConfig
 
     def __init__(
         self,
@@ -82,15 +83,10 @@ class PEagleHead(BlockHead):
 
         depth: tokens drafted. num_layers: its own. layers, draft_vocab_size, counts: as in EAGLE-3. mask_token_id: None
         takes a token that the text hardly holds."""
-        n = target.num_layers
-        layers = paper_layers(n) if layers is None else list(layers)
-        if sorted(set(layers)) != layers or not layers or not all(0 <= k <= n for k in layers):
-            raise ValueError(f"head.layers={layers} must ascend within 0..{n}, this target's hidden states")
+        layers = check_layers(paper_layers(target.num_layers) if layers is None else layers, target.num_layers)
         if depth < 2 or num_layers < 1:
             raise ValueError(f"head.depth={depth} must be at least 2, head.num_layers={num_layers} at least 1")
-        mask = mask_token(target) if mask_token_id is None else mask_token_id
-        if not 0 <= mask < target.vocab_size:
-            raise ValueError(f"head.mask_token_id={mask} is no row of the target's {target.vocab_size} embeddings")
+        mask = check_mask_token(target, mask_token_id)
         config = llama_config.config_like(target, "P-EAGLE")
         config.num_hidden_layers, config.attention_bias = num_layers, False
         head = cls(config, layers, depth, mask, draft_vocab_size)
@@ -98,15 +94,14 @@ class PEagleHead(BlockHead):
         llama_config.init_norm(head.norm, target)
         with torch.no_grad():
             head.fc.weight.div_(sizes)
-            head.mask_hidden.mul_(sizes)  # as large as the features in whose place it stands
+            head.mask_hidden.mul_(sizes)  # as large as the hidden states in whose place it stands
             head.embed_tokens.weight.copy_(target.embeddings)
-        for layer in head.own_layers:
-            llama_config.init_near_identity(layer.self_attn.o_proj, layer.mlp.down_proj)
+        llama_config.init_near_identity(*head.own_layers)
         head.init_projections(target, counts)
         return head.to(target.device)
 
     @property
-    def own_layers(self) -> list[MidLayer | DecoderLayer]:
+    def own_layers(self) -> list[DecoderLayer]:
         return list(self.blocks)  # type: ignore[arg-type]
 
     @property
@@ -140,14 +135,6 @@ class PEagleHead(BlockHead):
             "eagle_aux_hidden_state_layer_ids": self.layers,
         }
 
-    def incompatibilities(self, target: Target) -> list[str]:
-        beyond = [k for k in self.layers if k > target.num_layers]
-        words = [f"the head reads hidden state {k}, the target has 0..{target.num_layers}" for k in beyond[-1:]]
-        return llama_config.incompatibilities(self.config, target) + words
-
-    def differences(self, target: Target) -> list[str]:
-        return llama_config.differences(self.config, target)
-
     def embed(self, tokens: Tensor, target: Target) -> Tensor:
         return self.embed_tokens(tokens)
 
@@ -160,37 +147,36 @@ class PEagleHead(BlockHead):
         return self.fc(aux_hidden_states.to(self.fc.weight.dtype))
 
     def mask_inputs(self, *shape: int) -> tuple[Tensor, Tensor]:
-        """(*shape, hidden) each: in the place of fused features, and the mask token's embedding."""
+        """(*shape, hidden) each: in the place of fused hidden states, and the mask token's embedding."""
         mask = torch.full((), self.mask_token_id, device=self.device)
         return self.fuse(self.mask_hidden)[0, 0].expand(*shape, -1), self.embed_tokens(mask).expand(*shape, -1)
 
     def inputs(self, number: int, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """What the attention of layer `number` reads, and what the layer adds to."""
+        """What the attention of layer `number` takes, and what the layer adds to."""
         layer = self.own_layers[number]
         if not isinstance(layer, MidLayer):
             return layer.input_layernorm(hidden), hidden
-        residual = layer.hidden_norm(hidden) if self.norm_before_residual else hidden
-        return layer.concat_inputs(embeddings, hidden), residual
+        return layer.concat_inputs(embeddings, hidden), layer.residual(hidden, self.norm_before_residual)
 
     def draft_blocks(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
-        length, slots = text.tokens.shape[1], self.depth - 1
-        blocks, firsts = Blocks.of(text, slots), text.document_starts()
+        length, size = text.tokens.shape[1], self.depth - 1
+        blocks, firsts = Blocks.of(text, size), text.document_starts()
         begins = blocks.last.clamp(min=0)
         hidden, after = self.fuse(aux_hidden_states), self.embed_tokens(text.tokens.roll(-1, dims=1))
-        drafts, unknown = self.mask_inputs(len(begins), begins.shape[1] * slots)
-        ahead = torch.arange(1, slots + 1, device=begins.device)
-        places = (text.positions.gather(1, begins)[..., None] + ahead).flatten(1)
-        of_text, of_drafts = (self.rotary(p, length + slots, hidden.dtype) for p in (text.positions, places))
+        drafts, masks = self.mask_inputs(len(begins), begins.shape[1] * size)
+        ahead = torch.arange(1, size + 1, device=begins.device)
+        positions = (text.positions.gather(1, begins)[..., None] + ahead).flatten(1)
+        of_text, of_drafts = (self.rotary(p, length + size, hidden.dtype) for p in (text.positions, positions))
         for number, layer in enumerate(self.own_layers):
             attention: Attention = layer.self_attn
-            (x, residual), (y, residual_y) = self.inputs(number, hidden, after), self.inputs(number, drafts, unknown)
-            q, k, v = attention.project(x, *of_text)
-            drafts_q, *own = attention.project(y, *of_drafts)
-            attended = attend_blocks(drafts_q, (k, v), (own[0], own[1]), blocks, causal=True)
+            (x, residual), (y, residual_y) = self.inputs(number, hidden, after), self.inputs(number, drafts, masks)
+            q, k, v, _ = attention.project(x, *of_text)
+            of_block = attention.project(y, *of_drafts)
+            attended = attend_blocks(of_block.q, (k, v), (of_block.k, of_block.v), blocks, causal=True)
             hidden = layer.feed_forward(residual, attention.project_out(attend_steps(q, [(k, v)], firsts)))
             drafts = layer.feed_forward(residual_y, attention.project_out(attended))
         first = hidden.gather(1, begins[..., None].expand(-1, -1, self.width))
-        return torch.cat([first[:, :, None], drafts.unflatten(1, (-1, slots))], dim=2)
+        return torch.cat([first[:, :, None], drafts.unflatten(1, (-1, size))], dim=2)
 
     def draft_extend(self, aux_hidden_states: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         new = embeddings.shape[1]
@@ -203,8 +189,8 @@ class PEagleHead(BlockHead):
 
     def attend_text(self, hidden: Tensor, embeddings: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
         """Hidden states after all layers, which write into the cache."""
-        places = self.rotary(cache.columns(hidden.shape[1]), cache.capacity, hidden.dtype)
+        cos_sin = self.rotary(cache.columns(hidden.shape[1]), cache.capacity, hidden.dtype)
         for number, layer in enumerate(self.own_layers):
             x, residual = self.inputs(number, hidden, embeddings.to(hidden.dtype))
-            hidden = layer.feed_forward(residual, layer.self_attn.attend_cached(x, *places, mask, cache, number))
+            hidden = layer.feed_forward(residual, layer.self_attn.attend_cached(x, *cos_sin, mask, cache, number))
         return hidden

@@ -15,7 +15,8 @@ from foredraft.heads.base import PackedBatch
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.target import state_cache
-from foredraft.heads.target.state_cache import MAX_UNCOMMITTED, StateCache, can_crop, fork
+from foredraft.heads.target.stacked_cache import can_crop
+from foredraft.heads.target.state_cache import MAX_UNCOMMITTED, StateCache, fork
 from foredraft.inference import Engine, Request, generate
 from foredraft.inference.drafters import (
     AutoTree,
@@ -307,7 +308,7 @@ def test_texts_below_the_boundary_of_longrope_are_drafted_for_by_trees() -> None
         assert drafted.new_tokens == [text[: 30 - len(PROMPTS[row])] for row, text in zip((1, 2), alone, strict=True)]
         assert max(step.nodes for step in drafted.steps) > 4
     with pytest.raises(
-        ValueError, match=r"^context=31000000 must be at least 1, and at most the \d+ that short reads$"
+        ValueError, match=r"^context=31000000 must be at least 1, and at most the \d+ that short takes$"
     ):
         Target(short.model, name="short", context=31000000)
 

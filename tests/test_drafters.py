@@ -395,3 +395,15 @@ def test_what_many_steps_accepted_is_put_together_at_once():
         count = together.counts[row]
         assert together.tokens[row, :count].tolist() == texts[row][1:]
         assert torch.equal(together.aux_hidden_states[row, :count, 1], together.tokens[row, :count].float())
+
+
+def test_rows_that_pad_the_targets_vocabulary_are_never_drafted(target):
+    """Qwen2.5-0.5B has fewer of them than Qwen2.5-7B: the logits of both are as wide, or noise and losses would not fit."""
+    small, hidden = random_model(9, vocab_size=target.vocab_size - 8), torch.randn(2, 3, target.hidden_size)
+    logits = DraftModelHead(small, target.vocab_size).logits(hidden, 1)
+    assert torch.equal(logits[..., :-8], small.logits(hidden)) and logits.shape[-1] == target.vocab_size
+    assert (
+        logits.isfinite().all()
+        and (logits[..., -8:] < logits.min() + 1).all()
+        and logits.softmax(-1)[..., -8:].sum() == 0
+    )

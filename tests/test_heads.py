@@ -147,7 +147,7 @@ def test_gate_sees_fused_layers_off_by_one(target, monkeypatch):
 
 MOVES = {
     "eagle3": "foredraft.heads.eagle3",
-    "hass": "foredraft.heads.eagle",
+    "hass": "foredraft.heads.layer_head",
     "hydra": "foredraft.heads.hydra",
     "hydra_pp": "foredraft.heads.hydra",
 }
@@ -363,6 +363,45 @@ def test_a_head_of_another_target_is_refused(target, tmp_path):
     save_head(make_head("eagle3", target), tmp_path, target)
     edit(tmp_path, lambda config: config["foredraft"]["target"].update(embedding_digest="0" * 16))
     with pytest.raises(ValueError, match="embedding_digest: the head was trained for 0000"):
+        load_head(tmp_path, target)
+
+
+def test_another_rope_of_the_target_is_said_and_refuses_no_head(target, tmp_path):
+    """A target's config.json gets YaRN for long texts: the head drafts as before."""
+    save_head(make_head("eagle3", target), tmp_path, target)
+    edit(
+        tmp_path,
+        lambda config: config.update(rope_theta=7.0, rope_parameters={"rope_type": "default", "rope_theta": 7.0}),
+    )
+    with pytest.warns(UserWarning, match=r"rope_parameters: the head says .*7\.0"):
+        load_head(tmp_path, target)
+
+
+def test_a_head_that_is_saved_again_is_whole_whenever_that_is_interrupted(target, tmp_path, monkeypatch):
+    old, new = make_head("eagle3", target), make_head("eagle3", target)
+    save_head(old, tmp_path / "head", target, note="ours")
+    (tmp_path / "head" / "metrics.json").write_text("{}")
+
+    def fail(self, *args: object, **kwargs: object) -> int:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as broken, pytest.raises(OSError, match="no space"):
+        broken.setattr("pathlib.Path.write_text", fail)
+        save_head(new, tmp_path / "head", target)
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+    for head in (old, new):
+        again = load_head(tmp_path / "head", target, torch.float32).state_dict()
+        assert all(torch.equal(tensor, again[name]) for name, tensor in head.state_dict().items())
+        save_head(new, tmp_path / "head", target)
+    assert (tmp_path / "head" / "metrics.json").exists()
+
+
+def test_settings_of_ours_may_be_null_and_are_settings_else(target, tmp_path):
+    save_head(make_head("eagle3", target), tmp_path, target)
+    edit(tmp_path, lambda config: config.update(foredraft=None))
+    load_head(tmp_path, target)
+    edit(tmp_path, lambda config: config.update(foredraft=[1]))
+    with pytest.raises(ValueError, match=r"foredraft=\[1\], which holds no settings"):
         load_head(tmp_path, target)
 
 

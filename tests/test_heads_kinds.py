@@ -43,7 +43,7 @@ def answers_of(head, target: Target) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
     outcome = DistillationModel(head, target, loss)(*text)
     assert len(seen) == head.depth
-    return [(answer.aux_hidden_states, count) for answer, count in zip(seen, outcome.counts.tolist(), strict=True)]
+    return [(answer.hidden, count) for answer, count in zip(seen, outcome.counts.tolist(), strict=True)]
 
 
 def test_the_loss_compares_with_just_the_supervised_tokens(fresh, head):
@@ -195,17 +195,9 @@ def test_a_draft_model_is_trained_like_any_head(train):
     LlamaForCausalLM.from_pretrained(directory / "head")
 
 
-@pytest.mark.parametrize(
-    ("name", "complaint"),
-    [
-        ("nothing.here:Head", "not imported"),
-        ("json:Head", "which json does not have"),
-        ("json:dumps", "no DraftHead"),
-        ("json", "no DraftHead"),
-    ],
-)
-def test_a_class_that_is_no_head_is_refused(target, tmp_path, name, complaint):
+@pytest.mark.parametrize("name", ["nothing.here:Head", "json:Head", "json:dumps", "json"])
+def test_a_class_that_is_no_head_is_refused(target, tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps({"foredraft": {"class": name}}))
     save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=f"the head class {name}, which is not imported, or no DraftHead"):
         load_head(tmp_path, target)

@@ -175,17 +175,6 @@ def test_a_repository_that_changes_meanwhile_is_not_overwritten(server, folder):
     assert server.repos[NAME].files["model.safetensors"] == content
 
 
-def test_what_arrived_is_held_against_what_was_sent(server, folder):
-    def spoil(method: str, path: str) -> None:
-        if "/revision/" in path:  # asked for after the commit
-            server.repos[NAME].history[path.split("/")[-1]] = server.repos[NAME].files | {"config.json": b"{}"}
-            server.repos[NAME].commits.append("so that the commit is no longer main")
-
-    server.trouble = spoil
-    with pytest.raises(ValueError, match=r"does not hold the head that was sent \(config.json differ\)"):
-        push(folder)
-
-
 def test_weights_are_held_against_their_card(server, folder, target):
     push(folder)
     load_head(NAME, target)
@@ -217,6 +206,22 @@ def test_the_config_is_read_before_weights_are_fetched(server, folder, target):
     with pytest.raises(ValueError, match=f"the head in {NAME} is a DFlare block drafter"):
         load_head(NAME, target)
     assert not any(line.startswith("GET") and line.endswith(".safetensors") for line in server.log)
+
+
+@pytest.mark.parametrize("shipped", [None, "mtp.fc.weight"])
+def test_a_language_model_is_known_by_its_config_before_its_weights_are_fetched(server, target, shipped):
+    """But for one that ships a layer that drafts, which its index tells."""
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 64}
+    server.repos["org/model"] = repo = Repo(private=False)
+    repo.files = {"config.json": json.dumps(config).encode(), "model-1-of-1.safetensors": b"65 GB"}
+    repo.files["model.safetensors.index.json"] = json.dumps(
+        {"weight_map": {shipped or "norm": "model-1-of-1"}}
+    ).encode()
+    words = "org/model is a language model of 64 layers and no head: drafter=draft:org/model" if shipped is None else ""
+    with pytest.raises(ValueError, match=words):
+        load_drafter("org/model", target)
+    fetched = [line for line in server.log if line.startswith("GET") and line.endswith(".safetensors")]
+    assert bool(fetched) == (shipped is not None)
 
 
 def test_what_is_public_does_not_become_private_by_itself(server, folder):

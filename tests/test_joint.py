@@ -1,6 +1,7 @@
 """Medusa-2 changes the target, and says so; a tuned draft model is a model like any other."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -212,3 +213,21 @@ def test_a_draft_model_of_another_vocabulary_is_refused(fresh, tiny_path, tmp_pa
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
     with pytest.raises(ValueError, match="has another vocabulary than"):
         DraftModelHead.for_target(fresh, path=str(tmp_path))
+
+
+def test_an_adapter_is_loaded_with_a_medusa_2_head_that_fits_and_with_no_other(fresh, target, tiny_path, tmp_path):
+    other = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+    head = Medusa2Head.for_target(other, depth=2)
+    disturb(other)
+    save_head(head, tmp_path / "medusa2", other)
+    save_head(MedusaHead.for_target(target, depth=2), tmp_path / "medusa", target)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(tmp_path / "medusa2" / name, tmp_path / "medusa")
+    config = json.loads((tmp_path / "medusa2" / "config.json").read_text())
+    config["foredraft"]["target"]["embedding_digest"] = "0" * 16
+    (tmp_path / "medusa2" / "config.json").write_text(json.dumps(config))
+    before = fresh.forward(IDS).logits
+    for name, words in (("medusa", "beside a head of kind medusa"), ("medusa2", "does not fit")):
+        with pytest.raises(ValueError, match=words):
+            load_head(tmp_path / name, fresh)
+        assert torch.equal(fresh.forward(IDS).logits, before)

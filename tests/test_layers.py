@@ -46,7 +46,7 @@ def test_the_mlp_learns_as_its_definition_and_keeps_two_products(autocast):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_first_half_that_stays_is_read_once(autocast, bias):
+def test_a_first_half_that_stays_is_computed_once(autocast, bias):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(2 * WIDTH, outputs, bias=bias) for outputs in (WIDTH, 8)]
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
@@ -66,7 +66,7 @@ def test_a_first_half_that_stays_is_read_once(autocast, bias):
     torch.testing.assert_close(ours, theirs, **close)
 
 
-def test_large_features_are_learned_as_fast_as_small_ones():
+def test_weights_of_large_inputs_are_trained_as_fast_as_those_of_small_ones():
     torch.manual_seed(0)
     x, size = torch.randn(ROWS, WIDTH), 64.0
     small, large = ScaledLinear(WIDTH, WIDTH), ScaledLinear(WIDTH, WIDTH)
@@ -86,7 +86,7 @@ def test_large_features_are_learned_as_fast_as_small_ones():
 
 
 @pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
-def test_the_norm_learns_as_its_definition_and_keeps_its_input_alone(dtypes):
+def test_the_norm_learns_as_its_definition(dtypes):
     torch.manual_seed(0)
     x = torch.randn(2, ROWS, WIDTH).to(getattr(torch, dtypes[0]))
     norm = RMSNorm(WIDTH, 1e-5)
@@ -100,15 +100,6 @@ def test_the_norm_learns_as_its_definition_and_keeps_its_input_alone(dtypes):
     for autocast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             torch.testing.assert_close(learn(norm, [norm.weight], x), plain)
-    with Live([x, norm.weight]) as live:
-        out = norm(x)
-    assert live.now == out.nbytes
-
-
-def test_a_norm_whose_input_is_given_learns_its_weight():
-    norm = RMSNorm(WIDTH, 1e-5)
-    norm(torch.ones(1, WIDTH)).sum().backward()
-    torch.testing.assert_close(norm.weight.grad, torch.ones(WIDTH), atol=1e-4, rtol=0)
 
 
 @torch.no_grad()
@@ -136,5 +127,5 @@ def test_latent_attention_is_deepseeks(query: int | None, yarn: bool):
     x, positions = torch.randn(2, ROWS, WIDTH), torch.arange(ROWS).repeat(2, 1) + 3
     hidden = torch.full((ROWS, ROWS), -torch.inf).triu(1)[None, None]
     expected, _ = theirs(x, DeepseekV3RotaryEmbedding(theirs_config)(x, positions), hidden)
-    q, k, v = ours.project(x, *Rotary(config)(positions, 64, x.dtype))
+    q, k, v, _ = ours.project(x, *Rotary(config)(positions, 64, x.dtype))
     torch.testing.assert_close(ours.project_out(attend(q, k, v, None)), expected, atol=1e-5, rtol=1e-5)

@@ -35,7 +35,7 @@ def drafter(name: str, target: Target) -> Drafter | None:
 
     def eagle() -> DynamicTree:
         head = Eagle3Head.for_target(target, depth=3).eval()
-        for parameter in head.midlayer.parameters():  # it starts as the identity, whatever it has read
+        for parameter in head.layer.parameters():  # it starts as the identity, whatever it has read
             torch.nn.init.normal_(parameter, std=0.3)
         return DynamicTree(head, target, nodes=8, depth=3, width=2, min_probability=0)
 

@@ -2,10 +2,11 @@
 
 import copy
 import json
+import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.eagle3 import Eagle3Head
@@ -111,5 +112,28 @@ def test_a_target_may_read_tokens_that_it_never_writes(tmp_path):
     save_head(head, tmp_path, target)
     assert load_head(tmp_path, target).config.vocab_size == written
     model.lm_head = torch.nn.Linear(model.config.hidden_size, written + 9, bias=False)
-    with pytest.raises(ValueError, match="all that it writes must be what it can read next"):
+    with pytest.raises(ValueError, match="all that it writes must be what it can take next"):
         Target(model)
+
+
+def test_a_special_token_without_an_embedding_is_refused_where_it_occurs(tiny_path, tmp_path):
+    """Gemma 3's text models come with the tokenizer of those that take images."""
+    shutil.copytree(tiny_path, tmp_path, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<image {n}>" for n in range(64)]})
+    tokenizer.save_pretrained(tmp_path)
+    target = Target.from_pretrained(tmp_path, dtype="float32", device="cpu")
+    known, unknown = (torch.tensor([tokenizer.encode(text)]) for text in ("def add(self)", "def <image 63>(self)"))
+    rows = target.vocab_size
+    assert unknown.max() >= rows and target.forward(known).logits.isfinite().all()
+    for way in (target.forward, lambda text: generate(target, None, text, max_new_tokens=2)):
+        with pytest.raises(ValueError, match=r"the text holds '<image 63>' \(token \d+\), .*leave it out"):
+            way(unknown)
+
+
+def test_a_config_is_asked_once_for_what_scales_logits(fresh, monkeypatch):
+    calls, to_dict = [], type(fresh.config).to_dict
+    monkeypatch.setattr(type(fresh.config), "to_dict", lambda self: calls.append(self) or to_dict(self))
+    for _ in range(3):
+        fresh.logits(torch.randn(1, 2, fresh.hidden_size))
+    assert len(calls) == 1

@@ -81,7 +81,7 @@ def check(head: DraftHead, target: Target, prompt: list[int], saved: Path | None
     """
     heads = {"the drafter": head}
     if saved is not None:
-        heads["the drafter with the saved files"] = load_head(saved, target, dtype=torch.float32)
+        heads["the drafter with the saved files"] = load_head(saved, target, dtype=torch.float32, strict=True)
     head.eval()
     head.attach(target)
     worst = 0.0

@@ -7,7 +7,7 @@ from foredraft.heads.formats.eagle import EagleFormat
 from foredraft.heads.formats.eagle3 import Eagle3Format
 from foredraft.heads.formats.files import read
 from foredraft.heads.formats.hydra import HydraFormat
-from foredraft.heads.formats.medusa import MedusaFormat, VllmMedusaFormat
+from foredraft.heads.formats.medusa import MedusaFormat
 from foredraft.heads.formats.mtp import MTPFormat
 from foredraft.heads.formats.native import NativeFormat
 from foredraft.heads.formats.p_eagle import PEagleFormat, SpeculatorsPEagle
@@ -29,7 +29,6 @@ FORMATS: tuple[type[Format], ...] = (
     DominoFormat,
     Eagle3Format,
     EagleFormat,
-    VllmMedusaFormat,
     MedusaFormat,
     HydraFormat,
 )

@@ -19,6 +19,8 @@ from foredraft.heads.base import DraftHead
 from foredraft.heads.target import Target
 from foredraft.heads.target.sharding import full_tensor
 
+LARGEST_DEPTH = 512  # of drafts, and of positions in a block: a config that says more is damaged
+
 
 class HeadFiles(NamedTuple):
     """The contents of a head's directory, as they are written there."""
@@ -45,6 +47,12 @@ class HeadFiles(NamedTuple):
         """`value`, of the setting `name`, as `count` checks it."""
         if type(value) is not int or not 0 <= value <= len(self.weights):
             raise self.error(f"config.json says {name}={value!r}, and the weights are {len(self.weights)} tensors")
+        return value
+
+    def check_depth(self, name: str, value: Any) -> int:
+        """`value` of the setting `name`, a number of drafts; ValueError for one that no head has."""
+        if type(value) is not int or not 1 <= value <= LARGEST_DEPTH:
+            raise self.error(f"config.json says {name}={value!r}; a number from 1 to {LARGEST_DEPTH} is needed")
         return value
 
 
@@ -75,9 +83,6 @@ class Format(ABC):
         """The files' tensors, plus those that follow from others or from the target, minus those that only repeat them.
         Raises ValueError where a repeated one differs."""
         return files.weights
-
-    def resolve_layout(self, files: HeadFiles, head: DraftHead, target: Target) -> None:  # noqa: B027 -- most leave nothing open
-        """Find out which slot drafts what, where the files leave it open, by the loaded head, which knows its target."""
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         """The config.json to write. Raises ValueError for a head that this layout cannot express."""

@@ -1,17 +1,15 @@
 """DFlash, DSpark and Domino as z-lab, DeepSpec, SpecForge and JetSpec write them: one backbone, whose settings stand in
 `dflash_config`, or flat beside the others (DeepSpec).
 
-Layers are numbered by their outputs, from 0. Which slot drafts what (heads/dflash.py) is a setting that most files leave out,
-and with the wrong one every draft is off by one: it is then measured on a text that the target writes, and said.
+Layers are numbered by their outputs, from 0. Which position drafts what (heads/dflash.py) is a setting that most files leave
+out, and with the wrong one every draft is off by one: their architecture says it then.
 """
 
-import copy
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
-from foredraft.heads.base import DraftHead, PackedBatch
+from foredraft.heads.base import DraftHead
 from foredraft.heads.dflash import FULL, SLIDING, DFlashHead
 from foredraft.heads.dflash2 import DFlash2Head
 from foredraft.heads.domino import DominoHead
@@ -20,7 +18,7 @@ from foredraft.heads.formats.base import Format, HeadFiles, check_settings, draf
 from foredraft.heads.formats.llama_layer import layer_settings
 from foredraft.heads.target import Target
 
-# Architectures, and whether the root's slot drafts in files that do not say so.
+# Architectures, and whether the anchor drafts in files that do not say so.
 ARCHITECTURES = {
     "DFlashDraftModel": False,
     "QwenDFlashDraftModel": False,
@@ -33,7 +31,6 @@ PROJECTORS = ("dflash", "dflash2", "dspark", "domino")
 SHOWN_BY = {"markov_rank": "dspark", "selector_rank": "dflash2"}  # settings of kinds that files may not name
 LAYOUT = ("sample_from_anchor", "shift_label")  # names of the setting, here and in SpecForge's Domino
 CAUSAL = ("causal", "causal_head", "is_causal")  # of the same setting, in vLLM's, JetSpec's and others' files
-TEXT, CLEAR = 48, 0.1  # tokens of the text that shows a layout; shares of right first drafts must differ by so much
 
 
 class DFlashFormat(Format):
@@ -60,7 +57,7 @@ class DFlashFormat(Format):
         check_settings(files, layer, {"attention_bias": False})
         check_settings(files, own, {"attention_mode": "gqa"})
         settings = layer_settings(files, layer, target, count=layer["num_hidden_layers"])
-        given = next((bool(own[name]) for name in LAYOUT if own.get(name) is not None), None)
+        anchor_drafts = next((bool(own[name]) for name in LAYOUT if own.get(name) is not None), None)
         if type(own["mask_token_id"]) is not int or not 0 <= own["mask_token_id"] < target.vocab_size:
             raise files.error(
                 f"mask_token_id={own['mask_token_id']} is no row of the target's {target.vocab_size} embeddings"
@@ -69,7 +66,7 @@ class DFlashFormat(Format):
         if len(causal) > 1:
             raise files.error(f"config.json says both yes and no under {', '.join(CAUSAL)}")
         own = own | {
-            "sample_from_anchor": self.usual_layout(files) if given is None else given,
+            "sample_from_anchor": self.usual_layout(files) if anchor_drafts is None else anchor_drafts,
             "causal": True in causal,
         }
         window = layer.get("sliding_window") if layer.get("use_sliding_window", True) else None
@@ -83,7 +80,7 @@ class DFlashFormat(Format):
         return settings | {
             "num_hidden_layers": layer["num_hidden_layers"],
             "draft_vocab_size": draft_vocabulary(files, target),
-            "block_size": own["block_size"],
+            "block_size": files.check_depth("block_size", own["block_size"]),
             "sliding_window": window if SLIDING in types else None,
             "layer_types": types,
             "dflash_config": self.kind_settings(files, own),
@@ -103,22 +100,6 @@ class DFlashFormat(Format):
         if head.pruned:
             return weights
         return drop_copy(weights, "lm_head.weight", target.model.get_output_embeddings(), files, target)
-
-    def resolve_layout(self, files: HeadFiles, head: DraftHead, target: Target) -> None:
-        assert isinstance(head, DFlashHead)
-        own = files.config | settings_of(files)
-        if any(own.get(name) is not None for name in LAYOUT):
-            return
-        in_place, anchor_first = first_drafts(head, target)
-        how = f"right first drafts: {in_place:.0%} in place, {anchor_first:.0%} anchor first"
-        if abs(in_place - anchor_first) >= CLEAR:
-            head.lay_out(anchor_first > in_place)
-            evidence = f"as a text shows ({how})"
-        else:
-            evidence = f"as such files usually are, since a text does not show it ({how})"
-        files.notes.append(
-            f"config.json does not say sample_from_anchor; it is taken as {head.sample_from_anchor}, {evidence}"
-        )
 
 
 class DSparkFormat(DFlashFormat):
@@ -173,25 +154,6 @@ def layer_ids(files: HeadFiles, ids: Any, target: Target, counted_from: int) -> 
     outputs = [layer - counted_from for layer in ids]
     if sorted(set(outputs)) != outputs or not outputs or not all(-1 <= k < target.num_layers for k in outputs):
         raise files.error(
-            f"config.json reads layers {ids}, which must ascend within the {target.num_layers} layers of {target.name}"
+            f"config.json names layers {ids}, which must ascend within the {target.num_layers} layers of {target.name}"
         )
     return outputs
-
-
-@torch.no_grad()
-def first_drafts(head: DFlashHead, target: Target) -> tuple[float, float]:
-    """How often a head's first draft is the target's own token over a text that the target writes, if read in place, and if
-    read anchor first."""
-    probe = copy.deepcopy(head, {id(target): target}).to(target.device, torch.float32)
-    probe.lay_out(True)
-    start = target.eos_token_ids[:1] or [0]
-    tokens = torch.tensor([start], device=target.device)
-    for _ in range(TEXT):
-        tokens = torch.cat([tokens, target.forward(tokens, keep_logits=1).logits[:, -1:].argmax(-1)], dim=1)
-    reading = target.forward(tokens, layers=head.layers)
-    places = torch.arange(tokens.shape[1], device=target.device)[None]
-    text = PackedBatch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), places)
-    slots = probe.draft_blocks(reading.aux_hidden_states.float(), target.embed(tokens), text)[0, :-1, :2, : head.width]
-    right = probe.base_logits(slots).argmax(-1) == reading.logits[0, 1:].argmax(-1)[:, None]
-    anchor_first, in_place = right.float().mean(0).tolist()
-    return in_place, anchor_first

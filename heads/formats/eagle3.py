@@ -51,7 +51,7 @@ class Eagle3Format(Format):
         return cls(layer or "midlayer") if named or own or (layer and "draft_vocab_size" in files.config) else None
 
     def disk_name(self, name: str) -> str:
-        return name.replace("midlayer", self.layer, 1)
+        return f"{self.layer}.{name[len('layer.') :]}" if name.startswith("layer.") else name
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         config = files.config
@@ -62,10 +62,10 @@ class Eagle3Format(Format):
 
     def shared_config(self, files: HeadFiles, flags: dict[str, Any], target: Target) -> dict[str, Any]:
         """What both layouts of EAGLE-3 say in their own places: the draft vocabulary, the fused layers, the flags."""
-        given = {name: on for name, on in flags.items() if on is not None}
+        said = {name: on for name, on in flags.items() if on is not None}
         shown = {name: True for name, weight in SHOWN_BY.items() if weight in files.weights}
         return (
-            {"draft_vocab_size": draft_vocabulary(files, target), IDS: resolve_layer_ids(files, target)} | shown | given
+            {"draft_vocab_size": draft_vocabulary(files, target), IDS: resolve_layer_ids(files, target)} | shown | said
         )
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:

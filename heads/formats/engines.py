@@ -20,7 +20,7 @@ from foredraft.heads.formats.eagle3 import FLAGS, Eagle3Format
 from foredraft.heads.formats.gguf.layout import DTYPES, GGUFFormat
 from foredraft.heads.formats.hydra import HydraFormat, check_tied
 from foredraft.heads.formats.layer_ids import as_sglang_reads, for_sglang
-from foredraft.heads.formats.medusa import MedusaFormat, VllmMedusaFormat
+from foredraft.heads.formats.medusa import MedusaFormat
 from foredraft.heads.formats.mtp import MTPFormat
 from foredraft.heads.formats.p_eagle import PEagleFormat, SpeculatorsPEagle
 from foredraft.heads.formats.speculators import SpeculatorsFormat
@@ -40,7 +40,7 @@ VLLM_MTP = """vllm serve {head} --speculative-config '{{"method": "mtp", "num_sp
 # Of a family of drafters there is one method, whatever the head's architecture.
 VLLM_DFLASH2 = VLLM.replace("{method}", "dflash")
 # SGLang takes its algorithms in capitals. Of a block it finds the size in config.json: `--speculative-num-draft-tokens`
-# would count the root's slot too.
+# would count the anchor too.
 SGLANG_BLOCK = """python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \
 --speculative-draft-model-path {head}"""
 SGLANG = f"""{SGLANG_BLOCK} --speculative-num-steps {{depth}} --speculative-eagle-topk 4 \
@@ -66,9 +66,6 @@ class Export(NamedTuple):
 def vllm(head: DraftHead, target: Target) -> Export:
     if isinstance(head, Eagle3Head):
         return Export(Eagle3Format(), VLLM, "vLLM drafts a chain, no tree.")
-    if type(head) is MedusaHead:  # a Medusa-2 head drafts for an adapted target, which these engines do not load
-        note = "vLLM read Medusa heads up to 0.32, as a chain; 0.33 removed them."
-        return Export(VllmMedusaFormat(), VLLM, note)
     if isinstance(head, EagleHead):
         if head.fc.bias is not None:
             raise ValueError("vLLM's EAGLE-1 has no fc.bias, and this head does: train it with head.bias=false")
@@ -102,14 +99,14 @@ def sglang(head: DraftHead, target: Target) -> Export:
     if not isinstance(head, Eagle3Head):
         raise unsupported("SGLang", head)
     if len(head.layers) != 3:
-        raise ValueError(f"SGLang fuses three layers, and this head reads hidden states {head.layers}")
+        raise ValueError(f"SGLang fuses three layers, and this head takes hidden states {head.layers}")
     if head.layers[0] == 0:
         raise ValueError(
-            "SGLang hands out outputs of decoder layers, and this head reads the embedding (hidden state 0)"
+            "SGLang hands out outputs of decoder layers, and this head takes the embedding (hidden state 0)"
         )
     if as_sglang_reads(for_sglang(head.layers, target), target) != head.layers:
         raise ValueError(
-            f"SGLang takes layer ids that start with 1 for one less than they are, and this head reads hidden states "
+            f"SGLang takes layer ids that start with 1 for one less than they are, and this head takes hidden states "
             f"{head.layers}: vLLM reads it"
         )
     check_layer_flags("SGLang", head, known=("norm_before_fc", "fc_norm", "norm_output"))
@@ -146,8 +143,8 @@ def eagle(head: DraftHead, target: Target) -> Export:
     n = target.num_layers
     if head.layers != [2, n // 2, n - 3]:
         raise ValueError(
-            f"SafeAILab's code reads hidden states {[2, n // 2, n - 3]} of a target of {n} layers, whatever config.json "
-            f"says, and this head reads {head.layers}"
+            f"SafeAILab's code takes hidden states {[2, n // 2, n - 3]} of a target of {n} layers, whatever config.json "
+            f"says, and this head takes {head.layers}"
         )
     check_layer_flags("SafeAILab's code", head)
     return Export(Eagle3Format(), EA_MODEL)

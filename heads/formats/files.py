@@ -53,6 +53,11 @@ def read_config(directory: Path, name: str = "") -> dict:
     config = read_json(path)
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no settings, but {type(config).__name__}")
+    own = config.get("foredraft")
+    if not isinstance(own, dict | None):
+        raise ValueError(f"{path} says foredraft={own!r}, which holds no settings")
+    if own is None:
+        config.pop("foredraft", None)  # null says no more than nothing
     check_supported_drafter(config, name or directory)
     code = [key for key in ("auto_map", "custom_pipelines", "trust_remote_code") if config.get(key)]
     if isinstance(config.get("auto_map"), dict) and config["auto_map"].keys() == {""}:

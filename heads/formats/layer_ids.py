@@ -34,7 +34,7 @@ def resolve_layer_ids(files: HeadFiles, target: Target) -> list[int]:
         ids = by_evidence(files, target, top if top is not None else eagle or [], in_eagle_config=top is None)
     if sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] <= n:
         raise files.error(
-            f"it reads hidden states {ids} (0 is the embedding); they must ascend within the target's 0..{n}"
+            f"it takes hidden states {ids} (0 is the embedding); they must ascend within the target's 0..{n}"
         )
     return ids
 
@@ -80,13 +80,13 @@ def by_evidence(files: HeadFiles, target: Target, ids: list[int], in_eagle_confi
 
 
 def as_sglang_reads(ids: list[int], target: Target) -> list[int]:
-    """The hidden states that SGLang reads for these ids in eagle_config."""
+    """The hidden states that SGLang takes for these ids in eagle_config."""
     shifted = ids[0] == 1 and target.config.model_type != "gpt_oss"
     return [k + 1 for k in ids] if shifted else ids
 
 
 def for_sglang(layers: list[int], target: Target) -> list[int]:
-    """The ids in eagle_config for which SGLang reads hidden states `layers`. Outputs of layers where both would do, since
+    """The ids in eagle_config for which SGLang takes hidden states `layers`. Outputs of layers where both would do, since
     earlier versions knew nothing else, and where neither does: `layers` that start with 1."""
     outputs = [k - 1 for k in layers]
     fits = as_sglang_reads(layers, target) == layers and as_sglang_reads(outputs, target) != layers

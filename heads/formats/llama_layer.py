@@ -49,8 +49,8 @@ def layer_settings(
         files.notes.append(
             f"a dynamic rope is the default one up to max_position_embeddings, and so it is taken: {rope}"
         )
-        kept = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
-        settings["rope_parameters"] = {"rope_type": "default"} | kept
+        default = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        settings["rope_parameters"] = {"rope_type": "default"} | default
     elif rope["rope_type"] not in llama_config.ROPES:
         raise files.error(
             f"config.json says a rope of type {rope['rope_type']}, which no layer here has: one of "
@@ -64,10 +64,10 @@ def layer_settings(
     return settings
 
 
-def rotated_dim(files: HeadFiles, settings: dict[str, Any], known: bool) -> int:
-    """The rotated part of a key of multi-head latent attention; ValueError where the layer cannot be drafted with. known: can
-    the head have such a layer?"""
-    if not known:
+def rotated_dim(files: HeadFiles, settings: dict[str, Any], latent: bool) -> int:
+    """The rotated part of a key of multi-head latent attention; ValueError where the layer cannot be drafted with. latent:
+    can the head have such a layer?"""
+    if not latent:
         raise files.error(
             "its layer has multi-head latent attention, which only EAGLE-3 heads have here: choose another"
         )

@@ -1,11 +1,10 @@
 """A target's own files, with its multi-token-prediction layer in them (`mtp.*`): in, and stitched back out.
 
-Files that hold nothing of the layer are linked, not written, where the disk can. All that an engine reads of it is kept:
-config.json, the tokenizer, the index.
+Files that hold nothing of the layer are copied: what is done to an export must not reach the target's own. All that an engine
+takes of them comes along: config.json, the tokenizer, the index.
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any, Self
@@ -78,21 +77,14 @@ def stitch(own: dict[str, Tensor], directory: Path, target: Target) -> None:
     for file in sorted(set(places.values())):
         stale = any(name.startswith(PREFIX) for name, other in places.items() if other == file)
         if not stale and file != place:
-            link(file, directory / file.name)
+            shutil.copy(file, directory)
             continue
-        kept = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(PREFIX)}
-        kept |= own if file == place else {}
-        save_file(kept, directory / file.name, metadata={"format": "pt"})
+        weights = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(PREFIX)}
+        weights |= own if file == place else {}
+        save_file(weights, directory / file.name, metadata={"format": "pt"})
     index = checkpoint_file(target, INDEX)
     if index is not None:
-        facts = json.loads(index.read_text())
-        names = {name: part for name, part in facts["weight_map"].items() if not name.startswith(PREFIX)}
-        facts["weight_map"] = names | dict.fromkeys(own, place.name)
-        (directory / INDEX).write_text(json.dumps(facts, indent=2) + "\n")
-
-
-def link(file: Path, name: Path) -> None:
-    try:
-        os.link(file.resolve(), name)
-    except OSError:  # another disk
-        shutil.copy(file, name)
+        contents = json.loads(index.read_text())
+        names = {name: part for name, part in contents["weight_map"].items() if not name.startswith(PREFIX)}
+        contents["weight_map"] = names | dict.fromkeys(own, place.name)
+        (directory / INDEX).write_text(json.dumps(contents, indent=2) + "\n")

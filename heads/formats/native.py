@@ -1,7 +1,5 @@
 """The layout of a kind of head that nobody else publishes: weights under the head's names, its class in config.json."""
 
-import sys
-from operator import attrgetter
 from typing import Any, Self
 
 import foredraft.heads.draft_model
@@ -23,7 +21,7 @@ class NativeFormat(Format):
         return None if name is None else cls(find_class(files, str(name)))
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
-        for name in ("num_hidden_layers", "depth", "medusa_num_heads", "medusa_num_layers"):
+        for name in ("num_hidden_layers", "n_layer", "depth", "medusa_num_heads", "medusa_num_layers"):
             if name in files.config:
                 files.count(name)
         return files.config
@@ -35,17 +33,18 @@ class NativeFormat(Format):
 
 
 def find_class(files: HeadFiles, name: str) -> type[DraftHead]:
-    """The head class that a config.json names as module:Class. Its module must be imported already: files are data, and
-    must not decide what Python imports."""
-    module, _, attribute = name.partition(":")
-    if module.startswith("heads."):  # as 0.1 wrote it
-        module = f"foredraft.{module}"
-    if module not in sys.modules:
-        raise files.error(f"config.json names the head class {name}, which is not imported: import {module} first")
-    try:
-        kind = attrgetter(attribute)(sys.modules[module]) if attribute else None
-    except AttributeError:
-        raise files.error(f"config.json names the head class {name}, which {module} does not have") from None
-    if not (isinstance(kind, type) and issubclass(kind, DraftHead)):
-        raise files.error(f"config.json names the head class {name}, which is no DraftHead")
+    """The head class that a config.json names as module:Class, of those that are imported: files are data, and must not
+    decide what Python imports."""
+    name = f"foredraft.{name}" if name.startswith("heads.") else name  # as 0.1 wrote it
+    kinds = subclasses(DraftHead)  # type: ignore[type-abstract]
+    kind = next((kind for kind in kinds if f"{kind.__module__}:{kind.__qualname__}" == name), None)
+    if kind is None:
+        raise files.error(
+            f"config.json names the head class {name}, which is not imported, or no DraftHead: import "
+            f"{name.split(':')[0]} first"
+        )
     return kind
+
+
+def subclasses(kind: type[DraftHead]) -> list[type[DraftHead]]:
+    return [found for direct in kind.__subclasses__() for found in (direct, *subclasses(direct))]

@@ -1,5 +1,5 @@
 """P-EAGLE as vLLM reads it, and in the layout of the `speculators` package: EAGLE-3's tensors with further layers, the head's
-own embedding, and `mask_hidden`. Drafts beyond the first read the token `pard_token` (`ptd_token_id` in older files,
+own embedding, and `mask_hidden`. Drafts beyond the first take the token `pard_token` (`ptd_token_id` in older files,
 `mask_token_id` in speculators)."""
 
 from typing import Any, Self
@@ -11,7 +11,7 @@ from foredraft.heads.formats.base import HeadFiles, check_settings
 from foredraft.heads.formats.eagle3 import Eagle3Format
 from foredraft.heads.formats.layer_ids import IDS
 from foredraft.heads.formats.llama_layer import layer_settings
-from foredraft.heads.formats.speculators import speculators_config
+from foredraft.heads.formats.speculators import speculative_tokens, speculators_config
 from foredraft.heads.p_eagle import PEagleHead
 from foredraft.heads.target import Target
 
@@ -51,18 +51,17 @@ class PEagleFormat(Eagle3Format):
         token = next((config[name] for name in TOKEN if config.get(name) is not None), None)
         if token is None:
             raise files.error(
-                f"config.json names no {TOKEN[0]}, the token that is read where a draft has no text yet: add it (SpecForge "
+                f"config.json names no {TOKEN[0]}, the token that stands where a draft has no text yet: add it (SpecForge "
                 "trains with its --mask-token-id, or else with the tokenizer's padding token)"
             )
         if type(token) is not int or not 0 <= token < target.vocab_size:
             raise files.error(
                 f"config.json says {TOKEN[0]}={token}, which is no row of the target's {target.vocab_size} embeddings"
             )
-        methods = config.get("speculators_config", {}).get("proposal_methods") or [{}]
-        own = {"depth": methods[0].get("speculative_tokens", 8)} | config.get("foredraft", {})
+        own = {"depth": speculative_tokens(files, usual=8)} | config.get("foredraft", {})
         shared = self.shared_config(files, {name: config.get(name) for name in FLAGS}, target)
-        facts = {"num_hidden_layers": count, "pard_token": token, "foredraft": own}
-        return layer_settings(files, layer, target, count) | shared | facts
+        own_settings = {"num_hidden_layers": count, "pard_token": token, "foredraft": own}
+        return layer_settings(files, layer, target, count) | shared | own_settings
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
         own = dict(files.weights)

@@ -43,9 +43,8 @@ class SpeculatorsFormat(Eagle3Format):
             )
         check_settings(files, layer, {"attention_bias": False, "model_type": "llama"})
         check_settings(files, config, {"target_hidden_size": layer["hidden_size"]})
-        methods = config.get("speculators_config", {}).get("proposal_methods") or [{}]
         flags = {name: config.get(name) for name in FLAGS}
-        own = {"depth": methods[0].get("speculative_tokens", 7)} | config.get("foredraft", {})
+        own = {"depth": speculative_tokens(files, usual=7)} | config.get("foredraft", {})
         return layer_settings(files, layer, target) | self.shared_config(files, flags, target) | {"foredraft": own}
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
@@ -67,6 +66,12 @@ class SpeculatorsFormat(Eagle3Format):
     def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
         rows = target.embeddings.detach().cpu().to(head.dtype, copy=True)
         return super().export_weights(head, target) | {EMBEDDINGS: rows.contiguous()}
+
+
+def speculative_tokens(files: HeadFiles, usual: int) -> int:
+    """How many drafts the files say to make."""
+    methods = files.config.get("speculators_config", {}).get("proposal_methods") or [{}]
+    return files.check_depth("speculative_tokens", methods[0].get("speculative_tokens", usual))
 
 
 def speculators_config(algorithm: str, depth: int, target: Target) -> dict[str, Any]:

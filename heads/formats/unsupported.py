@@ -9,6 +9,7 @@ DRAFTERS = {
     "mlp_speculator": ("an MLP speculator (IBM's accelerators)", "train head=hydra for its target"),
     "mlpspeculator": ("an MLP speculator (IBM's accelerators)", "train head=hydra for its target"),
     "mtp": ("a multi-token-prediction layer", "train head=mtp, which starts from the layer in its target's checkpoint"),
+    "medusamodel": ("Medusa in the layout that vLLM read up to 0.32", "take the head that it was converted from"),
     "eaglespeculator": (
         "EAGLE-1 in the first layout (0.1) of the speculators package",
         "take the head that it was converted from",

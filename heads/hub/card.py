@@ -103,12 +103,12 @@ def lists(metrics: dict) -> Rows:
     """The rows whose value is a list: accepted share by depth, and the parts of one decoding step."""
     shares = [finite(share) for share in metrics.get("accepted_per_depth") or ()]
     parts = {name: finite(seconds) for name, seconds in (metrics.get("step_seconds") or {}).items()}
-    found = {
+    lists_by_label = {
         # A depth without a number keeps its place, or the ones after it would name the wrong depth.
         "accepted share, by depth": ["-" if share is None else percent(share) for share in shares],
         "time of a decoding step": [f"{name} {duration(part)}" for name, part in parts.items() if part is not None],
     }
-    return [(label, ", ".join(values)) for label, values in found.items() if values]
+    return [(label, ", ".join(values)) for label, values in lists_by_label.items() if values]
 
 
 def setting(metrics: dict) -> Rows:
@@ -180,7 +180,7 @@ def model_card(metrics: dict, head: dict, data: dict | None) -> str:
     markdown.filters["cell"] = lambda text: " ".join(text.split()).replace("|", "\\|")
     shares = [finite(metrics.get(f"identical_{key}")) for key in ("greedy", "sampled", "in_dtype")]
     place = head.get("repo") or "<this directory, or its id on the Hub>"
-    facts = {"target": head["target"], "head": place, "depth": head.get("depth") or 3}
+    served = {"target": head["target"], "head": place, "depth": head.get("depth") or 3}
     template = markdown.get_template("model_card.md.jinja")
     return template.render(
         front_matter=front_matter(head),
@@ -195,7 +195,7 @@ def model_card(metrics: dict, head: dict, data: dict | None) -> str:
         identical_in_dtype=shares[2],
         dtype=metrics.get("dtype"),
         percent=percent,
-        vllm=VLLM.format(method="eagle3", **facts),
-        sglang=SGLANG.format(algorithm="EAGLE3", **facts),
+        vllm=VLLM.format(method="eagle3", **served),
+        sglang=SGLANG.format(algorithm="EAGLE3", **served),
         data=[(key, str(value)) for key, value in (data or {}).items() if value is not None],
     )

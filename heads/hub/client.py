@@ -1,26 +1,20 @@
 """Heads on the Hugging Face Hub: pull one, push one. The client is huggingface_hub; what is ours is what may be sent,
-what must not be overwritten, what a replaced head leaves behind, and errors in one sentence."""
+what must not be overwritten, what a replaced head leaves there, and errors in one sentence."""
 
 import fnmatch
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
-from huggingface_hub import (
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-    get_token,
-    snapshot_download,
-    try_to_load_from_cache,
-)
+from huggingface_hub import HfApi, ModelInfo, get_token, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from foredraft.heads.formats.files import PICKLED, SAFE, read_config
+from foredraft.heads.formats.files import INDEX, PICKLED, SAFE, read_config
 
 WEIGHTS = (*SAFE, *PICKLED)
 # What a head consists of, in any layout: of these a repository holds what the newest head has, and no others.
@@ -33,17 +27,11 @@ REASONS = {
     429: "too many requests (429): wait some minutes and run the same command again",
 }
 
+BUGS = (AssertionError, AttributeError, KeyError, NameError, TypeError)  # of our own code, which keep their traceback
+
 
 class PushRefused(ValueError):
     """An error of ours, already one full sentence."""
-
-
-class Repository(NamedTuple):
-    """What is on the Hub."""
-
-    private: bool
-    commit: str
-    digests: dict[str, str]  # of the files of a head in it, by name: SHA-256, or git's of a small file
 
 
 def find(path_or_id: str | Path, revision: str | None = None) -> Path:
@@ -66,12 +54,27 @@ def find(path_or_id: str | Path, revision: str | None = None) -> Path:
     what = f"head {name} is no directory here, and the Hub does not give it"
     with one_sentence_errors(what):
         found = Path(snapshot_download(name, revision=revision, allow_patterns=TEXTS))
-    read_config(found, name)
+    check_no_language_model(found, name)
     with one_sentence_errors(what):
         found = Path(snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", *TEXTS]))
         if not any((found / file).is_file() for file in SAFE):
             found = Path(snapshot_download(name, revision=revision, allow_patterns=[*PICKLED, *TEXTS]))
     return found
+
+
+def check_no_language_model(directory: Path, name: str) -> None:
+    """Raise ValueError for a whole language model without a layer that drafts, by its config.json and its index alone. An
+    EAGLE-1 head may call itself one, of one layer."""
+    config = read_config(directory, name)
+    count, named = config.get("num_hidden_layers"), set(config.get("architectures") or [])
+    index = directory / INDEX
+    parts = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    drafts = "foredraft" in config or any(part.startswith("mtp.") for part in parts)
+    if not drafts and isinstance(count, int) and count > 1 and named & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
+        raise ValueError(
+            f"{name} is a language model of {count} layers and no head: drafter=draft:{name} drafts with it, "
+            "drafter=<org>/<head> with a head for the target"
+        )
 
 
 def check_name(repo: str) -> None:
@@ -106,68 +109,55 @@ def push(folder: Path, repo: str, private: bool, replace: bool, dry_run: bool) -
                 f"the Hub ({api.endpoint}) cannot be reached; would send to {repo}, if no other head is there:{listing}"
             )
         if there is not None:
-            check_replaceable(there, folder, repo, private, replace)
-        left = sorted(there.digests.keys() - {path.name for path in files}) if there else []
+            check_replaceable(api, there, folder, repo, private, replace)
+        left = sorted(set(head_files(there)) - {path.name for path in files})
         listing += "".join(f"\n  {name}  deleted, of the head that was there" for name in left)
         if dry_run:
             kind = "private" if private else "public"
             return f"would send to {'the' if there else 'a new'} {kind} repository {repo}, dry_run=false does:{listing}"
         api.create_repo(repo, private=private, exist_ok=True)
-        operations: list[CommitOperationAdd | CommitOperationDelete] = [
-            *(CommitOperationAdd(p.name, p) for p in files),
-            *(CommitOperationDelete(name) for name in left),
-        ]
-        message = f"Head {weights_sha256(folder)[:12]}"
-        commit = there.commit if there else None
-        info = api.create_commit(repo, operations, commit_message=message, parent_commit=commit)
-        check_sent(look_up(api, repo, info.oid), folder, repo)
+        info = api.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            commit_message=f"Head {weights_sha256(folder)[:12]}",
+            delete_patterns=list(HEAD_FILES),  # what the folder has is replaced
+            parent_commit=there.sha if there else None,
+        )
     return f"sent to {info.commit_url}:{listing}"
 
 
-def look_up(api: HfApi, repo: str, revision: str | None = None) -> Repository | None:
-    """What `repo` holds of a head; None where there is no repository."""
+def look_up(api: HfApi, repo: str) -> ModelInfo | None:
+    """What the Hub knows of `repo`; None where there is no repository."""
     try:
-        info = api.model_info(repo, revision=revision)
+        return api.model_info(repo)
     except RepositoryNotFoundError as error:
         if error.response.status_code == 401 and get_token() is not None:
             raise  # the Hub says 401 for a private repository and for a wrong token alike
         return None
-    assert info.sha is not None
-    names = [file.rfilename for file in info.siblings or []]
-    names = [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in HEAD_FILES)]
-    paths = api.get_paths_info(repo, names, revision=info.sha) if names else []
-    files = [file for file in paths if isinstance(file, RepoFile)]
-    digests = {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in files}
-    return Repository(bool(info.private), info.sha, digests)
 
 
-def check_replaceable(there: Repository, folder: Path, repo: str, private: bool, replace: bool) -> None:
+def head_files(there: ModelInfo | None) -> list[str]:
+    """The files in a repository that are a head's."""
+    names = [file.rfilename for file in (there and there.siblings) or []]
+    return [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in HEAD_FILES)]
+
+
+def check_replaceable(api: HfApi, there: ModelInfo, folder: Path, repo: str, private: bool, replace: bool) -> None:
     if there.private != private:
         actual, requested = ("private", "public") if there.private else ("public", "private")
         raise PushRefused(
             f"{repo} is {actual} and {requested} was requested: set private={str(there.private).lower()}, or change it there"
         )
-    for name, digest in there.digests.items():
-        is_weights = name in WEIGHTS or name.endswith(".safetensors") or name.startswith("adapter_")
-        if is_weights and not replace and not same_file(folder / name, digest):
+    weights = [name for name in head_files(there) if name in WEIGHTS or name.endswith(".safetensors")]
+    weights += [name for name in head_files(there) if name.startswith("adapter_") and name not in weights]
+    files = api.get_paths_info(repo, weights, revision=there.sha) if weights and not replace else []
+    for file in files:
+        ours = folder / file.path
+        large = file.lfs if isinstance(file, RepoFile) else None
+        if not ours.is_file() or (large is not None and large.sha256 != file_sha256(ours)):
             raise PushRefused(
-                f"{repo} holds a different head ({name}): replace=true overwrites it, or give another name"
+                f"{repo} holds a different head ({file.path}): replace=true overwrites it, or give another name"
             )
-
-
-def check_sent(there: Repository | None, folder: Path, repo: str) -> None:
-    """Raise ValueError unless the repository holds just the head in `folder`, which has passed the gate."""
-    digests = there.digests if there else {}
-    other = [name for name, digest in digests.items() if not same_file(folder / name, digest)]
-    missing = [name for name in WEIGHTS if (folder / name).is_file() and name not in digests]
-    if other or missing:
-        raise PushRefused(
-            f"{repo} does not hold the head that was sent ({', '.join(other + missing)} differ): look at it, and push again"
-        )
-
-
-def same_file(path: Path, digest: str) -> bool:
-    return path.is_file() and digest == (file_sha256(path) if len(digest) == 64 else git_blob(path))
 
 
 def weights_sha256(folder: Path) -> str:
@@ -183,12 +173,6 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def git_blob(path: Path) -> str:
-    """The digest that git, and so the Hub, gives a file that is too small for large-file storage."""
-    content = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
 def cached_commit(name: str) -> str | None:
     """The commit of a model that was loaded from the Hub; None for one from a directory."""
     if Path(name).is_dir():
@@ -202,9 +186,9 @@ def one_sentence_errors(what: str) -> Iterator[None]:
     """Turn what the client raises into a ValueError of one sentence that contains no token."""
     try:
         yield
-    except PushRefused:
+    except (PushRefused, *BUGS):
         raise
-    except Exception as error:
+    except Exception as error:  # of the client's transport, whichever library that is
         seen: set[int] = set()  # a chain of causes may be a ring
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, HfHubHTTPError) and id(cause) not in seen:

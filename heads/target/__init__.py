@@ -1,4 +1,4 @@
-"""The frozen language model: loading it, reading it over a tree, its cache, and CUDA graphs of its reads."""
+"""The frozen language model: loading it, forwards over a tree, its cache, and CUDA graphs of its forwards."""
 
 from foredraft.heads.target.model import Target, TargetCache
 from foredraft.heads.target.output import TargetOutput

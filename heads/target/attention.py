@@ -1,4 +1,4 @@
-"""Scaled dot-product attention for a masked read, without copies of the keys and values.
+"""Scaled dot-product attention under a mask, without copies of the keys and values.
 
 With a mask, transformers' `sdpa` repeats every key/value head for its group of query heads: a copy of the whole
 context per layer and step. Folding the group into the query rows gives the same numbers and copies nothing:
@@ -41,9 +41,8 @@ def attend(
         return F.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=groups > 1
         )
-    folded = groups * rows
     if groups > 1:
-        query = query.reshape(batch, kv_heads, folded, dim)
+        query = query.reshape(batch, kv_heads, groups * rows, dim)
         mask = group_heads(mask, groups) if mask.shape[2] == rows else mask
     parts = equal_parts(query) if batch == 1 else 1
     if parts > 1:  # as rows of a batch over the same keys
@@ -57,25 +56,27 @@ def attend(
 
 @contextlib.contextmanager
 def recomputed(makers: Sequence[Callable[[], Tensor]]) -> Iterator[list[Tensor]]:
-    """What these make. Autograd, where it would keep one of the tensors or a view of it, makes it again in the backward pass:
-    masks of all parts of a row, or copies of the keys for each of them, are together as large as length x length."""
-    made = [make() for make in makers]
-    known = {tensor.untyped_storage()._cdata: make for tensor, make in zip(made, makers, strict=True)}
+    """What these functions give. Autograd, where it would keep one of the tensors or a view of it, calls its function again
+    in the backward pass: masks of all parts of a row, or copies of the keys for each of them, are together as large as length
+    x length."""
+    tensors = [make() for make in makers]
+    makers_by_storage = {tensor.untyped_storage()._cdata: make for tensor, make in zip(tensors, makers, strict=True)}
 
     def pack(saved: Tensor) -> Any:
-        make = known.get(saved.untyped_storage()._cdata)
+        make = makers_by_storage.get(saved.untyped_storage()._cdata)
         return saved if make is None else (make, saved.size(), saved.stride(), saved.storage_offset())
 
     def unpack(packed: Any) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed[0]().as_strided(*packed[1:])
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield made
+        yield tensors
 
 
-def additive_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask `seen` (bool) as it is added to scores: a bool mask would be made into this, and that be kept."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a mask (bool) adds to scores: attention would make this of a bool mask in every layer, and keep it for gradients.
+    Finite, so that a row that sees nothing is no NaN."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def group_heads(mask: Tensor, groups: int) -> Tensor:
@@ -85,7 +86,7 @@ def group_heads(mask: Tensor, groups: int) -> Tensor:
 
 
 def equal_parts(query: Tensor) -> int:
-    """Into how many parts to cut a folded query (1, kv_heads, rows, dim), so that the threads of a CPU get equal work: its
+    """Into how many parts to cut a grouped query (1, kv_heads, rows, dim), so that the threads of a CPU get equal work: its
     kernel schedules blocks of 32 rows, and two threads take as long over three blocks as over four."""
     if query.device.type != "cpu":
         return 1
@@ -112,9 +113,9 @@ def grouped_sdpa(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
         )
     groups = query.shape[1] // key.shape[1]
-    if groups > 1:  # all layers of a read have one mask
-        known = GROUPED.setdefault(attention_mask, {})
-        attention_mask = known[groups] = known[groups] if groups in known else group_heads(attention_mask, groups)
+    if groups > 1:  # all layers of a forward have one mask
+        grouped = GROUPED.setdefault(attention_mask, {})
+        attention_mask = grouped[groups] = grouped[groups] if groups in grouped else group_heads(attention_mask, groups)
     return attend(query, key, value, attention_mask, dropout, scaling).transpose(1, 2).contiguous(), None
 
 

@@ -1,15 +1,15 @@
-"""A preallocated key/value cache with a length per row, which unmodified transformers models write into.
+"""A preallocated key/value cache with a length per slot, which unmodified transformers models write into.
 
-Columns of a row: `lengths[row]` entries of accepted text, then whatever the latest read wrote, then nothing.
+Columns of a slot: `lengths[slot]` entries of computed text, then whatever the latest forward wrote, then nothing.
 
-    row 0   [ t t t t t t t | n n n . . . . . ]      t accepted text, n the newest read (a tree, or text)
-    row 1   [ t t t t | n n n . . . . . . . . ]      . never written, or stale: no mask admits it
+    slot 0   [ t t t t t t t | n n n . . . . . ]      t computed text, n the newest forward (a tree, or text)
+    slot 1   [ t t t t | n n n . . . . . . . . ]      . never written, or stale: no mask admits it
 
-`commit` moves the accepted entries of the newest read after the text and lengthens the rows. Rejected entries need no
-clearing: the next read overwrites or masks them. Layers of one shape and device share one block of memory, so keeping
+`commit` moves the accepted entries of the newest forward after the text, and lengthens the slots. Rejected entries need no
+clearing: the next forward overwrites or masks them. Layers of one shape and device share one block of memory, so keeping
 a path is one gather and one scatter for all of them, and its cost does not depend on the context.
 
-It lives in `heads` because an autoregressive head drafts over the same cache that the target reads over.
+It lives in `heads` because autoregressive heads draft over such caches too.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from foredraft.heads.target.cuda_graphs import CudaGraphs
 
-MIN_BUCKET = 256  # columns that a read over fixed shapes sees, at least
+MIN_BUCKET = 256  # columns that a forward of fixed shapes sees, at least
 
 
 def to_device(numbers: Any, device: torch.device) -> Tensor:
@@ -42,7 +42,7 @@ class CacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write (batch, heads, new, dim) after each row's text; return all columns in use, the new ones included."""
+        """Write (batch, heads, new, dim) after each slot's text; return all columns in use, the new ones included."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -52,9 +52,9 @@ class CacheLayer(CacheLayerMixin):
             self.keys[:, :, first : first + new] = key_states
             self.values[:, :, first : first + new] = value_states
         else:
-            rows, columns = cache.rows, cache.columns(new)
-            self.keys[rows, :, columns] = key_states.transpose(1, 2)
-            self.values[rows, :, columns] = value_states.transpose(1, 2)
+            slots, columns = cache.slots, cache.columns(new)
+            self.keys[slots, :, columns] = key_states.transpose(1, 2)
+            self.values[slots, :, columns] = value_states.transpose(1, 2)
         width = cache.width(new)
         return self.keys[:, :, :width], self.values[:, :, :width]
 
@@ -69,16 +69,16 @@ class CacheLayer(CacheLayerMixin):
 
 
 class KVCache(Cache):
-    """Room for `capacity` entries in each of `batch` rows of `layers` layers.
+    """Room for `capacity` entries in each of `batch` slots of `layers` layers.
 
-    lengths: entries of accepted text per row, known on the host, so that no step has to ask the device for them.
-    pending: entries after the text that the next read shall not overwrite: a head drafts level by level.
-    starts: (batch, 1) int64, the lengths on the device.
-    kv_bucket: None where reads see what is there, up to the longest row's newest entry. A number where they are to be
-    captured (cuda_graphs.py): they see so many columns, and learn from `starts` alone where the text ends.
+    lengths: computed tokens per slot, on the host, so that no step has to ask the device for them.
+    num_uncommitted: entries after them that the next forward shall not overwrite: a head drafts level by level.
+    seq_lens: (batch, 1) int64, the lengths on the device.
+    kv_bucket: None where forwards see what is there, up to the longest slot's newest entry. A number where they are to be
+    captured (cuda_graphs.py): they see so many columns, and have from `seq_lens` alone where the text ends.
     """
 
-    needs_catch_up = False  # see StateCache: here nothing is ever pending
+    needs_catch_up = False  # as a StateCache may
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class KVCache(Cache):
         capture: bool = False,
         one_device: bool = True,
     ):
-        """capture: shall reads over it be captured, where the device can? one_device: else the layers lie on several, and
+        """capture: shall forwards over it be captured, where the device can? one_device: else the layers lie on several, and
         each has memory of its own, or every device would reserve that of all layers."""
         super().__init__(layers=[CacheLayer(self, i) for i in range(layers)])
         self.device, self.capture, self.one_device = torch.device(device), capture, one_device
@@ -101,66 +101,57 @@ class KVCache(Cache):
     def resize(self, batch: int, capacity: int) -> None:
         self.batch, self.capacity = batch, capacity
         self.graphs = CudaGraphs(self.device, self.capture)
-        self.rows = torch.arange(batch, device=self.device)[:, None]
+        self.slots = torch.arange(batch, device=self.device)[:, None]
         self.static_seq_lens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
 
-    def reorder(self, rows: list[int | None], capacity: int) -> None:
-        """The batch becomes these of its rows, None being an empty one, with room for `capacity` entries. Where every row
-        stays in its place nothing is copied. Else what was captured is lost, since it knows addresses only."""
-        lengths = [0 if row is None else self.lengths[row] for row in rows]
-        if (len(rows), capacity) == (self.batch, self.capacity) and all(row in (None, n) for n, row in enumerate(rows)):
-            self.kv_bucket = None
-            self.set_lengths(lengths)
-            return
-        new, old = [n for n, row in enumerate(rows) if row is not None], [row for row in rows if row is not None]
-        filled = max((self.lengths[row] for row in old), default=0)
-        for key, block in self.blocks.items():
-            layers, pair, _, heads, _, dim = block.shape
-            grown = block.new_zeros(layers, pair, len(rows), heads, capacity, dim)
-            grown[:, :, new, :, :filled] = block[:, :, old, :, :filled]
-            self.blocks[key] = grown
-        for layer in self.layers:
-            layer.is_initialized = False  # its views are of the old blocks
-        self.resize(len(rows), capacity)
+    def reorder(self, slots: list[int | None], capacity: int) -> None:
+        """The batch becomes these of its slots, None being an empty one, with room for `capacity` entries. Where every slot
+        stays what it is nothing is copied. Else what was captured is lost, since it knows addresses only."""
+        lengths = [0 if slot is None else self.lengths[slot] for slot in slots]
+        new, old = [n for n, slot in enumerate(slots) if slot is not None], [slot for slot in slots if slot is not None]
+        if (len(slots), capacity) != (self.batch, self.capacity) or new != old:
+            filled = max((self.lengths[slot] for slot in old), default=0)
+            for key, block in self.blocks.items():
+                layers, pair, _, heads, _, dim = block.shape
+                grown = block.new_zeros(layers, pair, len(slots), heads, capacity, dim)
+                grown[:, :, new, :, :filled] = block[:, :, old, :, :filled]
+                self.blocks[key] = grown
+            for layer in self.layers:
+                layer.is_initialized = False  # its views are of the old blocks
+            self.resize(len(slots), capacity)
         self.kv_bucket = None
         self.set_lengths(lengths)
 
-    def erase(self, row: int) -> None:
-        """Overwrite all that a row holds."""
+    def erase(self, slot: int) -> None:
+        """Overwrite all that a slot holds."""
         for block in self.blocks.values():
-            block[:, :, row] = 0
+            block[:, :, slot] = 0
 
-    def erase_uncommitted(self, row: int) -> None:
-        """Overwrite what stands after a row's text."""
+    def erase_uncommitted(self, slot: int) -> None:
+        """Overwrite what stands after a slot's text."""
         for block in self.blocks.values():
-            block[:, :, row, :, self.lengths[row] :] = 0
+            block[:, :, slot, :, self.lengths[slot] :] = 0
 
-    def copy_from(self, places: list[int], other: "KVCache", rows: list[int]) -> None:
-        """The rows in these places, which are empty, become these of another cache's rows."""
+    def copy_from(self, slots: list[int], other: "KVCache", others: list[int]) -> None:
+        """These slots, which are empty, become these `others` of another cache."""
         lengths = [*self.lengths]
-        for key, block in other.blocks.items():
-            if key not in self.blocks:
-                layers, pair, _, heads, _, dim = block.shape
-                self.blocks[key] = block.new_zeros(layers, pair, self.batch, heads, self.capacity, dim)
-            for place, row in zip(places, rows, strict=True):
-                length = other.lengths[row]
-                self.blocks[key][:, :, place, :, :length] = block[:, :, row, :, :length]
-        for place, row in zip(places, rows, strict=True):
-            lengths[place] = other.lengths[row]
+        for slot, theirs in zip(slots, others, strict=True):
+            self.copy_in(slot, [other.copy_out(theirs, 0, other.lengths[theirs])])
+            lengths[slot] = other.lengths[theirs]
         self.set_lengths(lengths)
 
-    def copy_out(self, row: int, start: int, end: int) -> dict[tuple, Tensor]:
-        """Copies of a row's entries start .. end - 1, (layers, 1 or 2, heads, entries, dim) each."""
-        return {key: block[:, :, row, :, start:end].clone() for key, block in self.blocks.items()}
+    def copy_out(self, slot: int, start: int, end: int) -> dict[tuple, Tensor]:
+        """Copies of a slot's entries start .. end - 1, (layers, 1 or 2, heads, entries, dim) each."""
+        return {key: block[:, :, slot, :, start:end].clone() for key, block in self.blocks.items()}
 
-    def copy_in(self, row: int, pieces: list[dict[tuple, Tensor]]) -> None:
-        """Write what `copy_out` gave, piece after piece, from the row's first entry on."""
+    def copy_in(self, slot: int, pieces: list[dict[tuple, Tensor]]) -> None:
+        """Write what `copy_out` gave, piece after piece, from the slot's first entry on."""
         for key in pieces[0]:
             states = torch.cat([piece[key] for piece in pieces], dim=3)
             if key not in self.blocks:
                 layers, pair, heads, _, dim = states.shape
                 self.blocks[key] = states.new_zeros(layers, pair, self.batch, heads, self.capacity, dim)
-            self.blocks[key][:, :, row, :, : states.shape[3]] = states
+            self.blocks[key][:, :, slot, :, : states.shape[3]] = states
 
     def clear(self) -> None:
         """Forget all text. What was captured stays."""
@@ -168,7 +159,7 @@ class KVCache(Cache):
         self.set_lengths([0] * self.batch)
 
     def set_lengths(self, lengths: list[int], seq_lens: Tensor | None = None) -> None:
-        """starts: the same (batch, 1) where the device has them; else they are sent there."""
+        """seq_lens: the same (batch, 1) where the device has them; else they are sent there."""
         self.lengths, self.num_uncommitted = lengths, 0
         self.uniform_lengths = min(lengths) == max(lengths)
         self.seq_lens = to_device(lengths, self.device)[:, None] if seq_lens is None else seq_lens
@@ -182,7 +173,7 @@ class KVCache(Cache):
             self.seq_lens = self.static_seq_lens
 
     def extend(self, lengths: list[int], counts: Tensor) -> None:
-        """Rows are `lengths` long now, by counts (batch, 1). Over captured reads this lasts until the next `set_lengths`
+        """Slots are `lengths` long now, by counts (batch, 1). In captured functions this lasts until the next `set_lengths`
         only, since it must happen on the device, and to nothing that another replay starts from."""
         seq_lens = self.seq_lens + counts
         if self.kv_bucket is None:
@@ -191,14 +182,14 @@ class KVCache(Cache):
             self.seq_lens = seq_lens
 
     def set_bucket(self, room: int) -> None:
-        """Before a captured read of at most `room` entries: columns in powers of two, so that there are few graphs."""
+        """Before a captured forward of at most `room` entries: columns in powers of two, so that there are few graphs."""
         if self.graphs.active:
             most = max(self.lengths) + room
             assert most <= self.capacity, f"{most} entries in a cache of {self.capacity}"
             self.kv_bucket = min(self.capacity, max(MIN_BUCKET, 1 << (most - 1).bit_length()))
 
     def width(self, new: int) -> int:
-        """Columns that a read of `new` entries sees."""
+        """Columns that a forward of `new` entries sees."""
         if self.kv_bucket is not None:
             return self.kv_bucket
         width = max(self.lengths) + self.num_uncommitted + new
@@ -206,7 +197,7 @@ class KVCache(Cache):
         return width
 
     def columns(self, new: int) -> Tensor:
-        """(batch, new): where each row's newest entries go."""
+        """(batch, new): where each slot's newest entries go."""
         return self.seq_lens + torch.arange(self.num_uncommitted, self.num_uncommitted + new, device=self.device)
 
     def block(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,7 +208,7 @@ class KVCache(Cache):
         for states, name in shapes:
             key = (states.shape[1], states.shape[3], states.dtype, states.device, name, 0 if self.one_device else layer)
             if key not in self.blocks:
-                # A model that mixes shapes reserves its later layers twice; the pages are not touched until written.
+                # A model that mixes shapes reserves its later layers twice; on a CPU pages are not touched until written.
                 count = len(self.layers) if self.one_device else 1
                 size = (count, 2 if same else 1, self.batch, states.shape[1], self.capacity, states.shape[3])
                 self.blocks[key] = torch.zeros(size, dtype=states.dtype, device=states.device)
@@ -225,11 +216,11 @@ class KVCache(Cache):
         return views[0], views[1]
 
     def mask(self, among: Tensor) -> Tensor:
-        """What a read of new entries may see: all accepted text of its row, and of the pending and new entries what
-        `among` (batch or 1, new, pending + new) says. Bool (batch, new, width).
+        """What a forward of new entries may see: all computed text of its slot, and of the uncommitted and new entries what
+        `among` (batch or 1, new, num_uncommitted + new) says. Bool (batch, new, width).
 
             text        new
-            1 1 1 . .   1 . .      row of entry 0 (a root)
+            1 1 1 . .   1 . .      what entry 0 sees (a bonus token)
             1 1 1 . .   1 1 .      its child
             1 1 1 . .   1 . 1      another
         """
@@ -243,16 +234,16 @@ class KVCache(Cache):
         return (offset < 0)[:, None, :] | (inside[:, None, :] & seen)
 
     def causal_mask(self, new: int) -> Tensor | None:
-        """Of a read of `new` tokens that follow each other, (batch, new, width) bool. None where nothing is cached: plain
+        """Of a forward of `new` tokens that follow each other, (batch, new, width) bool. None where nothing is cached: plain
         causal attention says the same, and a long prompt would make a mask of its length squared."""
         if not any(self.lengths) and self.num_uncommitted == 0 and self.kv_bucket is None:
             return None
         return self.mask(torch.ones(1, new, new, dtype=torch.bool, device=self.device).tril())
 
     def commit(self, path: list[list[int]], padded_path: Tensor | None = None, counts: Tensor | None = None) -> None:
-        """Keep entries `path[row]` (ascending) of the newest read, in this order, after the row's text. padded_path: the same
-        on the device, (batch, n) int64 with more after it that does no harm; counts: (batch, 1) int64, the paths' lengths.
-        Both are sent there where they are left out."""
+        """Keep entries `path[slot]` (ascending) of the newest forward, in this order, after the slot's text. padded_path: the
+        same on the device, (batch, n) int64 with more after it that does no harm; counts: (batch, 1) int64, the paths'
+        lengths. Both are sent there where they are left out."""
         longest = max(map(len, path))
         if padded_path is None:
             padded_path = to_device([nodes + [0] * (longest - len(nodes)) for nodes in path], self.device)
@@ -266,16 +257,15 @@ class KVCache(Cache):
         self.set_lengths(lengths, self.seq_lens + counts)
 
     def move_entries(self, path: Tensor) -> None:
-        """Entries (batch, n) of the newest read go after the text."""
+        """Entries (batch, n) of the newest forward go after the text."""
         source, target, new = self.seq_lens + path, self.columns(path.shape[1]), path.shape[1]
         for block in self.blocks.values():
             if self.batch == 1 and self.kv_bucket is None:
                 first = self.lengths[0]  # a slice costs less than an index
                 block[..., first : first + new, :] = block.index_select(4, source[0].to(block.device))
             else:
-                rows = self.rows.to(block.device)
-                kept = block[:, :, rows, :, source.to(block.device)]
-                block[:, :, rows, :, target.to(block.device)] = kept
+                slots = self.slots.to(block.device)
+                block[:, :, slots, :, target.to(block.device)] = block[:, :, slots, :, source.to(block.device)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.lengths)

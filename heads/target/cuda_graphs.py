@@ -32,7 +32,7 @@ class Waits(TorchDispatchMode):
         f"aten::{name}"
         for name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
     )
-    found: str | None = None
+    reason: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
@@ -40,8 +40,8 @@ class Waits(TorchDispatchMode):
         waits = name in self.KERNELS or (name == "aten::lift_fresh" and args[0].ndim > 0)
         if name == "aten::index":
             waits = any(index is not None and index.dtype == torch.bool for index in args[1])
-        if waits and self.found is None:
-            self.found = f"{name} waits for the device, or for the host"
+        if waits and self.reason is None:
+            self.reason = f"{name} waits for the device, or for the host"
         return func(*args, **(kwargs or {}))
 
 
@@ -110,20 +110,20 @@ class CudaGraphs:
         if key not in self.graphs:
             with Waits() as waits:
                 out = function(*inputs)  # which also sets up what libraries set up at their first use
-            self.graphs[key] = self.captured(function, inputs, waits.found)
+            self.graphs[key] = self.try_capture(function, inputs, waits.reason)
             CudaGraphs.num_captured += 1
             return out
-        found = self.graphs[key]
-        if found is None:
+        captured = self.graphs[key]
+        if captured is None:
             return function(*inputs)
-        static_inputs, graph = found
-        for place, x in zip(static_inputs, inputs, strict=True):
-            if place is not None and x is not None:
-                place.copy_(x)
+        static_inputs, graph = captured
+        for static, x in zip(static_inputs, inputs, strict=True):
+            if static is not None and x is not None:
+                static.copy_(x)
         graph.replay()
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, graph.outputs)
 
-    def captured(self, function: Callable[..., Any], inputs: tuple[Tensor | None, ...], reason: str | None) -> Any:
+    def try_capture(self, function: Callable[..., Any], inputs: tuple[Tensor | None, ...], reason: str | None) -> Any:
         """Its inputs and graph; None where a graph cannot hold it, for this `reason` or another."""
         static_inputs = [None if x is None else x.clone(memory_format=torch.contiguous_format) for x in inputs]
         assert self.capture is not None

@@ -1,4 +1,4 @@
-"""Of the device that a target runs on: its name, and when it has done what it was given."""
+"""Of the device that a target runs on: its name, and when it has done its work."""
 
 import platform
 from pathlib import Path

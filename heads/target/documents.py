@@ -1,8 +1,8 @@
-"""Packed rows for a target that takes no mask of ours: every document is read on its own, and its features put back.
+"""Packed rows for a target that takes no mask of ours: documents go side by side through one forward.
 
-packed   a a a a b b b c c .       read   a a a a
-                                          b b b .      padding stands on the right, where causal layers never look
-                                          c c . .
+packed   a a a a b b b c c .       forward   a a a a
+                                             b b b .      padding stands on the right, where causal layers never look
+                                             c c . .
 """
 
 from collections.abc import Sequence
@@ -26,38 +26,36 @@ class Span(NamedTuple):
 
 
 def forward_documents(target: "Target", tokens: Tensor, documents: Tensor, layers: Sequence[int]) -> TargetOutput:
-    """The features of a packed batch, tokens and documents (batch, length) as in heads.base.PackedBatch: what each document
-    has on its own, 0 for padding. Its logits are not kept."""
+    """The aux hidden states of a packed batch, tokens and documents (batch, length) as in heads.base.PackedBatch: what each
+    document has on its own, 0 for padding. Its logits are not kept."""
     aux_hidden_states = None
     for group in groups(spans(documents.tolist()), tokens.numel(), target.is_collective):
         longest = max(span.stop - span.start for span in group)
         part = tokens.new_zeros(len(group), longest)
         for number, span in enumerate(group):
             part[number, : span.stop - span.start] = tokens[span.row, span.start : span.stop]
-        reading = target.forward(part, layers=layers, keep_logits=1)
+        output = target.forward(part, layers=layers, keep_logits=1)
         if aux_hidden_states is None:
-            aux_hidden_states = reading.aux_hidden_states.new_zeros(*tokens.shape, reading.aux_hidden_states.shape[-1])
-        for number, span in enumerate(group):
-            aux_hidden_states[span.row, span.start : span.stop] = reading.aux_hidden_states[
-                number, : span.stop - span.start
-            ]
+            aux_hidden_states = output.aux_hidden_states.new_zeros(*tokens.shape, output.aux_hidden_states.shape[-1])
+        for own, span in zip(output.aux_hidden_states, group, strict=True):
+            aux_hidden_states[span.row, span.start : span.stop] = own[: span.stop - span.start]
     assert aux_hidden_states is not None, "a batch without a token"
-    return reading._replace(aux_hidden_states=aux_hidden_states)
+    return output._replace(aux_hidden_states=aux_hidden_states)
 
 
 def spans(documents: list[list[int]]) -> list[Span]:
     """The runs of one number in every row, padding (-1) left out."""
-    found = []
+    runs = []
     for row, numbers in enumerate(documents):
         edges = [0, *(i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1]), len(numbers)]
-        found += [Span(row, a, b) for a, b in pairwise(edges) if numbers[a] >= 0]
-    return found
+        runs += [Span(row, a, b) for a, b in pairwise(edges) if numbers[a] >= 0]
+    return runs
 
 
-def groups(found: list[Span], most: int, together: bool) -> list[list[Span]]:
-    """Documents of like length, to be read at once: no more than `most` tokens with their padding. together: in one group,
-    where every process must read as often as the others."""
-    ordered = sorted(found, key=lambda span: span.start - span.stop)  # the longest first
+def groups(runs: list[Span], most: int, together: bool) -> list[list[Span]]:
+    """Documents of like length, for one forward: no more than `most` tokens with their padding. together: in one group,
+    where every process must take part in as many forwards as the others."""
+    ordered = sorted(runs, key=lambda span: span.start - span.stop)  # the longest first
     if together:
         return [ordered]
     parts: list[list[Span]] = []

@@ -1,4 +1,4 @@
-"""Files of the checkpoint that a target was loaded from: what transformers leaves unread there."""
+"""Files of the checkpoint that a target was loaded from: what transformers does not load of them."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def checkpoint_file(target: Target, name: str) -> Path | None:
 
 
 def weight_map(target: Target) -> dict[str, Path]:
-    """Every stored tensor's name and its file; empty where there is no checkpoint in safetensors to read."""
+    """Every stored tensor's name and its file; empty where there is no checkpoint in safetensors."""
     index, whole = (checkpoint_file(target, name) for name in (INDEX, WEIGHTS))
     if index is not None:
         parts: dict[str, str] = json.loads(index.read_text())["weight_map"]
@@ -36,9 +36,9 @@ def weight_map(target: Target) -> dict[str, Path]:
 
 def stored_tensors(target: Target, prefix: str) -> dict[str, Tensor]:
     """Those of the checkpoint whose names begin with `prefix`, without it."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, path in weight_map(target).items():
         if name.startswith(prefix) and path.is_file():
             with safe_open(path, framework="pt") as opened:
-                found[name.removeprefix(prefix)] = opened.get_tensor(name)
-    return found
+                tensors[name.removeprefix(prefix)] = opened.get_tensor(name)
+    return tensors

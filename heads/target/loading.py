@@ -100,7 +100,7 @@ def quantization_config(name: str, dtype: str | torch.dtype) -> Any:
     return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
 
 
-# Kinds of other code that are one of transformers' own, name for name: it reads Kimi-K2.5's text model so itself.
+# Kinds of other code that are one of transformers' own, name for name: it loads Kimi-K2.5's text model so itself.
 SAME_KIND = {"kimi_k2": "deepseek_v3"}
 
 
@@ -109,10 +109,10 @@ def read_config(path: str | Path, revision: str | None = None, trust_remote_code
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except ValueError as error:
-        facts, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
-        named = facts.pop("model_type", None)
-        if named in SAME_KIND:
-            return AutoConfig.for_model(SAME_KIND[named], **facts)
+        settings, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
+        model_type = settings.pop("model_type", None)
+        if model_type in SAME_KIND:
+            return AutoConfig.for_model(SAME_KIND[model_type], **settings)
         if "custom code" in str(error):
             reason = "its kind is none that transformers has, and it brings code of its own: choose another target"
         else:
@@ -123,8 +123,8 @@ def read_config(path: str | Path, revision: str | None = None, trust_remote_code
 
 
 def model_class(config: PreTrainedConfig) -> Any:
-    """The class of transformers that writes text for this config. Where that reads images too (Qwen3-VL, Mistral 3.1 ...) it
-    is the whole model, of which only what reads text is used."""
+    """The class of transformers that writes text for this config. Where that takes images too (Qwen3-VL, Mistral 3.1 ...) it
+    is the whole model, of which only the part for text is used."""
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
@@ -164,10 +164,12 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # none there, or a package is missing: what transformers raises differs by kind
         return None, first_line(error)
-    read = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > read:
+    rows = model.get_input_embeddings().num_embeddings
+    # Special tokens beyond them are of a model that takes images too (Gemma 3's text model has no <image_soft_token>).
+    special = sum(token.special and number >= rows for number, token in tokenizer.added_tokens_decoder.items())
+    if len(tokenizer) - special > rows:
         raise ValueError(
-            f"the tokenizer of {path} knows {len(tokenizer)} tokens, its model only {read}: "
+            f"the tokenizer of {path} knows {len(tokenizer)} tokens, its model only {rows}: "
             "they do not belong together; take both from the same directory"
         )
     return tokenizer, None

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from foredraft.heads.target.attention import additive_mask
+
 
 class Masks(NamedTuple):
     window: int | None  # tokens that its layers of sliding attention see
@@ -26,15 +28,12 @@ class Masks(NamedTuple):
         """mask: (batch, length, keys) bool. positions (batch, length) and key_positions (batch, keys), int64, are needed
         where there is a window. Returns (batch, 1, length, keys) in `dtype`, by kind of layer where they are mixed."""
         if self.window is None:
-            return additive_mask(mask, dtype)
+            return additive_mask(mask[:, None], dtype)
         assert positions is not None and key_positions is not None, "a sliding window needs both sides' positions"
         near = mask & (positions[:, :, None] - key_positions[:, None, :] < self.window)
         if not self.mixed:
-            return additive_mask(near, dtype)
-        return {"full_attention": additive_mask(mask, dtype), "sliding_attention": additive_mask(near, dtype)}
-
-
-def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Not bool: attention would turn a bool mask into this one again in every layer."""
-    mask = mask[:, None]
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+            return additive_mask(near[:, None], dtype)
+        return {
+            "full_attention": additive_mask(mask[:, None], dtype),
+            "sliding_attention": additive_mask(near[:, None], dtype),
+        }

@@ -37,10 +37,10 @@ TargetCache = KVCache | StateCache
 
 
 class Target:
-    """A frozen causal language model: it reads tokens, and gives heads what they learn from and draft with.
+    """A frozen causal language model, and what heads are trained on and draft with.
 
     Layers are numbered as transformers numbers `hidden_states`: 0 is the embedding, k the output of the k-th decoder
-    layer counted from one, and the last is taken *after* the final norm: what the lm_head reads.
+    layer counted from one, and the last is taken *after* the final norm: what the lm_head takes.
     """
 
     quantization: str | None = None  # how `from_pretrained` packed its weights
@@ -55,21 +55,20 @@ class Target:
         name: str = "",
         context: int | None = None,
     ):
-        """context: most tokens of a text, where that is to be less than the model can read: a target with longrope whose
-        texts stay below its boundary reads trees. Raises ValueError for more than that."""
+        """context: most tokens of a text, where that is to be less than the model can take: a target with longrope whose
+        texts stay below its boundary supports trees. Raises ValueError for more than that."""
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.name, self._context = tokenizer, name, context
-        self.checkpoint = (
-            name  # the directory or Hub id that transformers reads; of a GGUF file the converted directory
-        )
+        self.checkpoint = name  # the directory or Hub id that transformers loads; of a GGUF file the converted directory
+        self._checks_tokens = tokenizer is not None and len(tokenizer) > model.get_input_embeddings().num_embeddings
         self._idle_cache: KVCache | None = None
         self.config = model.config.get_text_config()
         check_supported(model)
         if context is not None and not 0 < context <= (self.max_positions or context):
             raise ValueError(
-                f"context={context} must be at least 1, and at most the {self.max_positions} that {name} reads"
+                f"context={context} must be at least 1, and at most the {self.max_positions} that {name} takes"
             )
-        # Why it cannot read the branches of a tree, in words, and is drafted for by chains; None where it can.
+        # Why one forward cannot verify the branches of a tree, in words: it is drafted for by chains. None where it can.
         self.why_no_trees: str | None = why_no_trees(model, self.context)
         if self.supports_trees:
             attention.take_masks(model)
@@ -127,7 +126,7 @@ class Target:
 
     @property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Its tokenizer, for what reads or writes text; ValueError where it has none."""
+        """Its tokenizer, for what takes or gives text; ValueError where it has none."""
         if self.tokenizer is None:
             raise ValueError(
                 f"target {self.name} has no tokenizer ({self.no_tokenizer}), which text needs: save one beside it"
@@ -136,13 +135,13 @@ class Target:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that it writes; some read more (the image tokens of Llama-3.2-Vision)."""
+        """Tokens that it writes; some take more (the image tokens of Llama-3.2-Vision)."""
         head = self.model.get_output_embeddings()
         if isinstance(head, packing.PackedLinear):
             return min(self.model.get_input_embeddings().num_embeddings, head.out_features)
         output = head.weight  # quantised, it does not say how many
-        read = self.model.get_input_embeddings().num_embeddings
-        return min(read, output.shape[0]) if output.is_floating_point() else read
+        rows = self.model.get_input_embeddings().num_embeddings
+        return min(rows, output.shape[0]) if output.is_floating_point() else rows
 
     @property
     def hidden_size(self) -> int:
@@ -162,12 +161,12 @@ class Target:
 
     @property
     def is_collective(self) -> bool:
-        """Must every process of the run take part in every read?"""
+        """Must every process of the run take part in every forward?"""
         return self.sharding in COLLECTIVE
 
     def broadcast(self, value: T) -> T:
-        """The first process's `value` where all of them take part in every read, else `value` itself. What was timed and
-        decides what is read next must come from here."""
+        """The first process's `value` where all of them take part in every forward, else `value` itself. What was timed
+        and decides about the next forward must come from here."""
         return broadcast(value) if self.is_collective else value
 
     @property
@@ -177,7 +176,7 @@ class Target:
 
     @property
     def supports_cuda_graphs(self) -> bool:
-        """May its reads be captured (heads/target/cuda_graphs.py)? A graph knows one process and one device."""
+        """May its forwards be captured (heads/target/cuda_graphs.py)? A graph knows one process and one device."""
         return self.sharding is None and self.on_one_device
 
     @cached_property
@@ -196,7 +195,7 @@ class Target:
 
     @property
     def max_positions(self) -> int | None:
-        """Most positions that it can read; None where its config does not say, or says that all can be (XLNet's -1)."""
+        """Most positions that it can take; None where its config does not say, or says that all can be (XLNet's -1)."""
         most = getattr(self.config, "max_position_embeddings", None)
         return None if most == -1 else most
 
@@ -217,15 +216,15 @@ class Target:
         return KVCache(self.num_layers, batch, capacity, self.device, one_device=self.on_one_device)
 
     def acquire_cache(self, batch: int, capacity: int) -> TargetCache:
-        """A cache whose reads are captured where the device can: the one that was given back last, if it suits."""
+        """A cache whose forwards are captured where the device can: the one that was released last, if it suits."""
         if not self.supports_trees:
             return self.new_cache(batch, capacity)
-        found, self._idle_cache = self._idle_cache, None
-        if found is None or found.batch != batch or found.capacity < capacity:
+        cache, self._idle_cache = self._idle_cache, None
+        if cache is None or cache.batch != batch or cache.capacity < capacity:
             capture, alone = self.supports_cuda_graphs, self.on_one_device
-            found = KVCache(self.num_layers, batch, capacity, self.device, capture, alone)
-        found.clear()
-        return found
+            cache = KVCache(self.num_layers, batch, capacity, self.device, capture, alone)
+        cache.clear()
+        return cache
 
     def release(self, cache: TargetCache) -> None:
         if isinstance(cache, KVCache) and cache.graphs.active:
@@ -249,12 +248,14 @@ class Target:
         """
         assert mask is None or self.supports_trees, self.why_no_trees
         self.check_draftable()
-        facts: dict[str, Any] = {"use_cache": cache is not None}
+        if cache is None:
+            self.check_tokens(tokens)
+        kwargs: dict[str, Any] = {"use_cache": cache is not None}
         if mask is not None:
-            facts["attention_mask"] = self.masks(mask, self.dtype, positions, key_positions)
+            kwargs["attention_mask"] = self.masks(mask, self.dtype, positions, key_positions)
         if cache is not None:
-            facts["past_key_values"] = cache
-        return self._forward(tokens, positions, layers, keep_logits, facts)[0]
+            kwargs["past_key_values"] = cache
+        return self._forward(tokens, positions, layers, keep_logits, kwargs)[0]
 
     def forward_from(
         self,
@@ -265,21 +266,21 @@ class Target:
         keep_logits: int = 0,
         mask: Tensor | None = None,
     ) -> tuple[TargetOutput, Any]:
-        """Read a piece of text (batch, length) after the `start` tokens, or (batch, 1) of each row, that the cache `state`
-        holds (None: from the beginning), with the model's own masks or one as for `read`. Returns the cache too, written
+        """A forward of text (batch, length) after the `start` tokens, or (batch, 1) of each sequence, that the cache `state`
+        holds (None: from the beginning), with the model's own masks or one as for `forward`. Returns the cache too, written
         into; None where the model keeps none."""
-        facts: dict[str, Any] = {} if self._past is None else {"use_cache": True}
+        kwargs: dict[str, Any] = {} if self._past is None else {"use_cache": True}
         if state is not None:
             assert self._past is not None
-            facts[self._past] = state
+            kwargs[self._past] = state
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None] + start
-        if mask is not None:  # only rows that are read together may reach beyond the context, by their padding
+        if mask is not None:  # only stacked sequences may reach beyond the context, by their padding
             positions = positions if self.context is None else positions.clamp(max=self.context - 1)
-            facts["attention_mask"] = self.masks(mask, self.dtype)
-        if self._takes_chunk_size and 1 < tokens.shape[1] < CHUNK:  # on a CPU padding is a quarter of a read of 8
-            facts["chunk_size"] = tokens.shape[1]
-        reading, out = self._forward(tokens.clamp(min=0), positions, layers, keep_logits, facts)
-        return reading, None if self._past is None else out.get(self._past)
+            kwargs["attention_mask"] = self.masks(mask, self.dtype)
+        if self._takes_chunk_size and 1 < tokens.shape[1] < CHUNK:  # on a CPU padding is a quarter of a forward of 8
+            kwargs["chunk_size"] = tokens.shape[1]
+        output, out = self._forward(tokens.clamp(min=0), positions, layers, keep_logits, kwargs)
+        return output, None if self._past is None else out.get(self._past)
 
     def _forward(
         self,
@@ -287,16 +288,16 @@ class Target:
         positions: Tensor | None,
         layers: Sequence[int],
         keep_logits: int | Tensor,
-        facts: dict[str, Any],
+        kwargs: dict[str, Any],
     ) -> tuple[TargetOutput, Any]:
-        """The reading, and the model's own output. facts: more arguments of its forward."""
+        """What `forward` gives, and the model's own output. kwargs: more arguments of its forward."""
         if positions is not None and "position_ids" in self._parameters:
-            facts["position_ids"] = positions
+            kwargs["position_ids"] = positions
         if "logits_to_keep" in self._parameters:
-            facts["logits_to_keep"] = keep_logits
+            kwargs["logits_to_keep"] = keep_logits
         if layers:
-            facts["output_hidden_states"] = list(layers)
-        out = self.model(input_ids=tokens, **facts)
+            kwargs["output_hidden_states"] = list(layers)
+        out = self.model(input_ids=tokens, **kwargs)
         logits = out.logits
         if "logits_to_keep" not in self._parameters and not (isinstance(keep_logits, int) and keep_logits == 0):
             logits = logits[:, -keep_logits:] if isinstance(keep_logits, int) else logits[:, keep_logits]
@@ -310,49 +311,50 @@ class Target:
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int], cache: TargetCache, layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """Read prompts (batch, longest), padded on the right, or a part of them, after what the cache holds; a target that
-        reads no trees reads them whole. logits (batch, 1, vocab): of each row's last token; features (batch, longest, width),
-        those of padding without meaning."""
+        """A forward of prompts (batch, longest), padded on the right, or of a part of them, after what the cache holds; a
+        target without trees takes them whole. logits (batch, 1, vocab): of each prompt's last token; aux_hidden_states
+        (batch, longest, width), those of padding without meaning."""
+        self.check_tokens(tokens)
         if isinstance(cache, StateCache):
             return cache.prefill(self, tokens, lengths, layers)
         positions = cache.seq_lens + torch.arange(tokens.shape[1], device=tokens.device)
         ends = sorted({length - 1 for length in lengths})
         # Padding stands after the text, where causal attention never looks: an empty cache needs no mask, ragged or not.
         mask = cache.causal_mask(tokens.shape[1])
-        reading = self.forward_tree(tokens, positions, mask, cache, layers, keep_logits=tokens.new_tensor(ends))
+        output = self.forward_tree(tokens, positions, mask, cache, layers, keep_logits=tokens.new_tensor(ends))
         where = tokens.new_tensor([[ends.index(length - 1)] for length in lengths])
-        logits = reading.logits.gather(1, where[:, :, None].expand(-1, -1, reading.logits.shape[-1]))
-        return TargetOutput(logits, reading.aux_hidden_states)
+        logits = output.logits.gather(1, where[:, :, None].expand(-1, -1, output.logits.shape[-1]))
+        return TargetOutput(logits, output.aux_hidden_states)
 
     @cached_property
     def supports_caching(self) -> bool:
-        """Can it read a token after what it has read? Tried once. Else it writes as transformers' own generate does."""
+        """Can it go on from a cache? Tried once. Else it writes as transformers' own generate does."""
         return self.supports_trees or (why_no_drafts(self.model) is None and supports_caching(self))
 
     @cached_property
     def supports_chains(self) -> bool:
-        """Does it read several tokens after a text as it reads them one by one? Measured once."""
+        """Does one forward of several tokens after a text give what one forward of each gives? Measured once."""
         return self.supports_caching and supports_chains(self)
 
     @cached_property
     def supports_ragged(self) -> bool:
-        """Does it read rows of several lengths together, chains after each, as it reads each alone? Measured once."""
+        """Does one forward of chains after texts of several lengths give what one of each gives? Measured once."""
         return self.supports_caching and supports_ragged(self)
 
-    def generate_next(self, text: Tensor, kept: dict[str, Any] | None = None) -> tuple[TargetOutput, dict[str, Any]]:
+    def generate_next(self, text: Tensor, kwargs: dict[str, Any] | None = None) -> tuple[TargetOutput, dict[str, Any]]:
         """The logits (1, 1, vocab) of the token after a text (1, length), by the steps of transformers' own generate, and
-        what they keep for the text with that token."""
-        facts = {"use_cache": has_cache(self.config)} if kept is None else kept
-        first, model = kept is None, self.model
+        the arguments that they keep for the text with that token."""
+        first, model = kwargs is None, self.model
+        kwargs = {"use_cache": has_cache(self.config)} if kwargs is None else kwargs
         inputs = model.prepare_inputs_for_generation(
             text,
-            next_sequence_length=1 if facts["use_cache"] and not first else None,
+            next_sequence_length=1 if kwargs["use_cache"] and not first else None,
             is_first_iteration=first,
-            **facts,
+            **kwargs,
         )
         out = model(**inputs, return_dict=True)
-        reading = TargetOutput(out.logits[:, -1:], out.logits.new_empty(*text.shape, 0))
-        return reading, model._update_model_kwargs_for_generation(out, facts)
+        output = TargetOutput(out.logits[:, -1:], out.logits.new_empty(*text.shape, 0))
+        return output, model._update_model_kwargs_for_generation(out, kwargs)
 
     def forward_tree(
         self,
@@ -363,10 +365,10 @@ class Target:
         layers: Sequence[int] = (),
         keep_logits: int | Tensor = 0,
     ) -> TargetOutput:
-        """Read draft tokens (batch, nodes) after the cached text; mask (batch, nodes, keys) bool, or None as by
-        `KVCache.causal_mask`. A target that reads no trees takes them for a chain.
+        """A forward of draft tokens (batch, nodes) after the cached text; mask (batch, nodes, keys) bool, or None as by
+        `KVCache.causal_mask`. A target without trees takes them for a chain.
 
-        Nodes that nothing can come of (token -1, or beyond the context) are read as something harmless.
+        Nodes that nothing can come of (token -1, or beyond the context) are replaced by something harmless.
         """
         if isinstance(cache, StateCache):
             return cache.forward_chains(self, tokens, layers)
@@ -383,34 +385,49 @@ class Target:
         with torch.no_grad():
             return self.model.get_input_embeddings()(tokens)
 
-    def logits(self, aux_hidden_states: Tensor) -> Tensor:
-        """The target's logits from its last hidden state (after the final norm). Gradients flow to `features`."""
+    @cached_property
+    def logit_settings(self) -> tuple[float | None, float | None, float | None]:
+        """What the logits are divided by (Granite), multiplied by (Cohere) and capped at (Gemma)."""
+        settings = self.config.to_dict()  # which knows every name of a config's, and takes longer than a small lm_head
+        divisor, factor = settings.get("logits_scaling"), settings.get("logit_scale")
+        return divisor or None, factor or None, settings.get("final_logit_softcapping")
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The target's logits from its last hidden state (after the final norm). Gradients flow to `hidden`."""
         head = self.model.get_output_embeddings()
         if not isinstance(head, packing.PackedLinear) and head.weight.is_floating_point():
-            aux_hidden_states = aux_hidden_states.to(head.weight.dtype)
-        logits = head(aux_hidden_states)
-        facts = self.config.to_dict()
-        if facts.get("logits_scaling"):  # Granite
-            logits = logits / facts["logits_scaling"]
-        if facts.get("logit_scale"):  # Cohere
-            logits = logits * facts["logit_scale"]
-        cap = facts.get("final_logit_softcapping")  # Gemma
+            hidden = hidden.to(head.weight.dtype)
+        logits = head(hidden)
+        divisor, factor, cap = self.logit_settings
+        logits = logits if divisor is None else logits / divisor
+        logits = logits if factor is None else logits * factor
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def check_draftable(self) -> None:
-        """Raise ValueError where nothing can be drafted, and so nothing is to be learned."""
+        """Raise ValueError where nothing can be drafted, and so no head can be trained."""
         if not self.supports_caching:
             raise ValueError(
-                f"model_type {self.config.model_type} does not read on from what it has read: it is decoded plainly, and "
-                "there is no head to train for it; choose another target"
+                f"model_type {self.config.model_type} cannot go on from a cache: it is decoded plainly, and there is no "
+                "head to train for it; choose another target"
+            )
+
+    def check_tokens(self, tokens: Tensor) -> None:
+        """Raise ValueError for a token of the tokenizer's that the model has no embedding of; the device is asked only where
+        there are such."""
+        rows = self.model.get_input_embeddings().num_embeddings
+        if self._checks_tokens and tokens.numel() and (worst := int(tokens.max())) >= rows:
+            raise ValueError(
+                f"the text holds {self.text_tokenizer.convert_ids_to_tokens(worst)!r} (token {worst}), and {self.name} has "
+                f"embeddings of 0 to {rows - 1} only: leave it out of the text"
             )
 
     def check_logits(self) -> None:
-        """Raise ValueError unless `logits` rebuilds what the model itself computes: heads learn from the former."""
-        reading = self.forward(torch.arange(4, device=self.device)[None] % self.vocab_size, layers=[self.num_layers])
-        difference = (self.logits(reading.aux_hidden_states).float() - reading.logits.float()).abs().max().item()
-        if difference > 1e-2 * max(1.0, reading.logits.abs().max().item()):
+        """Raise ValueError unless `logits` gives what the model itself computes: heads are trained on the former."""
+        output = self.forward(torch.arange(4, device=self.device)[None] % self.vocab_size, layers=[self.num_layers])
+        difference = (self.logits(output.aux_hidden_states).float() - output.logits.float()).abs().max().item()
+        if difference > 1e-2 * max(1.0, output.logits.abs().max().item()):
             raise ValueError(
                 f"{self.name or type(self.model).__name__} changes its logits after the lm_head (by up to "
-                f"{difference:.3g}) in a way that its config does not name: its heads would learn from wrong answers"
+                f"{difference:.3g}) in a way that its config does not name: its heads would be trained on "
+                "wrong teacher logits"
             )

@@ -1,4 +1,4 @@
-"""What a read of the target gives."""
+"""What a forward of the target gives."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class TargetOutput(NamedTuple):
-    """What the target made of some tokens."""
+    """Of some tokens."""
 
     logits: Tensor  # (batch, length or fewer, vocab)
     aux_hidden_states: Tensor  # (batch, length, len(layers) * hidden); width 0 when no layer was asked for

@@ -1,11 +1,11 @@
 """A target too large for one device: how its weights lie on several, however the head beside it is trained.
 
     layers   one process, whole layers on its devices one after the other, and beyond them on the host (accelerate)
-    fsdp     every process has a piece of every weight and gathers a layer when it is its turn; each reads its own rows
-    tensor   every process computes its slice of every layer; all read the same rows, those of all of them
+    fsdp     every process has a piece of every weight and gathers a layer when it is its turn; each has rows of its own
+    tensor   every process computes its slice of every layer; all have the same rows, those of all of them
 
-With the latter two every process must take part in every read, in the same order, so that what decides about a read must be
-the same in all of them: a clock is not. Both are transformers' own.
+With the latter two every process must take part in every forward, in the same order, so that what decides about a forward
+must be the same in all of them: a clock is not. Both are transformers' own.
 """
 
 import os
@@ -51,7 +51,7 @@ def arguments(path: str, sharding: str, quantization: str | None) -> dict[str, A
 
 
 def left_whole(path: str) -> dict[str, str]:
-    """The model's own plan, but for what heads read beside the model, each process its own rows: embedding and lm_head."""
+    """The model's own plan, but for what heads use beside the model, each process for its own rows: embedding and lm_head."""
     with torch.device("meta"):
         config = read_config(path)
         model = model_class(config).from_config(config)

@@ -1,4 +1,4 @@
-"""Which models can be targets, and which of them can read a tree: asked of their configs and classes, not of their names."""
+"""Which models can be targets, and which of them support trees: asked of their configs and classes, not of their names."""
 
 import inspect
 
@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 # The layer types, as transformers names them, that remember keys and values alone and whose masks we know how to cut.
 BRANCHING = {"full_attention", "sliding_attention"}
 PASTS = ("past_key_values", "cache_params", "state")  # what models call their cache
-CHUNK = 64  # tokens of a chunk, where transformers' gated delta rule is told nothing else
+CHUNK = 64  # tokens of a chunk, where transformers' gated delta rule is asked for no other
 
 
 def check_supported(model: PreTrainedModel) -> None:
@@ -27,16 +27,17 @@ def check_supported(model: PreTrainedModel) -> None:
             "choose a target without"
         )
     output = model.get_output_embeddings()
-    read, written = model.get_input_embeddings().num_embeddings, None if output is None else output.weight.shape[0]
-    if output is None or (written > read and output.weight.is_floating_point()):
+    inputs, written = model.get_input_embeddings().num_embeddings, None if output is None else output.weight.shape[0]
+    if output is None or (written > inputs and output.weight.is_floating_point()):
         raise ValueError(
-            f"model_type {config.model_type} reads {read} tokens and writes {written or 'none'}: all that it writes "
-            "must be what it can read next; choose a text model"
+            f"model_type {config.model_type} takes {inputs} tokens and writes {written or 'none'}: all that it writes "
+            "must be what it can take next; choose a text model"
         )
 
 
 def why_no_drafts(model: PreTrainedModel) -> str | None:
-    """Why each token is found by the steps of transformers' own generate, in words; None where the model reads on."""
+    """Why each token is found by the steps of transformers' own generate, in words; None where it has a cache to go on
+    from."""
     config = model.config.get_text_config()
     if getattr(config, "causal", None) is False or "target_mapping" in inspect.signature(model.forward).parameters:
         return f"model_type {config.model_type} writes a token in the place of a mask, so nothing can be drafted"
@@ -57,7 +58,7 @@ def has_cache(config: PreTrainedConfig) -> bool:
 
 
 def why_no_trees(model: PreTrainedModel, context: int | None) -> str | None:
-    """Why the branches of a tree cannot be read at once, and taken back, in words; None where they can. Such a model would
+    """Why one forward cannot verify the branches of a tree, in words; None where it can. Such a model would
     run, and give wrong logits. context: most tokens of a text."""
     config = model.config.get_text_config()
     if why := why_no_drafts(model):
@@ -93,13 +94,13 @@ def longrope_boundary(config: PreTrainedConfig, context: int | None) -> int | No
 
 def picks_keys(config: PreTrainedConfig) -> bool:
     """Does it look at those keys alone that an indexer scores highest (DeepSeek-V3.2, GLM-5, MiniMax-M3)? The rounding of a
-    score depends on how many tokens are read, so at a near-tie the pick does too."""
+    score depends on how many tokens are in a forward, so at a near-tie the pick does too."""
     names = ("index_topk", "index_topk_blocks", "indexer_budget")
     return any(getattr(config, name, None) is not None for name in names)
 
 
 def takes_chunk_size(model: PreTrainedModel) -> bool:
     """Do recurrent layers of it take `chunk_size` from the keywords of its forward? Those of transformers with a gated delta
-    rule do, where no kernel replaces it, and pad whatever they read to whole chunks."""
+    rule do, where no kernel replaces it, and pad whatever they take to whole chunks."""
     sources = {inspect.getmodule(type(part)) for part in model.modules()}
     return any("torch_chunk_gated_delta_rule" in vars(source) for source in sources if source is not None)

@@ -124,7 +124,6 @@ def chain(head: DraftHead, target: Target, rows: list[list[int]], depth: int) ->
         ("eagle3", "vllm", "eagle3"),
         ("eagle3", "speculators", "eagle3"),
         ("eagle", "vllm", "eagle"),
-        ("medusa", "vllm", "medusa"),
         ("dflash", "vllm", "dflash"),
         ("dflash", "speculators", "dflash"),
         ("jetspec", "vllm", "dflash"),

@@ -163,22 +163,6 @@ def medusa_v2() -> Golden:
     return config, medusa_weights(3, 2, projections=False), "medusa_lm_head.safetensors"
 
 
-def vllm_medusa() -> Golden:
-    """No biases: `medusa_fc_bias` is absent, which means false."""
-    config = {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "hidden_size": H,
-        "num_heads": 3,
-        "num_hidden_layers": 2,
-        "vocab_size": V,
-        "truncated_vocab_size": V,
-    }
-    weights = {f"lm_heads.{i}.weight": random(V, H) for i in range(3)}
-    weights |= {f"blocks.{i}.layers.{j}.weight": random(H, H) for i in range(3) for j in range(2)}
-    return config, weights, "model.safetensors"
-
-
 def wide_block(name: str, inputs: int) -> dict[str, Tensor]:
     """The first block of a Hydra MLP: it reads hidden states and embeddings side by side."""
     parts = {f"{name}.{part}": (random(H, inputs * H), random(H)) for part in ("linear", "res_connection")}
