@@ -59,7 +59,9 @@ class Target:
         texts stay below its boundary supports trees. Raises ValueError for more than that."""
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.name, self._context = tokenizer, name, context
-        self.checkpoint = name  # the directory or Hub id that transformers loads; of a GGUF file the converted directory
+        self.checkpoint = (
+            name  # the directory or Hub id that transformers loads; of a GGUF file the converted directory
+        )
         self._checks_tokens = tokenizer is not None and len(tokenizer) > model.get_input_embeddings().num_embeddings
         self._idle_cache: KVCache | None = None
         self.config = model.config.get_text_config()
