@@ -33,10 +33,12 @@ from foredraft.heads.target import Target
 class MidLayer(DecoderLayer):
     """The decoder layer: attention over (embedding, hidden) side by side, the residual is the hidden state alone."""
 
+    norms: ClassVar[tuple[str, ...]] = ("hidden_norm", *DecoderLayer.norms)
+    hidden_norm: RMSNorm
+
     def __init__(self, config: LlamaConfig):
         attention = (LatentAttention if config.kv_lora_rank else Attention)(config, 2 * config.hidden_size)
         super().__init__(config, attention)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def concat_inputs(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
         return torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)

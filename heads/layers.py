@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -219,13 +219,19 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """A Llama layer. attention: Llama's own where none is given. first_norm: EAGLE-1's has none."""
 
+    norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
+    input_layernorm: nn.Module
+    post_attention_layernorm: RMSNorm
+
     def __init__(self, config: LlamaConfig, attention: Attention | None = None, first_norm: bool = True):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn: Any = Attention(config, width) if attention is None else attention
         self.mlp = MLP(config)
-        self.input_layernorm: nn.Module = RMSNorm(width, eps) if first_norm else nn.Identity()
-        self.post_attention_layernorm = RMSNorm(width, eps)
+        for name in self.norms:
+            self.add_module(name, RMSNorm(width, eps))
+        if not first_norm:
+            self.input_layernorm = nn.Identity()
 
     def feed_forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
         hidden = hidden + attended

@@ -174,7 +174,9 @@ def test_a_layout_is_what_the_files_say_or_else_what_their_architecture_is(deep,
 def test_a_block_of_an_absurd_size_is_refused(deep, tmp_path, size):
     config, weights, _ = make("zlab", deep)
     with pytest.raises(ValueError, match="block_size"):
-        load_head(write(tmp_path, config | {"block_size": size}, weights), deep)
+        load_head(
+            write(tmp_path, config | {"dflash_config": config["dflash_config"] | {"block_size": size}}, weights), deep
+        )
 
 
 # -- export -----------------------------------------------------------------------------------------------------------

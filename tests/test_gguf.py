@@ -68,7 +68,7 @@ def test_rounded_weights_are_those_that_the_gate_is_given(embedded, tmp_path, dt
     rounded, again = layout.stored(head, embedded), read_head(tmp_path, embedded)
     assert rounded is not head
     assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in rounded.state_dict().items())
-    assert torch.equal(again.midlayer.hidden_norm.weight, head.midlayer.hidden_norm.weight)  # norms stay as they are
+    assert torch.equal(again.layer.hidden_norm.weight, head.layer.hidden_norm.weight)  # norms stay as they are
     worst = max((a - b).abs().max().item() for a, b in zip(head.parameters(), again.parameters(), strict=True))
     assert 0 < worst < 0.13  # of numbers between -1 and 1
 

@@ -201,8 +201,8 @@ def test_latent_attention_that_no_layer_has_is_refused(tmp_path, change, message
         load_head(tmp_path, tiny_target(8))
 
 
-def test_a_head_of_ours_must_have_the_targets_rope(tmp_path):
-    """Strict where it is a mistake: a head that was trained here copies rope and context from its target."""
+def test_a_head_that_is_saved_here_must_have_the_targets_rope(tmp_path):
+    """The gate is strict with a head that was just written: it copies rope and context from its target."""
     target = tiny_target(8)
     save_head(Eagle3Head.for_target(target, 3), tmp_path, target)
     for key, value, message in (
@@ -216,7 +216,7 @@ def test_a_head_of_ours_must_have_the_targets_rope(tmp_path):
         changed = {k: v for k, v in config.items() if k != "rope_theta" or key != "rope_parameters"} | {key: value}
         (tmp_path / "other" / "config.json").write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=message):
-            load_head(tmp_path / "other", target)
+            load_head(tmp_path / "other", target, strict=True)
 
 
 # -- which layers -----------------------------------------------------------------------------------------------------
