@@ -283,6 +283,6 @@ def test_what_does_not_read_on_has_no_head_to_train() -> None:
     target = Target(hf.AutoModelForCausalLM.from_config(config))
     assert not target.supports_caching and not target.supports_chains
     with pytest.raises(
-        ValueError, match=r"^model_type xlm does not read on .* no head to train for it; choose another target"
+        ValueError, match=r"^model_type xlm cannot go on from a cache.* no head to train for it; choose another target"
     ):
         target.forward(torch.tensor([[1, 2, 3]]))

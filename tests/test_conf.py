@@ -136,12 +136,13 @@ def test_a_drafter(target, drafter: Drafter):
 
 KNOWN = {  # of the heads below, by each format
     "eagle": {"eagle"},
+    "gguf": {"eagle3"},
     "hydra": {"hydra"},
     "medusa": {"medusa"},
     "mtp": {"mtp"},
     "sglang": {"eagle"},
     "speculators": {"eagle3"},
-    "vllm": {"eagle3", "medusa"},
+    "vllm": {"eagle3"},
 }
 
 

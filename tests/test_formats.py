@@ -129,7 +129,7 @@ def test_hydra_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_heads_of_others_decode_what_the_target_writes_alone(deep, tmp_path, name):
-    drafter = load_drafter(str(write(tmp_path, *make(name, deep))), deep)
+    drafter = load_drafter(str(write(tmp_path, *make(name, deep))), deep, tree="fixed")
     ids = torch.tensor([PROMPT])
     settings = {"max_new_tokens": 12, "eos_token_id": -1}
     out = generate(deep, drafter, ids, **settings)

@@ -50,4 +50,4 @@ def test_a_chat_answers_line_by_line(tmp_path: Path):
     assert len(figures) == 3 and "\n" in ended.out
     first, second = ended.out.split(figures[0])[0], ended.out.split(figures[0])[1].split("6 tokens")[0]
     assert first.strip() == second.strip()  # /new: the same question in the same place
-    assert "reads 2048" in " ".join(ended.out.split()) and "/new starts over" in " ".join(ended.out.split())
+    assert "takes 2048" in " ".join(ended.out.split()) and "/new starts over" in " ".join(ended.out.split())

@@ -161,7 +161,7 @@ def test_lossless_and_export_with_the_trained_head(foredraft: Program, trained: 
     few = ["prompts=1", "prompt_tokens=16", "new_tokens=8", "dtype=float32"]
     proved = foredraft("lossless", "target.device=cpu", "drafter=out/head", *few)
     assert proved.returncode == 0 and proved.stdout.endswith("lossless\n"), proved
-    exported = foredraft("export", "head=out/head", "format=vllm", "output_dir=exported", "target.device=cpu")
+    exported = foredraft("export", "head=out/head", "format=medusa", "output_dir=exported", "target.device=cpu")
     assert exported.returncode == 0 and "parity gate passed" in exported.stdout, exported
 
 

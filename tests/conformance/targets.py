@@ -111,6 +111,6 @@ def export(heads: list[DraftHead], target: Target) -> None:
     """Written in an engine's layout, and loaded again from it."""
     with tempfile.TemporaryDirectory() as folder:
         for head in heads:
-            exported = engines.vllm(head, target)
+            exported = (engines.medusa if isinstance(head, MedusaHead) else engines.vllm)(head, target)
             write_head(head, Path(folder) / head.kind, target, exported.layout, exported.layout.weight_files)
             load_head(Path(folder) / head.kind, target)
