@@ -90,7 +90,9 @@ def is_faster(dtype: torch.dtype) -> bool:
     """Are products of a few rows with a packed weight faster on this CPU? Timed once, in a few milliseconds."""
     if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return False
-    linear = nn.Linear(PROBE[1], PROBE[0], bias=False, dtype=dtype).requires_grad_(False)
+    # Made of ones: what is random here would change the numbers that a head begins with.
+    linear = nn.Linear(PROBE[1], PROBE[0], bias=False, device="meta", dtype=dtype).requires_grad_(False)
+    linear.weight = nn.Parameter(torch.ones(PROBE, dtype=dtype), requires_grad=False)
     x = torch.ones(ROWS, PROBE[1], dtype=dtype)
     try:
         return best_seconds(PackedLinear(linear), x) < best_seconds(linear, x)

@@ -75,6 +75,13 @@ def test_texts_are_the_same(kind: str, everything_is_packed, tiny_path, target: 
             )
 
 
+def test_the_probe_draws_no_random_numbers():
+    packing.is_faster.cache_clear()
+    state = torch.get_rng_state()
+    packing.is_faster(torch.float32)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_an_adapter_finds_linear_layers(everything_is_packed, tiny_path):
     packed = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     make_head("medusa2", packed)
