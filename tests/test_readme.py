@@ -50,7 +50,7 @@ def test_a_command_is_one_that_the_program_takes(command: str, capfd: pytest.Cap
         (asked,) = (re.fullmatch(r"\.\[(.+)\]", word) for word in words if word.startswith("."))
         assert asked is not None and set(asked[1].split(",")) <= extras.keys()
         return
-    files = [word for word in words if re.match(r"(scripts|train|tests|\.ci)/?", word)]
+    files = [word for word in words if re.match(r"(scripts|train|tests|\.ci)(/|$)", word)]
     assert all((ROOT / file).exists() for file in files)
     module, arguments = program(words)
     if module is None:
