@@ -22,9 +22,7 @@ from foredraft.inference.drafters import (
     SuffixDrafter,
     Union,
 )
-from foredraft.inference.evaluation.lossless import PaddedDrafter
 from foredraft.inference.sampling import Sampling
-from tests.support.acceptance_rules import PublishedRule
 from tests.support.tape import Tape
 
 PARAMS = [
@@ -294,15 +292,3 @@ def test_a_row_that_fills_the_context_writes_nothing_alone_and_in_a_batch(target
     out = generate(target, None, ids, mask, max_new_tokens=6, eos_token_id=-1)
     short = generate(target, None, ids[1:, -5:], max_new_tokens=6, eos_token_id=-1, seed=1)
     assert out.new_tokens == [[], short.new_tokens[0]]
-
-
-def test_published_rules_take_padded_trees(target):
-    """Captured steps pad trees to powers of two."""
-    ids = torch.tensor([prompt(6, 2)])
-    settings = {"max_new_tokens": 20, "eos_token_id": -1, "verifier": PublishedRule("tree_deterministic")}
-    model = drafter("draft model", target)
-    assert model is not None
-    model.nodes = 5
-    padded = PaddedDrafter(model)
-    padded.nodes = 8
-    assert generate(target, padded, ids, **settings).new_tokens == generate(target, None, ids, **settings).new_tokens

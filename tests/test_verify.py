@@ -1,0 +1,93 @@
+"""The verifiers, each against its definition: the coupled one over every small tree and every choice of the target's."""
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft.inference.tree import TokenTree, from_parents
+from foredraft.inference.verify import Coupled, TypicalAcceptance, Verification, Verifier
+
+
+class Cases(NamedTuple):
+    """Every tree of a shape with tokens -1 (padding), 0 and 1, beside every table of what a target of two tokens writes after
+    each of the texts (), 0, 1, 00, 01, 10, 11: text i's successors are the texts 2 * i + 1 and 2 * i + 2."""
+
+    tree: TokenTree
+    choices: Tensor  # (cases, nodes): the table's token after each node
+    plain: Tensor  # (cases, 3): the text that the table gives without drafts
+    counts: Tensor  # (cases,): node 0 and how many drafts continue that text
+
+
+def every_case(parents: list[int]) -> Cases:
+    drafts = torch.tensor(list(itertools.product((-1, 0, 1), repeat=len(parents) - 1)))
+    tables = torch.tensor(list(itertools.product((0, 1), repeat=7)))
+    tables, drafts = tables.repeat(len(drafts), 1), drafts.repeat_interleave(len(tables), 0)
+    tree = from_parents(torch.cat([drafts[:, :1] * 0, drafts], 1), torch.tensor([parents] * len(drafts)), 2)
+    texts, plain = [torch.zeros(len(drafts), dtype=torch.int64)], [torch.zeros(len(drafts), dtype=torch.int64)]
+    for node, parent in enumerate(parents[1:], start=1):
+        above, token = texts[parent], tree.tokens[:, node]
+        texts.append(torch.where((above < 0) | (token < 0), -1, 2 * above + 1 + token))
+    for _ in range(3):
+        plain.append(2 * plain[-1] + 1 + tables.gather(1, plain[-1][:, None])[:, 0])
+    at, along = torch.stack(texts, 1), torch.stack(plain, 1)
+    counts = 1 + (tree.depths * (at == along.gather(1, tree.depths))).amax(1)
+    return Cases(tree, tables.gather(1, at.clamp(min=0)), (along[:, 1:] - 1) % 2, counts)
+
+
+def written(verifier: Verifier, cases: Cases, sampled: bool) -> Verification:
+    logits = torch.nn.functional.one_hot(cases.choices, 2).float()
+    return verifier(cases.tree, logits, torch.ones(len(logits), 1, dtype=torch.bool) if sampled else None, 2)
+
+
+def differs(found: Verification, cases: Cases) -> Tensor:
+    """(cases,): does the new text, as far as it goes, differ from the plain one?"""
+    new = torch.arange(3) < found.counts[:, None]
+    return ((found.tokens != cases.plain) & new).any(1)
+
+
+@pytest.mark.parametrize("parents", [[0, 0, 1], [0, 0, 0], [0, 0, 0, 1, 1], [0, 0, 0, 2, 1], [0, 0, 1, 1, 0]])
+def test_whatever_is_drafted_the_text_is_the_targets_and_all_that_fits_is_accepted(parents):
+    cases = every_case(parents)
+    for verifier, sampled in ((Coupled(), True), (Coupled(), False), (TypicalAcceptance(), False)):
+        found = written(verifier, cases, sampled)
+        assert not differs(found, cases).any() and torch.equal(found.counts, cases.counts)
+    lossy = written(TypicalAcceptance(), cases, True)
+    assert differs(lossy, cases).any()  # or the check would see nothing
+    accepted = torch.arange(lossy.path.shape[1]) < lossy.counts[:, None]
+    assert (cases.tree.tokens.gather(1, lossy.path)[accepted] >= 0).all()  # padding is never accepted
+
+
+def typical(tokens: list[int], parents: list[int], p: Tensor, eps: float, delta: float) -> tuple[list[int], int]:
+    """Medusa's own rule, arXiv:2401.10774, section 2.3.1, over one tree: accepted nodes and the next token. Every child with
+    p(x) > min(eps, delta * exp(-entropy(p))) is accepted; the deepest accepted node wins, of several the likelier path."""
+    threshold = (delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp(max=eps)
+    rank = {0: (0, 0.0)}  # accepted node: (its depth, log-likelihood of its path)
+    for node, (token, parent) in enumerate(zip(tokens, parents)):
+        if node and parent in rank and p[parent, token] > threshold[parent]:
+            rank[node] = (rank[parent][0] + 1, rank[parent][1] + p[parent, token].log().item())
+    path = [max(rank, key=rank.__getitem__)]
+    while path[0] != 0:
+        path.insert(0, parents[path[0]])
+    return path, int(p[path[-1]].argmax())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_typical_acceptance_is_medusas(seed):
+    """Over random trees with padding; greedy sequences beside sampled ones are the coupled verifier's."""
+    draw = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(4, 9, 5, generator=draw)
+    parents = torch.tensor([[0, *(int(torch.randint(0, n, (), generator=draw)) for n in range(1, 9))]] * 4)
+    tokens = torch.randint(0, 5, (4, 9), generator=draw)
+    tokens[:, 7:] = -1
+    tree = from_parents(tokens, parents, 8)
+    found = TypicalAcceptance(eps=0.2, delta=0.5)(tree, logits, torch.tensor([[True], [True], [True], [False]]), 8)
+    for row in range(3):
+        given = tokens[row, :7].tolist(), parents[row, :7].tolist(), logits[row, :7].softmax(-1)
+        path, last = typical(*given, eps=0.2, delta=0.5)
+        count = int(found.counts[row])
+        assert found.path[row, :count].tolist() == path and found.tokens[row, count - 1] == last
+    coupled = Coupled()(tree, logits, None, 8)
+    assert all(torch.equal(one[3], other[3]) for one, other in zip(found, coupled, strict=True))
