@@ -55,6 +55,11 @@ def stored_embeddings(target: Target, ids: range) -> Tensor | None:
     return None
 
 
+def published_dtype(target: Target) -> torch.dtype:
+    """Of a head's files: the target's own, where that is not one of packed weights."""
+    return target.dtype if target.dtype.is_floating_point else torch.float32
+
+
 def save_head(head: DraftHead, directory: str | Path, target: Target, **extra: Any) -> None:
     """Write model.safetensors and config.json. `extra` (JSON values) goes under "foredraft", beside what loading uses."""
     write_head(head, directory, target, formats.default_format(head), (WEIGHTS,), **extra)

@@ -81,10 +81,10 @@ def test_old_checkpoints_and_weights_that_are_best_no_more_go(tmp_path: Path):
     for step in (9, 20, 100):
         (tmp_path / f"checkpoint-{step}").mkdir()
     for step in (8, 16):
-        checkpoints.keep_best(tmp_path, step, {"x": torch.zeros(1)})
+        checkpoints.best_head(tmp_path, step).mkdir()
     checkpoints.rotate(tmp_path, 2, best=16)
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"checkpoint-20", "checkpoint-100", "best-16.safetensors", "unfinished"}
+    assert left == {"checkpoint-20", "checkpoint-100", "best-16", "unfinished"}
 
 
 def test_the_best_weights_are_those_that_drafted_best():
@@ -107,11 +107,8 @@ def test_a_run_ships_its_best_weights(given: list[str], here, tmp_path: Path, mo
     ended = here(*given, "output_dir=out", "keep_checkpoints=true")
     assert ended.code == 0, ended.err
     assert "the weights of step 8, which drafted best on validation prompts, are kept" in ended.out
-    best = load_file(tmp_path / "out/checkpoints/best-8.safetensors")
-    saved = load_file(tmp_path / "out/head/model.safetensors")
-    best["fc.weight"] /= best["fc.sizes"]
-    on_disk = {name.replace("layer.", "midlayer.", 1): weight for name, weight in best.items()}
-    assert all(torch.equal(saved[name], on_disk[name]) for name in saved)
+    best, saved = (load_file(tmp_path / f"out/{name}/model.safetensors") for name in ("checkpoints/best-8", "head"))
+    assert saved.keys() == best.keys() and all(torch.equal(saved[name], best[name]) for name in saved)
     assert json.loads((tmp_path / "out/metrics.json").read_text())["step"] == 8
 
 

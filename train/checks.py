@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from foredraft.heads import adapter
 from foredraft.heads.base import DraftHead
-from foredraft.heads.checkpoint import save_head
+from foredraft.heads.checkpoint import published_dtype, save_head
 from foredraft.heads.target import Target
 from foredraft.train import parity_gate
 from foredraft.train.data.corpus import Corpus, prompts
@@ -62,7 +62,7 @@ def save_checked(
 
     The rounding comes first, so that what is checked and measured is what is published.
     """
-    head.to(target.dtype if target.dtype.is_floating_point else torch.float32)
+    head.to(published_dtype(target))
     save_head(head, directory, target, **facts)
     long = (document.tokens for document in documents if len(document.tokens) >= GATE_TOKENS)
     text = next(long, None) or max((document.tokens for document in documents), key=len)

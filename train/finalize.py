@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainerState
 
 from foredraft.heads import adapter
 from foredraft.heads.base import DraftHead, ParallelHead
+from foredraft.heads.checkpoint import published_dtype, read_head
 from foredraft.heads.hub.card import model_card
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import load_drafter
@@ -48,7 +48,8 @@ def finalize(
     best = checkpoints.best_step(history) if cfg.evaluate.keep_best and alone else None
     if best is not None and best != step:
         print(f"the weights of step {best}, which drafted best on validation prompts, are kept", flush=True)
-        head.load_state_dict(load_file(checkpoints.best_file(directory / CHECKPOINTS, best)))
+        head = read_head(checkpoints.best_head(directory / CHECKPOINTS, best), target).float().to(target.device)
+        distillation.head = head
     apart = held_out.agreement(trainer.criterion.with_head(head.eval()), rows)
     with tempfile.TemporaryDirectory() as scratch:
         saved = (directory if distributed.rank() == 0 else Path(scratch)) / "head"
@@ -111,7 +112,7 @@ def save_final(distillation: DistillationModel, directory: Path, data: Corpus, l
     head.on_train_end()
     facts: dict[str, Any] = {}
     if isinstance(head, ParallelHead):
-        head.to(target.dtype if target.dtype.is_floating_point else torch.float32)
+        head.to(published_dtype(target))
         facts["accuracies"] = rank_accuracies(distillation, data.validation, length)
     difference = save_checked(head, target, directory, data.train, **facts)
     print(f"parity gate: training forward, drafter and saved files agree to {difference:.1e}", flush=True)

@@ -41,7 +41,7 @@ from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import Measure, Progress, StopOnSignal, fitted
 from foredraft.train.runtime.memory import keep_freed, out_of_memory_named
 from foredraft.train.runtime.memory_plan import planned_memory
-from foredraft.train.runtime.run_state import done_before, open_directory, rows_per_step
+from foredraft.train.runtime.run_state import CHECKPOINTS, done_before, open_directory, rows_per_step
 from foredraft.train.start import init_from
 from foredraft.train.trainer import HeadTrainer, HeadTrainingArguments, arguments
 
@@ -133,8 +133,8 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     if distributed.rank() == 0 or target.is_collective:
         check_saving(head, target, data.train)
     parameters = sum(parameter.numel() for parameter in head.parameters())
-    # Three checkpoints of weights and two moments in float32, the best weights twice, and the head itself.
-    need_bytes = (3 * 3 * 4 + 2 * 4 + 2) * parameters + 2**20
+    # Three checkpoints of weights, two moments and the head, the best head twice, and the finished one; in float32 at most.
+    need_bytes = (3 * 4 + 3) * 4 * parameters + 2**20
     directory, checkpoint = distributed.broadcast(
         open_directory(cfg, need_bytes) if distributed.rank() == 0 else (Path(), None)
     )
@@ -255,7 +255,11 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
     distillation.head = trainer.full_head()
     if stop.stopped:
         distributed.shutdown()
-        print(f"stopped at step {trainer.state.global_step}; the same command resumes from there", flush=True)
+        print(
+            f"stopped at step {trainer.state.global_step}; the same command resumes from there, and drafter="
+            f"{checkpoints.newest(run.directory / CHECKPOINTS)} drafts with what it has learned",
+            flush=True,
+        )
         raise SystemExit(130)
     return trainer
 

@@ -7,6 +7,7 @@ loggers and arguments that users know. It is used by its public methods, callbac
 import contextlib
 import copy
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -22,6 +23,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
+from foredraft.heads.checkpoint import published_dtype, save_head
+from foredraft.heads.hub.client import HEAD
 from foredraft.heads.target import Target
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed
@@ -216,10 +219,11 @@ class HeadTrainer(Trainer):
             self.reset_counters()
         super().log(logs, *args, **kwargs)
 
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """The first part of a checkpoint; the next step begins after its last one."""
+    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """The first part of a checkpoint, its head among it; the next step begins after the last one."""
         self.saving_since = time.perf_counter()
-        super().save_model(*args, **kwargs)
+        super().save_model(output_dir, *args, **kwargs)
+        self.save_head(self.full_head(), Path(output_dir or self.args.output_dir) / HEAD)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """The Trainer's, after it has read a checkpoint. Raises ValueError for one that has not the weights of this head, as
@@ -247,6 +251,17 @@ class HeadTrainer(Trainer):
             load_full_weights(self.eval_head, state, self.distillation.target.device)
         return self.eval_head.eval()
 
+    def save_head(self, head: DraftHead, directory: Path) -> None:
+        """Write what `full_head` gave as the finished head is written. One process keeps the files."""
+        if not self.measures:
+            return
+        target = self.distillation.target
+        finished = copy.deepcopy(head, {id(target): target})
+        finished.on_train_end()
+        with tempfile.TemporaryDirectory() as scratch:
+            place = directory if distributed.rank() == 0 else Path(scratch) / HEAD
+            save_head(finished.to(published_dtype(target)), place, target)
+
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Measure the very weights in training, and keep the best so far."""
         with self.not_timed(), torch.no_grad():
@@ -254,8 +269,8 @@ class HeadTrainer(Trainer):
             found = distributed.broadcast(self.measure(head) if self.measures else {})
             self.log(dict(found))
             step = self.state.global_step
-            if distributed.rank() == 0 and checkpoints.best_step(self.state.log_history) == step:
-                checkpoints.keep_best(self.folder, step, head.state_dict())
+            if checkpoints.best_step(self.state.log_history) == step:
+                self.save_head(head, checkpoints.best_head(self.folder, step))
         metrics = {"eval_acceptance_length": found["acceptance_length"]}
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

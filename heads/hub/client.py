@@ -14,9 +14,10 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from foredraft.heads.formats.files import INDEX, PICKLED, SAFE, read_config
+from foredraft.heads.formats.files import CONFIG, INDEX, PICKLED, SAFE, read_config
 
 WEIGHTS = (*SAFE, *PICKLED)
+HEAD = "head"  # of a run, and of each of its checkpoints
 # What a head consists of, in any layout: of these a repository holds what the newest head has, and no others.
 HEAD_FILES = (*WEIGHTS, "*.safetensors", "adapter_*", "config.json", "config.yaml", "metrics.json", "report.html")
 TEXTS = ["*.json", "*.md"]
@@ -35,7 +36,8 @@ class PushRefused(ValueError):
 
 
 def find(path_or_id: str | Path, revision: str | None = None) -> Path:
-    """The directory of a head: itself, or the Hub's copy of `org/name`, which is cached and works offline afterwards.
+    """The directory of a head: itself, the `head` in that of a run or a checkpoint, or the Hub's copy of `org/name`, which is
+    cached and works offline afterwards.
 
     The config comes first, so that a drafter that cannot be used is refused before its weights are downloaded. Only the
     files that a head consists of are fetched; pickles only where there is nothing else, and code never.
@@ -47,7 +49,7 @@ def find(path_or_id: str | Path, revision: str | None = None) -> Path:
             raise ValueError(
                 f"head {path} is a directory, which has no revision={revision}: that is for ids on the Hub"
             )
-        return path
+        return path / HEAD if (path / HEAD / CONFIG).is_file() else path
     name = str(path_or_id)
     if name.count("/") != 1 or name.startswith((".", "/")):
         raise ValueError(f"head {name} is neither a directory nor a Hub id like org/name")

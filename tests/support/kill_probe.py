@@ -19,8 +19,9 @@ import safetensors.torch
 import torch
 from transformers import TrainerState
 
+from foredraft.heads.formats import base as formats
 from foredraft.train import finalize, run
-from foredraft.train.runtime import checkpoints, run_state
+from foredraft.train.runtime import run_state
 from foredraft.train.trainer import HeadTrainer
 
 
@@ -52,7 +53,7 @@ def child(moment: int, number: int, overrides: list[str]) -> None:
     fate.at(torch.optim.AdamW, "step")
     fate.at(torch, "save", writes=1)
     fate.at(safetensors.torch, "save_file", writes=1)
-    fate.at(checkpoints, "save_file", writes=1)
+    fate.at(formats, "save_file", writes=1)
     fate.at(TrainerState, "save_to_json", writes=1)
     fate.at(Path, "rename")
     fate.at(shutil, "rmtree")

@@ -2,17 +2,14 @@
 
 checkpoints/
   checkpoint-40/            weights, optimizer, schedule, random states, trainer_state.json, by the Trainer
-  best-20.safetensors       the head that drafted best on validation prompts so far
+    head/                   the head of this step, as the finished one is written
+  best-20/                  the head that drafted best on validation prompts so far, likewise
   unfinished/               what a run is about to write or to delete; nothing in it is ever read
 """
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
-
-from safetensors.torch import save_file
-from torch import Tensor
 
 from foredraft.train.runtime import distributed
 
@@ -21,7 +18,7 @@ UNFINISHED = "unfinished"  # the Trainer's output_dir
 
 
 def step_of(path: Path) -> int:
-    return int(path.stem.split("-")[1])
+    return int(path.name.split("-")[1])
 
 
 def newest(directory: Path) -> str | None:
@@ -48,12 +45,12 @@ def complete(directory: Path, step: int) -> None:
 
 
 def rotate(directory: Path, limit: int | None, best: int | None) -> None:
-    """Delete all but the newest `limit` checkpoints (None: keep all), and weights that are no longer the best."""
+    """Delete all but the newest `limit` checkpoints (None: keep all), and heads that are no longer the best."""
     for path in sorted(directory.glob("checkpoint-*"), key=step_of)[: -limit if limit else 0]:
         shutil.rmtree(path.rename(directory / UNFINISHED / path.name))
-    for path in directory.glob("best-*.safetensors"):
+    for path in directory.glob("best-*"):
         if step_of(path) != best:
-            path.unlink()
+            shutil.rmtree(path)
 
 
 def best_step(history: list[dict[str, Any]]) -> int | None:
@@ -67,14 +64,7 @@ def best_step(history: list[dict[str, Any]]) -> int | None:
     return max(entry["step"] for entry in measured if entry["acceptance_length"] >= least)
 
 
-def best_file(directory: Path, step: int) -> Path:
-    return directory / f"best-{step}.safetensors"
-
-
-def keep_best(directory: Path, step: int, weights: dict[str, Tensor]) -> None:
-    """Write the head's weights of `step`. Those of an earlier step stay until the next checkpoint is complete, since a run
-    that is killed before it continues from where they were the best."""
-    directory.mkdir(parents=True, exist_ok=True)
-    part = directory / f"best-{step}.part"
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, part)
-    os.replace(part, best_file(directory, step))
+def best_head(directory: Path, step: int) -> Path:
+    """Where the head of `step` lies. That of an earlier step stays until the next checkpoint is complete, since a run that is
+    killed before it continues from where it was the best."""
+    return directory / f"best-{step}"
