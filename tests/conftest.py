@@ -31,7 +31,6 @@ SLOWEST = [
         "test_package",
     ),
     *(
-        "test_compare",
         "test_serve_faults",
         "test_serve",
         "test_serve_structured",

@@ -126,7 +126,6 @@ def test_the_extra_names_what_a_trainer_needs():
         "hydra-core",
         "peft",
         "jinja2",
-        "matplotlib",
         "prompt_toolkit",
         "rich",
         "foredraft[cli]",

@@ -30,7 +30,6 @@ PRELOADED = [
     "transformers.tokenization_utils_tokenizers",
     "foredraft.train.optimizer",
     "torch.distributed.run",
-    "matplotlib.backends.backend_agg",
 ]
 if not os.path.exists("/dev/nvidiactl"):  # it asks for the device, and CUDA that has begun cannot be forked
     PRELOADED.append("deepspeed")  # accelerate imports it where it is installed, for two more seconds
