@@ -107,8 +107,8 @@ class Batch:
         sequences, logits = prompts.sequences, last.output.logits
         sampler = self.new_sampler(sequences)
         tree = bonus_only(Accepted(last.tokens, last.output.aux_hidden_states, [1] * len(sequences), []))
-        gumbel = sampler.gumbel(prompts.cache.seq_lens, 1)
-        verification, validity = sampler.verify(logits, tree, gumbel, 0, prompts.cache.graphs)
+        cache = prompts.cache
+        verification, validity = sampler.verify(logits, tree, None, 0, cache.seq_lens, cache.graphs)
         valid, _, _, new = to_host(verification, validity)
         chosen = [None if one == Validity.INVALID else tokens[0] for one, tokens in zip(valid, new, strict=True)]
         return chosen, trace_sequences(sequences, tree, verification, logits)

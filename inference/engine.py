@@ -134,11 +134,12 @@ class Engine:
         return [one._replace(trace=traces.get(one.request)) for one in outputs] if traces else outputs
 
     def propose(self) -> tuple[TokenTree, Tensor | None]:
-        """A tree for every sequence, and the noise of the positions that it may reach."""
+        """A tree for every sequence, and the noise of the positions that it may reach; None where it reaches none, or no
+        sequence is sampled."""
         self.batch.make_room()
         cache = self.batch.open_cache()
         self.depth = self.drafter.depth
-        gumbel = self.batch.sampler.gumbel(cache.seq_lens + 1, self.depth + 1)
+        gumbel = self.batch.sampler.gumbel(cache.seq_lens + 1, self.depth + 1) if self.depth else None
         tree = self.drafter.propose(self.batch.accepted, gumbel)
         if cache.graphs.active:  # few sizes, so few graphs
             tree = padded(tree, 1 << (tree.tokens.shape[1] - 1).bit_length())
@@ -156,7 +157,8 @@ class Engine:
 
     def verify(self, tree: TokenTree, logits: Tensor, gumbel: Tensor | None) -> tuple[Verification, Tensor]:
         """What the target writes itself, and a Validity per sequence (batch,)."""
-        return self.batch.sampler.verify(logits, tree, gumbel, self.depth, self.batch.open_cache().graphs)
+        cache = self.batch.open_cache()
+        return self.batch.sampler.verify(logits, tree, gumbel, self.depth, cache.seq_lens + 1, cache.graphs)
 
     def commit(
         self, tree: TokenTree, verification: Verification, validity: Tensor, aux_hidden_states: Tensor

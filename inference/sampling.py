@@ -6,15 +6,16 @@ drafter that adds the same noise to its own logits tends to draft just that toke
 one that plain decoding with this seed gives, token by token. Temperature 0 is the same rule with G = 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foredraft.inference.grammar import Grammar
 
+MULTIPLIERS_32 = (0x7FEB352D, 0x846CA68B)  # of a 32-bit finaliser (Wellons, Prospecting for Hash Functions, 2018)
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the finaliser of SplitMix64 (Steele et al., 2014)
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -44,6 +45,11 @@ class SamplingParams:
             raise ValueError(f"min_p={self.min_p} must lie in [0, 1]")
         if self.repetition_penalty is not None and not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0")
+
+    @property
+    def filters(self) -> bool:
+        """Are most of its tokens never sampled?"""
+        return bool(self.top_k or self.top_p or self.min_p or self.grammar)
 
     @property
     def penalises(self) -> bool:
@@ -151,15 +157,15 @@ class Sampling(NamedTuple):
         return logits
 
 
-def wrap(number: int) -> int:
-    """A 64-bit pattern as the signed number that torch's int64 holds."""
-    number &= (1 << 64) - 1
-    return number - (1 << 64) if number >> 63 else number
+def wrap(number: int, bits: int = 64) -> int:
+    """A pattern of so many bits as the signed number that torch's integers hold."""
+    number &= (1 << bits) - 1
+    return number - (1 << bits) if number >> (bits - 1) else number
 
 
 def shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift right of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    """Logical shift right of int32 or int64."""
+    return (x >> bits).bitwise_and_((1 << (8 * x.element_size() - bits)) - 1)
 
 
 def mix(x: Tensor) -> Tensor:
@@ -169,19 +175,64 @@ def mix(x: Tensor) -> Tensor:
     return x ^ shift(x, 31)
 
 
+def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise, float32 (..., n), of keys int64 (..., 1) and of tokens int32 (n,), which are hashed already.
+
+    One round of a 32-bit finaliser and the product of another mix them. What is uniform has 31 bits, and below them a
+    fraction that belongs to the key: so no token is too rare to be drawn, which 31 bits alone would see to."""
+    x = tokens + keys.to(torch.int32)
+    x ^= shift(x, 16)
+    x *= wrap(MULTIPLIERS_32[0], 32)
+    x ^= (keys >> 32).to(torch.int32)
+    x ^= shift(x, 15)
+    x *= wrap(MULTIPLIERS_32[1], 32)
+    return gumbel_of(x, (shift(mix(keys), 40).float() + 0.5) * 2.0**-24)
+
+
+def gumbel_of(bits: Tensor, fraction: Tensor) -> Tensor:
+    """Of bits int32, whose sign does not count, and a fraction float32 in (0, 1) below them. The factor keeps the greatest
+    from rounding up to 1, whose noise would be infinite."""
+    uniform = bits.float().abs_().add_(fraction).mul_(2.0**-31 * (1 - 2.0**-24))
+    return uniform.neg_().log1p_().neg_().log_().neg_()  # precise near 0, where it is great
+
+
 class Noise:
     """Gumbel noise keyed by (seed, position, token id): counter-based, so any position can be asked for at any time, in
     any batch, on any device, and gives the same number. It must never be used for any other draw."""
 
-    def __init__(self, seeds: list[int], vocab: int, device: torch.device | str):
-        self.keys = mix(torch.tensor([wrap(seed * GOLDEN) for seed in seeds], device=device))[:, None]  # (batch, 1)
-        self.tokens = mix(torch.arange(1, vocab + 1, device=device) * wrap(GOLDEN))  # (vocab,)
+    def __init__(self, seeds: Sequence[int | None], vocab: int, device: torch.device | str):
+        """seeds: of each sequence; None is a greedy one, whose noise is 0."""
+        self.rows = [row for row, seed in enumerate(seeds) if seed is not None]
+        self.keys = mix(torch.tensor([wrap(seed * GOLDEN) for seed in seeds if seed is not None], device=device))[
+            :, None
+        ]
+        self.tokens = mix(torch.arange(1, vocab + 1, device=device) * wrap(GOLDEN)).to(torch.int32)  # (vocab,)
 
     def at(self, positions: Tensor) -> Tensor:
         """Float32 (batch, n, vocab) for absolute positions (batch, n)."""
-        by_position = mix((positions + 1) * wrap(GOLDEN) ^ self.keys)
-        bits = shift(mix(mix(by_position)[..., None] + self.tokens), 11)
-        # 53 bits and float64 up to the second logarithm: float32 uniforms would cut the tail of rare tokens.
-        # The greatest rounds up to 1, whose noise would be infinite.
-        uniform = ((bits.double() + 0.5) * 2.0**-53).clamp(max=1 - 2.0**-53)
-        return (-(-uniform.log()).log()).float()
+        noise = torch.zeros(*positions.shape, len(self.tokens), device=positions.device)
+        for index, key in self.parts(positions):
+            noise[index] = gumbel(key, self.tokens)
+        return noise
+
+    def add(self, logits: Tensor, positions: Tensor, filtered: Sequence[bool]) -> None:
+        """Add the noise of positions (batch, n) to logits (batch, n, vocab), float32, on a CPU. filtered: of which sequences
+        most logits are -inf: their noise is computed for the tokens that are left."""
+        for (row, place), key in self.parts(positions):
+            scores = logits[row, place]
+            if filtered[row]:
+                left = (scores > float("-inf")).nonzero()[:, 0]
+                scores[left] += gumbel(key, self.tokens[left])
+            else:
+                scores += gumbel(key, self.tokens)
+
+    def parts(self, positions: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """Where noise belongs and its keys: one position after another on a CPU, so that all of its steps stay in the
+        processor's cache, else all at once."""
+        keys = mix(mix((positions[self.rows] + 1) * wrap(GOLDEN) ^ self.keys))
+        if keys.device.type != "cpu":
+            yield self.rows, keys[..., None]
+            return
+        for number, row in enumerate(self.rows):
+            for place in range(keys.shape[1]):
+                yield (row, place), keys[number, place]

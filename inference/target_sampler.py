@@ -1,6 +1,6 @@
 """What the target writes after each node of a tree, and so what is accepted of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,8 @@ class TargetSampler:
         self.sampling = Sampling.of(params, vocab, device)
         self.noise: Noise | None = None
         if verifier.noisy and self.sampling.temperature is not None:
-            self.noise = Noise([one.request.seed for one in sequences], vocab, device)
+            seeds = [one.request.seed if one.request.params.temperature > 0 else None for one in sequences]
+            self.noise = Noise(seeds, vocab, device)
         self.seen: Tensor | None = None  # (batch, vocab) bool: tokens of prompt and text
         self.counts: Tensor | None = None  # (batch, vocab) int64: how often the new text has each
         if any(one.penalises for one in params):
@@ -35,13 +36,11 @@ class TargetSampler:
             self.seen, self.counts = torch.stack(counts[0]).to(device) > 0, torch.stack(counts[1]).to(device)
 
     def gumbel(self, starts: Tensor, count: int) -> Tensor | None:
-        """(batch, count, vocab): noise of the tokens at positions starts + 0 .. count - 1; starts (batch, 1). None where
-        all sequences are greedy, 0 in greedy ones among others."""
+        """(batch, count, vocab): noise of the tokens at positions starts + 0 .. count - 1, which a drafter shares; starts
+        (batch, 1). None where all sequences are greedy, 0 in greedy ones among others."""
         if self.noise is None:
             return None
-        noise = self.noise.at(starts + torch.arange(count, device=starts.device))
-        assert self.sampling.temperature is not None
-        return noise * (self.sampling.temperature > 0) if self.sampling.mixed else noise
+        return self.noise.at(starts + torch.arange(count, device=starts.device))
 
     def append(self, tokens: Tensor, counts: Tensor) -> None:
         """Text that was added: of each sequence of `tokens` (batch, new) the first `counts` (batch,)."""
@@ -51,10 +50,18 @@ class TargetSampler:
             self.seen |= self.counts > 0
 
     def verify(
-        self, logits: Tensor, tree: TokenTree, gumbel: Tensor | None, depth: int, graphs: CudaGraphs
+        self, logits: Tensor, tree: TokenTree, gumbel: Tensor | None, depth: int, starts: Tensor, graphs: CudaGraphs
     ) -> tuple[Verification, Tensor]:
-        """What is accepted of a tree at most `depth` deep, and a Validity per sequence (batch,)."""
-        choose = partial(choose_and_verify, self.verifier, self.sampling.key, depth)
+        """What is accepted of a tree at most `depth` deep, and a Validity per sequence (batch,). gumbel: as `gumbel` gives
+        it for these starts, or None where no drafter shares it."""
+        add_noise = None
+        if gumbel is None and self.noise is not None:
+            if graphs.active or logits.device.type != "cpu" or depth > 0:
+                gumbel = self.gumbel(starts, depth + 1)
+            else:
+                params = [one.request.params for one in self.sequences]
+                add_noise = partial(self.noise.add, positions=starts, filtered=[one.filters for one in params])
+        choose = partial(choose_and_verify, self.verifier, self.sampling.key, depth, add_noise)
         allowed, failed = self.allowed(tree)
         state = gumbel, self.seen, self.counts, allowed
         key = "verify", self.verifier, self.sampling.key, depth
@@ -77,9 +84,15 @@ class TargetSampler:
 
 
 def choose_and_verify(
-    verifier: Verifier, key: tuple[bool, int], depth: int, logits: Tensor, *state: Tensor | None
+    verifier: Verifier,
+    key: tuple[bool, int],
+    depth: int,
+    add_noise: Callable[[Tensor], None] | None,
+    logits: Tensor,
+    *state: Tensor | None,
 ) -> Any:
-    """`TargetSampler.verify` as a function of tensors, which can be captured."""
+    """`TargetSampler.verify` as a function of tensors, which can be captured. add_noise: to processed logits in place, where
+    they are of lone nodes and no noise is given."""
     gumbel, seen, counts, allowed, *parts = state
     tree: Any = TokenTree(*parts[:4])  # type: ignore[arg-type]
     sampling = Sampling.from_tensors(parts[4:], key)
@@ -87,6 +100,8 @@ def choose_and_verify(
     if gumbel is not None:
         rows = torch.arange(len(gumbel), device=logits.device)[:, None]
         logits = logits + gumbel[rows, tree.depths]
+    elif add_noise is not None:
+        add_noise(logits)
     sampled = None if sampling.temperature is None else sampling.temperature[:, 0] > 0
     verification = verifier(tree, logits, sampled, depth)
     best = logits.gather(-1, verification.choices[..., None])  # a NaN counts as the largest

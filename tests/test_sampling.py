@@ -3,8 +3,7 @@
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
-from foredraft.inference import sampling
-from foredraft.inference.sampling import Noise, Sampling, SamplingParams
+from foredraft.inference.sampling import Noise, Sampling, SamplingParams, gumbel_of
 from foredraft.inference.tree import TokenTree, chain, from_parents
 from foredraft.inference.verify import Verification, follow, matches
 
@@ -20,11 +19,21 @@ def test_noise_is_standard_gumbel_and_independent():
         assert abs(torch.corrcoef(torch.stack([noise.flatten(), other.flatten()]))[0, 1]) < 0.01
 
 
-def test_noise_is_finite_for_all_bits(monkeypatch):
-    """The greatest of the 53 bits rounds up to a uniform of 1."""
-    monkeypatch.setattr(sampling, "shift", lambda x, bits: torch.full_like(x, 2**53 - 1))
-    noise = Noise([1], 3, "cpu")
-    assert noise.at(torch.tensor([[4]])).isfinite().all()
+def test_noise_is_finite_and_falls_with_the_bits():
+    """Also where bits or fraction round to 0 or 1, or the sign has no counterpart."""
+    bits = torch.tensor([0, 0, 1, -3, 2**30, 2**31 - 1, -(2**31)], dtype=torch.int32)
+    noise = gumbel_of(bits, torch.tensor([2.0**-25, 1 - 2.0**-24, *[0.5] * 5]))
+    assert noise.isfinite().all() and (noise.diff() <= 0).all() and noise[0] > 38 and noise[-1] < -2.7
+
+
+def test_noise_of_tokens_that_filters_left_is_the_same():
+    params = [SamplingParams(1.0, top_k=7), SamplingParams(), SamplingParams(0.8), SamplingParams(1.2, min_p=0.1)]
+    sampling, noise = Sampling.of(params, 3000), Noise([4, None, 5, 6], 3000, "cpu")
+    positions = torch.tensor([[3, 4], [5, 6], [0, 1], [2**40, 9]])
+    logits = sampling.warp(4 * torch.randn(4, 2, 3000))
+    whole = logits + noise.at(positions)
+    noise.add(logits, positions, [one.filters for one in params])
+    assert torch.equal(logits, whole) and not noise.at(positions)[1].any()
 
 
 def test_a_sequence_without_top_k_does_not_sort_the_vocabulary_for_the_others():
