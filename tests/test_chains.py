@@ -333,34 +333,6 @@ def test_requests_join_a_batch_that_is_read_together_and_leave_it(kind: str) -> 
     assert [texts[request] for request in requests] == alone
 
 
-def test_rows_join_and_leave_and_streams_and_stop_strings_work(fresh) -> None:
-    """On a hybrid with the tiny target's tokenizer."""
-    target = pair("qwen3_5").target
-    target.tokenizer = fresh.tokenizer
-    ids, mask = batch([0, 1, 2])
-    texts = generate(target, None, ids, mask, max_new_tokens=30, eos_token_id=-1).new_tokens
-    stop = fresh.tokenizer.decode(texts[0][9:11])
-
-    class Streamer:
-        def __init__(self) -> None:
-            self.parts: list[list[int]] = []
-
-        def put(self, value: Tensor) -> None:
-            self.parts.append(value.flatten().tolist())
-
-        def end(self) -> None:
-            self.parts.append([-1])
-
-    streamer, settings = Streamer(), {"max_new_tokens": 30, "eos_token_id": -1, "stop_strings": stop}
-    drafter = Oracle([PROMPTS[row] + texts[row] for row in range(3)], VOCAB)
-    drafted = generate(target, drafter, ids, mask, streamer=streamer, **settings)
-    alone = generate(target, None, ids, mask, **settings)
-    assert drafted.new_tokens == alone.new_tokens and drafted.finish_reasons[0] == "stop"
-    assert len(drafted.new_tokens[0]) < 30
-    assert streamer.parts[0] == ids.flatten().tolist() and streamer.parts[-1] == [-1]
-    assert [token for part in streamer.parts[1:-1] for token in part] == drafted.new_tokens[0]
-
-
 def packed_batch() -> PackedBatch:
     """Two rows of documents of several lengths, with padding after the second."""
     lengths, length = ((5, 11, 8), (3, 14)), 24

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -276,21 +275,9 @@ def test_comments_of_a_yaml_are_the_meanings_of_its_keys() -> None:
     assert comments(text, "p") == {"p": "A file", "p.a": "one", "p.b.c": "kept", "p.b.e": "three"}
 
 
-ROW = '{"question": "a?", "answer": "b"}\n'
+ROW = b'{"question": "a?", "answer": "b"}\n'
 BAD_DATA = {
-    "no chat template": (
-        "rows.jsonl",
-        ROW.encode(),
-        "conversations",
-        r"has no chat template, and .*data\.template=plain",
-    ),
-    "rows as raw text": (
-        "rows.jsonl",
-        ROW.encode(),
-        "text",
-        r"rows\.jsonl holds rows, not raw text: give data=conversations",
-    ),
-    "no Parquet": ("x.parquet", ROW.encode(), "conversations", r"x\.parquet is no Parquet file: its first bytes are"),
+    "no chat template": ("rows.jsonl", ROW, "conversations", r"has no chat template, and .*data\.template=plain"),
     "a broken Parquet": ("x.parquet", b"PAR1" + bytes(99), "conversations", r"x\.parquet is no Parquet file that can"),
     "a choice of earlier versions": (
         "x",
@@ -380,26 +367,6 @@ def test_further_config_dir(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine" / "head" / "own.yaml").write_text("width: 2\n")
     code, (cfg,) = run("--config-dir", "mine", "head=own", "head.width=3")
     assert code == 0 and cfg.head.width == 3
-
-
-def test_as_a_program(run: Run, tmp_path: Path) -> None:
-    """A script beside its conf folder, as `python train/run.py` is, run from somewhere else."""
-    script = tmp_path / "run.py"
-    script.write_text(
-        "from pathlib import Path\nfrom foredraft.train.cli import entry\n\n"
-        "@entry('tiny', config_dir=Path(__file__).parent / 'conf')\n"
-        "def main(cfg):\n    print('ran', cfg.head.heads)\n\nmain()\n"
-    )
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-
-    def program(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, script, *arguments], cwd=elsewhere, capture_output=True, text=True)
-
-    good, bad = program("head=medusa"), program("head=medsua")
-    assert (good.returncode, good.stdout) == (0, "ran 4\n")
-    assert bad.returncode == 2 and bad.stderr.startswith("error: head=medsua is not known")
-    assert not os.listdir(elsewhere)
 
 
 @pytest.mark.parametrize("command, extra", [("chat", "cli"), ("plan", "cli"), ("preview", "train")])

@@ -169,14 +169,6 @@ def test_a_second_generation_records_nothing_new(target, taped):
     assert len(taped[:count]) <= 5 and recorded._idle_cache is not None
 
 
-def test_a_text_that_outgrows_its_recordings(target, taped, monkeypatch):
-    monkeypatch.setattr("foredraft.heads.target.cache.MIN_BUCKET", 64)
-    settings = LIMITS | {"max_new_tokens": 100}
-    recorded = again(target)
-    out = generate(recorded, drafters(recorded)["eagle3"], prompt(40), **settings)
-    assert out.new_tokens == generate(target, None, prompt(40), **settings).new_tokens
-
-
 @every_family
 def test_every_architecture(family, attention, monkeypatch):
     target = again(pair(family, attention).target)

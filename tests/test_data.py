@@ -44,23 +44,6 @@ def test_held_out_files_hardly_repeat_what_was_trained_on():
         assert sum(line in seen for line in lines) < 0.05 * len(lines)
 
 
-def test_packing_loses_nothing_and_restarts_positions():
-    documents = [
-        Document(list(range(10 * n, 10 * n + length)), [n != 2] * length) for n, length in enumerate((5, 9, 3, 11))
-    ]
-    packed = Packed(documents, length=8, seed=3)
-    rows = [packed[row] for row in range(len(packed))]
-    flat = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-    real = flat["documents"] >= 0
-    assert sorted(flat["tokens"][real].tolist()) == sorted(token for document in documents for token in document.tokens)
-    assert real.sum() == 28 and len(packed) == 4 and not flat["loss_mask"][~real].any()
-    for row in rows:
-        for place in range(8):
-            fresh = place == 0 or row["documents"][place] != row["documents"][place - 1]
-            assert row["positions"][place] == (0 if fresh else row["positions"][place - 1] + 1)
-            assert row["documents"][place] < 0 or row["loss_mask"][place] == (row["tokens"][place] // 10 != 2)
-
-
 def test_text_files_are_split_by_file(target, tmp_path):
     for number in range(20):
         (tmp_path / f"{number}.txt").write_text(f"file {number}\n" + TEXT)

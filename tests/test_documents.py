@@ -32,7 +32,11 @@ def in_memory(texts: list[Document], length: int, seed: int) -> dict[str, torch.
     rows += [(0, False, -1, 0)] * (-len(rows) % length)
     tokens, mask, numbers = (torch.tensor([row[n] for row in rows]).view(-1, length) for n in range(3))
     useful = draft_loss_mask(PackedBatch(tokens, mask, numbers, tokens), depth=1).any(1)
-    return {"tokens": tokens[useful], "loss_mask": mask[useful], "documents": numbers[useful]}
+    columns = torch.arange(length).expand(len(numbers), -1)
+    fresh = torch.cat([numbers[:, :1] >= -1, numbers.diff() != 0], dim=1)  # a document goes on in the next row from 0
+    positions = columns - torch.where(fresh, columns, 0).cummax(1).values
+    found = {"tokens": tokens, "loss_mask": mask, "documents": numbers, "positions": positions}
+    return {name: values[useful] for name, values in found.items()}
 
 
 @pytest.mark.parametrize("block", [1, 50, 1 << 22])

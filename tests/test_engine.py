@@ -154,19 +154,6 @@ def test_a_prompt_that_cannot_be_read_is_refused_before_it_joins(target):
     assert not engine.has_work
 
 
-def test_a_text_ends_with_the_context(target):
-    engine = Engine(target, NgramDrafter())
-    engine.add(Request(prompt(250, 0), max_new_tokens=100))
-    text = []
-    while engine.has_work:
-        output = engine.step()[0]
-        text += output.tokens
-    assert output.finish_reason == "length"
-    assert (
-        text == generate(target, None, torch.tensor([prompt(250, 0)]), max_new_tokens=6, eos_token_id=-1).new_tokens[0]
-    )
-
-
 def test_an_end_token_gives_its_reason(target):
     text = generate(target, None, torch.tensor([prompt(5, 3)]), max_new_tokens=8, eos_token_id=-1).new_tokens[0]
     out = generate(target, None, torch.tensor([prompt(5, 3)] * 2), max_new_tokens=8, eos_token_id=text[4])
@@ -174,17 +161,6 @@ def test_an_end_token_gives_its_reason(target):
     assert generate(target, None, torch.tensor([prompt(5, 3)]), max_new_tokens=4, eos_token_id=-1).finish_reasons == [
         "length"
     ]
-
-
-def test_sequences_have_settings_of_their_own():
-    logits, vocab = torch.randn(len(PARAMS), 3, 50), 50
-    together = Sampling.of(PARAMS, vocab)
-    assert together.mixed
-    warped = together.warp(together.process(logits, None, None))
-    for row, params in enumerate(PARAMS):
-        one = Sampling.of([params], vocab)
-        mine = one.warp(one.process(logits[row : row + 1], None, None))[0]
-        torch.testing.assert_close(warped[row].softmax(-1), mine.softmax(-1), atol=1e-6, rtol=0)
 
 
 def test_min_p_is_transformers_own():

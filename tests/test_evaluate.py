@@ -19,7 +19,7 @@ from foredraft.inference.evaluation.figures import Table, conditional, decoding,
 from foredraft.inference.tree import TokenTree
 from foredraft.scripts import evaluate
 from foredraft.train.data import prompt_sets
-from foredraft.train.data.prompt_sets import Prompt, questions, tokenize
+from foredraft.train.data.prompt_sets import questions, tokenize
 from tests.support.head_factory import make_head
 
 WORDS = ["def", "self", "return", "other", "value", "class", "Pair", "pass", "add", "import"]
@@ -232,11 +232,6 @@ def test_what_is_no_prompt_is_named(tmp_path, monkeypatch, name, content, messag
         Path(name).write_text(content)
     with pytest.raises(ValueError, match=message):
         questions(name, None)
-
-
-def test_a_prompt_is_kept_as_it_was(tmp_path):
-    prompt = Prompt("code", [1, 2], False, 3)
-    assert Prompt(*json.loads(json.dumps(prompt))) == prompt
 
 
 def test_no_limit_is_every_prompt(monkeypatch, tiny_path, tmp_path):

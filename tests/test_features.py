@@ -197,21 +197,6 @@ def test_a_checksum_is_computed_once_when_its_shard_is_first_read(target, whole:
     assert sorted(computed) == sorted(file.name for file in path.glob("shard-*.safetensors"))
 
 
-def test_two_hundred_shards_are_not_opened_at_the_start(target, whole: Path, tmp_path: Path, monkeypatch):
-    manifest = json.loads((whole / disk.MANIFEST).read_text())
-    packed = Packed(documents(*[32] * 40), length=8, seed=0)
-    names = [f"shard-{number:05d}.safetensors" for number in range(200)]
-    for name in names:
-        (tmp_path / name).touch()
-    manifest["shards"] = [{"file": name, "sha256": ""} for name in names]
-    (tmp_path / disk.MANIFEST).write_text(json.dumps(manifest))
-    opened: list[str] = []
-    monkeypatch.setattr(disk, "Shard", lambda file: opened.append(str(file)))
-    monkeypatch.setattr(disk, "checksum", lambda file: opened.append(str(file)))
-    disk.StoredRows(packed, tmp_path, verify=True)
-    assert not opened
-
-
 def test_few_shards_are_open_at_a_time_and_each_is_proven_once(target, whole: Path, monkeypatch):
     monkeypatch.setattr(disk, "OPEN", 2)
     proven: list[str] = []

