@@ -50,6 +50,7 @@ class DistillationModel(nn.Module):
         self.top_k = False  # are teacher logits the target's k largest ones (features=disk, top_k)?
         self.weights: Tensor | None = None  # of the batch
         self.label_positions: Tensor | None = None  # of the batch, those with a draft in the loss; None: to be computed
+        self.bf16 = False  # are products in bfloat16? Weights, gradients and the loss are in float32 in any case
         self.recompute = False  # are logits computed once more in the backward pass? (train/gradients.py)
         self.progress = 0.0  # share of the training that is done; HeadTrainer sets it
         # (depth,) drafts in the loss of the whole step, over all its batches and processes, which HeadTrainer counts; None
@@ -73,7 +74,9 @@ class DistillationModel(nn.Module):
         """multiple_documents, label_positions: as `prepare` gives them. weights: (batch, length) float32, of each token's
         drafts in the loss. stored: the aux hidden states of the batch, from disk (train/features/disk.py)."""
         self.weights, self.label_positions = weights, label_positions
-        return self.learn(PackedBatch(tokens, loss_mask, documents, positions, anchors, multiple_documents), stored)
+        text = PackedBatch(tokens, loss_mask, documents, positions, anchors, multiple_documents)
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.bf16):
+            return self.learn(text, stored)
 
     def prepare(self, text: PackedBatch, step: int) -> dict[str, Any]:
         """Arguments of `forward` that are counted or chosen, so that no device need be waited for where the batch is still

@@ -7,6 +7,7 @@ loggers and arguments that users know. It is used by its public methods, callbac
 import contextlib
 import copy
 import math
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -50,6 +51,7 @@ NOT_HERE = {  # arguments of Trainer that would change nothing here, and what do
 class HeadTrainingArguments(TrainingArguments):
     """Raises ValueError for an argument that would be ignored, and for a compiler that torch does not know."""
 
+    bf16: bool = False  # are products in bfloat16?
     compile_head: str | None = None
     max_minutes: float = 0.0  # see FitToTime
 
@@ -64,6 +66,9 @@ class HeadTrainingArguments(TrainingArguments):
                 raise ValueError(f"trainer.{name}={value} has no effect on a head: {remedy}")
         if self.max_minutes < 0:
             raise ValueError(f"trainer.max_minutes={self.max_minutes} must not be negative; 0 is no limit")
+        # accelerate and DeepSpeed would cast weights, gradients and the loss as well: DistillationModel casts products alone.
+        self.products_in_bf16, self.bf16 = self.bf16, False
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # `accelerate launch` may have said otherwise
         super().__post_init__()
 
     @property
@@ -116,6 +121,7 @@ class HeadTrainer(Trainer):
         self.criterion = distillation.with_head(self.eval_head)
         self.criterion.progress = 1.0
         self.folder = Path(args.output_dir).parent
+        distillation.bf16 = args.products_in_bf16
         shard_on_cpus_too(args)
         super().__init__(distillation, args, **kwargs)
         # ZeRO-3 takes a weight away as soon as its layer is done, and takes no gradient for it until the backward pass.

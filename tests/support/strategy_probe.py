@@ -32,6 +32,7 @@ def facts(trainer: HeadTrainer) -> dict:
         "processes": trainer.accelerator.num_processes,
         "wrapped": type(engine).__name__,
         "local_weights": sum(local.values()),
+        "dtypes": sorted({str(p.dtype) for p in trainer.distillation.parameters()}),
         "local_target": sum(
             getattr(p, "_local_tensor", p).numel() for p in trainer.distillation.target.model.parameters()
         ),

@@ -60,10 +60,7 @@ def memory_per_gpu(
         "reserve": (RESERVE, "driver, NCCL, gaps"),
     }
     if pieces[0] and n > 1:
-        found["gathered weights"] = (
-            head.weights / GIB * (0.5 if cfg.bf16 else 1),
-            "whole during a batch",
-        )
+        found["gathered weights"] = (head.weights / GIB, "whole during a batch")
     if sharding == "fsdp":
         gathered = 2 * body.weights / target.num_layers + body.ends
         found["gathered target"] = (gathered / GIB, "a layer at work and the next one, embedding and lm_head")
