@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from foredraft.train.cli import entry
-from foredraft.train.data.chat_template import ChatFormat
+from foredraft.train.data.chat_template import ChatFormat, switched
 from foredraft.train.data.conversations import source_of
 from foredraft.train.data.generation_clients import Server, in_process, through_server
 from foredraft.train.data.regeneration import GenerationSettings, Output, questions
@@ -39,7 +39,7 @@ def main(cfg: DictConfig) -> None:
 
 async def serve(cfg: DictConfig, source: Source, sampling: GenerationSettings, dropped: dict[str, int]) -> Output:
     thinking = cfg.data.thinking
-    extra = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking, "thinking": thinking}}
+    extra = {} if thinking is None else {"chat_template_kwargs": switched(thinking)}
     server = Server(cfg.endpoint, cfg.model, cfg.timeout, cfg.retries, sampling, extra)
     await server.start()
     output = Output(Path(cfg.output), sampling._asdict() | {"model": server.model, "thinking": thinking})

@@ -108,7 +108,7 @@ def test_a_conversation_that_a_template_refuses_is_dropped_with_its_words():
 
 
 def test_a_template_whose_answers_begin_otherwise_is_refused():
-    odd = chats.CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+    odd = chats.CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant, now\n{% endif %}")
     with pytest.raises(ValueError, match=r"begins an answer otherwise.*data.template=FILE"):
         ChatFormat(tokenizer(odd)).documents(ONE)
 

@@ -1,15 +1,26 @@
 """The chat templates of real models: what is in the loss is exactly what the model wrote, found here by hand.
 
+Once from messages, through the template, and once from what an engine gave: token ids, and messages as its parsers split
+them.
 The conversations are ours. What an answer wrote is all that the model emits after its generation prompt: thoughts, the answer
 or a tool call, and the token that ends its turn.
 """
 
+import asyncio
+import json
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
+from openai.types.chat import ChatCompletion
 
 from foredraft.train.data.chat_template import ChatFormat
+from foredraft.train.data.encoding import Encoder
+from foredraft.train.data.generation_clients import Server
+from foredraft.train.data.layouts import SkippedRow, split_thoughts
+from foredraft.train.data.regeneration import AnsweredRow, GenerationSettings, questions
+from foredraft.train.data.sources import Row, Source
 from tests.support.chats import tokenizer
 
 TEMPLATES = Path(__file__).parent / "support" / "chat_templates"
@@ -49,6 +60,7 @@ def assistant(text: str, **more) -> dict:
     return {"role": "assistant", "content": text, **more}
 
 
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 CALL = {"id": "123456789", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
 CONVERSATIONS = {
     "one turn": [user("What is 2 + 3?"), assistant("It is 5.")],
@@ -114,33 +126,7 @@ WROTE: dict[str, dict[str, list[str]]] = {  # without the end of the turn
         ],
     },
 }
-EMPTY_THOUGHT = "an answer without thoughts teaches an empty thought"
-REFUSED = "refused: the template begins the answer otherwise than the generation prompt"
-FAILS = {
-    ("qwen3", "one turn"): EMPTY_THOUGHT,
-    ("qwen3", "a system prompt"): EMPTY_THOUGHT,
-    ("qwen3", "two turns"): EMPTY_THOUGHT,
-    ("qwen3", "a tool"): EMPTY_THOUGHT,
-    ("qwq", "thoughts"): REFUSED,
-    ("qwq", "thoughts, two turns"): REFUSED,
-    ("deepseek_r1", "thoughts"): REFUSED,
-    ("deepseek_r1", "thoughts, two turns"): REFUSED,
-    ("deepseek_r1", "thoughts in the text"): REFUSED,
-    ("mistral", "a system prompt"): "refused: the template shows the system prompt only with the last question",
-}
-
-
-def cases() -> list:
-    return [
-        pytest.param(model, name, id=f"{model}-{name}", marks=marks(model, name))
-        for model, wrote in WROTE.items()
-        for name in wrote
-    ]
-
-
-def marks(model: str, name: str) -> list:
-    reason = FAILS.get((model, name))
-    return [] if reason is None else [pytest.mark.xfail(strict=True, reason=reason)]
+CASES = [(model, name) for model, wrote in WROTE.items() for name in wrote]
 
 
 def form_of(model: str, **settings) -> ChatFormat:
@@ -149,10 +135,10 @@ def form_of(model: str, **settings) -> ChatFormat:
     return ChatFormat(tokenizer(template, bos, end, [bos, end, *special]), **settings)
 
 
-def learned(form: ChatFormat, messages: list[dict]) -> list[str]:
+def learned(form: ChatFormat, documents: list) -> list[str]:
     """Each stretch of tokens in the loss, as text."""
     found = []
-    for tokens, mask in form.documents(messages):
+    for tokens, mask in documents:
         before = False
         for token, flag in zip(tokens, mask, strict=True):
             if flag and not before:
@@ -163,30 +149,105 @@ def learned(form: ChatFormat, messages: list[dict]) -> list[str]:
     return [form.tokenizer.decode(tokens) for tokens in found]
 
 
-@pytest.mark.parametrize(("model", "name"), cases())
-def test_what_is_learned_is_what_the_model_wrote(model: str, name: str):
-    end = MODELS[model].end
-    wrote = [text if text.endswith("<|call|>") else text + end for text in WROTE[model][name]]
-    assert learned(form_of(model), CONVERSATIONS[name]) == wrote
+def wrote(model: str, name: str) -> list[str]:
+    """All that the model emits, answer by answer."""
+    return [text if text.endswith("<|call|>") else text + MODELS[model].end for text in WROTE[model][name]]
+
+
+def rows_of(model: str, value: dict, **settings) -> tuple[ChatFormat, list]:
+    """A row's documents, as training reads them."""
+    form = form_of(model)
+    return form, Encoder(form.tokenizer, Source("x"), **settings).documents(Row("", value))[0]
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_what_is_learned_is_what_the_model_wrote(model: str, name: str, with_tools: bool):
+    row = {"messages": CONVERSATIONS[name]} | ({"tools": json.dumps([TOOL["function"]])} if with_tools else {})
+    form, documents = rows_of(model, row)
+    assert learned(form, documents) == wrote(model, name)
+    shown = form.tokenizer.decode(documents[-1].tokens)
+    knows_tools = model not in ("gemma3", "smollm2", "deepseek_r1")
+    assert ("Adds." in shown) == (with_tools and knows_tools)
+
+
+class VLLM:
+    """Stands for the engine: gives token ids as the model wrote them, and what its parsers make of the text."""
+
+    def __init__(self, model: str, name: str, cut: int = 0):
+        self.form, self.cut = form_of(model), cut
+        self.left = list(wrote(model, name))
+        self.answers = [split_thoughts(one) for one in CONVERSATIONS[name] if one["role"] == "assistant"]
+        self.chat, self.prompts = SimpleNamespace(completions=self), []
+
+    async def create(self, messages: list[dict], tools: list[dict] | None = None, **request: Any) -> ChatCompletion:
+        assert request["extra_body"]["return_token_ids"]
+        answer = dict(self.answers.pop(0))
+        answer["reasoning"], answer["content"] = answer.pop("reasoning_content", None), answer["content"] or None
+        if "tool_calls" in answer:
+            function = answer["tool_calls"][0]["function"]
+            function = function | {"arguments": json.dumps(function["arguments"])}
+            answer["tool_calls"] = [answer["tool_calls"][0] | {"function": function}]
+        prompt, ids = self.form.prompt(messages, tools), self.form.tokenizer(self.left.pop(0))["input_ids"]
+        if self.cut:
+            ids, answer["content"] = ids[: self.cut], None
+        self.prompts.append(prompt)
+        choice = {"index": 0, "message": answer, "token_ids": ids, "finish_reason": "length" if self.cut else "stop"}
+        more = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "prompt_token_ids": prompt}
+        return ChatCompletion.model_validate({"choices": [choice], **more})
+
+    def regenerated(self, row: dict) -> dict:
+        server = Server("http://127.0.0.1:9", "m", 1.0, 0, GenerationSettings(0.0, None, 99, 0), {})
+        server.client = self
+        (request,) = questions(SimpleNamespace(rows=lambda: [Row("", row)], conversation=Source("x").conversation), {})
+        answered = AnsweredRow()
+        asyncio.run(server.converse(request, answered))
+        return json.loads(json.dumps(answered.row))
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_what_an_engine_wrote_is_learned_as_it_was_written(model: str, name: str):
+    """Its own tokens, behind the prompts that it was given, whatever the template makes of them later."""
+    engine = VLLM(model, name)
+    form, documents = rows_of(model, engine.regenerated({"messages": CONVERSATIONS[name], "tools": [TOOL]}))
+    asked = wrote(model, name)[: 1 if name == "a tool" else None]  # no result of the target's own call
+    assert learned(form, documents) == asked
+    found = [tokens[:at] for tokens, mask in documents for at in range(1, len(mask)) if mask[at] and not mask[at - 1]]
+    assert found == engine.prompts
+
+
+@pytest.mark.parametrize("model", ["qwen3", "qwq", "deepseek_r1", "gpt_oss"])
+def test_thoughts_that_were_cut_off_are_learned_up_to_there(model: str):
+    """From ids, and from messages as an engine splits them."""
+    row = VLLM(model, "thoughts", cut=40).regenerated({"messages": CONVERSATIONS["thoughts"]})
+    assert row["error"] == "an answer without content (finish_reason length)"
+    form, documents = rows_of(model, row)
+    whole = wrote(model, "thoughts")[0]
+    assert learned(form, documents) == [form.tokenizer.decode(form.tokenizer(whole)["input_ids"][:40])]
+    for name in ("tokens", "starts", "written"):
+        del row[name]
+    (text,) = learned(*rows_of(model, row))
+    assert whole.startswith(text) and text.endswith("2 and 3.")
+
+
+def test_ids_of_another_tokenizer_are_told_from_the_text():
+    row = VLLM("qwen3", "one turn").regenerated({"messages": CONVERSATIONS["one turn"]})
+    with pytest.raises(SkippedRow, match="tokens of another target"):
+        rows_of("qwen3", row | {"tokens": [token ^ 1 for token in row["tokens"]]})
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_qwen3_without_thinking(name: str):
     """The generation prompt has an empty thought, which the model does not write."""
-    found = learned(form_of("qwen3", thinking=False), CONVERSATIONS[name])
+    form = form_of("qwen3", thinking=False)
+    found = learned(form, form.documents(CONVERSATIONS[name]))
     assert found == [f"{text}<|im_end|>" for text in PLAIN[name]]
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(model, marks=[pytest.mark.xfail(strict=True, reason=REFUSED)] if model == "deepseek_r1" else [])
-        for model in MODELS
-    ],
-)
+@pytest.mark.parametrize("model", MODELS)
 def test_what_is_learned_follows_the_generation_prompt(model: str):
     """The tokens before an answer's are those that the model is given where the head is used."""
     form = form_of(model)
-    messages = CONVERSATIONS["thoughts in the text" if model in ("qwq", "deepseek_r1") else "one turn"]
+    messages = CONVERSATIONS["thoughts in the text" if model in ("qwq", "deepseek_r1", "qwen3") else "one turn"]
     tokens, mask = form.documents(messages)[0]
     assert tokens[: list(mask).index(True)] == form.prompt(messages[:1])

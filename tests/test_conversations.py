@@ -64,7 +64,7 @@ def test_columns_can_be_named():
         ({"messages": [{"role": "user", "content": None}]}, "an empty turn"),
         ({"messages": [{"role": "user", "content": 7}]}, "not text"),
         ({"messages": [None, None]}, "neither text nor a message"),
-        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "tool calls"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "a tool call without a name"),
         ({"text": "  "}, "no text in it"),
         ({"text": "\ud800"}, "surrogate"),
     ],

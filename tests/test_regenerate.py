@@ -1,20 +1,25 @@
-"""The target's own answers: every row once and in order, whatever the server does and whenever the run is killed."""
+"""The target's own answers: every row once, whatever the server does and whenever the run is killed."""
 
 import asyncio
 import json
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import openai
 import pytest
 import torch
+from openai.types.chat import ChatCompletion
 
 from foredraft.inference import generate
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.generation_clients import Server, in_process, through_server
+from foredraft.train.data.layouts import SkippedRow
 from foredraft.train.data.regeneration import ConversationRequest, GenerationSettings, Output, questions
-from foredraft.train.data.sources import Source
+from foredraft.train.data.sources import Row, Source
 from tests.support.bad_server import WAYS, BadServer
 from tests.support.processes import end, start
 
@@ -47,8 +52,8 @@ def regenerate(file: Path, output: Path, server: BadServer, timeout: float = 2.0
 
 
 def check(output: Path) -> None:
-    """Every row once, in order, each answer given in the light of the answers before."""
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    """Every row once, each answer given in the light of the answers before."""
+    rows = sorted((json.loads(line) for line in output.read_text().splitlines()), key=lambda row: row["number"])
     assert [row["number"] for row in rows] == list(range(32))
     assert [row["seed"] for row in rows] == list(range(7, 39))
     for i, row in enumerate(rows[:16]):
@@ -67,7 +72,8 @@ def test_a_bad_server_costs_no_row(file: Path, tmp_path: Path):
     check(tmp_path / "out.jsonl")
     assert server.met == set(WAYS)  # it did fail in every way
     assert 1 < server.most <= 8 + 2  # at once, but no more than asked for (two answer late to nobody)
-    busy = [times for body, times in server.asked.items() if WAYS[sum(body.encode()) % len(WAYS)] == "busy"]
+    asked = {body: times for body, times in server.asked.items() if "refuse" not in body}
+    busy = [times for body, times in asked.items() if WAYS[sum(body.encode()) % len(WAYS)] == "busy"]
     assert busy and all(times[1] - times[0] >= 1.0 for times in busy)  # Retry-After
 
 
@@ -88,12 +94,12 @@ def test_other_settings_other_questions_and_a_changed_file_are_refused(file: Pat
         holder = Output(output, SAMPLING._asdict())
         Output(output, SAMPLING._asdict())
     holder.file.close()
-    output.write_text("".join(lines[1:]))
-    with pytest.raises(ValueError, match="line 1 is row 1"):
+    output.write_text("".join([*lines, lines[0]]))
+    with pytest.raises(ValueError, match=r"line 33 is row \d+ once more"):
         Output(output, SAMPLING._asdict())
     output.write_text("".join(lines))
     file.write_text(file.read_text().replace("question 3", "question three"))
-    with pytest.raises(ValueError, match=r"line 4 answers another question than rows.jsonl:4 asks"):
+    with pytest.raises(ValueError, match=r"another question as row 3 than rows.jsonl:4 asks"):
         regenerate(file, output, server)
 
 
@@ -134,9 +140,10 @@ def test_in_process_rows_do_not_depend_on_the_batch(file: Path, tmp_path: Path, 
         in_process(
             target, form, output.remaining(questions(Source(str(file), max_rows=20), {})), batch, sampling, output
         )
-        written.append((tmp_path / f"{batch}.jsonl").read_bytes())
+        rows = [json.loads(line) for line in (tmp_path / f"{batch}.jsonl").read_text().splitlines()]
+        written.append(sorted(rows, key=lambda row: row["number"]))
     assert written[0] == written[1]
-    rows = [json.loads(line) for line in written[0].splitlines()]
+    rows = written[0]
     assert len(rows) == 20
     for row in rows[14:18]:
         for number, message in enumerate(row["messages"]):
@@ -146,27 +153,104 @@ def test_in_process_rows_do_not_depend_on_the_batch(file: Path, tmp_path: Path, 
                     target, None, ids, max_new_tokens=6, temperature=temperature, seed=row["seed"]
                 ).new_tokens[0]
                 assert message["content"] == target.tokenizer.decode(alone, skip_special_tokens=True)
+                start, end = row["written"][number // 2]
+                assert row["tokens"][start:end] == alone
                 ended = alone[-1] in target.eos_token_ids
                 assert row["finish_reasons"][number // 2] == ("stop" if ended else "length")
 
 
+def stubbed(create: Callable[..., Awaitable[dict]], retries: int = 0) -> Server:
+    """A server whose answers `create` gives: the question -> what a choice and a response hold."""
+    server = Server("http://127.0.0.1:9", "tiny", 1.0, retries, SAMPLING, {})
+
+    async def answer(messages: list[dict], **request: Any) -> ChatCompletion:
+        choice = {"index": 0, "finish_reason": "stop"} | await create(messages[-1]["content"], **request)
+        choice["message"] = {"role": "assistant", "content": "yes"} | choice.get("message", {})
+        return ChatCompletion.model_validate(
+            {"id": "1", "object": "chat.completion", "created": 1, "model": "tiny", "choices": [choice]}
+        )
+
+    server.client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=answer)), close=closed)
+    return server
+
+
+async def closed() -> None:
+    pass
+
+
+def rows_of(server: Server, questions: list[str], output: Path, concurrency: int = 4) -> list[dict]:
+    asked = [ConversationRequest(n, "", [{"role": "user", "content": text}]) for n, text in enumerate(questions)]
+    kept = Output(output, SAMPLING._asdict())
+    asyncio.run(through_server(server, kept.remaining(asked), concurrency, kept))
+    kept.file.close()
+    return sorted((json.loads(line) for line in output.read_text().splitlines()), key=lambda row: row["number"])
+
+
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
-def test_thoughts_are_kept_by_either_name_and_an_answer_without_content_drops_its_row(name: str):
+def test_thoughts_are_kept_by_either_name_and_an_answer_without_content_says_so(name: str, tmp_path: Path):
     """Engines say content: null where all of max_tokens went into thoughts: asked again, they would say the same."""
     asked: list[str] = []
 
-    async def create(messages: list[dict], **request: object) -> SimpleNamespace:
-        asked.append(messages[-1]["content"])
-        text, reason = (None, "length") if "long" in asked[-1] else ("yes", "stop")
-        message = SimpleNamespace(content=text, model_extra={name: "hm"})
-        return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason=reason)])
+    async def create(question: str, **_: Any) -> dict:
+        asked.append(question)
+        if question == "short":
+            return {"message": {name: "hm"}}
+        return {
+            "finish_reason": "length",
+            "message": {"content": None} | ({name: "hm"} if question == "long" else {}),
+        }
 
-    async def converse(question: str) -> dict:
-        server = Server("http://127.0.0.1:9", "tiny", 1.0, 6, SAMPLING, {})
-        server.client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
-        return await server.converse(ConversationRequest(0, "", [{"role": "user", "content": question}]))
+    short, long, nothing = rows_of(stubbed(create), ["short", "long", "nothing"], tmp_path / "out.jsonl")
+    assert short["messages"][-1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    assert long["error"] == nothing["error"] == "an answer without content (finish_reason length)"
+    assert asked == ["short", "long", "nothing"] and "messages" not in nothing
+    read = Source("x").conversation(Row("", long))[-1]
+    assert read == {"role": "assistant", "content": "", "reasoning_content": "hm", "finish_reason": "length"}
+    with pytest.raises(SkippedRow, match="no answer came"):
+        Source("x").conversation(Row("", nothing))
 
-    found = asyncio.run(converse("short"))
-    assert found["messages"][-1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
-    assert asyncio.run(converse("long")) == {"error": "an answer without content (finish_reason length)"}
-    assert asked == ["short", "long"]
+
+def test_a_conversation_that_a_server_always_fails_at_does_not_end_the_run(tmp_path: Path):
+    async def create(question: str, **_: Any) -> dict:
+        return {"finish_reason": 7} if question == "bad" else {}  # no answer's, which is asked for again
+
+    found = rows_of(stubbed(create), ["bad", "good", "bad"], tmp_path / "out.jsonl")
+    assert [row.get("error", "")[:13] for row in found] == ["tried 1 times", "", "tried 1 times"]
+    assert rows_of(stubbed(create), ["bad", "good", "bad", "good"], tmp_path / "out.jsonl")[:3] == found
+    for count in (2, 40):  # it answers none: nothing is written, for a server that is mended
+        with pytest.raises(ValueError, match="gives no answer"):
+            rows_of(stubbed(create), ["bad"] * count, tmp_path / f"{count}.jsonl")
+        assert not (tmp_path / f"{count}.jsonl").read_text()
+
+
+def test_a_long_answer_does_not_keep_the_engine_waiting(tmp_path: Path):
+    """As many requests as are allowed are in flight to the end, and what is done is written at once."""
+    answered, flying, most = 0, 0, []
+
+    async def create(question: str, **_: Any) -> dict:
+        nonlocal answered, flying
+        flying += 1
+        while question == "first" and answered < 99:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        most.append(flying)
+        flying -= 1
+        answered += 1
+        return {}
+
+    found = rows_of(stubbed(create), ["first", *["next"] * 99], tmp_path / "out.jsonl")
+    assert len(found) == 100 and set(most[4:-4]) == {4}
+    assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[-1])["number"] == 0
+
+
+def test_an_engine_that_refuses_to_tell_ids_is_asked_without(tmp_path: Path):
+    async def create(question: str, extra_body: dict | None = None, **_: Any) -> dict:
+        if extra_body:
+            response = SimpleNamespace(status_code=400, headers={}, request=None)
+            raise openai.BadRequestError(
+                "Unrecognized request argument: return_token_ids", response=response, body=None
+            )
+        return {}
+
+    (row,) = rows_of(stubbed(create), ["a"], tmp_path / "out.jsonl")
+    assert row["messages"][-1]["content"] == "yes" and "tokens" not in row

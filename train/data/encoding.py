@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from foredraft.inference.evaluation.progress import Ticker
 from foredraft.train.data.chat_template import ChatFormat, template_file
 from foredraft.train.data.corpus import tokenize
 from foredraft.train.data.documents import Document
-from foredraft.train.data.layouts import Message, SkippedRow
+from foredraft.train.data.layouts import Message, SkippedRow, tools
 from foredraft.train.data.sources import Row, Shard, Source
 
 CODE = ("sources", "layouts", "chat_template", "corpus", "encoding")  # what makes documents of rows
@@ -50,12 +50,35 @@ class Encoder:
 
     def documents(self, row: Row) -> tuple[list[Document], Any]:
         """A row's documents (a thinking model's conversation can give several), and the conversation or text that they were
-        made of. Raises SkippedRow, and ValueError where the template fits no row."""
+        made of. Token ids that the target wrote are taken as they are. Raises SkippedRow, and ValueError where the template
+        fits no row."""
+        if isinstance(row.value, dict) and row.value.get("tokens") and row.value.keys() & {"written", "dropped"}:
+            return self.as_written(row.value)
         messages = self.source.conversation(row)
         if isinstance(messages, str):
             return list(tokenize(self.tokenizer, [messages])), messages
         self.form = self.form or ChatFormat(self.tokenizer, self.template, self.thinking)
-        return self.form.documents(messages), messages
+        return self.form.documents(messages, tools(row.value.get("tools"))), messages
+
+    def as_written(self, row: dict[str, Any]) -> tuple[list[Document], Any]:
+        """The documents of a row as train/data/written_rows.py describes it."""
+        if "dropped" in row:
+            raise SkippedRow(row["dropped"])
+        tokens = row["tokens"]
+        if max(tokens) >= len(self.tokenizer):
+            raise SkippedRow("tokens of another target")
+        flags = np.zeros(len(tokens), np.uint8)
+        for start, end in row["written"]:
+            flags[start:end] = 1
+        edges = [*row.get("starts", [0]), len(tokens)]
+        found = [Document(tokens[a:b], flags[a:b].tolist()) for a, b in pairwise(edges)]
+        if "messages" in row:
+            messages = row["messages"]
+            said = messages[-1]["content"].strip()[:32]
+            if said not in self.tokenizer.decode(tokens[edges[-2] :]):
+                raise SkippedRow("tokens of another target")
+            return found, messages
+        return found, [{"role": "user", "content": self.tokenizer.decode(tokens[a:b])} for a, b in row["asked"]]
 
     def check(self) -> None:
         """Raise ValueError where there is no row, and for a template by which nothing in the first ones is in the loss, or

@@ -1,27 +1,32 @@
 """Generation clients of regeneration: a server that speaks OpenAI's protocol, or the target in this process."""
 
 import asyncio
-import itertools
 import os
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from foredraft.heads.target import Target
+from foredraft.inference.engine import Engine
+from foredraft.inference.prefix_cache import PrefixCache
+from foredraft.inference.request import Request
+from foredraft.inference.sampling import SamplingParams
 from foredraft.train.data.chat_template import ChatFormat
-from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow
-from foredraft.train.data.regeneration import ConversationRequest, GenerationSettings, Output
-from foredraft.train.data.self_generated import continue_rows
+from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow, tool_calls
+from foredraft.train.data.regeneration import AnsweredRow, ConversationRequest, GenerationSettings, Output, Reply
 
-
-class Reply(NamedTuple):
-    message: Message
-    finish_reason: str
+FAILURES = 16  # conversations in a row that a server fails at, at least, before it is taken for broken
+PREFIXES = 1 << 28  # bytes of texts whose beginnings are not read again
+TOKEN_IDS = "return_token_ids"  # of vLLM and SGLang
 
 
 class Refused(ValueError):
     """This conversation cannot be answered, others can."""
+
+
+class Failed(ValueError):
+    """This conversation was not answered after all retries: for its own sake, or because the server is broken."""
 
 
 class Server:
@@ -35,7 +40,8 @@ class Server:
             import openai
         except ImportError:
             raise ValueError("endpoint=... needs the openai package: pip install 'foredraft[regenerate]'") from None
-        self.errors, self.endpoint, self.retries, self.settings, self.extra = openai, endpoint, retries, settings, extra
+        self.errors, self.endpoint, self.retries, self.settings = openai, endpoint, retries, settings
+        self.extra = extra | {TOKEN_IDS: True}
         key = os.environ.get("OPENAI_API_KEY", "none")
         self.client = openai.AsyncOpenAI(base_url=endpoint, api_key=key, timeout=timeout, max_retries=retries)
         self.model = model or ""
@@ -45,28 +51,40 @@ class Server:
         if not self.model:
             self.model = (await self.retried(self.client.models.list)).data[0].id
 
-    async def reply(self, messages: list[Message], seed: int) -> Reply:
-        request: dict[str, Any] = {"messages": messages, "model": self.model, "seed": seed}
+    async def reply(self, row: ConversationRequest, messages: list[Message]) -> Reply:
+        request: dict[str, Any] = {"messages": messages, "model": self.model, "seed": self.settings.seed + row.number}
         request |= {"temperature": self.settings.temperature, "max_tokens": self.settings.max_tokens}
         if self.settings.top_p is not None:
             request["top_p"] = self.settings.top_p
+        if row.tools:
+            request["tools"] = row.tools
 
         async def once() -> Reply:
-            out = await self.client.chat.completions.create(extra_body=self.extra or None, **request)
+            try:
+                out = await self.client.chat.completions.create(extra_body=self.extra or None, **request)
+            except self.errors.APIStatusError as error:
+                if TOKEN_IDS not in self.extra or TOKEN_IDS not in error.message:
+                    raise
+                print(f"{self.endpoint} knows no {TOKEN_IDS}: training will tokenize the messages", flush=True)
+                self.extra = {name: value for name, value in self.extra.items() if name != TOKEN_IDS}
+                return await once()
             choice = out.choices[0]
-            text, said = choice.message.content, choice.message.model_extra or {}
-            if text is None:  # all of max_tokens went into thoughts, or tools were called
-                raise Refused(f"an answer without content (finish_reason {choice.finish_reason})")
-            if not isinstance(text, str) or not isinstance(choice.finish_reason, str):
+            said = choice.message.model_dump()
+            if not isinstance(said["content"], str | None) or not isinstance(choice.finish_reason, str):
                 raise TypeError("an answer without text")
-            message: Message = {"role": "assistant", "content": text}
+            message: Message = {"role": "assistant", "content": said["content"] or ""}
             thoughts = next((said[name] for name in THOUGHTS if said.get(name)), None)
-            return Reply(message | ({"reasoning_content": thoughts} if thoughts else {}), choice.finish_reason)
+            message |= {"reasoning_content": thoughts} if thoughts else {}
+            message |= {"tool_calls": tool_calls(said["tool_calls"])} if said.get("tool_calls") else {}
+            ids = choice.model_extra or {}
+            prompt = ids.get("prompt_token_ids") or (out.model_extra or {}).get("prompt_token_ids")
+            return Reply(message, choice.finish_reason, prompt, ids.get("token_ids"))
 
         return await self.retried(once)
 
     async def retried(self, ask: Callable[[], Awaitable[Any]]) -> Any:
-        """Raises Refused for a request that the server will never take, ValueError for a server that gives no answer."""
+        """Raises Refused for a request that the server will never take, Failed for one that it did not answer, ValueError for
+        a server that is not there."""
         failure: Exception | None = None
         for attempt in range(self.retries + 1):
             try:
@@ -76,58 +94,78 @@ class Server:
             except self.errors.APIStatusError as error:
                 if error.status_code in (400, 413, 422):
                     raise Refused(f"status {error.status_code}: {error.message[:300]}") from None
+                if error.status_code in (401, 403, 404):
+                    raise self.gone(error) from error
+                failure = error
+                break
+            except self.errors.APITimeoutError as error:
                 failure = error
                 break
             except self.errors.APIConnectionError as error:
-                failure = error
-                break
+                raise self.gone(error) from error
             except (self.errors.APIResponseValidationError, ValueError, TypeError, IndexError, AttributeError) as error:
                 failure = error  # no JSON, or not an answer's
                 await asyncio.sleep(min(8.0, 0.5 * 2**attempt) * random.uniform(0.75, 1.0))
-        raise ValueError(
+        raise Failed(f"tried {self.retries + 1} times: {str(failure)[:300]}") from failure
+
+    def gone(self, failure: Exception) -> ValueError:
+        return ValueError(
             f"endpoint={self.endpoint} gives no answer, tried {self.retries + 1} times ({failure}); what is answered is "
             "kept, the same command continues from there"
-        ) from failure
+        )
 
-    async def converse(self, row: ConversationRequest) -> dict[str, Any]:
-        """The conversation with an answer after each of the user's turns."""
-        messages: list[Message] = []
-        reasons: list[str] = []
+    async def converse(self, row: ConversationRequest, answered: AnsweredRow) -> None:
+        """An answer after each of the user's turns, as far as they go. Raises Failed, with its reason in `answered`."""
         try:
             for turn in row.turns:
-                messages.append(turn)
+                answered.messages.append(turn)
                 if turn["role"] == "user":
-                    message, reason = await self.reply(messages, self.settings.seed + row.number)
-                    messages.append(message)
-                    reasons.append(reason)
+                    reply = await self.reply(row, answered.messages)
+                    answered.take(reply)
+                    if not reply.goes_on:
+                        return
         except Refused as error:
-            return {"error": str(error)}
-        return {"messages": messages, "finish_reasons": reasons}
+            answered.error = str(error)
+        except Failed as error:
+            answered.error = str(error)
+            raise
 
 
 async def through_server(server: Server, rows: Iterable[ConversationRequest], concurrency: int, output: Output) -> None:
-    """At most `concurrency` conversations at once; rows that are done early wait, so that they are written in order."""
-    gate = asyncio.Semaphore(concurrency)
+    """`concurrency` conversations at once, each written when it is done.
 
-    async def one(row: ConversationRequest) -> dict[str, Any]:
-        async with gate:
-            return await server.converse(row)
+    A conversation that the server failed at becomes a row that says so once it has answered another one. Raises ValueError,
+    and writes none of them, where it fails at all."""
+    left, failed, some = iter(rows), [], bool(output.done)
 
-    waiting: deque[tuple[ConversationRequest, asyncio.Task]] = deque()
+    async def work() -> None:
+        nonlocal some
+        for row in left:
+            answered = AnsweredRow()
+            try:
+                await server.converse(row, answered)
+            except Failed as error:
+                failed.append((row, answered.row))
+                if len(failed) > max(FAILURES, concurrency):
+                    raise server.gone(error) from error
+                continue
+            output.add(row, answered.row)
+            some = True
+            while failed:
+                output.add(*failed.pop())
+
     try:
-        for row in rows:
-            waiting.append((row, asyncio.create_task(one(row))))
-            if len(waiting) >= 4 * concurrency:
-                first, task = waiting.popleft()
-                output.add(first, await task)
-        while waiting:
-            first, task = waiting.popleft()
-            output.add(first, await task)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(concurrency):
+                group.create_task(work())
+    except* (ValueError, OSError) as errors:
+        raise errors.exceptions[0] from None
     finally:
-        for _, task in waiting:
-            task.cancel()
-        await asyncio.gather(*(task for _, task in waiting), return_exceptions=True)
         await server.client.close()
+    if failed and not some:
+        raise server.gone(ValueError(failed[0][1]["error"]))
+    for row, answered in failed:
+        output.add(row, answered)
 
 
 def in_process(
@@ -138,58 +176,49 @@ def in_process(
     settings: GenerationSettings,
     output: Output,
 ) -> None:
-    """By our own engine: the same turn of `batch` conversations at once. An answer depends on its own row alone."""
+    """By our own engine, `batch` conversations at once, each written when it is done. An answer depends on its own row
+    alone."""
+    engine = Engine(target, None, max_num_seqs=batch, prefixes=PrefixCache(PREFIXES))
+    params = SamplingParams(temperature=settings.temperature, top_p=settings.top_p)
+    texts: dict[Request, tuple[ConversationRequest, deque[Message], AnsweredRow, list[int]]] = {}
+
+    def ask(row: ConversationRequest, turns: deque[Message], answered: AnsweredRow) -> None:
+        """The next answer, or the row where there is none to ask for."""
+        while turns and answered.error is None:
+            answered.messages.append(turn := turns.popleft())
+            if turn["role"] != "user":
+                continue
+            try:
+                prompt = form.prompt(answered.messages, row.tools)
+                if target.context is not None and len(prompt) >= target.context:
+                    raise SkippedRow(f"a prompt of {len(prompt)} tokens, the target reads {target.context}")
+            except SkippedRow as error:
+                answered.error = str(error)
+                break
+            ends = frozenset(target.eos_token_ids)
+            request = Request(prompt, params, settings.max_tokens, settings.seed + row.number, ends)
+            texts[request] = row, turns, answered, []
+            engine.add(request)
+            return
+        output.add(row, answered.row)
+
     left = iter(rows)
-    while some := list(itertools.islice(left, batch)):
-        for row, answered in zip(some, answer(target, form, some, settings), strict=True):
-            output.add(row, answered)
-
-
-def answer(
-    target: Target, form: ChatFormat, rows: list[ConversationRequest], settings: GenerationSettings
-) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = [{"messages": [], "finish_reasons": []} for _ in rows]
-    left = [deque(row.turns) for row in rows]
-    while any(left):
-        prompts: dict[int, list[int]] = {}
-        for i, turns in enumerate(left):
-            while turns and i not in prompts:
-                found[i]["messages"].append(turn := turns.popleft())
-                if turn["role"] != "user":
-                    continue
-                try:
-                    prompts[i] = form.prompt(found[i]["messages"])
-                    if target.context is not None and len(prompts[i]) >= target.context:
-                        raise SkippedRow(f"a prompt of {len(prompts[i])} tokens, the target reads {target.context}")
-                except SkippedRow as error:
-                    prompts.pop(i, None)
-                    found[i] = {"error": str(error)}
-                    turns.clear()
-        for i, (message, reason) in replies(target, form, rows, prompts, settings).items():
-            found[i]["messages"].append(message)
-            found[i]["finish_reasons"].append(reason)
-    return found
-
-
-def replies(
-    target: Target,
-    form: ChatFormat,
-    rows: list[ConversationRequest],
-    prompts: dict[int, list[int]],
-    settings: GenerationSettings,
-) -> dict[int, Reply]:
-    if not prompts:
-        return {}
-    out = continue_rows(
-        target,
-        list(prompts.values()),
-        max_new_tokens=settings.max_tokens,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        seed=[settings.seed + rows[i].number for i in prompts],
-    )
-    found = {}
-    for i, tokens, reason in zip(prompts, out.new_tokens, out.finish_reasons, strict=True):
-        text = form.tokenizer.decode(tokens, skip_special_tokens=True)
-        found[i] = Reply({"role": "assistant", "content": text}, reason)
-    return found
+    while True:
+        while len(texts) < batch and (row := next(left, None)) is not None:
+            ask(row, deque(row.turns), AnsweredRow())
+        if not texts:
+            break
+        for out in engine.step():
+            row, turns, answered, tokens = texts[out.request]
+            tokens += out.tokens
+            if out.finish_reason is None:
+                continue
+            del texts[out.request]
+            if out.finish_reason == "error":
+                raise ValueError(
+                    f"{target.name} gives logits that are not numbers: another dtype may do (target.dtype)"
+                )
+            reply = Reply(form.message(tokens), out.finish_reason, out.request.prompt, tokens)
+            answered.take(reply)
+            ask(row, turns if reply.goes_on else deque(), answered)
+    engine.close()

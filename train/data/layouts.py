@@ -1,12 +1,15 @@
 """What a row says: a conversation, in one of the layouts that data sets have, or why it is none.
 
-A conversation is a list of {"role", "content"} with roles system, user, assistant, tool. It is found in ShareGPT's,
-UltraChat's and OpenAI's layouts, and in pairs of a prompt and a response.
+A conversation is a list of {"role", "content"} with roles system, user, assistant, tool; an answer may also have
+`reasoning_content` (its thoughts), `tool_calls` (OpenAI's, with arguments as an object) and `finish_reason`. It is found in
+ShareGPT's, UltraChat's and OpenAI's layouts, and in pairs of a prompt and a response.
 """
 
+import json
+import re
 from typing import Any
 
-Message = dict[str, str]
+Message = dict[str, Any]
 
 # Tried in this order, so a set with both `prompt` and `messages` (UltraChat-200k) is read from `messages`.
 LISTS = ("messages", "conversations", "conversation", "turns", "data")
@@ -15,10 +18,11 @@ RESPONSES = ("response", "answer", "output", "completion", "solution")
 TEXTS = ("text", "content", "code")
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "developer": "system"}
+ROLES |= {"observation": "tool", "function": "tool", "ipython": "tool"}
 
-
-# A model's thoughts, as engines and templates call them (DeepSeek and Qwen, vLLM, gpt-oss).
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+# A model's thoughts, as engines, templates and data sets call them (DeepSeek and Qwen, vLLM, gpt-oss).
+THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts")
+IN_TEXT = re.compile(r"\s*(?:<think>)?(.*?)</think>(.*)", re.DOTALL)  # a generation prompt may hold the first tag
 
 
 class SkippedRow(ValueError):
@@ -39,9 +43,10 @@ def pair(row: dict, prompt: str, response: str | None) -> list[Message]:
         messages[0]["content"] += "\n\n" + content(row["input"])
     if isinstance(row.get("system"), str) and row["system"].strip():
         messages.insert(0, {"role": "system", "content": content(row["system"])})
-    if isinstance(answer, list):
-        return messages + turns(answer)
-    return messages + ([{"role": "assistant", "content": content(answer)}] if answer is not None else [])
+    if answer is None:
+        return messages
+    said = answer if isinstance(answer, list) else [row | {"role": "assistant", "content": content(answer)}]
+    return messages + turns(said)
 
 
 def turns(items: list, all_user: bool = False) -> list[Message]:
@@ -54,8 +59,6 @@ def turns(items: list, all_user: bool = False) -> list[Message]:
             item = {"role": "user" if all_user or number % 2 == 0 else "assistant", "content": item}
         if not isinstance(item, dict):
             raise SkippedRow("a turn that is neither text nor a message")
-        if item.get("tool_calls"):
-            raise SkippedRow("tool calls")
         named = next((item[name] for name in ("role", "from") if isinstance(item.get(name), str)), None)
         role = ROLES.get(named.lower()) if named is not None else None
         if role is None:
@@ -63,11 +66,55 @@ def turns(items: list, all_user: bool = False) -> list[Message]:
         text = next((item[name] for name in ("content", "value") if item.get(name) is not None), None)
         if role == "system" and text == "":
             continue
-        message = {"role": role, "content": content(text)}
-        if thoughts := next((item[name] for name in THOUGHTS if isinstance(item.get(name), str)), None):
-            message["reasoning_content"] = unicode(thoughts)
+        message: Message = {"role": role}
+        if role == "assistant":
+            thoughts = next((item[name] for name in THOUGHTS if isinstance(item.get(name), str)), "")
+            message |= {"reasoning_content": unicode(thoughts)} if thoughts.strip() else {}
+            message |= {"tool_calls": tool_calls(item["tool_calls"])} if item.get("tool_calls") else {}
+        elif role == "tool":
+            message |= {name: item[name] for name in ("tool_call_id", "name") if isinstance(item.get(name), str)}
+        # An answer may be nothing but thoughts that were cut off, or a call.
+        message["content"] = "" if not text and message.keys() & {"reasoning_content", "tool_calls"} else content(text)
         messages.append(message)
     return messages
+
+
+def split_thoughts(message: Message) -> Message:
+    """The answer with thoughts that stand in its content, <think>so</think>, apart."""
+    found = IN_TEXT.fullmatch(message["content"])
+    if found is None or "reasoning_content" in message:
+        return message
+    thoughts, text = found[1].strip("\n"), found[2].lstrip("\n")
+    return message | {"content": text} | ({"reasoning_content": thoughts} if thoughts.strip() else {})
+
+
+def tool_calls(calls: Any) -> list[dict]:
+    """OpenAI's, with the arguments as templates want them: an object, which APIs and data sets write as JSON."""
+    found = []
+    for call in parsed(calls) if isinstance(parsed(calls), list) else [None]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if call is None or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise SkippedRow("a tool call without a name")
+        arguments = parsed(function.get("arguments") or {})
+        call = {"type": "function", **call, "function": {"name": function["name"], "arguments": arguments}}
+        found.append({name: value for name, value in call.items() if name in ("id", "type", "function")})
+    return found
+
+
+def tools(column: Any) -> list[dict] | None:
+    """The functions that a row's `tools` column declares, in OpenAI's layout; None where there are none."""
+    column = parsed(column)
+    if not isinstance(column, list) or not all(isinstance(tool, dict) for tool in column):
+        return None
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in column] or None
+
+
+def parsed(value: Any) -> Any:
+    """JSON that a data set holds as text; other text stays text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def cut_off(messages: list[Message], reasons: Any) -> list[Message]:
@@ -82,13 +129,10 @@ def cut_off(messages: list[Message], reasons: Any) -> list[Message]:
 
 
 def content(value: Any) -> str:
-    """Text, or OpenAI's list of text parts."""
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(part, dict) and part.get("type") == "text" for part in value)
-    ):
-        value = "".join(part["text"] for part in value if isinstance(part.get("text"), str))
+    """Text, or the text among OpenAI's list of parts (of an image, say, nothing is left)."""
+    if isinstance(value, list):
+        texts = [part["text"] for part in value if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        value = "".join(texts) if texts else value
     if value is None or (isinstance(value, str) and not value.strip()):
         raise SkippedRow("an empty turn")
     if not isinstance(value, str):

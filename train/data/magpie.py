@@ -37,7 +37,7 @@ from foredraft.train.data.encoding import Encoder, encode
 from foredraft.train.data.layouts import Message, SkippedRow
 from foredraft.train.data.question_filters import QuestionFilter, before_loop, loops
 from foredraft.train.data.sources import Source
-from foredraft.train.data.written_rows import RowFile, WrittenRows
+from foredraft.train.data.written_rows import RowFile
 
 MARK = "\u2402question\u2403"  # stands for what is not written yet when a template is rendered
 SHORTEST_ANSWER = 4  # tokens
@@ -377,7 +377,7 @@ def corpus(
         )
     lines = held.lines_with(tokens) if tokens else None
     paths = [conversations] if isinstance(conversations, str) else conversations or []
-    encoders: list[Encoder] = [WrittenRows(tokenizer, Source(str(file), max_rows=lines))]
+    encoders = [Encoder(tokenizer, Source(str(file), max_rows=lines))]
     encoders += [Encoder(tokenizer, Source(one), template, thinking) for one in paths]
     data = assemble([encode(encoder, cache_dir, num_proc) for encoder in encoders], encoders, weights, test_share)
     return data._replace(card=data.card | {"rows_kept": held.kept / max(1, len(held.numbers))})

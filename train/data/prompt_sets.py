@@ -115,8 +115,7 @@ def tokenize(
             ids = form.prompt(messages)
             yield Prompt(one.category, ids[-most:], True, max(0, len(ids) - most))
             if number < len(one.turns):
-                text = tokenizer.decode(answer(ids[-most:]), skip_special_tokens=True)
-                messages.append({"role": "assistant", "content": text})
+                messages.append(form.message(answer(ids[-most:])))
 
 
 def summary(prompts: list[Prompt]) -> str:

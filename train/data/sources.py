@@ -98,6 +98,8 @@ class Source:
             return cut_off(turns(value[column], all_user=column == "turns"), value.get("finish_reasons"))
         if column := pick(value, self.prompt, PROMPTS):
             return pair(value, column, pick(value, self.response, RESPONSES))
+        if "error" in value:
+            raise SkippedRow("no answer came")  # regeneration says why
         if column := pick(value, self.text, TEXTS):
             if not isinstance(value[column], str) or not value[column].strip():
                 raise SkippedRow("no text in it")

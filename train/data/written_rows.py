@@ -1,13 +1,13 @@
-"""Rows of token ids that a target wrote, one line of JSON each, in a file that only grows.
+"""Rows of token ids that a target wrote, one line of JSON each, in a file that only grows. Encoder (encoding.py) reads it.
 
     {"number": 7, "tokens": [..], "written": [[40, 211], ..], "asked": [[24, 33], ..], "temperatures": [..]}
     {"number": 8, "dropped": "question without an end", "tokens": [..], "temperatures": [..]}
 
-`written` are the stretches in the loss, the target's answers; `asked` its questions. FILE.about.json says who wrote it and
+`written` are the stretches in the loss, the target's answers; `asked` its questions. Rows of regeneration, which have
+`messages`, may have `starts`: where in `tokens` each of several documents begins. FILE.about.json says who wrote it and
 how. A file that was cut off within a line is read up to there, and continued.
 """
 
-import hashlib
 import json
 import os
 from collections import Counter
@@ -15,12 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
-
-from foredraft.train.data.documents import Document
-from foredraft.train.data.encoding import CODE, Encoder, hash_of_code
-from foredraft.train.data.layouts import SkippedRow
-from foredraft.train.data.sources import Row, Source
 
 
 class RowFile:
@@ -92,35 +86,3 @@ class RowFile:
     def lines_with(self, tokens: int) -> int:
         """How many lines hold the first `tokens` tokens of the loss."""
         return int(np.searchsorted(self.lines, tokens)) + 1
-
-
-class WrittenRows(Encoder):
-    """Rows of such a file as documents: their tokens are the target's own, there is nothing to tokenize."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: Source):
-        super().__init__(tokenizer, source)
-
-    def digest(self) -> str:
-        facts = f"{self.source.digest()} {len(self.tokenizer)}"
-        return hashlib.sha256(hash_of_code((*CODE, "written_rows")) + facts.encode()).hexdigest()[:16]
-
-    def documents(self, row: Row) -> tuple[list[Document], Any]:
-        if isinstance(row.value, SkippedRow):
-            raise row.value
-        if "dropped" in row.value:
-            raise SkippedRow(row.value["dropped"])
-        try:
-            tokens, written, asked = row.value["tokens"], row.value["written"], row.value["asked"]
-        except KeyError as missing:
-            raise SkippedRow(f"no row that a target wrote: {missing} is not in it") from None
-        if max(tokens) >= len(self.tokenizer):
-            raise SkippedRow("tokens of another target")
-        flags = np.zeros(len(tokens), np.uint8)
-        for start, end in written:
-            flags[start:end] = 1
-        questions = [self.tokenizer.decode(tokens[start:end]) for start, end in asked]
-        return [Document(tokens, flags.tolist())], [{"role": "user", "content": said} for said in questions]
-
-    def check(self) -> None:
-        if next(self.source.rows(), None) is None:
-            raise ValueError(f"data.path={self.source.path} gives nothing to train on: it has no rows")
