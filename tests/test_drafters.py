@@ -35,14 +35,8 @@ from foredraft.inference.drafters.base import Accepted, bonus_only, chains, conc
 from foredraft.inference.drafters.union import merge
 from foredraft.inference.evaluation.lossless import PaddedDrafter
 from foredraft.inference.sampling import Sampling, SamplingParams
-from tests.support.drafters import OneBranch
+from tests.support.drafters import SETTINGS, OneBranch, drafters
 from tests.support.small_targets import eagle, prompt, random_model
-
-SETTINGS = {
-    "greedy": {},
-    "top-p": {"temperature": 1.0, "top_p": 0.9},
-    "penalty": {"temperature": 1.0, "repetition_penalty": 1.3},
-}
 
 
 @pytest.fixture(scope="module")
@@ -73,23 +67,27 @@ DRAFTERS = {
 }
 
 
-def new_tokens(target: Target, drafter: Drafter | None, rows: list[list[int]], **settings) -> list[list[int]]:
-    longest = max(map(len, rows))
-    ids = torch.tensor([[5] * (longest - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+def everyone(target: Target) -> dict[str, Drafter]:
+    return {name: build(target) for name, build in DRAFTERS.items()} | drafters(target)
+
+
+def new_tokens(target: Target, drafter: Drafter | None, rows: list[list[int]], side=1, **settings) -> list[list[int]]:
+    """side: -1 pads on the right."""
+    padded = [([0] * (max(map(len, rows)) - len(row)) + row[::side])[::side] for row in rows]
+    mask = [([0] * (max(map(len, rows)) - len(row)) + [1] * len(row))[::side] for row in rows]
+    ids, mask = torch.tensor(padded), torch.tensor(mask)
     return generate(target, drafter, ids, mask, **settings).new_tokens
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", ["greedy", "top-p", "top-k", "penalty"])
 def test_every_drafter_writes_the_plain_text_alone_and_in_a_ragged_batch(small, name):
     rows = [prompt(length, seed) for seed, length in enumerate((3, 17, 1, 8))]
     settings = SETTINGS[name] | {"max_new_tokens": 32, "eos_token_id": -1}
     alone = [new_tokens(small, None, [row], seed=seed, **settings)[0] for seed, row in enumerate(rows)]
     ends = settings | {"eos_token_id": alone[1][9]}  # so that rows end at different times
     ended = new_tokens(small, None, rows, **ends)
-    assert len({len(text) for text in ended}) > 1
-    for who, build in DRAFTERS.items():
-        drafter = build(small)
+    assert len({len(text) for text in ended}) > 1 and new_tokens(small, None, rows, side=-1, **ends) == ended
+    for who, drafter in everyone(small).items():
         assert new_tokens(small, drafter, [rows[1]], seed=1, **settings) == [alone[1]], who
         assert new_tokens(small, drafter, rows, **ends) == ended, who
 
@@ -98,10 +96,8 @@ def test_text_up_to_the_last_position_of_the_context_whatever_is_drafted(small):
     ids = torch.tensor([prompt(246)])
     plain = generate(small, None, ids, max_new_tokens=100, eos_token_id=-1).sequences
     assert plain.shape[1] == 256
-    for who, build in DRAFTERS.items():
-        assert torch.equal(generate(small, build(small), ids, max_new_tokens=100, eos_token_id=-1).sequences, plain), (
-            who
-        )
+    for who, drafter in everyone(small).items():
+        assert torch.equal(generate(small, drafter, ids, max_new_tokens=100, eos_token_id=-1).sequences, plain), who
     big = DynamicTree(eagle(small).head, small, nodes=300, depth=4, width=12, min_probability=0)
     assert torch.equal(generate(small, big, ids, max_new_tokens=100, eos_token_id=-1).sequences, plain)
 

@@ -4,33 +4,12 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.inference import generate
 from foredraft.inference.drafters import DraftModel, DynamicTree, NgramDrafter
-from foredraft.inference.drafters.base import Accepted, Drafter
-from foredraft.inference.sampling import Sampling
-from foredraft.inference.tree import chain
 from tests.support.batches import prompt
-from tests.support.drafters import SETTINGS, drafters, eager_head
-
-
-class Oracle(Drafter):
-    """Drafts what the target will say: the texts are known beforehand."""
-
-    def __init__(self, texts: list[list[int]], depth: int = 5):
-        self.texts, self.depth, self.nodes = texts, depth, depth + 1
-
-    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        pass
-
-    def propose(self, accepted: Accepted, gumbel: Tensor | None):
-        rows = []
-        for known, text in zip(self.texts, accepted.text, strict=True):
-            coming = known[len(text) - 1 :][: self.depth + 1]
-            rows.append(coming + [-1] * (self.depth + 1 - len(coming)))
-        return chain(torch.tensor(rows))
+from tests.support.drafters import SETTINGS, Oracle, drafters, eager_head
 
 
 def test_greedy_equals_transformers_generate(target):
@@ -40,43 +19,10 @@ def test_greedy_equals_transformers_generate(target):
         assert torch.equal(generate(target, drafter, ids, max_new_tokens=40, eos_token_id=-1).sequences, theirs)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_every_drafter_writes_the_plain_text(target, name):
-    settings = SETTINGS[name] | {"max_new_tokens": 40, "eos_token_id": -1, "seed": 7}
-    plain = generate(target, None, prompt(9), **settings).new_tokens
-    for drafter in drafters(target).values():
-        assert generate(target, drafter, prompt(9), **settings).new_tokens == plain
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", ["greedy", "top-p", "penalty"])
-def test_a_row_does_not_depend_on_its_batch(target, name, side):
-    rows = [prompt(length, seed)[0].tolist() for seed, length in enumerate((3, 11, 1, 7))]
-    settings = SETTINGS[name] | {"max_new_tokens": 24}
-
-    def plain(row: int, end: int) -> list[int]:
-        ids, more = torch.tensor([rows[row]]), settings | {"eos_token_id": end}
-        return generate(target, None, ids, seed=row, **more).new_tokens[0]
-
-    settings["eos_token_id"] = plain(1, -1)[10]  # so that rows end at different times
-    alone = [plain(row, settings["eos_token_id"]) for row in range(4)]
-    assert len({len(text) for text in alone}) > 1
-    pad = [[5] * (11 - len(row)) for row in rows]
-    ids = torch.tensor([p + row if side == "left" else row + p for p, row in zip(pad, rows, strict=True)])
-    mask = torch.tensor(
-        [
-            [0] * len(p) + [1] * len(row) if side == "left" else [1] * len(row) + [0] * len(p)
-            for p, row in zip(pad, rows)
-        ]
-    )
-    for drafter in [None, *drafters(target).values()]:
-        assert generate(target, drafter, ids, mask, **settings).new_tokens == alone
-
-
 def test_a_perfect_drafter_is_accepted_whole(target):
     for settings in SETTINGS.values():
         plain = generate(target, None, prompt(9), max_new_tokens=61, eos_token_id=-1, seed=3, **settings)
-        oracle = Oracle(plain.sequences.tolist())
+        oracle = Oracle(plain.sequences.tolist(), target.vocab_size, right=True)
         out = generate(target, oracle, prompt(9), max_new_tokens=61, eos_token_id=-1, seed=3, **settings)
         assert out.new_tokens == plain.new_tokens
         assert [step.emitted for step in out.steps] == [[6]] * 10
@@ -92,7 +38,7 @@ def test_end_tokens_inside_an_accepted_path_end_the_text(target):
     plain = generate(target, None, prompt(9), max_new_tokens=30, eos_token_id=-1)
     known, end = plain.sequences.tolist(), plain.new_tokens[0][16]
     expected = plain.new_tokens[0][: plain.new_tokens[0].index(end) + 1]
-    out = generate(target, Oracle(known), prompt(9), max_new_tokens=30, eos_token_id=end)
+    out = generate(target, Oracle(known, target.vocab_size, right=True), prompt(9), max_new_tokens=30, eos_token_id=end)
     assert out.new_tokens == [expected]
     assert generate(target, None, prompt(9), max_new_tokens=30, eos_token_id=[end, 319]).new_tokens == [expected]
 
@@ -100,7 +46,13 @@ def test_end_tokens_inside_an_accepted_path_end_the_text(target):
 @pytest.mark.parametrize("budget", [0, 1, 2, 7])
 def test_the_budget_is_kept(target, budget):
     plain = generate(target, None, prompt(9), max_new_tokens=30, eos_token_id=-1)
-    out = generate(target, Oracle(plain.sequences.tolist()), prompt(9), max_new_tokens=budget, eos_token_id=-1)
+    out = generate(
+        target,
+        Oracle(plain.sequences.tolist(), target.vocab_size, right=True),
+        prompt(9),
+        max_new_tokens=budget,
+        eos_token_id=-1,
+    )
     assert out.new_tokens[0] == plain.new_tokens[0][:budget]
     assert out.sequences.shape == (1, 9 + budget)
 
@@ -110,19 +62,9 @@ def test_a_stop_string_cuts_at_the_token_that_completes_it(target):
     pieces = [target.tokenizer.decode(plain.new_tokens[0][: n + 1]) for n in range(30)]
     stop = pieces[20][-6:]
     first = next(n for n, text in enumerate(pieces) if stop in text)
-    for drafter in (None, Oracle(plain.sequences.tolist())):
+    for drafter in (None, Oracle(plain.sequences.tolist(), target.vocab_size, right=True)):
         out = generate(target, drafter, prompt(9), max_new_tokens=30, eos_token_id=-1, stop_strings=stop)
         assert out.new_tokens[0] == plain.new_tokens[0][: first + 1]
-
-
-def test_text_up_to_the_last_position_of_the_context(target):
-    ids = prompt(240)
-    plain = generate(target, None, ids, max_new_tokens=100, eos_token_id=-1)
-    assert plain.sequences.shape[1] == 256
-    for drafter in drafters(target).values():
-        assert torch.equal(
-            generate(target, drafter, ids, max_new_tokens=100, eos_token_id=-1).sequences, plain.sequences
-        )
 
 
 def test_streaming_gives_all_tokens_once(target):

@@ -62,13 +62,13 @@ class OneBranch(Drafter):
 
 
 class Oracle(Drafter):
-    """Drafts what each sequence will say, right up to a random depth and wrong from there on."""
+    """Drafts what each sequence will say, right up to a random depth and wrong from there on, or always right."""
 
     depth, nodes, branches = 5, 6, False
 
-    def __init__(self, texts: list[list[int]], vocab: int):
+    def __init__(self, texts: list[list[int]], vocab: int, right: bool = False):
         """texts: prompts with their continuations."""
-        self.texts, self.vocab = texts, vocab
+        self.texts, self.vocab, self.right = texts, vocab, right
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.luck = random.Random(7)
@@ -76,7 +76,8 @@ class Oracle(Drafter):
     def propose(self, accepted: Accepted, gumbel: Tensor | None):
         drafts = []
         for text, so_far in zip(self.texts, accepted.text, strict=True):
-            draft, right = text[len(so_far) :][: self.depth], self.luck.randrange(self.depth + 1)
+            draft = text[len(so_far) :][: self.depth]
+            right = self.depth if self.right else self.luck.randrange(self.depth + 1)
             drafts.append(draft[:right] + [(token + 1) % self.vocab for token in draft[right:]])
         return chains(accepted, drafts)
 
