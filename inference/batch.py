@@ -200,10 +200,11 @@ class Batch:
         return self.cache
 
     def kept_capacity(self, count: int) -> int:
-        """Entries for each of so many sequences: what there is, as long as memory allows it."""
-        room = self.room(self.sequences)
-        kept = max(room, self.open_cache().capacity)
-        return room if self.max_cache_tokens is not None and count * kept > self.max_cache_tokens else kept
+        """Entries for each of so many sequences: what there is, as long as it is enough and memory allows it."""
+        room, kept = self.room(self.sequences), self.open_cache().capacity
+        fits = self.max_cache_tokens is None or count * kept <= self.max_cache_tokens
+        enough = max(len(sequence.text) for sequence in self.sequences) + 2 * self.drafter.nodes
+        return kept if fits and enough <= kept else room
 
     def fail(self, valid: Sequence[int], nodes: int) -> list[RequestOutput]:
         """Sequences whose logits are not numbers end here. Nothing of them stays in the cache: no mask hides a NaN."""
