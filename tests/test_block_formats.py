@@ -17,7 +17,7 @@ from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.p_eagle import PEagleHead
 from foredraft.train import parity_gate
 from foredraft.train.cli import CONF
-from tests.support import golden, golden_blocks
+from tests.support import golden
 from tests.support.batches import PROMPT
 from tests.support.head_factory import make_head
 
@@ -35,14 +35,6 @@ GOLDEN: dict[str, tuple] = {
 }
 
 
-def make(name: str, target: Target) -> golden.Golden:
-    torch.manual_seed(1)
-    if name == "deepspec":
-        frozen = target.model.get_input_embeddings(), target.model.get_output_embeddings()
-        return golden_blocks.deepspec(*(module.weight.detach() for module in frozen))
-    return getattr(golden_blocks, name)()
-
-
 def write(directory: Path, config: Any, weights: dict[str, torch.Tensor], file: str = "model.safetensors") -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -52,7 +44,7 @@ def write(directory: Path, config: Any, weights: dict[str, torch.Tensor], file: 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_published_files_are_what_they_say(deep, tmp_path, name):
-    config, weights, file = make(name, deep)
+    config, weights, file = golden.make(name, deep)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         head = load_head(write(tmp_path, config, weights, file), deep, dtype=torch.float32)
@@ -70,7 +62,7 @@ def test_published_files_are_what_they_say(deep, tmp_path, name):
 
 @pytest.mark.parametrize(("name", "before", "depth"), [("p_eagle", False, 8), ("speculators_p_eagle", True, 3)])
 def test_p_eagle_files_are_what_they_say(deep, tmp_path, name, before, depth):
-    config, weights, _ = make(name, deep)
+    config, weights, _ = golden.make(name, deep)
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         head = load_head(write(tmp_path, config, weights), deep, dtype=torch.float32)
@@ -83,7 +75,7 @@ def test_p_eagle_files_are_what_they_say(deep, tmp_path, name, before, depth):
 
 
 def test_p_eagle_without_an_embedding_takes_the_targets(deep, tmp_path):
-    config, weights, _ = make("p_eagle", deep)
+    config, weights, _ = golden.make("p_eagle", deep)
     del weights["embed_tokens.weight"]
     weights = {key.replace("layers.0", "midlayer"): value for key, value in weights.items()}  # as EAGLE-3 calls it
     with pytest.warns(UserWarning, match="no embedding is stored"):
@@ -134,7 +126,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("name", "setting", "value", "message"), SETTINGS)
 def test_settings_that_do_not_fit_are_named(deep, tmp_path, name, setting, value, message):
-    config, weights, file = make(name, deep)
+    config, weights, file = golden.make(name, deep)
     with pytest.raises(ValueError, match=message):
         load_head(write(tmp_path, change(config, setting, value), weights, file), deep)
 
@@ -142,11 +134,11 @@ def test_settings_that_do_not_fit_are_named(deep, tmp_path, name, setting, value
 @pytest.mark.parametrize("name", GOLDEN)
 def test_weights_that_do_not_fit_are_named(deep, tmp_path, name):
     for number, key in enumerate(("hidden_norm.weight", "layers.1.self_attn.k_norm.weight")):
-        config, weights, _ = make(name, deep)
+        config, weights, _ = golden.make(name, deep)
         del weights[key]
         with pytest.raises(ValueError, match=f"{key} is missing"):
             load_head(write(tmp_path / str(number), config, weights), deep)
-    config, weights, _ = make(name, deep)
+    config, weights, _ = golden.make(name, deep)
     weights["context_adapter.weight"] = torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"context_adapter\.weight belongs to no layer"):
         load_head(write(tmp_path / "more", config, weights), deep)
@@ -154,7 +146,7 @@ def test_weights_that_do_not_fit_are_named(deep, tmp_path, name):
 
 @pytest.mark.parametrize("key", ["embed_tokens.weight", "lm_head.weight"])
 def test_frozen_copies_must_be_copies(deep, tmp_path, key):
-    config, weights, _ = make("deepspec", deep)
+    config, weights, _ = golden.make("deepspec", deep)
     weights[key] = weights[key] + 1
     with pytest.raises(ValueError, match=f"{key} differs from the"):
         load_head(write(tmp_path, config, weights), deep)
@@ -165,14 +157,14 @@ def test_frozen_copies_must_be_copies(deep, tmp_path, key):
 
 @pytest.mark.parametrize("flag", [None, False, True])
 def test_a_layout_is_what_the_files_say_or_else_what_their_architecture_is(deep, tmp_path, flag):
-    config, weights, _ = make("zlab", deep)
+    config, weights, _ = golden.make("zlab", deep)
     head = load_head(write(tmp_path, config | {"sample_from_anchor": flag}, weights), deep)
     assert head.sample_from_anchor == bool(flag) and head.depth == (4 if flag else 3)
 
 
 @pytest.mark.parametrize("size", [0, 10**9, "8", None])
 def test_a_block_of_an_absurd_size_is_refused(deep, tmp_path, size):
-    config, weights, _ = make("zlab", deep)
+    config, weights, _ = golden.make("zlab", deep)
     with pytest.raises(ValueError, match="block_size"):
         load_head(
             write(tmp_path, config | {"dflash_config": config["dflash_config"] | {"block_size": size}}, weights), deep
@@ -225,7 +217,7 @@ def test_vllm_masks_a_block_as_it_was_trained(deep, tmp_path, kind, name):
 def test_a_window_that_vllm_would_take_for_another_is_refused(deep, tmp_path):
     with pytest.raises(ValueError, match=r"causal in all layers or in none, .* \(head.window=\d+\): format=vllm"):
         export_of("speculators", make_head("dflash anchor first", deep), deep)
-    config, weights, file = make("speculators_dflash", deep)
+    config, weights, file = golden.make("speculators_dflash", deep)
     layer = config["transformer_layer_config"]
     sliding = ["sliding_attention"] * layer["num_hidden_layers"]
     layer |= {"layer_types": sliding, "sliding_window": 4, "use_sliding_window": True}

@@ -23,13 +23,6 @@ from tests.support import golden
 PROMPT = torch.randint(1, 300, (20,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-def make(name: str, target: Target) -> golden.Golden:
-    torch.manual_seed(1)
-    if name in ("speculators", "safeailab_eagle"):  # these store the target's embeddings along
-        return getattr(golden, name)(target.model.get_input_embeddings().weight.detach())
-    return getattr(golden, name)()
-
-
 def write(directory: Path, config: Any, weights: dict[str, Tensor], file: str) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -68,7 +61,7 @@ GOLDEN = (*EAGLE3, *EAGLE, *MEDUSA, *HYDRA)
 
 @pytest.mark.parametrize("name", EAGLE3)
 def test_eagle3_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
-    config, weights, file = make(name, deep)
+    config, weights, file = golden.make(name, deep)
     root = 7
     chain, ours = drafted(write(tmp_path, config, weights, file), deep, root, DEPTHS)
     with torch.no_grad():
@@ -81,7 +74,7 @@ def test_eagle3_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
 
 @pytest.mark.parametrize("name", EAGLE)
 def test_eagle1_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
-    config, weights, file = make(name, deep)
+    config, weights, file = golden.make(name, deep)
     root = 7
     chain, ours = drafted(write(tmp_path, config, weights, file), deep, root, DEPTHS)
     embedded, after = deep.embed(torch.tensor([*PROMPT[1:], root])), deep.embed(torch.tensor(chain[: DEPTHS - 1]))
@@ -94,7 +87,7 @@ def test_eagle1_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
 
 def test_the_output_norm_is_seen_from_depth_2_on(deep, tmp_path):
     """What the comparison above must be able to see: without norm_output the first depth is the same, the second not."""
-    config, weights, file = make("specforge", deep)
+    config, weights, file = golden.make("specforge", deep)
     _, normed = drafted(write(tmp_path / "a", config, weights, file), deep, 7, DEPTHS)
     _, plain = drafted(write(tmp_path / "b", config | {"norm_output": False}, weights, file), deep, 7, DEPTHS)
     assert torch.equal(normed[0], plain[0]) and not torch.allclose(normed[1], plain[1], atol=1e-2)
@@ -102,7 +95,7 @@ def test_the_output_norm_is_seen_from_depth_2_on(deep, tmp_path):
 
 @pytest.mark.parametrize("name", MEDUSA)
 def test_medusa_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
-    config, weights, file = make(name, deep)
+    config, weights, file = golden.make(name, deep)
     _, ours = drafted(write(tmp_path, config, weights, file), deep, root=7)
     w = {key: tensor.float() for key, tensor in weights.items()}
     last = states(deep, [golden.N])[0][-1]
@@ -118,7 +111,7 @@ def test_medusa_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
 
 @pytest.mark.parametrize("name", HYDRA)
 def test_hydra_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
-    config, weights, file = make(name, deep)
+    config, weights, file = golden.make(name, deep)
     head, root = load_head(write(tmp_path, config, weights, file), deep, dtype=torch.float32), 7
     chain, ours = parity_gate.drafted_logits(head, deep, PROMPT, root)
     last = states(deep, [golden.N])[0]
@@ -130,7 +123,7 @@ def test_hydra_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_heads_of_others_decode_what_the_target_writes_alone(deep, tmp_path, name):
-    drafter = load_drafter(str(write(tmp_path, *make(name, deep))), deep, tree="fixed")
+    drafter = load_drafter(str(write(tmp_path, *golden.make(name, deep))), deep, tree="fixed")
     ids = torch.tensor([PROMPT])
     settings = {"max_new_tokens": 12, "eos_token_id": -1}
     out = generate(deep, drafter, ids, **settings)
@@ -139,7 +132,7 @@ def test_heads_of_others_decode_what_the_target_writes_alone(deep, tmp_path, nam
 
 
 def test_shards_are_read_as_one(deep, tmp_path):
-    config, weights, _ = make("specforge", deep)
+    config, weights, _ = golden.make("specforge", deep)
     names = sorted(weights)
     write(tmp_path / "whole", config, weights, "model.safetensors")
     write(tmp_path, config, {name: weights[name] for name in names[:5]}, "part-1.safetensors")
@@ -158,7 +151,7 @@ REPEATED = ("t2d", "embed_tokens.weight", "rotary_emb.inv_freq")
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_no_weight_may_be_missing_or_narrow_or_of_whole_numbers(deep, tmp_path, name):
-    config, weights, file = make(name, deep)
+    config, weights, file = golden.make(name, deep)
     for key, tensor in weights.items():
         if key.endswith(REPEATED):
             continue
@@ -344,7 +337,7 @@ CASES = [(name, *mutation) for name in GOLDEN for mutation in MUTATIONS[name]]
 
 @pytest.mark.parametrize(("name", "case", "change", "message"), CASES, ids=[f"{n}: {c}" for n, c, *_ in CASES])
 def test_what_is_not_whole_is_refused_by_name(deep, tmp_path, name, case, change, message):
-    config, weights, file = make(name, deep)
+    config, weights, file = golden.make(name, deep)
     config, weights = copy.deepcopy(config), dict(weights)
     change(config, weights)
     with pytest.raises(ValueError, match=message):
@@ -353,7 +346,7 @@ def test_what_is_not_whole_is_refused_by_name(deep, tmp_path, name, case, change
 
 def test_a_shallow_target_needs_the_layers_said(target, tmp_path):
     with pytest.raises(ValueError, match="a target of 6 layers is too shallow for the paper's three"):
-        load_head(write(tmp_path, *make("safeailab_eagle3", target)), target)
+        load_head(write(tmp_path, *golden.make("safeailab_eagle3", target)), target)
 
 
 def test_what_is_no_head_is_refused(deep, tmp_path):
@@ -374,7 +367,7 @@ class Evil:
 
 def test_a_pickle_with_code_in_it_is_not_executed(deep, tmp_path):
     mark = tmp_path / "executed"
-    config, weights, _ = make("medusa_v1", deep)
+    config, weights, _ = golden.make("medusa_v1", deep)
     write(tmp_path, config, weights | {"0.0.linear.weight": Evil(mark)}, "medusa_lm_head.pt")
     with pytest.raises(ValueError, match="holds more than tensors, and was not executed"):
         load_head(tmp_path, deep)
@@ -404,7 +397,7 @@ def repack(path: Path, change: Callable[[zipfile.ZipFile], None], compression: i
     ids=["zip bomb", "..", "absolute"],
 )
 def test_a_zip_that_is_no_checkpoint_is_not_opened(deep, tmp_path, monkeypatch, change, compression, message):
-    write(tmp_path, *make("medusa_v1", deep))
+    write(tmp_path, *golden.make("medusa_v1", deep))
     repack(tmp_path / "medusa_lm_head.pt", change, compression)
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("it was opened"))
     with pytest.raises(ValueError, match=message):
@@ -413,7 +406,7 @@ def test_a_zip_that_is_no_checkpoint_is_not_opened(deep, tmp_path, monkeypatch, 
 
 def test_members_that_overlap_are_a_bomb_too(deep, tmp_path, monkeypatch):
     """Uncompressed, and still more than the file: the central directory names one member many times."""
-    write(tmp_path, *make("medusa_v1", deep))
+    write(tmp_path, *golden.make("medusa_v1", deep))
     whole = zipfile.ZipFile.infolist
     monkeypatch.setattr(zipfile.ZipFile, "infolist", lambda self: whole(self) * 1000)
     with pytest.raises(ValueError, match="would unpack"):
@@ -422,7 +415,7 @@ def test_members_that_overlap_are_a_bomb_too(deep, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "sub/part.safetensors", "part.py"])
 def test_an_index_cannot_point_out_of_its_directory(deep, tmp_path, name):
-    config, weights, _ = make("specforge", deep)
+    config, weights, _ = golden.make("specforge", deep)
     write(tmp_path / "head", config, {}, "other.safetensors")
     save_file(weights, tmp_path / "outside.safetensors")
     (tmp_path / "head" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": name}}))
@@ -451,7 +444,7 @@ def test_files_of_a_head_cannot_make_python_import_a_module(deep, tmp_path, plac
 
 
 def test_code_beside_a_head_is_not_executed(deep, tmp_path):
-    config, weights, file = make("specforge", deep)
+    config, weights, file = golden.make("specforge", deep)
     mark = tmp_path / "executed"
     (tmp_path / "modeling_head.py").write_text(f"open({str(mark)!r}, 'w')")
     write(tmp_path, config | {"auto_map": {"AutoModel": "modeling_head.Head"}}, weights, file)
@@ -464,7 +457,7 @@ def test_code_beside_a_head_is_not_executed(deep, tmp_path):
 
 
 def test_configs_that_are_none_are_refused(deep, tmp_path):
-    write(tmp_path, *make("specforge", deep))
+    write(tmp_path, *golden.make("specforge", deep))
     for text, message in (("[1, 2]", "holds no settings"), ("{", "is not JSON"), ("[" * 100_000, "is not JSON")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):

@@ -1,19 +1,28 @@
 """Tiny heads in the layouts that others publish, written key by key from their descriptions and not by our own savers.
 
-Each function gives (config.json, weights, name of the weights' file) for a target of these sizes. Rope, context length and
-what else is not a size are those of published files, named in each, and not the target's.
+`make` gives (config.json, weights, name of the weights' file) for a target of these sizes; golden_configs.json has the
+configs. Rope, context length and what else is not a size are those of published files, named below, and not the target's.
 """
 
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foredraft.heads import Target
+
 H, MLP, V, VD = 32, 64, 320, 200  # hidden, MLP width, vocabulary, draft vocabulary
 HEADS, KV, HD = 4, 2, 8  # query heads, key and value heads, head dim
 N = 8  # layers of the target
-Golden = tuple[dict[str, Any], dict[str, Tensor], str]
+LAYERS, RANK, GRU, EMB = 3, 6, 10, 5  # of block drafters
+Weights = dict[str, Tensor]
+Golden = tuple[dict[str, Any], Weights, str]
 ROPE = 5000.0  # of the target, which Hydra++ heads take theirs from
+SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -24,26 +33,11 @@ def norm(width: int = H, dtype: torch.dtype = torch.float16) -> Tensor:
     return torch.empty(width).uniform_(0.5, 2.0).to(dtype)
 
 
-def llama(**more: Any) -> dict[str, Any]:
-    """The one-layer Llama config of an EAGLE head, in the spelling of transformers 4."""
-    facts = {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": H,
-        "intermediate_size": MLP,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV,
-        "num_hidden_layers": 1,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 2048,
-        "vocab_size": V,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float16",
-    }
-    return facts | more
+def linear(name: str, rows: int, width: int) -> Weights:
+    return {f"{name}.weight": random(rows, width), f"{name}.bias": random(rows)}
 
 
-def layer(prefix: str, width: int) -> dict[str, Tensor]:
+def layer(prefix: str, width: int) -> Weights:
     return {
         f"{prefix}.self_attn.q_proj.weight": random(HEADS * HD, width),
         f"{prefix}.self_attn.k_proj.weight": random(KV * HD, width),
@@ -56,150 +50,144 @@ def layer(prefix: str, width: int) -> dict[str, Tensor]:
     }
 
 
-def vocabulary() -> dict[str, Tensor]:
+def eagle3(prefix: str) -> Weights:
     ids = torch.randperm(V)[:VD].sort().values
-    return {"d2t": ids - torch.arange(VD), "t2d": torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True)}
-
-
-def eagle3(prefix: str, rows: int = VD) -> dict[str, Tensor]:
+    pruned = {"d2t": ids - torch.arange(VD), "t2d": torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True)}
     norms = {f"{prefix}.hidden_norm.weight": norm(), f"{prefix}.input_layernorm.weight": norm()}
-    whole = {"fc.weight": random(H, 3 * H), "norm.weight": norm(), "lm_head.weight": random(rows, H)}
-    return layer(prefix, 2 * H) | norms | whole
+    whole = {"fc.weight": random(H, 3 * H), "norm.weight": norm(), "lm_head.weight": random(VD, H)}
+    return layer(prefix, 2 * H) | norms | whole | pruned
 
 
-def safeailab_eagle3() -> Golden:
-    """The authors' own for Vicuna 13B: called LlamaForCausalLM, no rope, no layer ids, the target's 40 layers, a pickle."""
-    config = llama(architectures=["LlamaForCausalLM"], draft_vocab_size=VD, num_hidden_layers=40)
-    return config, eagle3("midlayer") | vocabulary(), "pytorch_model.bin"
+def embedding(target: Target) -> Weights:
+    return {"embed_tokens.weight": target.model.get_input_embeddings().weight.detach().to(torch.float16)}
 
 
-def specforge() -> Golden:
-    """For Qwen3-30B-A3B. Ids are outputs of decoder layers counted from 0; fc_norm and norm_output are 3.1's."""
-    ids = {"eagle_aux_hidden_state_layer_ids": [1, N // 2 - 1, N - 4], "use_aux_hidden_state": True}
-    config = llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=VD, eagle_config=ids)
-    config |= {"rope_theta": 1000000.0, "rope_scaling": None, "sliding_window": None, "max_window_layers": 48}
-    config |= {"fc_norm": True, "norm_output": True}
-    norms = {f"fc_norm.{i}.weight": norm() for i in range(3)}
-    return config, eagle3("midlayer") | vocabulary() | norms, "model.safetensors"
+def lm_head(target: Target) -> Weights:
+    return {"lm_head.weight": target.model.get_output_embeddings().weight.detach().to(torch.float16)}
 
 
-def modelopt() -> Golden:
-    """The layer is `layers.0`, and t2d is left out. Rope on a quarter of the dimensions, as in a head for Qwen3.5-9B."""
-    options = {
-        "eagle_aux_hidden_state_layer_ids": [1, N // 2 - 1, N - 4],
-        "use_aux_hidden_state": True,
-        "use_input_layernorm_in_first_layer": True,
-        "use_last_layernorm": True,
-        "use_mtp_layernorm": False,
-    }
-    config = llama(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=VD, eagle_config=options)
-    rope = {"partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"}
-    config |= {"rope_parameters": rope, "partial_rotary_factor": 0.25, "max_position_embeddings": 262144}
-    weights = eagle3("layers.0") | vocabulary()
-    del weights["t2d"]
-    return config, weights, "model.safetensors"
-
-
-def speculators(embeddings: Tensor) -> Golden:
-    """vLLM's, for GPT-OSS 20B: the layer's config apart, ids of hidden_states, embeddings along, one norm before fc."""
-    method = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1}
-    config = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.3.0",
-        "draft_vocab_size": VD,
-        "norm_before_residual": True,
-        "norm_before_fc": True,
-        "eagle_aux_hidden_state_layer_ids": [2, N // 2, N - 3],
-        "target_hidden_size": None,
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]},
-        },
-        "transformer_layer_config": llama(
-            architectures=["LlamaForCausalLM"], rope_theta=500000.0, max_position_embeddings=131072
-        ),
-    }
-    more = {"embed_tokens.weight": embeddings.to(torch.float16), "input_norm.weight": norm(3 * H)}
-    return config, eagle3("layers.0") | vocabulary() | more, "model.safetensors"
-
-
-def safeailab_eagle(embeddings: Tensor) -> Golden:
-    """`bias` is absent, which means true; no first norm, no last one, no lm_head; the target's embeddings; a pickle.
-    That for Mixtral says model_type mixtral."""
-    weights = {"embed_tokens.weight": embeddings.to(torch.float16), "fc.weight": random(H, 2 * H), "fc.bias": random(H)}
-    config = llama(architectures=["LlamaForCausalLM"], model_type="mixtral", max_position_embeddings=4096)
-    return config, weights | layer("layers.0", H), "pytorch_model.bin"
-
-
-def vllm_eagle() -> Golden:
-    config = llama(
-        architectures=["EagleLlamaForCausalLM"], bias=False, rope_theta=10000.0, max_position_embeddings=4096
-    )
-    return config, {"fc.weight": random(H, 2 * H)} | layer("layers.0", H), "model.safetensors"
-
-
-def medusa_weights(heads: int, blocks: int, projections: bool) -> dict[str, Tensor]:
-    weights = {}
+def medusa(heads: int, blocks: int, projections: bool) -> Weights:
+    weights: Weights = {}
     for i in range(heads):
         for j in range(blocks):
-            weights |= {f"{i}.{j}.linear.weight": random(H, H), f"{i}.{j}.linear.bias": random(H)}
+            weights |= linear(f"{i}.{j}.linear", H, H)
         if projections:
             weights[f"{i}.{blocks}.weight"] = random(V, H)
     return weights
 
 
-def medusa_v1() -> Golden:
-    """FasterDecoding's first release says two heads and stores five."""
-    config = {"base_model_name_or_path": "org/target", "medusa_num_heads": 2, "medusa_num_layers": 1}
-    return config, medusa_weights(5, 1, projections=True), "medusa_lm_head.pt"
-
-
-def medusa_v2() -> Golden:
-    """Version 2 shares the target's lm_head; in TGI's file."""
-    config = {"base_model_name_or_path": "t", "medusa_num_heads": 3, "medusa_num_layers": 2, "version": "2"}
-    return config, medusa_weights(3, 2, projections=False), "medusa_lm_head.safetensors"
-
-
-def wide_block(name: str, inputs: int) -> dict[str, Tensor]:
-    """The first block of a Hydra MLP: it reads hidden states and embeddings side by side."""
-    parts = {f"{name}.{part}": (random(H, inputs * H), random(H)) for part in ("linear", "res_connection")}
-    return {f"{part}.{sort}": tensors[sort == "bias"] for part, tensors in parts.items() for sort in ("weight", "bias")}
-
-
-def hydra() -> Golden:
-    config = {
-        "base_model_name_or_path": "org/target",
-        "hydra_num_heads": 3,
-        "hydra_num_layers": 2,
-        "hydra_head_arch": "mlp",
-        "grounded_heads": True,
-        "hidden_state_offset": 0,
-    }
-    weights = {}
+def hydra(target: Target) -> Weights:
+    """The first block of an MLP reads hidden states and embeddings side by side."""
+    weights: Weights = {}
     for i in range(3):
-        weights |= wide_block(f"hydra_mlp.{i}.0", i + 2)
-        weights |= {f"hydra_mlp.{i}.1.linear.weight": random(H, H), f"hydra_mlp.{i}.1.linear.bias": random(H)}
-        weights |= {f"hydra_lm_head.{i}.weight": random(V, H), f"hydra_lm_head.{i}.bias": random(V)}
-    return config, weights, "hydra_lm_head.pt"
+        for part in ("linear", "res_connection"):
+            weights |= linear(f"hydra_mlp.{i}.0.{part}", H, (i + 2) * H)
+        weights |= linear(f"hydra_mlp.{i}.1.linear", H, H) | linear(f"hydra_lm_head.{i}", V, H)
+    return weights
 
 
-def hydra_pp() -> Golden:
+def hydra_pp(target: Target) -> Weights:
     """Dropouts take the even places; layers 3, 5 and 7 are one; a whole LlamaModel is saved, under its misspelt name."""
-    config = hydra()[0] | {"hydra_head_arch": "prefix-mlp", "hydra_num_layers": 4}
-    weights = {}
+    weights: Weights = {}
     for i in range(3):
-        weights |= wide_block(f"hydra_mlp.{i}.1", i + 2)
-        tied = random(H, H), random(H)
-        for j in (3, 5, 7):
-            weights |= {f"hydra_mlp.{i}.{j}.linear.weight": tied[0], f"hydra_mlp.{i}.{j}.linear.bias": tied[1]}
-        weights |= {f"hydra_lm_head.{i}.1.weight": random(V, H), f"hydra_lm_head.{i}.1.bias": random(V)}
+        for part in ("linear", "res_connection"):
+            weights |= linear(f"hydra_mlp.{i}.1.{part}", H, (i + 2) * H)
+        tied = linear("linear", H, H)
+        weights |= {f"hydra_mlp.{i}.{j}.{name}": tensor for j in (3, 5, 7) for name, tensor in tied.items()}
+        weights |= linear(f"hydra_lm_head.{i}.1", V, H)
     prefix = layer("layers.0", H) | {"layers.0.input_layernorm.weight": norm(), "norm.weight": norm()}
     prefix |= {"embed_tokens.weight": random(V, H)}
     prefix["layers.0.self_attn.rotary_emb.inv_freq"] = ROPE ** (-torch.arange(0, HD, 2).float() / HD)
-    return config, weights | {f"prefix_embeding_layer.{name}": t for name, t in prefix.items()}, "hydra_lm_head.pt"
+    return weights | {f"prefix_embeding_layer.{name}": t for name, t in prefix.items()}
+
+
+def backbone(taps: int) -> Weights:
+    """Of a block drafter."""
+    weights = {"fc.weight": random(H, taps * H), "hidden_norm.weight": norm(), "norm.weight": norm()}
+    for name in (f"layers.{i}" for i in range(LAYERS)):
+        norms = {f"{name}.self_attn.{one}_norm.weight": norm(HD) for one in "qk"}
+        weights |= layer(name, H) | norms | {f"{name}.input_layernorm.weight": norm()}
+    return weights
+
+
+def markov() -> Weights:
+    tables = {f"markov_head.markov_w{i}.weight": random(V, RANK) for i in (1, 2)}
+    return tables | linear("confidence_head.proj", 1, H + RANK)
+
+
+def domino() -> Weights:
+    return {
+        "prefix_gru.weight_ih_l0": random(3 * GRU, H),
+        "prefix_gru.weight_hh_l0": random(3 * GRU, GRU),
+        "embed_proj.0.weight": random(EMB, H + GRU),
+        "embed_proj.2.weight": random(V, EMB),
+    }
+
+
+def dflash2() -> Weights:
+    selector = "candidate_selector."
+    weights = {f"{selector}{which}_codebook": random(V, RANK) for which in ("predecessor", "successor")}
+    weights |= {f"{selector}hidden_projection.weight": random(RANK, H)}
+    for i, part in itertools.product(range(LAYERS), ("attention", "mlp")):
+        name = f"layers.{i}.{part}_conv."
+        weights |= {f"{name}base_kernel": random(2, 2, H), f"{name}kernel_projection.weight": random(4 * H // 8, H)}
+    return weights
+
+
+def p_eagle(target: Target) -> Weights:
+    further = layer("layers.1", H) | {"layers.1.input_layernorm.weight": norm()}
+    return eagle3("layers.0") | further | {"mask_hidden": random(1, 1, 3 * H), "embed_tokens.weight": random(V, H)}
+
+
+def modelopt(target: Target) -> Weights:
+    weights = eagle3("layers.0")
+    del weights["t2d"]
+    return weights
+
+
+LAYOUTS: dict[str, tuple[Callable[[Target], Weights], str]] = {
+    # The authors' own for Vicuna 13B: called LlamaForCausalLM, no rope, no layer ids, the target's 40 layers, a pickle.
+    "safeailab_eagle3": (lambda target: eagle3("midlayer"), PICKLE),
+    # For Qwen3-30B-A3B. Ids are outputs of decoder layers counted from 0; fc_norm and norm_output are 3.1's.
+    "specforge": (lambda target: eagle3("midlayer") | {f"fc_norm.{i}.weight": norm() for i in range(3)}, SAFE),
+    # The layer is `layers.0`, and t2d is left out. Rope on a quarter of the dimensions, as in a head for Qwen3.5-9B.
+    "modelopt": (modelopt, SAFE),
+    # vLLM's, for GPT-OSS 20B: the layer's config apart, ids of hidden_states, embeddings along, one norm before fc.
+    "speculators": (lambda t: eagle3("layers.0") | embedding(t) | {"input_norm.weight": norm(3 * H)}, SAFE),
+    # `bias` is absent, which means true; no first norm, no last one, no lm_head; the target's embeddings; a pickle. That for
+    # Mixtral says model_type mixtral.
+    "safeailab_eagle": (lambda target: embedding(target) | linear("fc", H, 2 * H) | layer("layers.0", H), PICKLE),
+    "vllm_eagle": (lambda target: {"fc.weight": random(H, 2 * H)} | layer("layers.0", H), SAFE),
+    # FasterDecoding's first release says two heads and stores five.
+    "medusa_v1": (lambda target: medusa(5, 1, projections=True), "medusa_lm_head.pt"),
+    # Version 2 shares the target's lm_head; in TGI's file.
+    "medusa_v2": (lambda target: medusa(3, 2, projections=False), "medusa_lm_head.safetensors"),
+    "hydra": (hydra, "hydra_lm_head.pt"),
+    "hydra_pp": (hydra_pp, "hydra_lm_head.pt"),
+    # The newest: the block's size inside, sliding layers, a class of its own.
+    "zlab": (lambda target: backbone(3), SAFE),
+    "jetspec": (lambda target: backbone(1), SAFE),
+    # The kind stands in the architecture and the settings alone.
+    "zlab_dflash2": (lambda target: backbone(2) | dflash2(), SAFE),
+    # Flat settings, and the target's embedding and lm_head along.
+    "deepspec": (lambda target: backbone(2) | markov() | embedding(target) | lm_head(target), SAFE),
+    # Its DFlash files: the architecture of DSpark with rank 0, anchor first.
+    "deepspec_dflash": (lambda target: backbone(2), SAFE),
+    "specforge_dspark": (lambda t: backbone(2) | markov() | linear("markov_head.gate_proj", RANK, H + RANK), SAFE),
+    "specforge_domino": (lambda target: backbone(2) | domino(), SAFE),
+    # Layer ids of hidden states; no flag.
+    "speculators_dflash": (lambda target: backbone(2), SAFE),
+    "speculators_dspark": (lambda target: backbone(2) | markov(), SAFE),
+    # For vLLM; the mask token under the older of its names.
+    "p_eagle": (p_eagle, SAFE),
+    "speculators_p_eagle": (p_eagle, SAFE),
+}
+
+
+def make(name: str, target: Target) -> Golden:
+    torch.manual_seed(1)
+    weights, file = LAYOUTS[name]
+    return json.loads(Path(__file__).with_name("golden_configs.json").read_text())[name], weights(target), file
 
 
 # -- what these heads draft, computed without our head classes ------------------------------------------------------------
