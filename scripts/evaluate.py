@@ -27,6 +27,7 @@ from foredraft.inference.evaluation.alignment import check_alignment
 from foredraft.inference.evaluation.benchmark import PLAIN, Benchmark, Contestant, Lines, Text, rivals
 from foredraft.inference.evaluation.benchmark_report import Results
 from foredraft.inference.evaluation.lossless import audit
+from foredraft.inference.evaluation.report import Sample
 from foredraft.train.cli import entry
 from foredraft.train.data import prompt_sets
 from foredraft.train.data.corpus import prompts
@@ -61,7 +62,7 @@ def main(cfg: DictConfig) -> None:
     benchmark.run(temperatures, cfg.repeats)
     examine(cfg, benchmark, temperatures)
     results = collect(cfg, benchmark, temperatures, prompt_sets.summary(chosen))
-    benchmark_report.write(output, results)
+    benchmark_report.write(output, results, list(samples(benchmark)))
     print(f"\n{benchmark_report.terminal(results)}\n\nreport: {output / 'report.html'}")
 
 
@@ -190,6 +191,22 @@ def identity(benchmark: Benchmark, one: Contestant, temperature: float) -> dict[
         if place is not None:
             gaps.append({"text": number, **place._asdict()})
     return {"texts": len(ids[one.name]), **counts, "gaps": gaps}
+
+
+def samples(benchmark: Benchmark) -> Iterator[Sample]:
+    """Of each category the text with the median tokens per forward, by the first drafter at the first temperature."""
+    drafter = next((one.name for one in benchmark.contestants if isinstance(one.what, Drafter)), None)
+    lines = [line for line in benchmark.lines.of("text") if line["decoder"] == drafter and "ids" in line]
+    table = figures.Table(benchmark.lines.lines, benchmark.texts, lines[0]["temperature"]) if lines else None
+    for category in dict.fromkeys(text.category for text in benchmark.texts):
+        chosen = table.lines(str(drafter), category) if table else []
+        found = [line for line in chosen if "ids" in line]
+        if found:
+            line = sorted(found, key=lambda line: line["tokens"] / max(1, len(line["emitted"])))[len(found) // 2]
+            text = benchmark.texts[line["text"]].tokens
+            title = f"{category}: {drafter}, temperature {line['temperature']:g}"
+            tokenizer = benchmark.target.text_tokenizer
+            yield Sample.of(tokenizer, text, line["ids"], line["accepted"], line["emitted"], title)
 
 
 def collect(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float], about: str) -> Results:

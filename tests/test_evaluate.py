@@ -15,7 +15,7 @@ from foredraft.inference.drafters import Drafter, DraftModel, NgramDrafter, draf
 from foredraft.inference.drafters.base import Accepted, Wrapper
 from foredraft.inference.evaluation.alignment import Alignment, Noted, check_alignment, guess_in_training, head_of
 from foredraft.inference.evaluation.benchmark import Lines, Text
-from foredraft.inference.evaluation.figures import Table, conditional, decoding, row, whole
+from foredraft.inference.evaluation.figures import Table, by_context, conditional, decoding, row, whole
 from foredraft.inference.tree import TokenTree
 from foredraft.scripts import evaluate
 from foredraft.train.data import prompt_sets
@@ -76,12 +76,14 @@ def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(monkeypatch
         if line["drafter"] == f"{ours}, fixed tree":
             assert line["acceptance_length"] >= 1 and line["chain_acceptance_length"] >= 1
             assert line["over_best_rival"] and line["best_rival"].startswith("transformers")
+            assert set(line["by_context"].values()) == {line["acceptance_length"]}  # all texts are short
             assert line["eta"] == pytest.approx(line["speedup"][0] / line["acceptance_length"])
     assert all(line["identical"] == line["texts"] == 2 and line["wrong"] == 0 for line in found["identity"])
     assert {line["drafter"] for line in found["identity"]} > {"ngram", f"{ours}, chain of 3"}
     assert set(found["stages"][0]["seconds"]) == {"draft", "forward", "verify", "commit", "host"}
     page = (output / "report.html").read_text()
     assert "nonsense failed and is left out" in page and page.count("<svg") >= 4
+    assert "drafted, accepted at depth 1" in page
     with (output / "figures.csv").open() as file:
         assert {line["drafter"] for line in csv.DictReader(file)} == names
     with pytest.raises(SystemExit) as end:
@@ -171,6 +173,9 @@ def test_figures_of_known_lines():
     found = row(table, "head", "all", ["rival", "missing"], None)
     assert found["acceptance_length"] == pytest.approx(10 / 3) and found["best_rival"] == "rival"
     assert found["eta"] == pytest.approx(2.0 / (10 / 3))
+    assert found["by_context"] == {"256": found["acceptance_length"]}
+    long = Table(lines, [Text("code", [1] * 254, False)] * 4, 0.0)
+    assert by_context(long, long.lines("head", "code")) == {"256": 4.0, "512": 3.0}
     assert conditional(lines[9:10]) == [1.0, 1.0, 1.0, 0.5]  # the step without a draft does not count
     assert row(table, "missing", "all", [], None) is None
 

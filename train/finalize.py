@@ -134,16 +134,8 @@ def sample(target: Target, drafter: Any, row: list[int], **settings: Any) -> Sam
     """One continuation and where each of its tokens came from: 0 the target's own choice, d drafted at depth d."""
     ids = torch.tensor([row], device=target.device)
     out = generate(target, drafter, ids, **settings)
-    depths = [0]
-    for step in out.steps:
-        depths += [*range(1, step.accepted[0] + 1), 0][: step.emitted[0]]
-    # A token may hold part of a character, so a piece is what the text grows by with each token.
-    text, pieces = "", []
-    for number, depth in enumerate(depths, start=1):
-        longer = target.text_tokenizer.decode(out.new_tokens[0][:number]).rstrip("\ufffd")
-        pieces.append((longer[len(text) :], depth))
-        text = longer
-    return Sample(target.text_tokenizer.decode(row), pieces)
+    accepted, emitted = [step.accepted[0] for step in out.steps], [step.emitted[0] for step in out.steps]
+    return Sample.of(target.text_tokenizer, row, out.new_tokens[0], accepted, emitted)
 
 
 def write_results(directory: Path, head: DraftHead, data: Corpus, record: RunRecord) -> None:

@@ -12,7 +12,7 @@ from foredraft.inference.evaluation import plots
 from foredraft.inference.evaluation.figures import ALL, LOOPS, Spread
 from foredraft.inference.evaluation.pages import write_page
 from foredraft.inference.evaluation.plots import Bar, Series, depth_color
-from foredraft.inference.evaluation.report import Figure
+from foredraft.inference.evaluation.report import Figure, Sample
 
 TIMES = "\u00d7"
 
@@ -101,6 +101,17 @@ def tables(results: Results) -> Iterator[tuple[str, list[str], list[list[str]]]]
                 yield title, [*HEADINGS, "text"], body
 
 
+def context_tables(results: Results) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Tokens per forward by context length, where texts reach several ranges of it."""
+    for temperature in dict.fromkeys(row["temperature"] for row in results.rows):
+        rows = [r for r in results.rows if (r["temperature"], r["category"]) == (temperature, ALL) and r["by_context"]]
+        ends = sorted({int(end) for row in rows for end in row["by_context"]})
+        if len(ends) > 1:
+            title = f"Tokens per forward by context length, temperature {temperature:g}"
+            body = [[row["drafter"], *(shown(row["by_context"].get(str(end))) for end in ends)] for row in rows]
+            yield title, ["drafter", *(f"to {end:,}" for end in ends)], body
+
+
 def figures(results: Results) -> Iterator[Figure]:
     for temperature in dict.fromkeys(row["temperature"] for row in results.rows):
         rows = [r for r in results.rows if r["temperature"] == temperature and r["category"] == ALL]
@@ -136,8 +147,8 @@ def stage_lines(results: Results) -> list[tuple[str, str]]:
     return found
 
 
-def write(directory: Path, results: Results) -> None:
-    """The three files, each written whole."""
+def write(directory: Path, results: Results, samples: list[Sample]) -> None:
+    """The three files, each written whole. samples: texts for the page."""
     (directory / "figures.json").write_text(json.dumps(results._asdict(), indent=1) + "\n")
     write_csv(directory / "figures.csv", results)
     found = results.about
@@ -147,7 +158,8 @@ def write(directory: Path, results: Results) -> None:
         "where": " \u00b7 ".join(value for _, value in facts[1:]),
         "warnings": list(warnings(results)),
         "figures": list(figures(results)),
-        "tables": list(tables(results)),
+        "tables": [*tables(results), *context_tables(results)],
+        "samples": samples,
         "stages": stage_lines(results),
         "command": found["command"],
         "versions": list(found["versions"].items()),
@@ -171,6 +183,8 @@ def spread_out(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in row.items():
         if isinstance(value, Spread):
             yield from ((f"{key}_{part}", number) for part, number in value._asdict().items())
+        elif isinstance(value, dict):
+            yield key, " ".join(f"{name}:{number:.4f}" for name, number in value.items())
         elif isinstance(value, list):
             yield key, " ".join(f"{share:.4f}" for share in value)
         elif key not in ("drafter", "temperature", "category"):
@@ -180,7 +194,7 @@ def spread_out(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def terminal(results: Results) -> str:
     """The tables of all texts, for any terminal."""
     parts = []
-    for title, headings, rows in tables(results):
+    for title, headings, rows in (*tables(results), *context_tables(results)):
         widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [headings, *rows]]
         parts.append("\n".join([title, *lines]).replace(TIMES, "x"))

@@ -107,6 +107,17 @@ def conditional(lines: list[Line]) -> list[float]:
     return [after / before for before, after in pairwise(reached)]
 
 
+def by_context(table: Table, lines: list[Line]) -> dict[str, float]:
+    """Tokens per forward by the length of the text at that step, in ranges up to 256, 512, 1024, ... tokens."""
+    counts: dict[int, list[int]] = defaultdict(list)
+    for line in lines:
+        length = len(table.texts[line["text"]].tokens) + line.get("first_tokens", 1)
+        for count in line.get("emitted", []):
+            counts[max(256, 1 << (length - 1).bit_length())].append(count)
+            length += count
+    return {str(end): sum(found) / len(found) for end, found in sorted(counts.items())}
+
+
 def row(table: Table, decoder: str, category: str, rivals: list[str], chain: str | None) -> dict[str, Any] | None:
     """The figures of a decoder; None where it has none of this category. chain: the decoder that drafts its chain."""
     lines = table.lines(decoder, category)
@@ -119,6 +130,7 @@ def row(table: Table, decoder: str, category: str, rivals: list[str], chain: str
         "acceptance_length": tau,
         "chain_acceptance_length": acceptance(table.lines(chain, category)) if chain else None,
         "accepted_per_depth": conditional(lines),
+        "by_context": by_context(table, lines),
         "tokens_per_second": table.rates(decoder, category, decoding),
         "tokens_per_second_with_prefill": table.rates(decoder, category, whole),
         "speedup": over_plain,

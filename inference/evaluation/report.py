@@ -2,9 +2,11 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
 
 from foredraft.heads.hub.card import TRAINING, aligned, duration, finite, identical, measured, number, percent, rows
 from foredraft.inference.evaluation import plots
@@ -15,10 +17,38 @@ from foredraft.inference.evaluation.plots import Bar, Point, Series, depth_color
 class Sample(NamedTuple):
     prompt: str
     pieces: list[tuple[str, int]]  # text of a token; 0: the target's own (bonus tokens), d >= 1: accepted at depth d
+    title: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: list[int],
+        tokens: list[int],
+        accepted: Iterable[int],
+        emitted: Iterable[int],
+        title: str = "",
+    ) -> "Sample":
+        """tokens: the text. accepted, emitted: of each of its steps, as `generation.Step` counts them; its first token is the
+        prompt's."""
+        depths = [0]
+        for drafts, count in zip(accepted, emitted, strict=True):
+            depths += [*range(1, drafts + 1), 0][:count]
+        # A token may hold part of a character, so a piece is what the text grows by with each token.
+        text, pieces = "", []
+        for end, depth in enumerate(depths, start=1):
+            longer = tokenizer.decode(tokens[:end]).rstrip("\ufffd")
+            pieces.append((longer[len(text) :], depth))
+            text = longer
+        return cls(tokenizer.decode(prompt), pieces, title)
 
     @property
     def drafted(self) -> int:
         return sum(depth > 0 for _, depth in self.pieces)
+
+    @property
+    def deepest(self) -> int:
+        return max((depth for _, depth in self.pieces), default=0)
 
     @property
     def share(self) -> str:
@@ -136,7 +166,6 @@ def write_report(path: Path, run: RunRecord) -> None:
         "notes": prompt_notes(metrics),
         "decoding": list(decoding_figures(metrics)),
         "samples": run.samples,
-        "deepest": max((depth for sample in run.samples for _, depth in sample.pieces), default=0),
         "training": list(training_figures(run.history)),
         "cost": rows(metrics, TRAINING),
         "device": metrics.get("device"),
