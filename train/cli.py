@@ -76,7 +76,13 @@ def data_for(target: str) -> str:
     return "self" if target == "smollm2" else for_demo(target, "stdlib", "conversations")
 
 
+def optimizer_for(recipe: str) -> str:
+    """The choice of conf/optimizer where none is named: Muon where a head learns for minutes or hours."""
+    return "muon" if recipe == "smollm2" else for_demo(recipe, "muon", "adamw")
+
+
 OmegaConf.register_new_resolver("data_for", data_for, replace=True)
+OmegaConf.register_new_resolver("optimizer_for", optimizer_for, replace=True)
 OmegaConf.register_new_resolver("for_demo", for_demo, replace=True)
 OmegaConf.register_new_resolver("shipped", shipped, replace=True)
 OmegaConf.register_new_resolver("bfloat16_products", bfloat16_products, replace=True)
