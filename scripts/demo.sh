@@ -1,22 +1,42 @@
 #!/usr/bin/env bash
 # The main job from nothing: makes the environment (see env.sh), trains a draft head and measures what it gained.
 # Arguments go to train/run.py, e.g. `bash scripts/demo.sh head=medusa`; relative paths start at the repository.
+#
+#   bash scripts/demo.sh target=smollm2                         decodes with the head in scripts/smollm2
+#   bash scripts/demo.sh target=smollm2 trainer.max_minutes=10  trains that head further first
 set -euo pipefail
 extras=train
+case " $* " in *" target=smollm2 "*) extras=train,gguf ;; esac
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 started=$(mktemp)
 trap 'rm -f "$started"' EXIT
-
-say "training and measuring: python train/run.py $*"
-"$python" train/run.py "$@"
 
 # Where the results are: in output_dir=, else below outputs/; a sweep has several.
 output=outputs
 for argument in "$@"; do
     case $argument in output_dir=*) output=${argument#output_dir=} ;; esac
 done
+
+if [ "$extras" = train ]; then
+    say "training and measuring: python train/run.py $*"
+    "$python" train/run.py "$@"
+else
+    head=scripts/smollm2/eagle3 decoded=outputs/smollm2_decoded
+    if [ $# -gt 1 ]; then
+        [ "$output" != outputs ] || output=outputs/smollm2
+        more=(init_from="$head" data.tokens=20000 trainer.learning_rate=1.0e-3 output_dir="$output")
+        say "training: python train/run.py ${more[*]} $*"
+        "$python" train/run.py "${more[@]}" "$@"
+        head=$output/head decoded=$output/decoded
+    fi
+    decode=("drafter=[$head,ngram]" prompts=scripts/smollm2/prompts.jsonl limit=0 output_dir="$decoded")
+    say "decoding: python scripts/evaluate.py target=smollm2 ${decode[*]}"
+    "$python" scripts/evaluate.py target=smollm2 "${decode[@]}"
+fi
+
 [ -d "$output" ] || exit 0 # nothing ran: --help, --cfg job
 find "$output" -name report.html -newer "$started" | sort | while read -r report; do
-    say "done: the report is $report, the head is in $(dirname "$report")/head"
+    say "done: the report is $report"
+    [ ! -d "$(dirname "$report")/head" ] || say "the head is in $(dirname "$report")/head"
 done

@@ -194,19 +194,19 @@ def identity(benchmark: Benchmark, one: Contestant, temperature: float) -> dict[
 
 
 def samples(benchmark: Benchmark) -> Iterator[Sample]:
-    """Of each category the text with the median tokens per forward, by the first drafter at the first temperature."""
-    drafter = next((one.name for one in benchmark.contestants if isinstance(one.what, Drafter)), None)
-    lines = [line for line in benchmark.lines.of("text") if line["decoder"] == drafter and "ids" in line]
-    table = figures.Table(benchmark.lines.lines, benchmark.texts, lines[0]["temperature"]) if lines else None
+    """Of each category the text with the median tokens per forward of the drafter that accepts most, first temperature."""
+    lines = [line for line in benchmark.lines.of("text") if line.get("emitted") and "ids" in line]
+    if not lines:
+        return
+    table = figures.Table(lines, benchmark.texts, lines[0]["temperature"])
+    drafter = max(table.by_decoder, key=lambda name: figures.acceptance(table.lines(name, figures.ALL)) or 0)
     for category in dict.fromkeys(text.category for text in benchmark.texts):
-        chosen = table.lines(str(drafter), category) if table else []
-        found = [line for line in chosen if "ids" in line]
+        found = sorted(table.lines(drafter, category), key=lambda line: line["tokens"] / len(line["emitted"]))
         if found:
-            line = sorted(found, key=lambda line: line["tokens"] / max(1, len(line["emitted"])))[len(found) // 2]
-            text = benchmark.texts[line["text"]].tokens
+            line = found[len(found) // 2]
+            prompt, tokenizer = benchmark.texts[line["text"]].tokens, benchmark.target.text_tokenizer
             title = f"{category}: {drafter}, temperature {line['temperature']:g}"
-            tokenizer = benchmark.target.text_tokenizer
-            yield Sample.of(tokenizer, text, line["ids"], line["accepted"], line["emitted"], title)
+            yield Sample.of(tokenizer, prompt, line["ids"], line["accepted"], line["emitted"], title)
 
 
 def collect(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float], about: str) -> Results:

@@ -98,7 +98,9 @@ def tables(results: Results) -> Iterator[tuple[str, list[str], list[list[str]]]]
             if rows:
                 title = f"Temperature {temperature:g}, {category}: {rows[0]['texts']} texts"
                 body = [[*cells(row), verdict(results, row["drafter"], temperature)] for row in rows]
-                yield title, [*HEADINGS, "text"], body
+                filled = [column for column in zip([*HEADINGS, "text"], *body) if any(column[1:])]
+                headings, *body = map(list, zip(*filled))
+                yield title, headings, body
 
 
 def context_tables(results: Results) -> Iterator[tuple[str, list[str], list[list[str]]]]:
@@ -153,12 +155,14 @@ def write(directory: Path, results: Results, samples: list[Sample]) -> None:
     write_csv(directory / "figures.csv", results)
     found = results.about
     facts = [(key, str(found[key])) for key in ("target", "device", "dtype", "date", "prompts")]
+    found_tables = list(tables(results))
     values: dict[str, Any] = {
         "title": f"Drafters for {found['target']}",
         "where": " \u00b7 ".join(value for _, value in facts[1:]),
         "warnings": list(warnings(results)),
         "figures": list(figures(results)),
-        "tables": [*tables(results), *context_tables(results)],
+        "tables": [*(one for one in found_tables if f", {ALL}:" in one[0]), *context_tables(results)],
+        "categories": [one for one in found_tables if f", {ALL}:" not in one[0]],
         "samples": samples,
         "stages": stage_lines(results),
         "command": found["command"],
