@@ -51,96 +51,14 @@ def test_a_family_does_what_it_should_or_is_refused(name: str) -> None:
     assert not [cell for cell in row.values() if cell.startswith("FAILS")], row
 
 
-QWEN = {  # Qwen3.5: a hybrid inside a wrapper that also reads images, mrope of a part of each head
-    "model_type": "qwen3_5",
-    "architectures": ["Qwen3_5ForConditionalGeneration"],
-    "image_token_id": 248056,
-    "text_config": {
-        "model_type": "qwen3_5_text",
-        "attn_output_gate": True,
-        "eos_token_id": 248044,
-        "full_attention_interval": 4,
-        "head_dim": 256,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 8,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_value_head_dim": 128,
-        "max_position_embeddings": 262144,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 4,
-        "rope_parameters": {
-            "mrope_interleaved": True,
-            "mrope_section": [11, 11, 10],
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 10000000,
-            "rope_type": "default",
-        },
-        "vocab_size": 248320,
-    },
-    "vision_config": {"depth": 27, "hidden_size": 1152, "model_type": "qwen3_5", "out_hidden_size": 4096},
-}
-PHI = {  # Phi-4-mini: longrope of three quarters of each head, tied
-    "model_type": "phi3",
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 24,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "original_max_position_embeddings": 4096,
-    "partial_rotary_factor": 0.75,
-    "rope_scaling": {"long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
-    "rope_theta": 10000.0,
-    "sliding_window": 262144,
-    "tie_word_embeddings": True,
-    "pad_token_id": 199999,
-    "vocab_size": 200064,
-    "_source": "written for this test",
-}
-EAGLE = {
-    "architectures": ["LlamaForCausalLM"],
-    "draft_vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 2048,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "vocab_size": 128256,
-}
-DSPARK = {  # SpecForge's, for Qwen3-4B
-    "architectures": ["DSparkDraftModel"],
-    "model_type": "qwen3",
-    "block_size": 7,
-    "dflash_config": {
-        "attention_mode": "gqa",
-        "mask_token_id": 151669,
-        "target_layer_ids": [1, 9, 17, 25, 33],
-        "projector_type": "dspark",
-        "markov_rank": 256,
-        "markov_head_type": "vanilla",
-        "confidence_head_alpha": 1.0,
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-    },
-    "head_dim": 128,
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "layer_types": ["full_attention"] * 5,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 5,
-    "num_key_value_heads": 8,
-    "num_target_layers": 36,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "vocab_size": 151936,
-}
+def example(name: str) -> dict[str, Any]:
+    """A config.json as it is published."""
+    return json.loads((ROOT / "tests" / "conformance" / "examples" / f"{name}.json").read_text())
+
+
+# A hybrid inside a wrapper that also reads images, mrope of a part of each head; and longrope of three quarters, tied.
+QWEN, PHI = example("targets/qwen3.5"), example("targets/phi-4-mini")
+EAGLE, DSPARK = example("heads/eagle3"), example("heads/dspark")  # the second is SpecForge's, for Qwen3-4B
 UNKNOWN = {"model_type": "kimi_k3", "auto_map": {"AutoConfig": "configuration_kimi_k3.KimiK3Config"}}
 
 
