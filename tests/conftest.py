@@ -13,32 +13,17 @@ from foredraft.heads import Target, save_head
 from foredraft.heads.base import DraftHead
 from foredraft.inference.drafters import Drafter
 from foredraft.train.run import main
-from tests.support import golden, names
+from tests.support import golden, names, typed
 from tests.support.drafters import build_drafter
 from tests.support.head_factory import KINDS, make_head
 from tests.support.processes import Ended
 from tests.support.tiny import TEXT, VOCAB, tiny_config
 
 # The longest files begin, so that none is left for the end of a run in several processes (measured in CPU time).
-SLOWEST = [
-    *(
-        "test_strategies",
-        "test_search",
-        "test_features_server",
-        "test_run",
-        "test_resume",
-        "test_nodes",
-        "test_package",
-    ),
-    *(
-        "test_serve_faults",
-        "test_serve",
-        "test_serve_structured",
-        "test_block_runs",
-        "test_cuda_graphs",
-    ),
-    *("test_publish", "test_blocks", "test_cli"),
-]
+SLOWEST = typed("""
+    test_strategies test_search test_features_server test_run test_resume test_nodes test_package test_serve_faults test_serve
+    test_serve_structured test_block_runs test_cuda_graphs test_publish test_blocks test_cli
+""")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,25 +11,15 @@ import torch
 
 from foredraft.scripts import preview, regenerate
 from foredraft.train.run import main as train
+from tests.support import ROOT, typed
 from tests.support.tiny import TEXT
 
-ROOT = Path(__file__).resolve().parent.parent
 PLAIN = f"data.template={ROOT / 'train' / 'data' / 'plain_chat.jinja'}"
-SMALL = [
-    "target=hf",
-    "recipe=embedded",
-    "target.device=cpu",
-    "length=64",
-    "self_generated_tokens=0",
-    "trainer.max_steps=6",
-    "trainer.logging_steps=1",
-    "trainer.warmup_steps=2",
-    "evaluate.prompts=2",
-    "evaluate.timed_prompts=1",
-    "evaluate.prompt_tokens=32",
-    "evaluate.new_tokens=8",
-    "evaluate.eval_steps=0",
-]
+SMALL = typed("""
+    target=hf recipe=embedded target.device=cpu length=64 self_generated_tokens=0
+    trainer.max_steps=6 trainer.logging_steps=1 trainer.warmup_steps=2
+    evaluate.prompts=2 evaluate.timed_prompts=1 evaluate.prompt_tokens=32 evaluate.new_tokens=8 evaluate.eval_steps=0
+""")
 
 
 @pytest.fixture
@@ -66,15 +56,8 @@ def steps(out: str) -> list[tuple[int, float]]:
 
 
 def test_a_run_on_conversations_online_and_from_disk(file: Path, tiny_path: Path, tmp_path: Path, here):
-    given = [
-        *SMALL,
-        "head=medusa",
-        f"target.path={tiny_path}",
-        "data=conversations",
-        f"data.path={file}",
-        PLAIN,
-        "data.test_share=0.2",
-    ]
+    rows = ["data=conversations", f"data.path={file}", PLAIN, "data.test_share=0.2"]
+    given = [*SMALL, "head=medusa", f"target.path={tiny_path}", *rows]
     online = here(train, *given, "output_dir=online")
     disk = here(train, *given, "output_dir=disk", "features=disk", "features.dtype=float32", "features.shard_rows=8")
     assert len(steps(online)) == 6 and steps(online) == steps(disk)
@@ -91,15 +74,8 @@ def test_a_run_on_conversations_online_and_from_disk(file: Path, tiny_path: Path
 
 
 def test_preview_shows_what_is_supervised(file: Path, tiny_path: Path, tmp_path: Path, here):
-    out = here(
-        preview.main,
-        "target=hf",
-        f"target.path={tiny_path}",
-        "data=conversations",
-        f"data.path={file}",
-        PLAIN,
-        "samples=2",
-    )
+    rows = ["data=conversations", f"data.path={file}", PLAIN]
+    out = here(preview.main, "target=hf", f"target.path={tiny_path}", *rows, "samples=2")
     assert out.count("--- document") == 2 and "User: add " in out and "?\nAssistant:[[ def add(self" in out
     assert re.search(r"<\|endoftext\|>\]\]", out) and "1 x not JSON" in out
     page = (tmp_path / "preview.html").read_text()
@@ -108,15 +84,8 @@ def test_preview_shows_what_is_supervised(file: Path, tiny_path: Path, tmp_path:
 
 
 def test_regenerated_in_process_and_trained_on(file: Path, tiny_path: Path, tmp_path: Path, here):
-    given = [
-        "target=hf",
-        f"target.path={tiny_path}",
-        "target.device=cpu",
-        "data=conversations",
-        f"data.path={file}",
-        PLAIN,
-        "data.test_share=0.2",
-    ]
+    given = ["target=hf", f"target.path={tiny_path}", "target.device=cpu"]
+    given += ["data=conversations", f"data.path={file}", PLAIN, "data.test_share=0.2"]
     out = here(regenerate.main, *given, "max_tokens=8", "temperature=0.0", "data.max_rows=30")
     assert "30 rows in regenerated.jsonl" in out
     rows = [json.loads(line) for line in (tmp_path / "regenerated.jsonl").read_text().splitlines()]

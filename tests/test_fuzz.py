@@ -11,23 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from foredraft.train.data.conversations import corpus
+from tests.support import typed
 from tests.support.chats import CHATML, GEMMA, tokenizer
 
 FORMS = [tokenizer(CHATML), tokenizer(GEMMA)]
-NAMES = [
-    "messages",
-    "conversations",
-    "data",
-    "turns",
-    "prompt",
-    "question",
-    "response",
-    "answer",
-    "text",
-    "role",
-    "from",
-]
-NAMES += ["content", "value", "input", "instruction", "output", "system", "tool_calls", "reasoning_content", "type"]
+NAMES = typed("""
+    messages conversations data turns prompt question response answer text role from
+    content value input instruction output system tool_calls reasoning_content type
+""")
 WORDS = st.sampled_from(["user", "assistant", "system", "human", "gpt", "critic", "", " ", "hi", "<|im_end|>", "\x00"])
 TEXTS = WORDS | st.text(st.characters(exclude_categories=()), max_size=5)  # with half characters
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS

@@ -19,7 +19,7 @@ from foredraft.train import module, parity_gate
 from foredraft.train.losses import Prediction
 from foredraft.train.module import DistillationModel
 from foredraft.train.run import main
-from tests.support import ROOT
+from tests.support import ROOT, typed
 from tests.support.batches import PROMPT
 from tests.support.configs import composed
 from tests.support.head_factory import make_head
@@ -117,19 +117,12 @@ def train(tiny_path, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> Path:
-        small = [
-            *("target=hf", "recipe=embedded", f"target.path={tiny_path}", "target.device=cpu", "target.dtype=float32"),
-            *(
-                "data=text",
-                f"data.path={texts}",
-                "self_generated_tokens=0",
-                "length=64",
-                "trainer.max_steps=3",
-                "trainer.bf16=false",
-            ),
-            *("evaluate.prompts=2", "evaluate.prompt_tokens=16", "evaluate.new_tokens=16", "evaluate.eval_steps=0"),
-            *("evaluate.timed_prompts=1", "output_dir=out", "hydra/job_logging=disabled"),
-        ]
+        small = typed(f"""
+            target=hf recipe=embedded target.path={tiny_path} target.device=cpu target.dtype=float32
+            data=text data.path={texts} self_generated_tokens=0 length=64 trainer.max_steps=3 trainer.bf16=false
+            evaluate.prompts=2 evaluate.prompt_tokens=16 evaluate.new_tokens=16 evaluate.eval_steps=0
+            evaluate.timed_prompts=1 output_dir=out hydra/job_logging=disabled
+        """)
         monkeypatch.setattr(sys, "argv", ["train/run.py", *small, *arguments])
         main()
         return tmp_path / "out"

@@ -14,6 +14,7 @@ from foredraft.train.data.data_card import summary
 from foredraft.train.data.magpie import MagpieSettings, Openings, corpus
 from foredraft.train.data.question_filters import QuestionFilter, before_loop, loops
 from foredraft.train.data.written_rows import RowFile
+from tests.support import typed
 from tests.support.bigrams import TALK, save_bigram_chat
 from tests.support.chats import CHATML, GEMMA, LLAMA3, MISTRAL, THINKING, tokenizer
 from tests.support.processes import SMALL
@@ -215,14 +216,7 @@ def test_settings_that_cannot_be(chat):
 def test_a_head_learns_from_nothing_but_its_target(here, chat_path, tmp_path, monkeypatch):
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     arguments = [part for part in SMALL if not part.startswith("data=")]
-    own = [
-        "data=self",
-        "data.tokens=700",
-        "data.batch=8",
-        "data.max_question=120",
-        "data.max_answer=60",
-        "data.num_proc=1",
-    ]
+    own = typed("data=self data.tokens=700 data.batch=8 data.max_question=120 data.max_answer=60 data.num_proc=1")
     more = [f"target.path={chat_path}", "head=medusa", "head.depth=2", "trainer.max_steps=2", "evaluate.proof=false"]
     ended = here(*arguments, *own, *more, "evaluate.eval_steps=0", "output_dir=out")
     assert ended.code == 0, ended.err

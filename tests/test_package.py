@@ -11,21 +11,16 @@ from pathlib import Path
 import pytest
 
 from foredraft.__main__ import PROGRAMS
+from tests.support import typed
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = ["target.device=cpu", "target.dtype=float32"]
-THREE_STEPS = [
-    *("head=medusa", "data.max_files=4", "length=64", "self_generated_tokens=0", "trainer.bf16=false"),
-    *(
-        "trainer.max_steps=3",
-        "trainer.logging_steps=1",
-        "trainer.warmup_steps=1",
-        "trainer.per_device_train_batch_size=2",
-        "evaluate.eval_steps=0",
-    ),
-    *("evaluate.prompts=2", "evaluate.timed_prompts=1", "evaluate.prompt_tokens=16", "evaluate.new_tokens=8"),
-    *("evaluate.proof=false", "output_dir=out"),
-]
+THREE_STEPS = typed("""
+    head=medusa data.max_files=4 length=64 self_generated_tokens=0 output_dir=out
+    trainer.max_steps=3 trainer.logging_steps=1 trainer.warmup_steps=1 trainer.per_device_train_batch_size=2
+    trainer.bf16=false evaluate.eval_steps=0 evaluate.prompts=2 evaluate.timed_prompts=1 evaluate.prompt_tokens=16
+    evaluate.new_tokens=8 evaluate.proof=false
+""")
 Program = Callable[..., subprocess.CompletedProcess[str]]
 
 

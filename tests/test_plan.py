@@ -121,14 +121,8 @@ def test_bad_input_to_a_plan(change: dict, message: str, small: DictConfig):
 
 
 def test_a_plan_as_it_is_typed(tiny_path: Path, monkeypatch, capfd):
-    given = [
-        f"target.path={tiny_path}",
-        "target.sharding=fsdp",
-        "strategy=fsdp",
-        "gpus=2",
-        "hydra/job_logging=disabled",
-    ]
-    monkeypatch.setattr("sys.argv", ["scripts/plan.py", *given])
+    given = [f"target.path={tiny_path}", "target.sharding=fsdp", "strategy=fsdp", "gpus=2"]
+    monkeypatch.setattr("sys.argv", ["scripts/plan.py", *given, "hydra/job_logging=disabled"])
     plan.main()
     said = capfd.readouterr().out
     assert said.startswith("eagle3 (")

@@ -14,27 +14,18 @@ from transformers import PreTrainedTokenizerFast
 from foredraft.train.data import pretraining, stdlib
 from foredraft.train.data.pretraining import Windows, texts
 from foredraft.train.pretrain import prepare, trained_target
+from tests.support import typed
 from tests.support.processes import complaint, program
 from tests.support.tiny import TEXT, VOCAB, tiny_config
 
 STEPS = 30
 SIZES = {"steps": STEPS, "rows": 4, "length": 32}
-GIVEN = [
-    "experiment=train_target",
-    *(f"target.{name}={value}" for name, value in SIZES.items()),
-    "target.rows_at_once=2",
-    "target.save_steps=3",
-    "target.config=tiny.json",
-    "target.device=cpu",
-    "target.dtype=float32",
-    "data.max_files=2",
-    "self_generated_tokens=0",
-    "head=medusa",
-    "length=64",
-    "trainer.max_steps=2",
-    "evaluate={prompts:2,timed_prompts:1,prompt_tokens:16,new_tokens:8,eval_prompts:1,eval_steps:0,proof:false}",
-    "output_dir=out",
-]
+GIVEN = typed(f"""
+    experiment=train_target {" ".join(f"target.{name}={value}" for name, value in SIZES.items())} target.rows_at_once=2
+    target.save_steps=3 target.config=tiny.json target.device=cpu target.dtype=float32 data.max_files=2
+    self_generated_tokens=0 head=medusa length=64 trainer.max_steps=2 output_dir=out
+    evaluate={{prompts:2,timed_prompts:1,prompt_tokens:16,new_tokens:8,eval_prompts:1,eval_steps:0,proof:false}}
+""")
 
 
 @pytest.fixture

@@ -26,28 +26,16 @@ from foredraft.train.search.plan import (
     verdicts,
 )
 from foredraft.train.search.search import StopAt
+from tests.support import typed
 from tests.support.processes import Ended, complaint, end, program, until
 
-SMALL = [
-    "head=auto",
-    "heads=[eagle3,broken,medusa,hass]",
-    "+candidates.broken=['head=eagle3','head.layers=[70]']",
-    "budget=32steps",
-    "judge={prompts:2,new_tokens:8,repeats:1}",
-    "data=text",
-    "target=hf",
-    "recipe=embedded",
-    "optimizer=adamw",
-    "target.device=cpu",
-    "length=64",
-    "self_generated_tokens=600",
-    "trainer.per_device_train_batch_size=4",
-    "trainer.warmup_steps=2",
-    "trainer.logging_steps=1",
-    "trainer.learning_rate=0.001",
-    "evaluate={prompts:2,timed_prompts:1,prompt_tokens:16,new_tokens:8,eval_prompts:1,eval_steps:0,proof:false}",
-    "output_dir=out",
-]
+SMALL = typed("""
+    head=auto heads=[eagle3,broken,medusa,hass] "+candidates.broken=['head=eagle3','head.layers=[70]']"
+    budget=32steps judge={prompts:2,new_tokens:8,repeats:1} output_dir=out
+    data=text target=hf recipe=embedded optimizer=adamw target.device=cpu length=64 self_generated_tokens=600
+    trainer.per_device_train_batch_size=4 trainer.warmup_steps=2 trainer.logging_steps=1 trainer.learning_rate=0.001
+    evaluate={prompts:2,timed_prompts:1,prompt_tokens:16,new_tokens:8,eval_prompts:1,eval_steps:0,proof:false}
+""")
 # Of a text, in tests that must not depend on the machine.
 SECONDS = {"plain": 4.0, "eagle3": 2.0, "medusa": 1.0, "hass": 3.0}
 

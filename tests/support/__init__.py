@@ -1,6 +1,7 @@
 """What test modules share and pytest need not know: builders, tiny servers, programs that tests start. Fixtures are in
 tests/conftest.py; no test module imports from another one."""
 
+import shlex
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,11 @@ import pytest
 from foredraft.train.cli import CONF
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def typed(line: str) -> list[str]:
+    """Arguments as they are typed, over several lines."""
+    return shlex.split(line)
 
 
 def names(group: str) -> list[str]:
