@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -122,14 +123,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable]:
-    """here(*arguments): `main` in this process, with what `program` would give."""
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable]:
+    """call(main, *arguments): a program's `main` in this process and in a folder of the test's own, as it would end."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FOREDRAFT_TRACE", raising=False)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 
-    def run(*arguments: str) -> Ended:
+    def run(main: Callable[[], None], *arguments: str) -> Ended:
         capfd.readouterr()
         monkeypatch.setattr(sys, "argv", ["train/run.py", *arguments, "hydra/job_logging=disabled"])
         code = 0
@@ -142,6 +143,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 
     yield run
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def here(call: Callable[..., Ended]) -> Callable[..., Ended]:
+    """here(*arguments): `python train/run.py` with them, by `call`."""
+    return partial(call, main)
 
 
 @pytest.fixture(autouse=True)

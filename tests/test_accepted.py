@@ -3,19 +3,18 @@
 import json
 from pathlib import Path
 
-import hydra
 import pytest
 import torch
 
 from foredraft.heads import Target
 from foredraft.heads.medusa import MedusaHead
 from foredraft.train import losses
-from foredraft.train.cli import CONF
 from foredraft.train.data.accepted import corpus
 from foredraft.train.data.documents import REJECTED
 from foredraft.train.data.packing import Packed
 from foredraft.train.module import DistillationModel
 from tests.support.batches import batch_of
+from tests.support.configs import composed
 from tests.support.processes import SMALL, complaint, printed
 
 
@@ -87,10 +86,8 @@ def test_a_run_on_a_log(here, tiny_path: Path, tmp_path: Path):
 
 def test_a_head_for_the_embedded_target_goes_on_gently():
     log = ["data=accepted", "data.path=log.jsonl"]
-    with hydra.initialize_config_dir(str(CONF), version_base=None):
-        new, goes_on, other = (
-            hydra.compose("train", given) for given in ([], log, [*log, "target=hf", "target.path=ORG/NAME"])
-        )
+    runs = [], log, [*log, "target=hf", "target.path=ORG/NAME"]
+    new, goes_on, other = (composed("train", *given) for given in runs)
     assert goes_on.self_generated_tokens == 0 and goes_on.optimizer._target_ == "foredraft.train.optimizer.adamw"
     assert goes_on.trainer.learning_rate < new.trainer.learning_rate and goes_on.length == new.length
     assert other.trainer.learning_rate == 1e-4 and other.length == 2048

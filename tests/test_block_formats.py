@@ -2,14 +2,12 @@
 
 import json
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from safetensors.torch import save_file
 
 from foredraft.heads import Target, load_head
 from foredraft.heads.checkpoint import read_head, write_head
@@ -35,19 +33,12 @@ GOLDEN: dict[str, tuple] = {
 }
 
 
-def write(directory: Path, config: Any, weights: dict[str, torch.Tensor], file: str = "model.safetensors") -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(weights, directory / file)
-    return directory
-
-
 @pytest.mark.parametrize("name", GOLDEN)
 def test_published_files_are_what_they_say(deep, tmp_path, name):
     config, weights, file = golden.make(name, deep)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        head = load_head(write(tmp_path, config, weights, file), deep, dtype=torch.float32)
+        head = load_head(golden.write(tmp_path, config, weights, file), deep, dtype=torch.float32)
     assert isinstance(head, DFlashHead)
     found = head.kind, head.layers, head.block_size, head.sample_from_anchor, head.causal
     assert found == GOLDEN[name] and head.mask_token_id == 7
@@ -65,7 +56,7 @@ def test_p_eagle_files_are_what_they_say(deep, tmp_path, name, before, depth):
     config, weights, _ = golden.make(name, deep)
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
-        head = load_head(write(tmp_path, config, weights), deep, dtype=torch.float32)
+        head = load_head(golden.write(tmp_path, config, weights), deep, dtype=torch.float32)
     assert isinstance(head, PEagleHead)
     assert (head.layers, head.depth, head.mask_token_id, head.cache_layers) == ([2, 4, 5], depth, 7, 2)
     assert head.norm_before_residual == before
@@ -79,7 +70,7 @@ def test_p_eagle_without_an_embedding_takes_the_targets(deep, tmp_path):
     del weights["embed_tokens.weight"]
     weights = {key.replace("layers.0", "midlayer"): value for key, value in weights.items()}  # as EAGLE-3 calls it
     with pytest.warns(UserWarning, match="no embedding is stored"):
-        head = load_head(write(tmp_path, config, weights), deep, dtype=torch.float32)
+        head = load_head(golden.write(tmp_path, config, weights), deep, dtype=torch.float32)
     torch.testing.assert_close(head.embed_tokens.weight, deep.embeddings, atol=1e-3, rtol=1e-2)
 
 
@@ -128,7 +119,7 @@ SETTINGS = [
 def test_settings_that_do_not_fit_are_named(deep, tmp_path, name, setting, value, message):
     config, weights, file = golden.make(name, deep)
     with pytest.raises(ValueError, match=message):
-        load_head(write(tmp_path, change(config, setting, value), weights, file), deep)
+        load_head(golden.write(tmp_path, change(config, setting, value), weights, file), deep)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -137,11 +128,11 @@ def test_weights_that_do_not_fit_are_named(deep, tmp_path, name):
         config, weights, _ = golden.make(name, deep)
         del weights[key]
         with pytest.raises(ValueError, match=f"{key} is missing"):
-            load_head(write(tmp_path / str(number), config, weights), deep)
+            load_head(golden.write(tmp_path / str(number), config, weights), deep)
     config, weights, _ = golden.make(name, deep)
     weights["context_adapter.weight"] = torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"context_adapter\.weight belongs to no layer"):
-        load_head(write(tmp_path / "more", config, weights), deep)
+        load_head(golden.write(tmp_path / "more", config, weights), deep)
 
 
 @pytest.mark.parametrize("key", ["embed_tokens.weight", "lm_head.weight"])
@@ -149,7 +140,7 @@ def test_frozen_copies_must_be_copies(deep, tmp_path, key):
     config, weights, _ = golden.make("deepspec", deep)
     weights[key] = weights[key] + 1
     with pytest.raises(ValueError, match=f"{key} differs from the"):
-        load_head(write(tmp_path, config, weights), deep)
+        load_head(golden.write(tmp_path, config, weights), deep)
 
 
 # -- which position drafts what -------------------------------------------------------------------------------------------
@@ -158,7 +149,7 @@ def test_frozen_copies_must_be_copies(deep, tmp_path, key):
 @pytest.mark.parametrize("flag", [None, False, True])
 def test_a_layout_is_what_the_files_say_or_else_what_their_architecture_is(deep, tmp_path, flag):
     config, weights, _ = golden.make("zlab", deep)
-    head = load_head(write(tmp_path, config | {"sample_from_anchor": flag}, weights), deep)
+    head = load_head(golden.write(tmp_path, config | {"sample_from_anchor": flag}, weights), deep)
     assert head.sample_from_anchor == bool(flag) and head.depth == (4 if flag else 3)
 
 
@@ -167,7 +158,8 @@ def test_a_block_of_an_absurd_size_is_refused(deep, tmp_path, size):
     config, weights, _ = golden.make("zlab", deep)
     with pytest.raises(ValueError, match="block_size"):
         load_head(
-            write(tmp_path, config | {"dflash_config": config["dflash_config"] | {"block_size": size}}, weights), deep
+            golden.write(tmp_path, config | {"dflash_config": config["dflash_config"] | {"block_size": size}}, weights),
+            deep,
         )
 
 
@@ -223,7 +215,7 @@ def test_a_window_that_vllm_would_take_for_another_is_refused(deep, tmp_path):
     layer |= {"layer_types": sliding, "sliding_window": 4, "use_sliding_window": True}
     config["sliding_window_non_causal"] = True
     with pytest.raises(ValueError, match="sliding_window_non_causal=True"):
-        read_head(write(tmp_path, config, weights, file), deep)
+        read_head(golden.write(tmp_path, config, weights, file), deep)
 
 
 def export_of(name: str, head, target: Target):

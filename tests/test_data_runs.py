@@ -2,12 +2,9 @@
 
 import json
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from foredraft.scripts import preview, regenerate
 from foredraft.train.run import main as train
@@ -30,36 +27,23 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch, capfd) -> Callable[..., str]:
-    """here(main, *arguments): what `main` prints."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-    def run(main: Callable[[], None], *arguments: str) -> str:
-        capfd.readouterr()
-        monkeypatch.setattr(sys, "argv", ["program", *arguments, "hydra/job_logging=disabled"])
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            main()
-        finally:
-            torch.set_num_threads(threads)
-        return capfd.readouterr().out
-
-    return run
 
 
 def steps(out: str) -> list[tuple[int, float]]:
     return [(int(step), float(loss)) for step, loss in re.findall(r"^step (\d+)/\d+  loss (\S+)", out, re.M)]
 
 
-def test_a_run_on_conversations_online_and_from_disk(file: Path, tiny_path: Path, tmp_path: Path, here):
+def test_a_run_on_conversations_online_and_from_disk(file: Path, tiny_path: Path, tmp_path: Path, call):
     rows = ["data=conversations", f"data.path={file}", PLAIN, "data.test_share=0.2"]
     given = [*SMALL, "head=medusa", f"target.path={tiny_path}", *rows]
-    online = here(train, *given, "output_dir=online")
-    disk = here(train, *given, "output_dir=disk", "features=disk", "features.dtype=float32", "features.shard_rows=8")
+    online = call(train, *given, "output_dir=online").out
+    disk = call(
+        train, *given, "output_dir=disk", "features=disk", "features.dtype=float32", "features.shard_rows=8"
+    ).out
     assert len(steps(online)) == 6 and steps(online) == steps(disk)
     assert (tmp_path / "disk.features" / "manifest.json").exists()
     card = json.loads((tmp_path / "online" / "data_card.json").read_text())
@@ -73,9 +57,9 @@ def test_a_run_on_conversations_online_and_from_disk(file: Path, tiny_path: Path
     assert metrics["prompts"] == 2 and metrics["identical_greedy"] == 1.0
 
 
-def test_preview_shows_what_is_supervised(file: Path, tiny_path: Path, tmp_path: Path, here):
+def test_preview_shows_what_is_supervised(file: Path, tiny_path: Path, tmp_path: Path, call):
     rows = ["data=conversations", f"data.path={file}", PLAIN]
-    out = here(preview.main, "target=hf", f"target.path={tiny_path}", *rows, "samples=2")
+    out = call(preview.main, "target=hf", f"target.path={tiny_path}", *rows, "samples=2").out
     assert out.count("--- document") == 2 and "User: add " in out and "?\nAssistant:[[ def add(self" in out
     assert re.search(r"<\|endoftext\|>\]\]", out) and "1 x not JSON" in out
     page = (tmp_path / "preview.html").read_text()
@@ -83,15 +67,15 @@ def test_preview_shows_what_is_supervised(file: Path, tiny_path: Path, tmp_path:
     assert "http:" not in page and "https:" not in page
 
 
-def test_regenerated_in_process_and_trained_on(file: Path, tiny_path: Path, tmp_path: Path, here):
+def test_regenerated_in_process_and_trained_on(file: Path, tiny_path: Path, tmp_path: Path, call):
     given = ["target=hf", f"target.path={tiny_path}", "target.device=cpu"]
     given += ["data=conversations", f"data.path={file}", PLAIN, "data.test_share=0.2"]
-    out = here(regenerate.main, *given, "max_tokens=8", "temperature=0.0", "data.max_rows=30")
+    out = call(regenerate.main, *given, "max_tokens=8", "temperature=0.0", "data.max_rows=30").out
     assert "30 rows in regenerated.jsonl" in out
     rows = [json.loads(line) for line in (tmp_path / "regenerated.jsonl").read_text().splitlines()]
     assert [row["messages"][0]["content"] for row in rows] == [f"add {i}?" for i in range(30)]
     assert {"seed", "finish_reasons", "settings", "where", "digest", "number", "messages"} == rows[0].keys()
-    again = here(regenerate.main, *given, "max_tokens=8", "temperature=0.0", "data.max_rows=30")
+    again = call(regenerate.main, *given, "max_tokens=8", "temperature=0.0", "data.max_rows=30").out
     assert "30 rows in" in again and len((tmp_path / "regenerated.jsonl").read_text().splitlines()) == 30
-    shown = here(preview.main, *given[:2], "data=conversations", "data.path=regenerated.jsonl", PLAIN)
+    shown = call(preview.main, *given[:2], "data=conversations", "data.path=regenerated.jsonl", PLAIN).out
     assert "rows" in shown and "User: add " in shown

@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,16 +21,17 @@ from foredraft.inference.tree import TokenTree
 from foredraft.scripts import evaluate
 from foredraft.train.data import prompt_sets
 from foredraft.train.data.prompt_sets import questions, tokenize
+from tests.support import typed
 from tests.support.head_factory import make_head
 
 WORDS = ["def", "self", "return", "other", "value", "class", "Pair", "pass", "add", "import"]
 
 
-def typed(monkeypatch, tiny_path, output: Path, *more: str) -> None:
-    given = ["target=hf", f"target.path={tiny_path}", "target.device=cpu", f"output_dir={output}"]
-    given += ["limit=2", "repeats=2", "new_tokens=12", "hydra/job_logging=disabled", *more]
-    monkeypatch.setattr("sys.argv", ["scripts/evaluate.py", *given])
-    evaluate.main()
+@pytest.fixture
+def run(call, tiny_path):
+    """run(*arguments): scripts/evaluate.py with them, into the folder `out`."""
+    given = f"target=hf target.path={tiny_path} target.device=cpu output_dir=out limit=2 repeats=2 new_tokens=12"
+    return partial(call, evaluate.main, *typed(given))
 
 
 @pytest.fixture
@@ -48,14 +50,14 @@ def head(target, tmp_path) -> Path:
     return tmp_path / "head"
 
 
-def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(monkeypatch, tiny_path, tmp_path, texts, head):
+def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_path, texts, head):
     output = tmp_path / "out"
     given = ["data=text", texts, "prompt_tokens=24", "temperature=[0,1]"]
     given += [f"drafter=[{head},ngram,nonsense,{{_target_: tests.test_evaluate.shifted, name: wrong}}]"]
-    typed(monkeypatch, tiny_path, output, *given, "repeats=1")
+    run(*given, "repeats=1")
     first = (output / "lines.jsonl").read_text()
     (output / "lines.jsonl").write_text(first + '{"kind": "te')  # killed while it wrote
-    typed(monkeypatch, tiny_path, output, *given)
+    run(*given)
     assert (output / "lines.jsonl").read_text().startswith(first)
     found = json.loads((output / "figures.json").read_text())
     ours, names = str(head), {line["drafter"] for line in found["rows"]}
@@ -86,9 +88,7 @@ def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(monkeypatch
     assert "drafted, accepted at depth 1" in page
     with (output / "figures.csv").open() as file:
         assert {line["drafter"] for line in csv.DictReader(file)} == names
-    with pytest.raises(SystemExit) as end:
-        typed(monkeypatch, tiny_path, output, *given, "chain=2")
-    assert end.value.code == 2
+    assert run(*given, "chain=2").code == 2
 
 
 class Shifted(Wrapper):
@@ -239,21 +239,10 @@ def test_what_is_no_prompt_is_named(tmp_path, monkeypatch, name, content, messag
         questions(name, None)
 
 
-def test_no_limit_is_every_prompt(monkeypatch, tiny_path, tmp_path):
-    file, output = tmp_path / "set.jsonl", tmp_path / "out"
-    file.write_text('{"prompt": "one"}\n' * 3)
-    typed(
-        monkeypatch,
-        tiny_path,
-        output,
-        f"prompts={file}",
-        "limit=0",
-        "drafter=ngram",
-        "new_tokens=2",
-        "repeats=1",
-        "rivals=false",
-    )
-    assert len(json.loads((output / "prompts.json").read_text())) == 3
+def test_no_limit_is_every_prompt(run, tmp_path):
+    (tmp_path / "set.jsonl").write_text('{"prompt": "one"}\n' * 3)
+    run(*typed("prompts=set.jsonl limit=0 drafter=ngram new_tokens=2 repeats=1 rivals=false"))
+    assert len(json.loads((tmp_path / "out" / "prompts.json").read_text())) == 3
 
 
 @pytest.mark.parametrize(
@@ -264,7 +253,6 @@ def test_no_limit_is_every_prompt(monkeypatch, tiny_path, tmp_path):
         ("temperature=[]", "temperature=[]: at least one"),
     ],
 )
-def test_nothing_to_measure_is_named(given, sentence, monkeypatch, tiny_path, tmp_path, capfd):
-    with pytest.raises(SystemExit) as end:
-        typed(monkeypatch, tiny_path, tmp_path / "out", given)
-    assert end.value.code == 2 and sentence in capfd.readouterr().err
+def test_nothing_to_measure_is_named(given, sentence, run):
+    ended = run(given)
+    assert ended.code == 2 and sentence in ended.err

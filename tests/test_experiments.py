@@ -3,7 +3,6 @@
 import re
 from pathlib import Path
 
-import hydra
 import pytest
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
@@ -11,14 +10,10 @@ from omegaconf import DictConfig, OmegaConf
 from foredraft.scripts.plan import plan
 from foredraft.train.cli import spelled_out
 from tests.support import nightly_but
+from tests.support.configs import composed
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 RECIPES = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml") if path.stem != "train_target")
-
-
-def composed(program: str, *overrides: str) -> DictConfig:
-    with hydra.initialize_config_dir(str(CONF), version_base=None):
-        return hydra.compose(program, [*overrides])
 
 
 def planned(name: str) -> tuple[float, float, DictConfig]:

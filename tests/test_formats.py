@@ -23,16 +23,6 @@ from tests.support import golden
 PROMPT = torch.randint(1, 300, (20,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-def write(directory: Path, config: Any, weights: dict[str, Tensor], file: str) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    if file.endswith(".safetensors"):
-        save_file(weights, directory / file)
-    else:
-        torch.save(weights, directory / file)
-    return directory
-
-
 def states(target: Target, layers: list[int]) -> list[Tensor]:
     """Hidden states (length, H) of PROMPT, numbered as transformers does."""
     out = target.model(torch.tensor([PROMPT]), output_hidden_states=True)
@@ -63,7 +53,7 @@ GOLDEN = (*EAGLE3, *EAGLE, *MEDUSA, *HYDRA)
 def test_eagle3_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
     config, weights, file = golden.make(name, deep)
     root = 7
-    chain, ours = drafted(write(tmp_path, config, weights, file), deep, root, DEPTHS)
+    chain, ours = drafted(golden.write(tmp_path, config, weights, file), deep, root, DEPTHS)
     with torch.no_grad():
         embedded, after = deep.embed(torch.tensor([*PROMPT[1:], root])), deep.embed(torch.tensor(chain[: DEPTHS - 1]))
         layers = [2, golden.N // 2, golden.N - 3]
@@ -76,7 +66,7 @@ def test_eagle3_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
 def test_eagle1_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
     config, weights, file = golden.make(name, deep)
     root = 7
-    chain, ours = drafted(write(tmp_path, config, weights, file), deep, root, DEPTHS)
+    chain, ours = drafted(golden.write(tmp_path, config, weights, file), deep, root, DEPTHS)
     embedded, after = deep.embed(torch.tensor([*PROMPT[1:], root])), deep.embed(torch.tensor(chain[: DEPTHS - 1]))
     theirs = [
         deep.logits(h) for h in golden.eagle_drafts(config, weights, states(deep, [golden.N])[0], embedded, after)
@@ -88,15 +78,15 @@ def test_eagle1_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
 def test_the_output_norm_is_seen_from_depth_2_on(deep, tmp_path):
     """What the comparison above must be able to see: without norm_output the first depth is the same, the second not."""
     config, weights, file = golden.make("specforge", deep)
-    _, normed = drafted(write(tmp_path / "a", config, weights, file), deep, 7, DEPTHS)
-    _, plain = drafted(write(tmp_path / "b", config | {"norm_output": False}, weights, file), deep, 7, DEPTHS)
+    _, normed = drafted(golden.write(tmp_path / "a", config, weights, file), deep, 7, DEPTHS)
+    _, plain = drafted(golden.write(tmp_path / "b", config | {"norm_output": False}, weights, file), deep, 7, DEPTHS)
     assert torch.equal(normed[0], plain[0]) and not torch.allclose(normed[1], plain[1], atol=1e-2)
 
 
 @pytest.mark.parametrize("name", MEDUSA)
 def test_medusa_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
     config, weights, file = golden.make(name, deep)
-    _, ours = drafted(write(tmp_path, config, weights, file), deep, root=7)
+    _, ours = drafted(golden.write(tmp_path, config, weights, file), deep, root=7)
     w = {key: tensor.float() for key, tensor in weights.items()}
     last = states(deep, [golden.N])[0][-1]
     assert len(ours) == MEDUSA[name]  # the first says two in its config and stores five
@@ -112,7 +102,7 @@ def test_medusa_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
 @pytest.mark.parametrize("name", HYDRA)
 def test_hydra_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
     config, weights, file = golden.make(name, deep)
-    head, root = load_head(write(tmp_path, config, weights, file), deep, dtype=torch.float32), 7
+    head, root = load_head(golden.write(tmp_path, config, weights, file), deep, dtype=torch.float32), 7
     chain, ours = parity_gate.drafted_logits(head, deep, PROMPT, root)
     last = states(deep, [golden.N])[0]
     for depth, logits in enumerate(ours, start=1):
@@ -123,7 +113,7 @@ def test_hydra_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_heads_of_others_decode_what_the_target_writes_alone(deep, tmp_path, name):
-    drafter = load_drafter(str(write(tmp_path, *golden.make(name, deep))), deep, tree="fixed")
+    drafter = load_drafter(str(golden.write(tmp_path, *golden.make(name, deep))), deep, tree="fixed")
     ids = torch.tensor([PROMPT])
     settings = {"max_new_tokens": 12, "eos_token_id": -1}
     out = generate(deep, drafter, ids, **settings)
@@ -134,8 +124,8 @@ def test_heads_of_others_decode_what_the_target_writes_alone(deep, tmp_path, nam
 def test_shards_are_read_as_one(deep, tmp_path):
     config, weights, _ = golden.make("specforge", deep)
     names = sorted(weights)
-    write(tmp_path / "whole", config, weights, "model.safetensors")
-    write(tmp_path, config, {name: weights[name] for name in names[:5]}, "part-1.safetensors")
+    golden.write(tmp_path / "whole", config, weights, "model.safetensors")
+    golden.write(tmp_path, config, {name: weights[name] for name in names[:5]}, "part-1.safetensors")
     save_file({name: weights[name] for name in names[5:]}, tmp_path / "part-2.safetensors")
     parts = {name: f"part-{1 + (number >= 5)}.safetensors" for number, name in enumerate(names)}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
@@ -162,7 +152,7 @@ def test_no_weight_may_be_missing_or_narrow_or_of_whole_numbers(deep, tmp_path, 
             (rest | {key: tensor.to(torch.int8)}, f"{re.escape(key)} is torch.int8"),
         ):
             with pytest.raises(ValueError, match=message):
-                load_head(write(tmp_path, config, changed, file), deep)
+                load_head(golden.write(tmp_path, config, changed, file), deep)
 
 
 Change = Callable[[dict, dict], Any]
@@ -341,17 +331,19 @@ def test_what_is_not_whole_is_refused_by_name(deep, tmp_path, name, case, change
     config, weights = copy.deepcopy(config), dict(weights)
     change(config, weights)
     with pytest.raises(ValueError, match=message):
-        load_head(write(tmp_path, config, weights, file), deep)
+        load_head(golden.write(tmp_path, config, weights, file), deep)
 
 
 def test_a_shallow_target_needs_the_layers_said(target, tmp_path):
     with pytest.raises(ValueError, match="a target of 6 layers is too shallow for the paper's three"):
-        load_head(write(tmp_path, *golden.make("safeailab_eagle3", target)), target)
+        load_head(golden.write(tmp_path, *golden.make("safeailab_eagle3", target)), target)
 
 
 def test_what_is_no_head_is_refused(deep, tmp_path):
     with pytest.raises(ValueError, match="no head in a layout that is known here"):
-        load_head(write(tmp_path, {"architectures": ["BertModel"]}, {"x": torch.ones(2)}, "model.safetensors"), deep)
+        load_head(
+            golden.write(tmp_path, {"architectures": ["BertModel"]}, {"x": torch.ones(2)}, "model.safetensors"), deep
+        )
 
 
 # -- files are data ---------------------------------------------------------------------------------------------------------
@@ -368,7 +360,7 @@ class Evil:
 def test_a_pickle_with_code_in_it_is_not_executed(deep, tmp_path):
     mark = tmp_path / "executed"
     config, weights, _ = golden.make("medusa_v1", deep)
-    write(tmp_path, config, weights | {"0.0.linear.weight": Evil(mark)}, "medusa_lm_head.pt")
+    golden.write(tmp_path, config, weights | {"0.0.linear.weight": Evil(mark)}, "medusa_lm_head.pt")
     with pytest.raises(ValueError, match="holds more than tensors, and was not executed"):
         load_head(tmp_path, deep)
     assert not mark.exists()
@@ -397,7 +389,7 @@ def repack(path: Path, change: Callable[[zipfile.ZipFile], None], compression: i
     ids=["zip bomb", "..", "absolute"],
 )
 def test_a_zip_that_is_no_checkpoint_is_not_opened(deep, tmp_path, monkeypatch, change, compression, message):
-    write(tmp_path, *golden.make("medusa_v1", deep))
+    golden.write(tmp_path, *golden.make("medusa_v1", deep))
     repack(tmp_path / "medusa_lm_head.pt", change, compression)
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("it was opened"))
     with pytest.raises(ValueError, match=message):
@@ -406,7 +398,7 @@ def test_a_zip_that_is_no_checkpoint_is_not_opened(deep, tmp_path, monkeypatch, 
 
 def test_members_that_overlap_are_a_bomb_too(deep, tmp_path, monkeypatch):
     """Uncompressed, and still more than the file: the central directory names one member many times."""
-    write(tmp_path, *golden.make("medusa_v1", deep))
+    golden.write(tmp_path, *golden.make("medusa_v1", deep))
     whole = zipfile.ZipFile.infolist
     monkeypatch.setattr(zipfile.ZipFile, "infolist", lambda self: whole(self) * 1000)
     with pytest.raises(ValueError, match="would unpack"):
@@ -416,7 +408,7 @@ def test_members_that_overlap_are_a_bomb_too(deep, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "sub/part.safetensors", "part.py"])
 def test_an_index_cannot_point_out_of_its_directory(deep, tmp_path, name):
     config, weights, _ = golden.make("specforge", deep)
-    write(tmp_path / "head", config, {}, "other.safetensors")
+    golden.write(tmp_path / "head", config, {}, "other.safetensors")
     save_file(weights, tmp_path / "outside.safetensors")
     (tmp_path / "head" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": name}}))
     with pytest.raises(ValueError, match=r"must be a \.safetensors file in the same directory"):
@@ -426,7 +418,7 @@ def test_an_index_cannot_point_out_of_its_directory(deep, tmp_path, name):
 @pytest.mark.parametrize("place", ["models--org--head/snapshots/abc", "cloned"])
 def test_files_of_a_head_cannot_make_python_import_a_module(deep, tmp_path, place, monkeypatch):
     pulled = tmp_path / place
-    write(pulled, {"foredraft": {"class": "antigravity:geohash"}}, {"x": torch.ones(2)}, "model.safetensors")
+    golden.write(pulled, {"foredraft": {"class": "antigravity:geohash"}}, {"x": torch.ones(2)}, "model.safetensors")
     with pytest.raises(ValueError, match="antigravity:geohash, which is not imported"):
         load_head(pulled, deep)
     assert "antigravity" not in sys.modules
@@ -434,11 +426,11 @@ def test_files_of_a_head_cannot_make_python_import_a_module(deep, tmp_path, plac
     (pulled / "code_beside_a_head.py").write_text(f"open({str(mark)!r}, 'w')")
     monkeypatch.chdir(pulled)
     monkeypatch.syspath_prepend("")  # as Python has it that is started there
-    write(pulled, {"foredraft": {"class": "code_beside_a_head:Head"}}, {"x": torch.ones(2)}, "model.safetensors")
+    golden.write(pulled, {"foredraft": {"class": "code_beside_a_head:Head"}}, {"x": torch.ones(2)}, "model.safetensors")
     with pytest.raises(ValueError, match="code_beside_a_head:Head, which is not imported"):
         load_head(pulled, deep)
     assert not mark.exists()
-    write(pulled, {"foredraft": {"class": "os:system"}}, {"x": torch.ones(2)}, "model.safetensors")
+    golden.write(pulled, {"foredraft": {"class": "os:system"}}, {"x": torch.ones(2)}, "model.safetensors")
     with pytest.raises(ValueError, match="os:system, which is not imported, or no DraftHead"):
         load_head(pulled, deep)
 
@@ -447,17 +439,17 @@ def test_code_beside_a_head_is_not_executed(deep, tmp_path):
     config, weights, file = golden.make("specforge", deep)
     mark = tmp_path / "executed"
     (tmp_path / "modeling_head.py").write_text(f"open({str(mark)!r}, 'w')")
-    write(tmp_path, config | {"auto_map": {"AutoModel": "modeling_head.Head"}}, weights, file)
+    golden.write(tmp_path, config | {"auto_map": {"AutoModel": "modeling_head.Head"}}, weights, file)
     with pytest.raises(ValueError, match="nothing that comes with it is executed"):
         load_head(tmp_path, deep)
-    write(tmp_path, config, weights, file)
+    golden.write(tmp_path, config, weights, file)
     with pytest.raises((ValueError, TypeError), match="trust_remote_code"):
         load_drafter(str(tmp_path), deep, trust_remote_code=True)
     assert not mark.exists()
 
 
 def test_configs_that_are_none_are_refused(deep, tmp_path):
-    write(tmp_path, *golden.make("specforge", deep))
+    golden.write(tmp_path, *golden.make("specforge", deep))
     for text, message in (("[1, 2]", "holds no settings"), ("{", "is not JSON"), ("[" * 100_000, "is not JSON")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):

@@ -9,6 +9,7 @@ from foredraft.heads import save_head
 from foredraft.inference.drafters import NgramDrafter
 from foredraft.inference.evaluation.spec_bench import as_forward_func
 from foredraft.scripts.bench.rivals import table
+from tests.support import typed
 from tests.support.head_factory import make_head
 
 
@@ -46,19 +47,14 @@ def test_lm_eval_writes_the_answers_of_its_own_model(tiny_path):
     assert any(ours)
 
 
-def test_rivals_of_the_same_process_make_a_table(target, tiny_path, folder, tmp_path, monkeypatch, capfd):
+def test_rivals_of_the_same_process_make_a_table(target, tiny_path, folder, tmp_path, call):
     save_head(make_head("eagle3", target), tmp_path / "head", target)
-    given = [
-        f"head_path={tmp_path / 'head'}",
-        "target=hf",
-        f"target.path={tiny_path}",
-        "target.device=cpu",
-        "data=text",
-    ]
-    given += [f"data.path={folder}", "prompts=2", "prompt_tokens=24", "new_tokens=12", f"output_dir={tmp_path / 'out'}"]
-    monkeypatch.setattr("sys.argv", ["table.py", *given, "hydra/job_logging=disabled"])
-    table.main()
+    given = typed(f"""
+        head_path={tmp_path / "head"} target=hf target.path={tiny_path} target.device=cpu data=text data.path={folder}
+        prompts=2 prompt_tokens=24 new_tokens=12 output_dir=out
+    """)
+    said = call(table.main, *given).out
     rows = json.loads((tmp_path / "out" / "rivals.json").read_text())["rows"]
     assert {"plain", "tree, auto", "tree, fixed", "chain of 3", "transformers, prompt lookup"} < set(rows)
     assert len(rows["chain of 3"]["accepted_per_depth"]) == 3 and rows["tree, fixed"]["text"] == "2 of 2 identical"
-    assert "| chain of 3 |" in capfd.readouterr().out
+    assert "| chain of 3 |" in said

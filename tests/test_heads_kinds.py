@@ -2,7 +2,6 @@
 kind takes: one file and one yaml."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from foredraft.inference.sampling import Sampling, SamplingParams
 from foredraft.train import module, parity_gate
 from foredraft.train.losses import Prediction
 from foredraft.train.module import DistillationModel
-from foredraft.train.run import main
 from tests.support import ROOT, typed
 from tests.support.batches import PROMPT
 from tests.support.configs import composed
@@ -108,23 +106,22 @@ def test_a_pruned_head_drafts_its_best_tokens_under_their_own_names(target, kind
 
 
 @pytest.fixture
-def train(tiny_path, tmp_path, monkeypatch, capfd):
-    """train(*arguments): the command that users type, in this process; the directory that it leaves."""
+def train(tiny_path, tmp_path, here):
+    """train(*arguments): the command that users type; the directory that it leaves."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(4):
         (texts / f"{number}.txt").write_text(TEXT[: 1200 + 7 * number])
-    monkeypatch.chdir(tmp_path)
+    small = typed(f"""
+        target=hf recipe=embedded target.path={tiny_path} target.device=cpu target.dtype=float32
+        data=text data.path={texts} self_generated_tokens=0 length=64 trainer.max_steps=3 trainer.bf16=false
+        evaluate.prompts=2 evaluate.prompt_tokens=16 evaluate.new_tokens=16 evaluate.eval_steps=0
+        evaluate.timed_prompts=1 output_dir=out
+    """)
 
     def run(*arguments: str) -> Path:
-        small = typed(f"""
-            target=hf recipe=embedded target.path={tiny_path} target.device=cpu target.dtype=float32
-            data=text data.path={texts} self_generated_tokens=0 length=64 trainer.max_steps=3 trainer.bf16=false
-            evaluate.prompts=2 evaluate.prompt_tokens=16 evaluate.new_tokens=16 evaluate.eval_steps=0
-            evaluate.timed_prompts=1 output_dir=out hydra/job_logging=disabled
-        """)
-        monkeypatch.setattr(sys, "argv", ["train/run.py", *small, *arguments])
-        main()
+        ended = here(*small, *arguments)
+        assert ended.code == 0, ended.err
         return tmp_path / "out"
 
     return run

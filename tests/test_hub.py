@@ -140,9 +140,7 @@ def test_a_different_head_is_not_overwritten_without_a_word(server, folder):
 def test_a_replaced_head_leaves_nothing_to_be_loaded(server, folder, run, target, tmp_path):
     """Weights under another name and an adapter of the old head would be loaded under the new config."""
     medusa, (config, weights, _) = tmp_path / "medusa", golden.make("medusa_v1", target)
-    medusa.mkdir()
-    (medusa / "config.json").write_text(json.dumps(config))
-    save_file(weights, medusa / "medusa_lm_head.safetensors")
+    golden.write(medusa, config, weights, "medusa_lm_head.safetensors")
     (medusa / "LICENSE").write_text("ours")
     push(folder)
     with pytest.raises(ValueError, match="holds a different head"):
@@ -308,12 +306,7 @@ def test_code_and_needless_pickles_are_not_fetched(server, folder, target):
 
 
 def test_a_pickle_is_fetched_where_there_is_nothing_else(server, target, tmp_path):
-    config, weights, file = golden.make("medusa_v1", target)
-    folder = tmp_path / "medusa"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    torch.save(weights, folder / file)
-    push(folder)
+    push(golden.write(tmp_path / "medusa", *golden.make("medusa_v1", target)))
     assert load_head(NAME, target).depth == 5
 
 

@@ -1,6 +1,7 @@
 """scripts/lossless.py as it is typed: what is lossless is said to be, and a verifier that lets drafts through is caught."""
 
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,27 +12,26 @@ from foredraft.inference.drafters import NoDrafter
 from foredraft.inference.evaluation import lossless as levels
 from foredraft.inference.evaluation.lossless import PaddedDrafter
 from foredraft.scripts import lossless
+from tests.support import typed
 from tests.support.batches import prompt
 
 
 @pytest.fixture
-def typed(tiny_path, tmp_path, monkeypatch):
+def run(tiny_path, tmp_path, call):
     words = ["def", "self", "return", "other", "value", "class", "Pair", "pass", "add", "import"]
     luck = random.Random(0)
     for number in range(12):  # each a document of its own
         (tmp_path / f"{number}.py").write_text(" ".join(luck.choices(words, k=400)))
-    given = ["target=hf", f"target.path={tiny_path}", "data=text", f"data.path={tmp_path}", "prompts=2"]
-    given += ["prompt_tokens=24", "new_tokens=16", "hydra/job_logging=disabled"]
-    monkeypatch.setattr("sys.argv", ["scripts/lossless.py", *given])
+    given = f"target=hf target.path={tiny_path} data=text data.path={tmp_path} prompts=2 prompt_tokens=24 new_tokens=16"
+    return partial(call, lossless.main, *typed(given))
 
 
-def test_the_ngram_drafter_is_lossless(typed, capfd):
-    lossless.main()
-    said = capfd.readouterr().out
+def test_the_ngram_drafter_is_lossless(run):
+    said = run().out
     assert said.count("L1  float32") == 4 == said.count("100.0% identical\n") and said.endswith("lossless\n")
 
 
-def test_a_verifier_that_changes_the_text_is_caught(typed, monkeypatch, capfd):
+def test_a_verifier_that_changes_the_text_is_caught(run, monkeypatch):
     choose = target_sampler.choose_and_verify
 
     def careless(*given):
@@ -40,9 +40,8 @@ def test_a_verifier_that_changes_the_text_is_caught(typed, monkeypatch, capfd):
         return verification._replace(tokens=(verification.tokens + drafted) % 300), valid
 
     monkeypatch.setattr(target_sampler, "choose_and_verify", careless)
-    with pytest.raises(SystemExit):
-        lossless.main()
-    assert "drafting changes the text" in capfd.readouterr().err
+    ended = run()
+    assert ended.code != 0 and "drafting changes the text" in ended.err
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import hydra
 import pytest
 import torch
 from omegaconf import DictConfig
@@ -13,23 +12,22 @@ from foredraft.heads import Target, adapter
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.scripts import plan
-from foredraft.train.cli import spelled_out
+from foredraft.train.cli import CONF, spelled_out
 from foredraft.train.losses import soft
 from foredraft.train.module import DistillationModel
 from foredraft.train.optimizer import adamw
 from foredraft.train.runtime import memory_plan
 from foredraft.train.runtime.cost import Live
+from tests.support.configs import composed
 from tests.support.tiny import tiny_config
 
-CONF = str(Path(__file__).resolve().parent.parent / "conf")
 ROWS, LENGTH = 2, 192
 
 
 @pytest.fixture(scope="module")
 def small(tiny_path: Path) -> DictConfig:
-    with hydra.initialize_config_dir(CONF, version_base=None):
-        given = ["target.dtype=float32", "bf16=false", "head.draft_vocab_size=128", f"rows={ROWS}", f"length={LENGTH}"]
-        return hydra.compose("plan", [f"target.path={tiny_path}", *given])
+    given = ["target.dtype=float32", "bf16=false", "head.draft_vocab_size=128", f"rows={ROWS}", f"length={LENGTH}"]
+    return composed("plan", f"target.path={tiny_path}", *given)
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +118,9 @@ def test_bad_input_to_a_plan(change: dict, message: str, small: DictConfig):
         plan.plan(DictConfig({**small, "target": {**small.target, **change}}))
 
 
-def test_a_plan_as_it_is_typed(tiny_path: Path, monkeypatch, capfd):
+def test_a_plan_as_it_is_typed(tiny_path: Path, call):
     given = [f"target.path={tiny_path}", "target.sharding=fsdp", "strategy=fsdp", "gpus=2"]
-    monkeypatch.setattr("sys.argv", ["scripts/plan.py", *given, "hydra/job_logging=disabled"])
-    plan.main()
-    said = capfd.readouterr().out
+    said = call(plan.main, *given).out
     assert said.startswith("eagle3 (")
     assert "strategy=fsdp" in said and "one of 2 pieces on every GPU" in said and "gathered target" in said
 
@@ -136,11 +132,8 @@ def test_a_target_in_pieces_takes_less(sharding: str, small: DictConfig, planned
 
 
 def test_an_adapter_makes_the_target_keep_what_it_made(small: DictConfig, tiny_path: Path):
-    with hydra.initialize_config_dir(CONF, version_base=None):
-        given = [f"target.path={tiny_path}", "target.dtype=float32", "bf16=false", f"rows={ROWS}", f"length={LENGTH}"]
-        ways = {
-            name: plan.plan(hydra.compose("plan", [f"head={name}", *given]))["gib"] for name in ("medusa", "medusa2")
-        }
+    given = [f"target.path={tiny_path}", "target.dtype=float32", "bf16=false", f"rows={ROWS}", f"length={LENGTH}"]
+    ways = {name: plan.plan(composed("plan", f"head={name}", *given))["gib"] for name in ("medusa", "medusa2")}
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     adapter.add(target, 32, 16)
     with Live(target.model.parameters()) as live:
@@ -153,16 +146,15 @@ def test_an_adapter_makes_the_target_keep_what_it_made(small: DictConfig, tiny_p
 
 def test_a_target_may_be_named_without_its_group():
     assert spelled_out("target=ORG/NAME") == ["target=hf", "target.path=ORG/NAME"]
-    assert spelled_out("target=ORG/NAME", Path(CONF) / "publish") == ["target.path=ORG/NAME"]
+    assert spelled_out("target=ORG/NAME", CONF / "publish") == ["target.path=ORG/NAME"]
     assert [spelled_out(word) for word in ("target=hf", "gpus=8")] == [["target=hf"], ["gpus=8"]]
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "domino", "p_eagle"])
 def test_a_head_that_drafts_in_blocks_is_planned(tiny_path: Path, kind: str):
     """By the blocks that begin in a step, not by all that could."""
-    with hydra.initialize_config_dir(CONF, version_base=None):
-        given = [f"head={kind}", f"target.path={tiny_path}", "target.dtype=float32", "bf16=false", f"rows={ROWS}"]
-        found = plan.plan(hydra.compose("plan", [*given, f"length={LENGTH}"]))
+    given = [f"head={kind}", f"target.path={tiny_path}", "target.dtype=float32", "bf16=false", f"rows={ROWS}"]
+    found = plan.plan(composed("plan", *given, f"length={LENGTH}"))
     assert found["gib"]["activations"][0] > 0 and found["head_parameters"] > 0
 
 

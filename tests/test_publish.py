@@ -1,8 +1,7 @@
 """The scripts that hand heads on, as they are typed."""
 
-import importlib.util
+import importlib
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,34 +12,14 @@ from huggingface_hub import constants
 from foredraft.heads import load_head, save_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
-from tests.support import ROOT
 from tests.support.hub_server import TOKEN, HubServer
 from tests.support.processes import SMALL, Ended, end, program
 
 
 @pytest.fixture
-def script(tmp_path, monkeypatch, capfd) -> Callable[..., Ended]:
+def script(call: Callable[..., Ended]) -> Callable[..., Ended]:
     """script("export", "key=value", ...) in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(name: str, *arguments: str) -> Ended:
-        path = ROOT / "scripts" / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(f"scripts_{name}", path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-        monkeypatch.setattr(sys, "argv", [str(path), *arguments, "hydra/job_logging=disabled"])
-        capfd.readouterr()
-        code = 0
-        try:
-            module.main()
-        except SystemExit as stop:
-            assert isinstance(stop.code, int)
-            code = stop.code
-        return Ended(code, *capfd.readouterr())
-
-    return run
+    return lambda name, *arguments: call(importlib.import_module(f"foredraft.scripts.{name}").main, *arguments)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
 
@@ -22,6 +21,7 @@ from foredraft.inference import generate, load_drafter
 from tests.conformance.heads import IDS, LATENT, eagle1, eagle3, random, shrink_head
 from tests.conformance.shrink import HIDDEN, VOCAB
 from tests.conformance.targets import train
+from tests.support import golden
 from tests.support.tiny import tiny_config
 
 PROMPT = torch.randint(1, VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
@@ -38,13 +38,6 @@ def tiny_target(layers: int, gpt_oss: bool = False) -> Target:
     return Target(
         LlamaForCausalLM(tiny_config(num_hidden_layers=layers, vocab_size=VOCAB, initializer_range=0.1)), name="a llama"
     )
-
-
-def write(directory: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(weights, directory / "model.safetensors")
-    return directory
 
 
 def load(directory: Path, target: Target) -> tuple[Any, list[str]]:
@@ -159,13 +152,13 @@ def test_what_is_the_heads_own_is_taken_with_one_warning(tmp_path, name):
     config, layout, message = TAKEN[name]
     config = shrink_head(config)
     weights = eagle3(config, layout) if isinstance(layout, str) else layout(config)
-    head, said = load(write(tmp_path, config, weights), tiny_target(8))
+    head, said = load(golden.write(tmp_path, config, weights), tiny_target(8))
     assert len(said) == 1 and re.search(message, said[0]) and head.imported
 
 
 def test_a_head_of_others_is_exported_and_loads_again_with_its_own_rope(tmp_path):
     config, target = shrink_head(NAMED | {"rope_parameters": PARTIAL}), tiny_target(8)
-    head, _ = load(write(tmp_path / "theirs", config, eagle3(config, "midlayer")), target)
+    head, _ = load(golden.write(tmp_path / "theirs", config, eagle3(config, "midlayer")), target)
     export = engines.vllm(head, target)
     write_head(head, tmp_path / "ours", target, export.layout, export.layout.weight_files)
     saved = json.loads((tmp_path / "ours" / "config.json").read_text())
@@ -177,7 +170,7 @@ def test_a_head_of_others_is_exported_and_loads_again_with_its_own_rope(tmp_path
 
 def test_a_head_with_latent_attention_trains_and_is_exported_for_vllm_alone(tmp_path):
     config, target = shrink_head(MLA), tiny_target(8)
-    head, _ = load(write(tmp_path / "theirs", config, eagle3(config, "midlayer")), target)
+    head, _ = load(golden.write(tmp_path / "theirs", config, eagle3(config, "midlayer")), target)
     head.float().requires_grad_(True)
     train(head, target, steps=1)
     export = engines.vllm(head, target)
@@ -196,7 +189,7 @@ def test_a_head_with_latent_attention_trains_and_is_exported_for_vllm_alone(tmp_
 )
 def test_latent_attention_that_no_layer_has_is_refused(tmp_path, change, message):
     config = shrink_head(MLA)
-    write(tmp_path, config | change, eagle3(config, "midlayer"))
+    golden.write(tmp_path, config | change, eagle3(config, "midlayer"))
     with pytest.raises(ValueError, match=message):
         load_head(tmp_path, tiny_target(8))
 
@@ -242,7 +235,7 @@ def test_fused_layers_are_found_by_evidence(tmp_path, name):
     layers, gpt_oss, said, expected, message = LAYERS[name]
     config = shrink_head(NAMED | said)
     target = tiny_target(layers, gpt_oss)
-    head, warned = load(write(tmp_path, config, eagle3(config, "midlayer", len(expected))), target)
+    head, warned = load(golden.write(tmp_path, config, eagle3(config, "midlayer", len(expected))), target)
     assert head.layers == expected
     assert re.search(message, warned[0]) if message else "taken for" not in warned[0]
 
@@ -253,12 +246,12 @@ def test_fused_layers_are_found_by_evidence(tmp_path, name):
 )
 def test_ambiguous_layers_are_refused_with_the_remedy(tmp_path, layers, gpt_oss, given):
     config, target = shrink_head(NAMED | ids(given)), tiny_target(layers, gpt_oss)
-    write(tmp_path, config, eagle3(config, "midlayer"))
+    golden.write(tmp_path, config, eagle3(config, "midlayer"))
     with pytest.raises(ValueError, match=r'"foredraft": \{"layers": \[[\d, ]+\]\} to its config.json') as error:
         load_head(tmp_path, target)
     remedies = [json.loads(found) for found in re.findall(r'\{"layers": (\[[\d, ]+\])\}', str(error.value))]
     assert remedies == [[k + 1 for k in given], given]
-    write(tmp_path, config | {"foredraft": {"layers": given}}, eagle3(config, "midlayer"))
+    golden.write(tmp_path, config | {"foredraft": {"layers": given}}, eagle3(config, "midlayer"))
     assert load(tmp_path, target)[0].layers == given
 
 
@@ -290,9 +283,9 @@ def test_flags_in_eagle_config_are_ours(tmp_path):
     config = shrink_head(
         NAMED | ids([1, 3, 4], return_hidden_post_norm=True, norm_before_fc=True, next_layer_regular=True)
     )
-    head, _ = load(write(tmp_path, config, eagle3(config, "midlayer")), tiny_target(8))
+    head, _ = load(golden.write(tmp_path, config, eagle3(config, "midlayer")), tiny_target(8))
     assert head.norm_output and head.input_norm is not None
-    write(tmp_path / "two", config | {"norm_output": False}, eagle3(config, "midlayer"))
+    golden.write(tmp_path / "two", config | {"norm_output": False}, eagle3(config, "midlayer"))
     with pytest.raises(ValueError, match=r"norm_output=False and eagle_config\.return_hidden_post_norm=True"):
         load_head(tmp_path / "two", tiny_target(8))
 
@@ -300,7 +293,7 @@ def test_flags_in_eagle_config_are_ours(tmp_path):
 def test_norms_that_only_the_weights_show_are_used(tmp_path):
     config = shrink_head(NAMED)
     weights = eagle3(config | {"fc_norm": True, "norm_before_fc": True}, "midlayer")
-    head, _ = load(write(tmp_path, config, weights), tiny_target(8))
+    head, _ = load(golden.write(tmp_path, config, weights), tiny_target(8))
     assert len(head.fc_norm) == 3 and head.input_norm is not None
 
 
@@ -308,7 +301,7 @@ def test_a_head_without_an_lm_head_uses_the_targets(tmp_path):
     """nvidia's first head for gpt-oss."""
     config, target = shrink_head(NAMED) | {"draft_vocab_size": None}, tiny_target(8)
     weights = {name: tensor for name, tensor in eagle3(config, "midlayer").items() if name != "lm_head.weight"}
-    head, said = load(write(tmp_path, config, weights), target)
+    head, said = load(golden.write(tmp_path, config, weights), target)
     assert "no lm_head is stored" in said[0]
     torch.testing.assert_close(head.lm_head.weight.float(), target.model.lm_head.weight)
     assert head.lm_head.weight.data_ptr() != target.model.lm_head.weight.data_ptr()
@@ -332,14 +325,14 @@ REFUSED: dict[str, tuple[dict, str]] = {
 def test_drafters_of_other_kinds_are_refused_by_name(tmp_path, name):
     config, message = REFUSED[name]
     with pytest.raises(ValueError, match=message) as error:
-        load_head(write(tmp_path, config, {"fc.weight": torch.zeros(2, 2)}), tiny_target(8))
+        load_head(golden.write(tmp_path, config, {"fc.weight": torch.zeros(2, 2)}), tiny_target(8))
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("key", ["medusa_num_layers", "medusa_num_heads"])
 def test_counts_of_a_hostile_config_are_not_looped_over(tmp_path, key):
     config = {"medusa_num_heads": 1, "medusa_num_layers": 1} | {key: 10**12}
-    write(tmp_path, config, {"0.0.linear.weight": random(HIDDEN, HIDDEN), "0.1.weight": random(VOCAB, HIDDEN)})
+    golden.write(tmp_path, config, {"0.0.linear.weight": random(HIDDEN, HIDDEN), "0.1.weight": random(VOCAB, HIDDEN)})
     with pytest.raises(ValueError, match=f"{key}={10**12}"):
         load_head(tmp_path, tiny_target(8))
 
@@ -347,7 +340,7 @@ def test_counts_of_a_hostile_config_are_not_looped_over(tmp_path, key):
 def test_sizes_of_a_hostile_config_cost_no_memory(tmp_path):
     """A layer of 2**40 numbers would not fit in this machine; the shapes are compared without it."""
     config = shrink_head(NAMED) | {"intermediate_size": 2**35, "num_attention_heads": 2**30}
-    write(tmp_path, config, eagle3(shrink_head(NAMED), "midlayer"))
+    golden.write(tmp_path, config, eagle3(shrink_head(NAMED), "midlayer"))
     with pytest.raises(
         ValueError, match=r"midlayer.mlp.down_proj.weight is \(32, 64\) in the file, \(32, 34359738368\)"
     ):

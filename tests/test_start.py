@@ -9,7 +9,6 @@ import subprocess
 import termios
 from pathlib import Path
 
-import hydra
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,10 +16,10 @@ from safetensors.torch import load_file
 from foredraft.heads import Target, save_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.scripts import plan
-from foredraft.train.cli import CONF
 from foredraft.train.runtime import run_state
 from foredraft.train.trainer import HeadTrainer
 from tests.support import ROOT
+from tests.support.configs import composed
 from tests.support.processes import ONE, SMALL_EAGLE3, complaint, end, inherited, program, python_for
 
 SHORT = [*SMALL_EAGLE3, ONE, "trainer.max_steps=2", "evaluate.eval_steps=0"]
@@ -90,9 +89,8 @@ def test_out_of_memory_says_which_setting_to_change(error, here, tiny_path: Path
     assert said.startswith("out of memory with trainer.per_device_train_batch_size=4 and length=64: halve the first")
     command = f"foredraft plan target={tiny_path} head=eagle3 strategy=single gpus=1 rows=4 length=64"
     counted = re.search(rf"; its steps are counted at (.*) GiB, and `{command}` says what fits$", said)
-    with hydra.initialize_config_dir(str(CONF), version_base=None):
-        settings = ["head.draft_vocab_size=128", "bf16=false", "target.dtype=float32"]
-        planned = hydra.compose("plan", [f"target.path={tiny_path}", *command.split()[3:], *settings])
+    settings = ["head.draft_vocab_size=128", "bf16=false", "target.dtype=float32"]
+    planned = composed("plan", f"target.path={tiny_path}", *command.split()[3:], *settings)
     assert counted and counted[1] == f"{plan.plan(planned)['total']:.2f}"
     said = complaint(here(*given, "output_dir=one", "trainer.per_device_train_batch_size=1"))
     assert "features=disk" in said and "halve" not in said

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.heads import Target
@@ -188,6 +189,14 @@ def make(name: str, target: Target) -> Golden:
     torch.manual_seed(1)
     weights, file = LAYOUTS[name]
     return json.loads(Path(__file__).with_name("golden_configs.json").read_text())[name], weights(target), file
+
+
+def write(directory: Path, config: Any, weights: Weights, file: str = SAFE) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save = save_file if file.endswith(".safetensors") else torch.save
+    save(weights, directory / file)
+    return directory
 
 
 # -- what these heads draft, computed without our head classes ------------------------------------------------------------
