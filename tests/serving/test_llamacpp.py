@@ -8,11 +8,9 @@ FOREDRAFT_LLAMACPP_MODEL names a folder of a bigger model, target/ (float32, as 
 and counts are compared, too.
 """
 
-import itertools
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -26,30 +24,17 @@ from foredraft.heads import Target, load_head
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import run, texts
-from foredraft.train.data import stdlib
+from tests.serving.conftest import DEPTH, EMBEDDED, NEW_TOKENS, PROMPTS, call, held_out, train_heads
+from tests.support import ROOT
 from tests.support.gguf_heads import CONVERT, contents
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.serving
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = Path(os.environ.get("FOREDRAFT_LLAMACPP_ENV", ROOT / ".venv-llamacpp"))
-EMBEDDED = ROOT / "scripts" / "embedded_target"
 # DFlash-2's loader wants k (k + 1) numbers of a hidden state, which 192 are not at its usual k of 16.
 KINDS = {"eagle3": [], "dflash": [], "jetspec": [], "dflash2": ["head.selector_top_k=13"], "dspark": []}
-DEPTH, PROMPTS, NEW_TOKENS = 3, 24, 128
-SHORT = ("trainer.max_steps=120", "length=256", "data.max_files=150", "evaluate.eval_steps=0", "evaluate.proof=false")
-FEW = ("evaluate.prompts=4", "evaluate.timed_prompts=1", "evaluate.new_tokens=16", "self_generated_tokens=0")
-
-
-def call(python: Path | str, *arguments: str | Path) -> None:
-    """Run a script from the repository; its output is shown only where it fails."""
-    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [str(python), *map(str, arguments)], cwd=ROOT, env=os.environ | quiet, capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
 
 
 def convert(model: Path, out: Path, *more: str | Path) -> Path:
@@ -123,35 +108,14 @@ def environment() -> None:
 
 
 @pytest.fixture(scope="session")
-def embedded() -> Target:
-    return Target.from_pretrained(EMBEDDED, dtype="float32", device="cpu")
-
-
-@pytest.fixture(scope="session")
 def heads(tmp_path_factory) -> Path:
-    if "FOREDRAFT_SERVING_HEADS" in os.environ:
-        return Path(os.environ["FOREDRAFT_SERVING_HEADS"])
-    folder = tmp_path_factory.mktemp("heads")
-    for kind, changes in KINDS.items():
-        call(sys.executable, "train/run.py", f"head={kind}", f"output_dir={folder / kind}", *changes, *SHORT, *FEW)
-    return folder
+    return train_heads(tmp_path_factory.mktemp, 120, KINDS)
 
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory) -> Path:
     """A folder for what is converted once."""
     return tmp_path_factory.mktemp("gguf")
-
-
-def held_out(target: Target) -> list[list[int]]:
-    """Beginnings of files that nothing is trained on."""
-    found = itertools.islice((text for _, text in stdlib.documents("test", tests=False) if len(text) > 2000), PROMPTS)
-    return [target.text_tokenizer(text[:1000])["input_ids"][:64] for text in found]
-
-
-@pytest.fixture(scope="session")
-def rows(embedded) -> list[list[int]]:
-    return held_out(embedded)
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,8 @@ FOREDRAFT_VLLM_ENV names the environment (default .venv-vllm). FOREDRAFT_SERVING
 the embedded target, <kind>/head each; without it some are trained here for a few minutes.
 """
 
-import itertools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,33 +20,15 @@ from foredraft.heads import Target, load_head
 from foredraft.heads.base import BlockHead, DraftHead, PackedBatch, ParallelHead
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import per_depth, run
-from foredraft.train.data import stdlib
+from tests.serving.conftest import DEPTH, EMBEDDED, NEW_TOKENS, call, train_heads
+from tests.support import ROOT
 
 pytestmark = pytest.mark.serving
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = Path(__file__).resolve().parent
 PYTHON = Path(os.environ.get("FOREDRAFT_VLLM_ENV", ROOT / ".venv-vllm")) / "bin" / "python"
-EMBEDDED = ROOT / "scripts" / "embedded_target"
 # DSpark and DFlash-2 need vLLM's second model runner, which its build for a CPU has not.
 KINDS = ("eagle3", "eagle", "medusa", "dflash", "jetspec", "p_eagle")
-DEPTH, PROMPTS, NEW_TOKENS = 3, 24, 128  # a chain of 3 over 3,072 tokens: 1,000 drafts below an acceptance length of 3
-SHORT = ("trainer.max_steps=60", "length=256", "data.max_files=150", "evaluate.eval_steps=0", "evaluate.proof=false")
-FEW = ("evaluate.prompts=4", "evaluate.timed_prompts=1", "evaluate.new_tokens=16")
-
-
-def call(python: Path | str, *arguments: str | Path) -> None:
-    """Run a script from the repository; its output is shown only where it fails."""
-    quiet = {
-        "OMP_NUM_THREADS": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(
-        [str(python), *map(str, arguments)], cwd=ROOT, env=os.environ | quiet, capture_output=True, text=True
-    )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -58,34 +38,8 @@ def environment() -> None:
 
 
 @pytest.fixture(scope="session")
-def embedded() -> Target:
-    return Target.from_pretrained(EMBEDDED, dtype="float32", device="cpu")
-
-
-@pytest.fixture(scope="session")
 def heads(tmp_path_factory) -> Path:
-    if "FOREDRAFT_SERVING_HEADS" in os.environ:
-        return Path(os.environ["FOREDRAFT_SERVING_HEADS"])
-    folder = tmp_path_factory.mktemp("heads")
-    for kind in KINDS:
-        call(
-            sys.executable,
-            "train/run.py",
-            f"head={kind}",
-            f"output_dir={folder / kind}",
-            "self_generated_tokens=0",
-            *SHORT,
-            *FEW,
-        )
-    return folder
-
-
-@pytest.fixture(scope="session")
-def rows(embedded) -> list[list[int]]:
-    """Beginnings of files that nothing is trained on."""
-    texts = itertools.islice((text for _, text in stdlib.documents("test", tests=False) if len(text) > 2000), PROMPTS)
-    assert embedded.tokenizer is not None
-    return [embedded.tokenizer(text[:1000])["input_ids"][:64] for text in texts]
+    return train_heads(tmp_path_factory.mktemp, 60, {kind: [] for kind in KINDS})
 
 
 def decode(folder: Path, rows: list[list[int]], speculative: dict[str, Any] | None) -> dict[str, Any]:

@@ -1,0 +1,56 @@
+"""What the witness tests share: heads of the embedded target, trained once, and beginnings of files to decode."""
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from foredraft.heads import Target
+from foredraft.train.data import stdlib
+from tests.support import ROOT, typed
+
+EMBEDDED = ROOT / "scripts" / "embedded_target"
+DEPTH, PROMPTS, NEW_TOKENS = 3, 24, 128  # a chain of 3 over 3,072 tokens: 1,000 drafts below an acceptance length of 3
+SHORT = typed("""
+    length=256 data.max_files=150 self_generated_tokens=0 evaluate.eval_steps=0 evaluate.proof=false evaluate.prompts=4
+    evaluate.timed_prompts=1 evaluate.new_tokens=16
+""")
+QUIET = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+
+
+def call(python: Path | str, *arguments: str | Path) -> None:
+    """Run a script from the repository; its output is shown only where it fails."""
+    command = [str(python), *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+
+
+def train_heads(make_folder: Callable[[str], Path], steps: int, kinds: dict[str, list[str]]) -> Path:
+    """A folder with <kind>/head each: FOREDRAFT_SERVING_HEADS, or one whose heads are trained here for a few minutes."""
+    if "FOREDRAFT_SERVING_HEADS" in os.environ:
+        return Path(os.environ["FOREDRAFT_SERVING_HEADS"])
+    folder = make_folder("heads")
+    for kind, changes in kinds.items():
+        given = [f"head={kind}", f"output_dir={folder / kind}", f"trainer.max_steps={steps}", *changes, *SHORT]
+        call(sys.executable, "train/run.py", *given)
+    return folder
+
+
+def held_out(target: Target) -> list[list[int]]:
+    """Beginnings of files that nothing is trained on."""
+    found = itertools.islice((text for _, text in stdlib.documents("test", tests=False) if len(text) > 2000), PROMPTS)
+    return [target.text_tokenizer(text[:1000])["input_ids"][:64] for text in found]
+
+
+@pytest.fixture(scope="session")
+def embedded() -> Target:
+    return Target.from_pretrained(EMBEDDED, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def rows(embedded: Target) -> list[list[int]]:
+    return held_out(embedded)
