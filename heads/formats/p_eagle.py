@@ -9,9 +9,8 @@ from torch import Tensor
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.base import HeadFiles, check_settings
 from foredraft.heads.formats.eagle3 import Eagle3Format
-from foredraft.heads.formats.layer_ids import IDS
 from foredraft.heads.formats.llama_layer import layer_settings
-from foredraft.heads.formats.speculators import speculative_tokens, speculators_config
+from foredraft.heads.formats.speculators import speculative_tokens, speculators_settings
 from foredraft.heads.p_eagle import PEagleHead
 from foredraft.heads.target import Target
 
@@ -88,18 +87,5 @@ class SpeculatorsPEagle(PEagleFormat):
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         assert isinstance(head, PEagleHead)
-        config = head.to_config()
-        layer = {name: value for name, value in config.items() if name in head.config.to_dict()}
-        return {
-            "architectures": ["PEagleDraftModel"],
-            "speculators_model_type": "peagle",
-            "speculators_config": speculators_config("peagle", head.depth, target),
-            "transformer_layer_config": layer | {"architectures": ["LlamaForCausalLM"]},
-            "draft_vocab_size": config["draft_vocab_size"],
-            "target_hidden_size": None,  # the head is as wide as the target
-            IDS: head.layers,
-            "mask_token_id": head.mask_token_id,
-            "embed_requires_grad": True,
-            "tie_word_embeddings": False,
-            **{name: config[name] for name in FLAGS},
-        }
+        shared = speculators_settings("peagle", "PEagleDraftModel", head, target)
+        return shared | {"mask_token_id": head.mask_token_id, "embed_requires_grad": True}

@@ -14,6 +14,7 @@ from foredraft.heads.formats.base import HeadFiles, check_settings
 from foredraft.heads.formats.eagle3 import FLAGS, Eagle3Format
 from foredraft.heads.formats.layer_ids import IDS
 from foredraft.heads.formats.llama_layer import layer_settings
+from foredraft.heads.p_eagle import PEagleHead
 from foredraft.heads.target import Target
 
 ARCHITECTURES = {"Eagle3Speculator", "Eagle3DraftModel"}
@@ -48,20 +49,7 @@ class SpeculatorsFormat(Eagle3Format):
         return layer_settings(files, layer, target) | self.shared_config(files, flags, target) | {"foredraft": own}
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
-        assert isinstance(head, Eagle3Head)
-        config = head.to_config()
-        layer = {name: value for name, value in config.items() if name in head.config.to_dict()}
-        return {
-            "architectures": ["Eagle3Speculator"],
-            "speculators_model_type": "eagle3",
-            "speculators_config": speculators_config("eagle3", head.depth, target),
-            "transformer_layer_config": layer | {"architectures": ["LlamaForCausalLM"]},
-            "draft_vocab_size": config["draft_vocab_size"],
-            "target_hidden_size": None,  # the head is as wide as the target
-            IDS: head.layers,
-            "tie_word_embeddings": False,
-            **{name: config[name] for name in FLAGS},
-        }
+        return speculators_settings("eagle3", "Eagle3Speculator", head, target)
 
     def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
         rows = target.embeddings.detach().cpu().to(head.dtype, copy=True)
@@ -72,6 +60,24 @@ def speculative_tokens(files: HeadFiles, usual: int) -> int:
     """How many drafts the files say to make."""
     methods = files.config.get("speculators_config", {}).get("proposal_methods") or [{}]
     return files.check_depth("speculative_tokens", methods[0].get("speculative_tokens", usual))
+
+
+def speculators_settings(algorithm: str, architecture: str, head: DraftHead, target: Target) -> dict[str, Any]:
+    """The config.json of an EAGLE-3 or P-EAGLE head."""
+    assert isinstance(head, Eagle3Head | PEagleHead)
+    config = head.to_config()
+    layer = {name: value for name, value in config.items() if name in head.config.to_dict()}
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": algorithm,
+        "speculators_config": speculators_config(algorithm, head.depth, target),
+        "transformer_layer_config": layer | {"architectures": ["LlamaForCausalLM"]},
+        "draft_vocab_size": config["draft_vocab_size"],
+        "target_hidden_size": None,  # the head is as wide as the target
+        IDS: head.layers,
+        "tie_word_embeddings": False,
+        **{name: config[name] for name in FLAGS if name in config},
+    }
 
 
 def speculators_config(algorithm: str, depth: int, target: Target) -> dict[str, Any]:
