@@ -48,6 +48,8 @@ def remedies(cfg: DictConfig) -> list[list[str]]:
 
 def plan(cfg: DictConfig) -> dict[str, Any]:
     """gib: {line: (GiB per GPU, how)}; total; tokens_per_second and hours; disk (bytes of aux hidden states)."""
+    if "quantization" not in cfg.target:
+        raise ValueError("a plan loads no weights: give the config.json itself, target=FILE, in place of target=shape")
     if cfg.target.quantization and cfg.target.quantization not in BITS:
         raise ValueError(f"target.quantization={cfg.target.quantization} is not one of {', '.join(BITS)}")
     if cfg.target.sharding not in (None, *COLLECTIVE):

@@ -111,11 +111,13 @@ def test_what_does_not_fit_has_a_remedy(small: DictConfig, planned: dict):
         ({"path": "no.json"}, "target=no.json does not exist"),
         ({"path": "x/y", "quantization": "2bit"}, "target.quantization=2bit is not one of"),
         ({"path": "x/y", "sharding": "layers"}, "target.sharding=layers: a plan knows fsdp, tensor"),
+        (None, "a plan loads no weights: give the config.json itself"),
     ],
 )
-def test_bad_input_to_a_plan(change: dict, message: str, small: DictConfig):
+def test_bad_input_to_a_plan(change: dict | None, message: str, small: DictConfig):
+    given = {"path": "x.json", "dtype": "auto"} if change is None else {**small.target, **change}  # None: target=shape
     with pytest.raises(ValueError, match=message):
-        plan.plan(DictConfig({**small, "target": {**small.target, **change}}))
+        plan.plan(DictConfig({**small, "target": given}))
 
 
 def test_a_plan_as_it_is_typed(tiny_path: Path, call):

@@ -48,6 +48,7 @@ def page(request: pytest.FixtureRequest, browser: Any, server: Served) -> Iterat
     page.goto(server.url)
     accessible(page)
     page.evaluate(OBSERVER)
+    page.click("summary")
     page.fill("#tokens", "48")
     page.check("#compare")
     page.fill("#message", "def add(a, b):\n    return a + b\n<img src='//example.com/x' onerror='alert(1)'>")
