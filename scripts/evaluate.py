@@ -30,7 +30,7 @@ from foredraft.inference.evaluation.lossless import audit
 from foredraft.inference.evaluation.report import Sample
 from foredraft.train.cli import entry
 from foredraft.train.data import prompt_sets
-from foredraft.train.data.corpus import prompts
+from foredraft.train.data.corpus import has_chats, prompts
 from foredraft.train.data.loading import load_corpus
 from foredraft.train.data.prompt_sets import Prompt
 from foredraft.train.runtime.environment import versions
@@ -85,9 +85,14 @@ def read_prompts(cfg: DictConfig, target: Target, file: Path) -> list[Prompt]:
         return [Prompt(*prompt) for prompt in json.loads(file.read_text())]
     tokenizer = target.text_tokenizer
     if cfg.prompts == "held_out":
-        held = load_corpus(cfg.data, target).test
-        rows = prompts(tokenizer, held, cfg.limit or 10**6, cfg.prompt_tokens)
-        found = [Prompt("held_out", row, False) for row in rows]
+        data = load_corpus(cfg.data, target)
+        sets = data.test_sets or {"held_out": data.test}
+        most = -(-cfg.limit // len(sets)) if cfg.limit else 10**6
+        found = [
+            Prompt(name, row, has_chats(held))
+            for name, held in sets.items()
+            for row in prompts(tokenizer, held, most, cfg.prompt_tokens)
+        ]
     else:
         most = (target.context or 10**9) - cfg.new_tokens
         if most < 1:

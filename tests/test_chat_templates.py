@@ -8,10 +8,12 @@ or a tool call, and the token that ends its turn.
 
 import asyncio
 import json
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from openai.types.chat import ChatCompletion
 
@@ -244,10 +246,33 @@ def test_qwen3_without_thinking(name: str):
     assert found == [f"{text}<|im_end|>" for text in PLAIN[name]]
 
 
+QUESTION = "What is 2 + 3?"
+CHATML = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+PROMPTS = {  # the one of the first turn, whole
+    "deepseek_r1": f"<｜begin▁of▁sentence｜><｜User｜>{QUESTION}<｜Assistant｜><think>\n",
+    "gemma3": f"<bos><start_of_turn>user\n{QUESTION}<end_of_turn>\n<start_of_turn>model\n",
+    "gpt_oss": "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\n"
+    f"Knowledge cutoff: 2024-06\nCurrent date: {date.today()}\n\nReasoning: medium\n\n"
+    "# Valid channels: analysis, commentary, final. Channel must be included for every message.<|end|>"
+    f"<|start|>user<|message|>{QUESTION}<|end|><|start|>assistant",
+    "llama3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
+    "Today Date: 26 Jul 2024\n\n<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
+    f"{QUESTION}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    "mistral": f"<s>[INST]{QUESTION}[/INST]",
+    "qwen3": CHATML,
+    "qwq": f"{CHATML}<think>\n",
+    "smollm2": "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    + CHATML,
+}
+
+
 @pytest.mark.parametrize("model", MODELS)
-def test_what_is_learned_follows_the_generation_prompt(model: str):
+def test_the_ids_are_those_of_the_conversation_written_by_hand(model: str):
     """The tokens before an answer's are those that the model is given where the head is used."""
-    form = form_of(model)
-    messages = CONVERSATIONS["thoughts in the text" if model in ("qwq", "deepseek_r1", "qwen3") else "one turn"]
-    tokens, mask = form.documents(messages)[0]
-    assert tokens[: list(mask).index(True)] == form.prompt(messages[:1])
+    name = "thoughts in the text" if model in ("qwq", "deepseek_r1", "qwen3") else "one turn"
+    form, (document,) = rows_of(model, {"messages": CONVERSATIONS[name]})
+    before, written = (form.tokenizer(text)["input_ids"] for text in (PROMPTS[model], wrote(model, name)[0]))
+    whole = [*before, *written]
+    assert document.tokens[: len(whole)] == whole and before == form.prompt(CONVERSATIONS[name][:1])
+    assert np.flatnonzero(document.loss_mask).tolist() == list(range(len(before), len(whole)))
+    assert not form.tokenizer.decode(document.tokens[len(whole) :]).strip()

@@ -23,6 +23,9 @@ HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello
 LAYOUTS = {
     "openai": {"messages": HI},
     "openai parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, HI[1]]},
+    "openai, with an image": {
+        "messages": [{"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "hi"}]}, HI[1]]
+    },
     "sharegpt": {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
     "ultrachat": {"prompt": "hi", "prompt_id": "1", "messages": HI},
     "ultrachat, as first published": {"id": "0", "data": ["hi", "hello"]},
@@ -236,6 +239,27 @@ def test_two_answers_to_a_question_are_on_one_side_of_the_split(tmp_path: Path):
     ]
     assert len(data.train) == 3 * len(parts[0]) and sum(map(len, parts)) == 40
     assert has_chats(data.test) and not has_chats(["raw text"])
+
+
+def test_a_set_of_its_own_is_measured_on_and_its_questions_are_trained_on_nowhere(file: Path, tmp_path: Path):
+    given = [{"question": f"what is {i}?", "answer": "so"} for i in (*range(9), 900, 901)]
+    test = write(tmp_path / "test.jsonl", given)
+    data = corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path), test_path=str(test), weights=[1])
+    said = [{tokenizer(CHATML).decode(document.tokens) for document in part} for part in (data.train, data.test)]
+    assert len(data.test) == 11 and all("so<|im_end|>" in text for text in said[1]) and not data.test_sets
+    assert not any(f"what is {i}?" in text for i in range(9) for text in said[0])
+    assert data.validation and 100 < len(data.train) + len(data.validation) <= 111
+    with pytest.raises(ValueError, match=r"test_path=.*empty.jsonl holds nothing to measure on"):
+        empty = write(tmp_path / "empty.jsonl", [{"q": 1}])
+        corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path), test_path=str(empty))
+
+
+def test_the_held_out_questions_of_a_mix_are_known_by_their_set(file: Path, tmp_path: Path):
+    other = write(tmp_path / "other.jsonl", [{"question": f"why {i}?", "answer": "so"} for i in range(120)])
+    data = corpus(tokenizer(CHATML), path=[str(file), str(other)], cache_dir=str(tmp_path), test_share=0.1)
+    first, second = data.test_sets[str(file)], data.test_sets[str(other)]
+    assert len(first) + len(second) == len(data.test) and len(first) > 0
+    assert all("why" in tokenizer(CHATML).decode(document.tokens) for document in second)
 
 
 def test_a_run_is_not_resumed_on_other_data(tmp_path: Path):

@@ -58,12 +58,42 @@ def test_a_packed_token_has_the_loss_that_it_has_alone(tiny_path, kind: str, lon
     assert seen > 50
 
 
-def test_split_goes_on_in_the_next_row_and_counts_it(target):
-    texts = documents(30, 5, 46, 7)
+def pieces(packed: Packed) -> list[tuple[list[int], list[bool]]]:
+    """Tokens and masks of the documents in all rows."""
+    found = []
+    for row in (packed[number] for number in range(len(packed))):
+        for number in row["documents"].unique():
+            here = row["documents"] == number
+            assert torch.equal(row["positions"][here], torch.arange(int(here.sum())))
+            found += [(row["tokens"][here].tolist(), row["loss_mask"][here].tolist())] if number >= 0 else []
+        assert not row["loss_mask"][row["documents"] < 0].any()
+    return found
+
+
+@pytest.mark.parametrize("block", [1, 50, 1 << 22])
+def test_the_rest_of_a_long_document_stands_behind_its_prompt(block: int, monkeypatch: pytest.MonkeyPatch):
+    """Never a middle where a beginning should be: 30 is 16, and twice the prompt of 3 with 13 and with 1 more."""
+    monkeypatch.setattr("foredraft.train.data.documents.BLOCK", block)
+    texts = [*documents(30, 5, 46, 7, 16), *documents(40, prompt=9)]
+    wanted = [(text.tokens[:16], text.loss_mask[:16]) for text in texts]
+    for number, begins in ((0, (16, 29)), (2, (16, 29, 42))):
+        tokens, mask = texts[number]
+        for begin in begins:
+            rest = [False, *mask[begin + 1 : begin + 13]]
+            wanted.append((tokens[:3] + tokens[begin : begin + 13], mask[:3] + rest))
     packed = Packed(texts, length=16, seed=0)
-    assert packed.card["documents_longer_than_a_row"] == 2 and packed.card["tokens_cut_off"] == 0
-    assert packed.card["rows_packed"] + packed.card["rows_left_out"] == -(-88 // 16)
-    assert packed.card["padding_share"] == round(8 / (16 * packed.card["rows_packed"]), 6)
+    assert sorted(pieces(packed)) == sorted(wanted)
+    assert packed.card["documents_longer_than_a_row"] == 3
+    assert packed.card["tokens_cut_off"] == 24  # of the one whose prompt takes more than half a row
+    assert packed.card["headless_share"] == 0
+
+
+def test_the_rest_of_a_text_without_a_bos_token_is_counted():
+    packed = Packed([Document(list(range(1, 31)), [True] * 30)], length=16, seed=0)
+    assert sorted(pieces(packed)) == [(list(range(1, 17)), [True] * 16), (list(range(17, 31)), [True] * 14)]
+    assert packed.card["headless_share"] == round(12 / 26, 6)
+    with_bos = Packed([Document(list(range(31)), [False] + [True] * 30)], length=16, seed=0)
+    assert with_bos.card["headless_share"] == 0 and [0, *range(16, 31)] in [tokens for tokens, _ in pieces(with_bos)]
 
 
 def test_truncated_documents_stay_whole_or_are_cut_at_the_row_and_counted():
@@ -91,7 +121,7 @@ def test_best_fit_fills_rows():
 def test_rows_that_teach_nothing_are_left_out_and_counted():
     texts = [Document([1] * 32, [False] * 32), *documents(16)]
     packed = Packed(texts, length=16, seed=0)
-    assert len(packed) == 1 and packed.card["rows_left_out"] == 2
+    assert len(packed) == 1 and packed.card["documents_left_out"] == 1
     with pytest.raises(ValueError, match="no token of the loss"):
         Packed(texts[:1], length=16, seed=0)
     with pytest.raises(ValueError, match="long=drop is not known"):

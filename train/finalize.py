@@ -18,7 +18,9 @@ from foredraft.heads.checkpoint import published_dtype, read_head
 from foredraft.heads.hub.card import model_card
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import load_drafter
-from foredraft.inference.evaluation.measure import NOT_PROVEN, evaluate, limited, prove
+from foredraft.inference.drafters.base import Drafter
+from foredraft.inference.evaluation.measure import NOT_PROVEN, acceptance, evaluate, limited, prove
+from foredraft.inference.evaluation.measure import run as decode
 from foredraft.inference.evaluation.report import RunRecord, Sample, table, write_report
 from foredraft.inference.generation import generate
 from foredraft.train import held_out, publish
@@ -127,7 +129,27 @@ def measure(target: Target, directory: Path, data: Corpus, settings: Any) -> tup
     ends = has_chats(data.test)
     metrics = evaluate(target, drafter, rows, settings.new_tokens, settings.timed_prompts, ends)
     metrics |= prove(target, load, rows, settings.new_tokens, ends) if settings.proof else NOT_PROVEN
+    if data.test_sets:
+        metrics["acceptance_length_by_set"] = by_set(target, drafter, data, settings)
     return metrics, sample(target, drafter, rows[len(rows) // 2], **limited(settings.new_tokens, ends))
+
+
+def by_set(target: Target, drafter: Drafter, data: Corpus, settings: Any) -> dict[str, float | None]:
+    """The acceptance length on each data set of a mix, over as many prompts in all as on the whole; None where all of a set's
+    are too long."""
+    found: dict[str, float | None] = {}
+    count = -(-settings.prompts // len(data.test_sets))
+    for name, held in data.test_sets.items():
+        try:
+            rows = prompts(target.text_tokenizer, held, count, settings.prompt_tokens)
+        except ValueError:
+            found[name] = None
+            continue
+        decoded = decode(
+            target, drafter, rows, what=f"measuring on {name}", **limited(settings.new_tokens, has_chats(held))
+        )
+        found[name] = round(acceptance(decoded), 4)
+    return found
 
 
 def sample(target: Target, drafter: Any, row: list[int], **settings: Any) -> Sample:

@@ -102,10 +102,12 @@ def rows(metrics: dict, wanted: tuple[tuple[str, str, Callable[[float], str]], .
 def lists(metrics: dict) -> Rows:
     """The rows whose value is a list: accepted share by depth, and the parts of one decoding step."""
     shares = [finite(share) for share in metrics.get("accepted_per_depth") or ()]
+    sets = {name: finite(value) for name, value in (metrics.get("acceptance_length_by_set") or {}).items()}
     parts = {name: finite(seconds) for name, seconds in (metrics.get("step_seconds") or {}).items()}
     lists_by_label = {
         # A depth without a number keeps its place, or the ones after it would name the wrong depth.
         "accepted share, by depth": ["-" if share is None else percent(share) for share in shares],
+        "acceptance length, by data set": [f"{name} {value:.2f}" for name, value in sets.items() if value is not None],
         "time of a decoding step": [f"{name} {duration(part)}" for name, part in parts.items() if part is not None],
     }
     return [(label, ", ".join(values)) for label, values in lists_by_label.items() if values]

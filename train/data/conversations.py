@@ -34,6 +34,7 @@ def corpus(
     template: str | None = None,
     thinking: bool | None = None,
     test_share: float = 0.05,
+    test_path: str | None = None,
     num_proc: int | None = None,
     cache_dir: str | None = None,
     **source: Any,
@@ -42,8 +43,9 @@ def corpus(
     in chat_template.ChatFormat.
 
     weights: how often each path's conversations are read in an epoch (2 twice, 0.5 half of them). `test_share` of the
-    conversations is held out for the last measurement and as much for those during training, by a hash of the conversation,
-    so that it is always in the same part, in whatever file it stands. Raises ValueError where nothing can be trained on.
+    questions is held out for the last measurement and as much for those during training, by their hash, so that a question
+    is always in the same part, in whatever file it stands. test_path: a file, or a Hub dataset's split `test`, for the last
+    measurement instead; its questions are trained on nowhere. Raises ValueError where nothing can be trained on.
     """
     paths = [path] if isinstance(path, str) else path
     if not 0 < test_share < 0.5:
@@ -51,11 +53,22 @@ def corpus(
     if weights is not None and (len(weights) != len(paths) or min(weights) < 0):
         raise ValueError(f"data.weights={weights} must be one number, at least 0, for each of {len(paths)} paths")
     encoders = [Encoder(tokenizer, Source(one, **source), template, thinking) for one in paths]
-    return assemble([encode(encoder, cache_dir, num_proc) for encoder in encoders], encoders, weights, test_share)
+    if test_path is not None:
+        given = source | {"split": "test", "data_files": None, "max_rows": None}
+        encoders.append(Encoder(tokenizer, Source(test_path, **given), template, thinking))
+    encoded = [encode(encoder, cache_dir, num_proc) for encoder in encoders]
+    return assemble(encoded, encoders, weights, test_share, test_path is not None)
 
 
-def assemble(encoded: list[Any], encoders: Sequence[Encoder], weights: list[float] | None, test_share: float) -> Corpus:
-    """The corpus of encoded sets. Raises ValueError where nothing in it can be trained on."""
+def assemble(
+    encoded: list[Any],
+    encoders: Sequence[Encoder],
+    weights: list[float] | None,
+    test_share: float,
+    last_is_test: bool = False,
+) -> Corpus:
+    """The corpus of encoded sets, of which the last may be for the test alone. Raises ValueError where nothing in it can be
+    trained on."""
     import datasets  # seconds to import, which most runs need not wait for
 
     whole = datasets.concatenate_datasets(encoded)
@@ -68,8 +81,16 @@ def assemble(encoded: list[Any], encoders: Sequence[Encoder], weights: list[floa
             f"data.path={path} gives nothing to train on: {found}. Name columns of other names "
             "with data.messages, or data.prompt and data.response, or data.text"
         )
+    parts = np.repeat(np.arange(len(encoded)), [len(part) for part in encoded])[good]
     test, validation = held_out(keys[good], test_share)
-    held = test | validation
+    if last_is_test:
+        test = parts == len(encoded) - 1
+        if not test.any():
+            raise ValueError(f"data.test_path={encoders[-1].source.path} holds nothing to measure on: {dict(dropped)}")
+        validation &= ~np.isin(keys[good], keys[good[test]])
+        validation = validation if validation.any() else test
+        weights = weights and [*weights, 0]
+    held = test | validation | np.isin(keys[good], keys[good[test]])
     if held.all():
         raise ValueError(f"data.path={path} holds {len(np.unique(keys[good]))} conversation: at least two are needed")
     where = whole.data.column("where")
@@ -90,7 +111,12 @@ def assemble(encoded: list[Any], encoders: Sequence[Encoder], weights: list[floa
     for_validation, for_test = (
         HeldOut(documents.select(good[part]), raws.take(good[part])) for part in (validation, test)
     )
-    return Corpus(documents.select(trained), for_validation, for_test, card)
+    sets = {
+        encoders[n].source.path: HeldOut(documents.select(here), raws.take(here))
+        for n in np.unique(parts[test])
+        for here in [good[test & (parts == n)]]
+    }
+    return Corpus(documents.select(trained), for_validation, for_test, card, sets if len(sets) > 1 else {})
 
 
 def weighted(numbers: np.ndarray, keys: np.ndarray, weights: np.ndarray) -> np.ndarray:

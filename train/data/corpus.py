@@ -1,9 +1,10 @@
 """A corpus of documents, and how raw text becomes one. Split by file: what measures was never trained on."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ class Corpus(NamedTuple):
     validation: Held  # whole texts, for the measurements during training
     test: Held  # whole texts, for the measurement at the end
     card: dict[str, Any]  # what was read: rows, tokens, dropped with reasons
+    test_sets: Mapping[str, Held] = MappingProxyType({})  # `test` by the data set that it is of, where it is of several
 
 
 def standard_library(tokenizer: PreTrainedTokenizerBase, max_files: int | None = None) -> Corpus:
@@ -90,8 +92,8 @@ def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str | Document]) -> Documents:
-    """Raw texts as documents, with the tokens that a text begins and ends with, all in the loss (a first token is never
-    drafted). Empty texts are left out; documents stay as they are."""
+    """Raw texts as documents, with the tokens that a text begins and ends with, all in the loss but the bos token. Empty
+    texts are left out; documents stay as they are."""
     begin = start_tokens(tokenizer)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     parts, left = [], iter(texts)
@@ -99,7 +101,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str | Document]
         raw = [text for text in some if isinstance(text, str)]
         found = tokenizer(raw, add_special_tokens=False, verbose=False)["input_ids"] if raw else []
         rows = [[*begin, *ids, *end] for ids in found if ids]
-        whole = [Document(row, [True] * len(row)) for row in rows]
+        whole = [Document(row, [False] * len(begin) + [True] * (len(row) - len(begin))) for row in rows]
         parts.append(Documents.of(whole + [d for d in some if isinstance(d, Document)]))
     return Documents.joined(parts)
 

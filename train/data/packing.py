@@ -14,14 +14,17 @@ from foredraft.train.data.documents import Documents
 
 
 class Packed(Dataset):
-    """Rows of exactly `length` tokens, one document after the other.
+    """Rows of exactly `length` tokens, each document whole in one of them (best fit, the longest first), and padding.
 
-    long="split": without a gap; a document that does not fit continues in the next row as a document of its own, and only
-    the end of the last row is padded. long="truncate": each document whole in one row (best fit, the longest first), cut at
-    `length`, and rows are padded. Rows without a draft to learn are left out. `card` counts all of it.
+    A document that is longer than a row begins with the first `length` tokens. long="split": the rest is in other rows, as
+    documents of their own, behind the tokens before its first one in the loss (a conversation's prompt, a text's bos token):
+    without, the target would read its middle as a beginning, as it never does in decoding. Where that prompt takes half a row
+    or more, and with long="truncate", the rest is left out. Rows without a draft to learn are left out too. `card` counts all
+    of it; `headless_share` is the share of the loss in rests of texts that have no bos token to stand behind.
 
-    It is a plan, a few numbers per document: a row is put together when it is read, from where its documents lie. Think of
-    all rows as one stream; piece n of it is document numbers[n], its first sizes[n] tokens, from place starts[n] on.
+    It is a plan, a few numbers per document: a row is put together when it is read, from where its documents lie. Row n holds
+    pieces[edges[n] : edges[n + 1]]; piece p is the first heads[p] tokens of document numbers[p], and those from begins[p] to
+    ends[p].
     """
 
     def __init__(self, documents: Sequence[Document], length: int, seed: int, long: str = "split"):
@@ -30,58 +33,61 @@ class Packed(Dataset):
         if long not in ("split", "truncate"):
             raise ValueError(f"long={long} is not known: split, or truncate")
         found, self.length = Documents.of(documents), length
-        self.made_of = found, f"{length} {seed} {long}"
+        self.made_of = found, f"{length} {seed} {long} whole"
         order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed)).numpy()
         self.store = found.select(order)
         whole = self.store.sizes
-        if long == "split":
-            self.numbers, self.sizes = np.arange(len(whole)), whole
-            self.starts = whole.cumsum() - whole
-        else:
-            rows = best_fit(whole.tolist(), length)
-            self.numbers = np.array([number for row in rows for number in row], np.int64)
-            self.sizes = whole[self.numbers].clip(max=length)
-            before = self.sizes.cumsum() - self.sizes
-            firsts = np.cumsum([0, *map(len, rows)])[:-1]
-            self.starts = before + np.repeat(np.arange(len(rows)) * length - before[firsts], list(map(len, rows)))
-        some = np.flatnonzero(self.sizes)
-        self.numbers, self.sizes, self.starts = self.numbers[some], self.sizes[some], self.starts[some]
-        useful, filled = self.useful_rows()
-        self.rows, self.tokens = np.flatnonzero(useful), int(filled[useful].sum())  # tokens without padding
-        if not len(self.rows):
+        prompts, later = np.zeros_like(whole), np.zeros_like(whole)
+        for number in np.flatnonzero(whole > length).tolist() if long == "split" else ():
+            prompts[number] = int((self.store.stretch(number, 0, int(whole[number]))[1] != 0).argmax())
+            if prompts[number] < length // 2:
+                later[number] = -(-(whole[number] - length) // (length - prompts[number]))
+        self.numbers = np.repeat(np.arange(len(whole)), later + 1)
+        after = np.arange(len(self.numbers)) - np.repeat(
+            (later + 1).cumsum() - later - 1, later + 1
+        )  # 0 begins a document
+        room = length - prompts[self.numbers]
+        self.begins = np.where(after > 0, length + (after - 1) * room, 0)
+        self.ends = np.minimum(whole[self.numbers], length + after * room)
+        self.heads = np.where(after > 0, prompts[self.numbers], 0)
+        rows = best_fit((self.heads + self.ends - self.begins).tolist(), length)
+        learned = self.learned()
+        rows = [row for row in rows if learned[row].any()]
+        self.pieces = np.array([piece for row in rows for piece in row], np.int64)
+        self.edges = np.cumsum([0, *map(len, rows)])
+        if not rows:
             raise ValueError(
                 f"rows of length={length} hold no token of the loss that could be drafted: longer rows, or other data"
             )
+        kept = np.zeros(len(self.numbers), bool)
+        kept[self.pieces] = True
+        self.tokens = int((self.heads + self.ends - self.begins)[kept].sum())  # without padding
+        headless = learned[kept & (after > 0) & (self.heads == 0)].sum()
         self.card: dict[str, Any] = {
-            "rows_packed": len(self.rows),
-            "rows_left_out": int((~useful).sum()),
+            "rows_packed": len(rows),
+            "documents_left_out": len(whole) - len(np.unique(self.numbers[kept])),
             "documents_longer_than_a_row": int((whole > length).sum()),
             "long": f"{long} at {length} tokens",
-            "tokens_cut_off": int((whole - length).clip(min=0).sum()) if long == "truncate" else 0,
-            "padding_share": round(1 - self.tokens / (len(self.rows) * length), 6),
+            "tokens_cut_off": int(whole.sum() - (self.ends - self.begins).sum()),
+            "headless_share": round(float(headless / learned[kept].sum()), 6),
+            "padding_share": round(1 - self.tokens / (len(rows) * length), 6),
         }
 
-    def useful_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Per row of the stream: is there a draft to learn, that is a token in the loss with two before it in the same row
-        and document? And how many of its places are filled."""
-        count = int(-(-(self.starts[-1] + self.sizes[-1]) // self.length)) if len(self.sizes) else 0
-        useful, filled = np.zeros(count, bool), np.zeros(count, np.int64)
+    def learned(self) -> np.ndarray:
+        """How many drafts there are to learn in each piece: tokens in the loss with two before them."""
         pieces = self.store.select(self.numbers)
-        pieces.sizes = self.sizes
+        pieces.begin, pieces.sizes = pieces.begin + self.begins, self.ends - self.begins
+        found = np.zeros(len(pieces), np.int64)
         for numbers, _, flags in pieces.blocks():
             here = slice(numbers.start, numbers.stop)
-            starts, sizes = self.starts[here], self.sizes[here]
-            # Cut at the ends of rows: `row` of each part, and where it begins in the stream and in `flags`.
-            first = starts // self.length
-            parts = (starts + sizes - 1) // self.length - first + 1
-            piece = np.repeat(np.arange(len(starts)), parts)
-            row = first[piece] + np.arange(len(piece)) - (parts.cumsum() - parts)[piece]
-            begin = np.maximum(starts[piece], row * self.length)
-            at = begin - starts[piece] + (sizes.cumsum() - sizes)[piece]
-            flags[at] = flags[np.minimum(at + 1, len(flags) - 1)] = 0
-            np.logical_or.at(useful, row, np.maximum.reduceat(flags, at) > 0)
-            np.add.at(filled, row, np.diff(at, append=len(flags)))
-        return useful, filled
+            sizes = pieces.sizes[here]
+            at = sizes.cumsum() - sizes
+            flags[at] = 0
+            second = at[(sizes > 1) & (self.heads[here] == 0)] + 1
+            flags[second] = 0
+            some = sizes > 0
+            found[here][some] = np.add.reduceat((flags > 0).astype(np.int64), at[some]) if some.any() else 0
+        return found
 
     @property
     def digest(self) -> str:
@@ -90,24 +96,21 @@ class Packed(Dataset):
         return hashlib.sha256(f"{documents.digest} {settings}".encode()).hexdigest()[:16]
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.edges) - 1
 
     def __getitem__(self, row: int) -> dict[str, Tensor]:
-        first = int(self.rows[row]) * self.length
-        last = first + self.length
         tokens, documents = np.zeros(self.length, np.int64), np.full(self.length, -1, np.int64)
         flags, positions = np.zeros(self.length, np.uint8), np.zeros(self.length, np.int64)
-        pieces = range(
-            max(0, int(np.searchsorted(self.starts, first, "right")) - 1), int(np.searchsorted(self.starts, last))
-        )
         filled = 0
-        for piece in pieces:
-            start, number = int(self.starts[piece]), int(self.numbers[piece])
-            begin, end = max(first, start), min(last, start + int(self.sizes[piece]))
-            if begin < end:
-                place, filled = slice(begin - first, end - first), end - first
-                tokens[place], flags[place] = self.store.stretch(number, begin - start, end - start)
-                documents[place], positions[place] = number, np.arange(end - begin)
+        for piece in self.pieces[self.edges[row] : self.edges[row + 1]].tolist():
+            number, head, first = int(self.numbers[piece]), int(self.heads[piece]), filled
+            for start, end in ((0, head), (int(self.begins[piece]), int(self.ends[piece]))):
+                place = slice(filled, filled + end - start)
+                tokens[place], flags[place] = self.store.stretch(number, start, end)
+                filled = place.stop
+            if head:
+                flags[first + head] = 0  # it does not follow what stands before it
+            documents[first:filled], positions[first:filled] = piece, np.arange(filled - first)
         positions[filled:] = np.arange(self.length - filled)
         found = {"tokens": tokens, "loss_mask": flags > 0, "documents": documents, "positions": positions}
         if self.store.weights is not None:

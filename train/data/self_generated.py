@@ -101,7 +101,7 @@ def beginnings(number: int, texts: Documents, begin: int) -> np.ndarray:
     `begin` tokens of raw text."""
     size = int(texts.sizes[number])
     flags = texts.stretch(number, 0, size)[1] != 0
-    if flags.all():
+    if flags[1:].all():  # raw text, behind its bos token
         starts = np.arange(0, size - begin + 1, begin)
         return np.stack([np.full_like(starts, number), starts, starts + begin], axis=1)
     ends = np.flatnonzero(flags[1:] & ~flags[:-1]) + 1
