@@ -73,9 +73,15 @@ def test_regenerated_in_process_and_trained_on(file: Path, tiny_path: Path, tmp_
     out = call(regenerate.main, *given, "max_tokens=8", "temperature=0.0", "data.max_rows=30").out
     assert "30 rows in regenerated.jsonl" in out
     rows = [json.loads(line) for line in (tmp_path / "regenerated.jsonl").read_text().splitlines()]
-    assert [row["messages"][0]["content"] for row in rows] == [f"add {i}?" for i in range(30)]
-    assert {"seed", "finish_reasons", "settings", "where", "digest", "number", "messages"} == rows[0].keys()
+    assert {row["number"]: row["messages"][0]["content"] for row in rows} == {i: f"add {i}?" for i in range(30)}
+    facts = {"seed", "settings", "where", "digest", "number"}
+    assert rows[0].keys() - facts == {"finish_reasons", "messages", "tokens", "starts", "written"}
     again = call(regenerate.main, *given, "max_tokens=8", "temperature=0.0", "data.max_rows=30").out
     assert "30 rows in" in again and len((tmp_path / "regenerated.jsonl").read_text().splitlines()) == 30
     shown = call(preview.main, *given[:2], "data=conversations", "data.path=regenerated.jsonl", PLAIN).out
     assert "rows" in shown and "User: add " in shown
+    mixed = [*SMALL, *given[:2], "data=conversations", f"data.path=[{file},regenerated.jsonl]", PLAIN, "head=medusa"]
+    call(train, *mixed, "data.test_share=0.4", "output_dir=out", "evaluate.proof=false")
+    by_set = json.loads((tmp_path / "out" / "metrics.json").read_text())["acceptance_length_by_set"]
+    assert by_set.keys() == {str(file), "regenerated.jsonl"} and all(length >= 1 for length in by_set.values())
+    assert f"{file} 1." in (tmp_path / "out" / "head" / "README.md").read_text()

@@ -243,13 +243,30 @@ def test_a_long_answer_does_not_keep_the_engine_waiting(tmp_path: Path):
     assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[-1])["number"] == 0
 
 
+def refusal(kind: type[openai.APIStatusError], status: int, message: str) -> openai.APIStatusError:
+    return kind(message, response=SimpleNamespace(status_code=status, headers={}, request=None), body=None)
+
+
+def test_a_server_that_takes_fewer_requests_at_a_time_answers_all(tmp_path: Path):
+    flying = 0
+
+    async def create(question: str, **_: Any) -> dict:
+        nonlocal flying
+        if flying >= 3:
+            raise refusal(openai.RateLimitError, 429, "too many requests wait")
+        flying += 1
+        await asyncio.sleep(0)
+        flying -= 1
+        return {}
+
+    found = rows_of(stubbed(create), ["next"] * 50, tmp_path / "out.jsonl", concurrency=8)
+    assert len(found) == 50 and not any("error" in row for row in found)
+
+
 def test_an_engine_that_refuses_to_tell_ids_is_asked_without(tmp_path: Path):
     async def create(question: str, extra_body: dict | None = None, **_: Any) -> dict:
         if extra_body:
-            response = SimpleNamespace(status_code=400, headers={}, request=None)
-            raise openai.BadRequestError(
-                "Unrecognized request argument: return_token_ids", response=response, body=None
-            )
+            raise refusal(openai.BadRequestError, 400, "Unrecognized request argument: return_token_ids")
         return {}
 
     (row,) = rows_of(stubbed(create), ["a"], tmp_path / "out.jsonl")

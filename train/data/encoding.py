@@ -74,7 +74,7 @@ class Encoder:
         found = [Document(tokens[a:b], flags[a:b].tolist()) for a, b in pairwise(edges)]
         if "messages" in row:
             messages = row["messages"]
-            said = messages[-1]["content"].strip()[:32]
+            said = messages[-1]["content"].strip()[:32].partition("\ufffd")[0]
             if said not in self.tokenizer.decode(tokens[edges[-2] :]):
                 raise SkippedRow("tokens of another target")
             return found, messages

@@ -29,6 +29,10 @@ class Failed(ValueError):
     """This conversation was not answered after all retries: for its own sake, or because the server is broken."""
 
 
+class Busy(Failed):
+    """The server takes fewer requests at a time."""
+
+
 class Server:
     """A server that speaks OpenAI's protocol. The `openai` package retries (429 with Retry-After, 408, 409, 5xx, time-outs,
     cut connections: exponential, with jitter); an answer that cannot be read is requested again here."""
@@ -96,6 +100,8 @@ class Server:
                     raise Refused(f"status {error.status_code}: {error.message[:300]}") from None
                 if error.status_code in (401, 403, 404):
                     raise self.gone(error) from error
+                if error.status_code == 429:
+                    raise Busy(f"status 429: {error.message[:300]}") from error
                 failure = error
                 break
             except self.errors.APITimeoutError as error:
@@ -132,18 +138,24 @@ class Server:
 
 
 async def through_server(server: Server, rows: Iterable[ConversationRequest], concurrency: int, output: Output) -> None:
-    """`concurrency` conversations at once, each written when it is done.
+    """`concurrency` conversations at once, or as many as the server does not refuse with status 429, each written when it is
+    done.
 
     A conversation that the server failed at becomes a row that says so once it has answered another one. Raises ValueError,
     and writes none of them, where it fails at all."""
-    left, failed, some = iter(rows), [], bool(output.done)
+    left, refused, failed, some, working = iter(rows), deque[ConversationRequest](), [], bool(output.done), concurrency
 
     async def work() -> None:
-        nonlocal some
-        for row in left:
+        nonlocal some, working
+        while (row := refused.popleft() if refused else next(left, None)) is not None:
             answered = AnsweredRow()
             try:
                 await server.converse(row, answered)
+            except Busy as error:
+                if working == 1:
+                    raise server.gone(error) from error
+                refused.append(row)
+                break
             except Failed as error:
                 failed.append((row, answered.row))
                 if len(failed) > max(FAILURES, concurrency):
@@ -153,6 +165,7 @@ async def through_server(server: Server, rows: Iterable[ConversationRequest], co
             some = True
             while failed:
                 output.add(*failed.pop())
+        working -= 1
 
     try:
         async with asyncio.TaskGroup() as group:
