@@ -1,5 +1,6 @@
 """fresh_text=true: what the target has written is read once, and while the head trains it writes more."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,25 @@ def test_two_processes_read_the_text_that_one_does(tiny_path: Path, folder: Path
         files = sorted((tmp_path / name).glob("self_generated*.safetensors"))
         texts = [tuple(document.tokens) for file in files for document in self_generated.load(file)]
         assert len(files) > 2 and len(set(texts)) == len(texts)
+
+
+SLOW = """import sys, time
+from foredraft.train.data import self_generated
+from foredraft.train.run import main
+write = self_generated.write
+self_generated.write = lambda *given: (time.sleep(45 if len(given) == 7 else 0), write(*given))[1]
+main()
+"""
+
+
+@pytest.mark.nightly
+def test_processes_wait_longer_for_new_text_than_for_each_other(tiny_path: Path, folder: Path, tmp_path: Path):
+    """One of them comes to the end of its text in the middle of a step."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    given = [*SMALL_EAGLE3, f"target.path={tiny_path}", f"data.path={folder}", *FRESH, TWO, "strategy=ddp"]
+    ended = end(torchrun("slow.py", *given, "trainer.max_steps=3", "+trainer.ddp_timeout=20", cwd=tmp_path))
+    assert ended.code == 0, ended.err[-3000:]
+    assert re.search(r"the (\d+) rows are read", ended.out)
 
 
 @pytest.mark.parametrize(

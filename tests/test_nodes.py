@@ -271,6 +271,28 @@ def test_the_pods_of_the_manifest_find_each_other_and_their_volume(manifest: dic
     assert f"\nUSER {template['securityContext']['fsGroup']}\n" in (ROOT / "scripts/docker/Dockerfile").read_text()
 
 
+WRITER = """import os, signal
+from foredraft.train.features import disk
+from foredraft.train.run import main
+if os.environ["RANK"] == "1":
+    disk.save_file = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+main()
+"""
+
+
+def test_a_node_that_dies_while_features_are_written_is_not_waited_for(tiny_path: Path, folder: Path, tmp_path: Path):
+    (tmp_path / "writer.py").write_text(WRITER)
+    given = [*SMALL_EAGLE3, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "strategy=ddp"]
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(reserved_port())}
+    nodes = [
+        start(PYTHON, "writer.py", *given, "features=disk", "features.shard_rows=2", cwd=tmp_path, RANK=rank, **group)
+        for rank in ("0", "1")
+    ]
+    first, second = map(end, nodes)
+    assert second.code == -signal.SIGKILL and first.code == 2, first
+    assert "error: process 0 of 2 lost another one, whose own output says why" in first.err
+
+
 # Bad input
 
 SHARED = """import sys

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from foredraft.train.runtime import checkpoints, run_state
 from tests.support import ROOT, nightly_but
-from tests.support.processes import ONE, SMALL_EAGLE3, TWO, complaint, end, program, script, torchrun, until
+from tests.support.processes import ONE, SMALL_EAGLE3, TWO, complaint, end, program, script, start, torchrun, until
 
 RUN = [*SMALL_EAGLE3, ONE, "optimizer=adamw", "trainer.max_steps=24", "trainer.save_steps=3", "evaluate.eval_steps=8"]
 
@@ -121,6 +123,30 @@ def test_a_checkpoint_that_lacks_weights_is_not_resumed(given: list[str], here, 
     save_file({name: weight for name, weight in load_file(file).items() if name != "head.fc.sizes"}, file)
     message = complaint(here(*run, "trainer.max_steps=6"))
     assert "were written by another version of foredraft, which has not the same weights (head.fc.sizes)" in message
+
+
+LEADER = """import os
+if os.getpgrp() != os.getpid():
+    os.setpgid(0, 0)
+print(os.getpid(), flush=True)
+from foredraft.train.run import main
+main()
+"""
+
+
+def test_a_scheduler_that_signals_all_processes_twice_loses_nothing(given: list[str], tmp_path: Path):
+    """The workers that read rows among them."""
+    (tmp_path / "leader.py").write_text(LEADER)
+    stored = [*given, "output_dir=out", "features=disk", "trainer.dataloader_num_workers=2"]
+    process = start(sys.executable, "leader.py", *stored, "trainer.max_steps=100000", cwd=tmp_path)
+    group = int(until(process, "^step 5/").split("\n")[0])
+    for _ in range(2):
+        os.killpg(group, signal.SIGTERM)
+    ended = end(process)
+    assert ended.code == 130, ended.err
+    step = int(re.findall(r"stopped at step (\d+); the same command resumes", ended.out)[0])
+    ended = end(program(*stored, f"trainer.max_steps={step + 1}", cwd=tmp_path))
+    assert ended.code == 0 and f"resuming from out/checkpoints/checkpoint-{step}\n" in ended.out
 
 
 # Sweeps, other heads, other processes

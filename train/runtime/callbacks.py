@@ -19,7 +19,8 @@ from foredraft.train.runtime.run_state import seconds_of
 
 
 class StopOnSignal(TrainerCallback):
-    """Ctrl-C or SIGTERM: finish the step, save a checkpoint, stop. A second one stops at once."""
+    """Ctrl-C or SIGTERM: finish the step, save a checkpoint, stop. A second Ctrl-C stops at once; a second SIGTERM, of a
+    scheduler that signals both torchrun and its processes, changes nothing."""
 
     def __init__(self) -> None:
         self.stopped = False  # has this process had a signal?
@@ -32,7 +33,8 @@ class StopOnSignal(TrainerCallback):
 
     def note(self, number: int, frame: FrameType | None) -> None:
         self.stopped = True
-        self.restore()
+        signal.signal(signal.SIGINT, self.before[signal.SIGINT])
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # Not `print`: the signal may have come in the middle of one, and Python's streams refuse to be entered twice.
         with contextlib.suppress(OSError):
             os.write(2, b"\nstopping after this step ...\n")
@@ -176,6 +178,11 @@ class Measure(TrainerCallback):
 class KeepCheckpoints(TrainerCallback):
     """Gives the Trainer's checkpoint its final name as soon as it is complete, and deletes what is no longer needed.
     (`load_best_model_at_end` would keep whole checkpoints, and only of steps that save.)"""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        control.should_log |= control.should_save  # a loss that is not finite is found before it is saved
+
+    on_epoch_end = on_step_end  # trainer.save_strategy=epoch
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         directory = Path(args.output_dir).parent

@@ -58,7 +58,9 @@ def broadcast(value: T) -> T:
 
 
 def barrier() -> None:
-    broadcast(None)
+    """Every process waits for all; RuntimeError where one has ended."""
+    if world_size() > 1:
+        dist.barrier(group=host_group())
 
 
 @contextlib.contextmanager
