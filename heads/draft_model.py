@@ -22,6 +22,9 @@ NEVER = (
 )  # the logit of a token that is not in the small model's vocabulary; finite, so that differences of logits are
 
 
+UNPACKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
 class DraftModelHead(RecurrentHead):
     kind, depth = "draft_model", 1
     format = "a causal language model as transformers saves it"
@@ -114,7 +117,7 @@ class DraftModelHead(RecurrentHead):
 
 def first_layers(target: Target, count: int) -> PreTrainedModel:
     """A model of the target's kind in float32, made of its embedding, its first `count` layers and what follows the last.
-    What a quantised target keeps packed starts at random."""
+    Raises ValueError where the target keeps weights packed, which are nothing without their scales."""
     if not 0 < count < target.num_layers:
         raise ValueError(f"head.num_layers={count} must lie between 1 and {target.num_layers - 1}, below the target's")
     config = copy.deepcopy(target.model.config)
@@ -129,8 +132,13 @@ def first_layers(target: Target, count: int) -> PreTrainedModel:
     same = {
         name: full_tensor(theirs[name]).float()
         for name, tensor in model.state_dict().items()
-        if name in theirs and theirs[name].is_floating_point() and theirs[name].shape == tensor.shape
+        if name in theirs and theirs[name].dtype in UNPACKED and theirs[name].shape == tensor.shape
     }
+    if packed := [name for name, _ in model.named_parameters() if name not in same]:
+        raise ValueError(
+            f"head=draft_model begins with layers of {target.name}, whose {packed[0]} is packed: load the target "
+            "unquantised, or give head.path, a small model of its vocabulary"
+        )
     model.load_state_dict(same, strict=False)
     return model.to(target.device)
 

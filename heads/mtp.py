@@ -1,6 +1,7 @@
 """FastMTP: one multi-token-prediction layer, applied again and again to its own output (arXiv:2509.18362).
 
-Some targets ship such a layer (`mtp.*` in their files, which transformers does not load), trained for the first draft alone.
+Some targets ship such a layer (Qwen's `mtp.*`, MiMo's `model.mtp_layers.0.*`, DeepSeek's and GLM's layer after the last one,
+which transformers does not load), trained for the first draft alone.
 At label position p it takes the target's last hidden state of position p, after the final norm, beside the embedding of token
 p + 1, both normed. Its output, normed again, goes through the target's lm_head, and is the hidden state for the next draft.
 
@@ -9,6 +10,7 @@ repeats the step on its own output, over the keys that drafting has (heads/eagle
 of its own step instead, which drafting lacks.
 """
 
+import json
 from typing import Any, ClassVar
 
 import torch
@@ -19,9 +21,24 @@ from foredraft.heads import llama_config
 from foredraft.heads.layer_head import HiddenStateHead
 from foredraft.heads.layers import DecoderLayer, NormedAttention, RMSNorm, Rotary
 from foredraft.heads.target import Target
-from foredraft.heads.target.files import stored_tensors
+from foredraft.heads.target.files import checkpoint_file, stored_tensors, weight_map
 
 PREFIX = "mtp."  # of its weights in a target's files
+# The same parts as other targets name them.
+MIMO = {
+    "token_layernorm": "pre_fc_norm_embedding",
+    "hidden_layernorm": "pre_fc_norm_hidden",
+    "input_proj": "fc",  # of the hidden state and then the embedding
+    "final_layernorm": "norm",
+}
+DEEPSEEK = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+}
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's own
+PROMISES = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # in a config.json
 # Qwen3-Next and its successors store a norm's weight as its difference to 1.
 FROM_ONE = ("qwen3_next", "qwen3_5")
 
@@ -51,7 +68,7 @@ class MTPHead(HiddenStateHead):
         """A new head. depth: steps of training, each on the output of the one before. It starts from the layer that the
         target ships, and raises ValueError where that is none that is known here."""
         config = llama_config.config_like(target, "MTP")
-        shipped = stored_tensors(target, PREFIX)
+        shipped = shipped_layer(target)
         if not shipped:
             head = cls(config, depth)
             head.init_like(target)
@@ -104,6 +121,39 @@ class MTPHead(HiddenStateHead):
 
     def finish(self, out: Tensor) -> Tensor:
         return self.norm(out)
+
+
+def shipped_layer(target: Target) -> dict[str, Tensor]:
+    """The layer in the target's files, its tensors named as Qwen's are, without `mtp.`; empty where there is none. Raises
+    ValueError where its config promises one that is not found."""
+    layouts = {PREFIX: {}, "model.mtp_layers.0.": MIMO, f"model.layers.{target.num_layers}.": DEEPSEEK}
+    prefix, names = next(((p, n) for p, n in layouts.items() if holds(target, p)), ("", {}))
+    if not prefix:
+        file = checkpoint_file(target, "config.json")
+        settings = {} if file is None else json.loads(file.read_text())
+        settings = settings.get("text_config") or settings
+        promise = next((f"{name}={settings[name]}" for name in PROMISES if settings.get(name)), None)
+        if promise is not None:
+            raise ValueError(
+                f"the config of {target.name} says {promise}, and its files hold no MTP layer ({', '.join(layouts)}*): "
+                "fetch them whole, or take head=eagle, which makes a layer of its own"
+            )
+        return {}
+    found = stored_tensors(target, prefix)
+    if not names:
+        return found
+    layer: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        part = name.removesuffix(".weight")
+        if name not in COPIES:
+            layer[f"{names[part]}.weight" if part in names else f"layers.0.{name}"] = tensor
+    if names is MIMO:
+        layer["fc.weight"] = torch.cat(layer["fc.weight"].chunk(2, dim=1)[::-1], dim=1)
+    return layer
+
+
+def holds(target: Target, prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in weight_map(target))
 
 
 def norm_offset(target: Target) -> float:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from foredraft.heads import Target, load_head, save_head, vocab
 from foredraft.heads import step_attention as steps
 from foredraft.heads.base import PackedBatch, draft_loss_mask
+from foredraft.heads.draft_model import DraftModelHead
 from foredraft.heads.eagle3 import paper_layers
 from foredraft.train import parity_gate
 from foredraft.train.losses import soft
@@ -171,6 +172,15 @@ def test_gate_sees_a_prefix_layer_that_reads_other_text(target, monkeypatch):
     monkeypatch.setattr("foredraft.heads.step_attention.attend_text", everything)
     with pytest.raises(ValueError, match="parity gate: at depth 1"):
         parity_gate.check(head, target, PROMPT)
+
+
+def test_a_draft_model_does_not_begin_with_packed_layers(fresh):
+    layer = fresh.model.model.layers[0].mlp.down_proj
+    layer.weight = torch.nn.Parameter(layer.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.mlp\.down_proj\.weight is packed: load the target unquantised, or give"
+    ):
+        DraftModelHead.for_target(fresh, num_layers=1)
 
 
 def test_gate_sees_a_draft_model_one_position_off(target, monkeypatch):

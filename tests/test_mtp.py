@@ -1,6 +1,7 @@
 """MTP layers: those that a target ships, against transformers' own; learned further; and stitched back into its files."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers import Qwen3_5ForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding
 
-from foredraft.heads import Target, load_head
+from foredraft.heads import Target, load_head, mtp
 from foredraft.heads.checkpoint import write_head
 from foredraft.heads.formats import engines
 from foredraft.heads.mtp import MTPHead
@@ -154,6 +155,44 @@ def test_a_layer_of_another_kind_is_named(shipping, tmp_path, monkeypatch):
     monkeypatch.setattr("foredraft.heads.mtp.stored_tensors", lambda target, prefix: experts)
     with pytest.raises(ValueError, match=r"the MTP layer of .*mtp\.layers\.0\.mlp\.experts.*head=eagle"):
         MTPHead.for_target(shipping)
+
+
+@pytest.mark.parametrize("layout", ["mimo", "deepseek"])
+def test_the_layer_of_other_targets_is_found_by_its_names(tiny_path, target, tmp_path, layout):
+    torch.manual_seed(1)
+    same = MTPHead.for_target(target)
+    with torch.no_grad():
+        for parameter in same.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    names = mtp.MIMO if layout == "mimo" else mtp.DEEPSEEK
+    theirs = {ours: their for their, ours in names.items()}
+    prefix = "model.mtp_layers.0." if layout == "mimo" else f"model.layers.{target.num_layers}."
+    layer = {}
+    for name, tensor in same.state_dict().items():
+        part = name.removesuffix(".weight")
+        if part == "fc" and layout == "mimo":  # it takes the hidden state first
+            tensor = torch.cat([tensor[:, target.hidden_size :], tensor[:, : target.hidden_size]], dim=1)
+        layer[f"{prefix}{theirs[part]}.weight" if part in theirs else prefix + name.removeprefix("layer.")] = tensor
+    if layout == "deepseek":
+        layer[f"{prefix}embed_tokens.weight"] = target.embeddings.clone()
+    path = tmp_path / "target"
+    shutil.copytree(tiny_path, path)
+    save_file(load_file(path / "model.safetensors") | layer, path / "model.safetensors", metadata={"format": "pt"})
+    shipping = Target.from_pretrained(path, dtype="float32", device="cpu")
+    torch.testing.assert_close(MTPHead.for_target(shipping).state_dict(), same.state_dict())
+    with pytest.raises(ValueError, match=f"names its MTP layer {prefix[:14]}.*no engine would read it"):
+        write_head(same, tmp_path / "export", shipping, engines.mtp(same, shipping).layout, ("mtp.safetensors",))
+
+
+def test_a_layer_that_is_promised_and_missing_is_no_new_one(tiny_path, tmp_path):
+    path = tmp_path / "target"
+    shutil.copytree(tiny_path, path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    with pytest.raises(
+        ValueError, match=r"says num_nextn_predict_layers=1, and its files hold no MTP layer \(mtp\., model"
+    ):
+        MTPHead.for_target(Target.from_pretrained(path, dtype="float32", device="cpu"))
 
 
 def test_targets_without_files_take_no_layer_in(target, shipping):

@@ -15,7 +15,7 @@ from torch import Tensor
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.base import Format, HeadFiles
 from foredraft.heads.formats.llama_layer import layer_settings
-from foredraft.heads.mtp import PREFIX, MTPHead, norm_offset
+from foredraft.heads.mtp import PREFIX, MTPHead, holds, norm_offset
 from foredraft.heads.target import Target
 from foredraft.heads.target.files import INDEX, checkpoint_file, weight_map
 
@@ -48,6 +48,11 @@ class MTPFormat(Format):
         return shift_norms(own, norm_offset(target))
 
     def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
+        other = next((p for p in ("model.mtp_layers.", f"model.layers.{target.num_layers}.") if holds(target, p)), None)
+        if other is not None:
+            raise ValueError(
+                f"{target.name} names its MTP layer {other}*, and {self.title} is what this writes: no engine would read it"
+            )
         return shift_norms(super().export_weights(head, target), -norm_offset(target))
 
     def complete_files(self, directory: Path, target: Target) -> None:
