@@ -66,13 +66,15 @@ class Eagle3Head(LayerHead):
         norm_output: bool = False,
         norm_before_fc: bool = False,
         norm_before_residual: bool = False,
+        use_aux_hidden_state: bool = True,
     ):
-        """norm_before_fc (one norm over all that is fused) and norm_before_residual are of heads trained elsewhere."""
+        """norm_before_fc (one norm over all that is fused) and norm_before_residual are of heads trained elsewhere, and so is
+        use_aux_hidden_state=False: the layer takes the target's last hidden state (nvidia/gpt-oss-120b-Eagle3-v2)."""
         super().__init__()
         self.config, self.layers, self.depth, self.norm_output = config, list(layers), depth, norm_output
         self.norm_before_residual = norm_before_residual
         width = config.hidden_size
-        self.fc = ScaledLinear(len(layers) * width, width)
+        self.fc = ScaledLinear(len(layers) * width, width) if use_aux_hidden_state else None
         self.input_norm = RMSNorm(len(layers) * width, config.rms_norm_eps) if norm_before_fc else None
         norms = [RMSNorm(width, config.rms_norm_eps) for _ in layers] if fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
@@ -103,6 +105,7 @@ class Eagle3Head(LayerHead):
         config = llama_config.config_like(target, "EAGLE-3")
         head = cls(config, layers, depth, draft_vocab_size, fc_norm, norm_output)
         if not fc_norm:
+            assert head.fc is not None
             with torch.no_grad():
                 head.fc.weight.div_(head.aux_sizes(target).cpu())
         llama_config.init_norm(head.norm, target)
@@ -115,11 +118,12 @@ class Eagle3Head(LayerHead):
         return llama_config.aux_sizes(self.layers, target).log2().round().exp2()
 
     def on_train_begin(self, target: Target) -> None:
-        if self.input_norm is None and not len(self.fc_norm):
+        if self.fc is not None and self.input_norm is None and not len(self.fc_norm):
             self.fc.scale_inputs(self.aux_sizes(target).to(self.device))
 
     def on_train_end(self) -> None:
-        self.fc.scale_inputs(None)
+        if self.fc is not None:
+            self.fc.scale_inputs(None)
 
     @property
     def latent(self) -> bool:
@@ -141,6 +145,7 @@ class Eagle3Head(LayerHead):
             norm_output=bool(config.get("norm_output", False)),
             norm_before_fc=bool(config.get("norm_before_fc", False)),
             norm_before_residual=bool(config.get("norm_before_residual", False)),
+            use_aux_hidden_state=config.get("use_aux_hidden_state", True),
         )
 
     def to_config(self) -> dict:
@@ -152,11 +157,14 @@ class Eagle3Head(LayerHead):
             "norm_before_fc": self.input_norm is not None,
             "fc_norm": len(self.fc_norm) > 0,
             "norm_output": self.norm_output,
+            "use_aux_hidden_state": self.fc is not None,
             "eagle_aux_hidden_state_layer_ids": self.layers,
             "num_aux_hidden_states": len(self.layers),
         }
 
     def first_hidden(self, aux_hidden_states: Tensor) -> Tensor:
+        if self.fc is None:
+            return aux_hidden_states.to(self.dtype)
         if self.input_norm is not None:
             aux_hidden_states = self.input_norm(aux_hidden_states)
         if len(self.fc_norm):

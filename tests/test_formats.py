@@ -15,7 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from foredraft.heads import Target, load_head
+from foredraft.heads import Target, load_head, save_head
+from foredraft.heads.checkpoint import write_head
+from foredraft.heads.formats import engines
 from foredraft.inference import generate, load_drafter
 from foredraft.train import parity_gate
 from tests.support import golden
@@ -73,6 +75,31 @@ def test_eagle1_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
     ]
     assert len(ours) == DEPTHS
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_head_without_aux_hidden_states_takes_the_last_one_as_it_is(deep, tmp_path):
+    """As nvidia/gpt-oss-120b-Eagle3-v2: the same drafts as with an fc that changes nothing."""
+    config, weights, file = make("specforge", deep)
+    config["fc_norm"], config["eagle_config"] = (
+        False,
+        {"eagle_aux_hidden_state_layer_ids": [], "use_aux_hidden_state": False},
+    )
+    weights = {name: weight for name, weight in weights.items() if not name.startswith("fc")}
+    chain, ours = drafted(write(tmp_path / "a", config, weights, file), deep, 7, DEPTHS)
+    fused = config | {"eagle_config": {}, "foredraft": {"layers": [golden.N]}}
+    same = drafted(write(tmp_path / "b", fused, weights | {"fc.weight": torch.eye(golden.H)}, file), deep, 7, DEPTHS)
+    assert chain == same[0]
+    torch.testing.assert_close(ours, same[1])
+    head = load_head(tmp_path / "a", deep)
+    save_head(head, tmp_path / "c", deep)
+    again = load_head(tmp_path / "c", deep)
+    assert again.layers == [golden.N] and again.state_dict().keys() == head.state_dict().keys()
+    head.on_train_begin(deep)
+    assert parity_gate.check(head, deep, PROMPT) < 1e-3
+    for refuse in (engines.sglang, engines.speculators):
+        with pytest.raises(ValueError, match="use_aux_hidden_state=false"):
+            export = refuse(head, deep)
+            write_head(head, tmp_path / "d", deep, export.layout, export.layout.weight_files)
 
 
 def test_the_output_norm_is_seen_from_depth_2_on(deep, tmp_path):
@@ -257,7 +284,7 @@ MUTATIONS: dict[str, list[Mutation]] = {
         say("return_normed", True, "return_normed=True, which is not known here", "eagle_config"),
         say(IDS, [1, 1, 4], "must ascend", "eagle_config"),
         say(IDS, [1, 3, 4], "do not name the same layers"),
-        say("use_aux_hidden_state", False, "use_aux_hidden_state=False", "eagle_config"),
+        say("use_aux_hidden_state", False, "fc.weight belongs to no layer", "eagle_config"),
         say("fc_norm", False, "fc_norm.0.weight belongs to no layer"),
         say("norm_before_fc", True, "input_norm.weight is missing"),
     ],

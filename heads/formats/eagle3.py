@@ -22,7 +22,6 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 SHOWN_BY = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
 # ModelOpt and TensorRT-LLM write their options into eagle_config: the only values that our layer has, and flags of ours.
 OPTIONS = {
-    "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
@@ -30,6 +29,7 @@ OPTIONS = {
     "parallel_draft_step": 1,
     "parallel_draft_heads_num_layers": 0,
 }
+AUX = "use_aux_hidden_state"
 ALIASES = {name: name for name in FLAGS} | {"return_hidden_post_norm": "norm_output"}
 
 
@@ -58,14 +58,21 @@ class Eagle3Format(Format):
         settings = layer_settings(files, config, target, latent=True)
         check_settings(files, config, {"bias": False, "target_hidden_size": config["hidden_size"]})
         flags = {name: config.get(name) for name in FLAGS} | eagle_flags(files)
-        return settings | self.shared_config(files, flags, target) | {"foredraft": config.get("foredraft", {})}
+        fused = (config.get("eagle_config") or {}).get(AUX) is not False
+        shared = self.shared_config(files, flags, target, None if fused else [target.num_layers])
+        return settings | shared | {AUX: fused, "foredraft": config.get("foredraft", {})}
 
-    def shared_config(self, files: HeadFiles, flags: dict[str, Any], target: Target) -> dict[str, Any]:
-        """What both layouts of EAGLE-3 say in their own places: the draft vocabulary, the fused layers, the flags."""
+    def shared_config(
+        self, files: HeadFiles, flags: dict[str, Any], target: Target, layers: list[int] | None = None
+    ) -> dict[str, Any]:
+        """What both layouts of EAGLE-3 say in their own places: the draft vocabulary, the fused layers (unless `layers` are
+        the head's), the flags."""
         said = {name: on for name, on in flags.items() if on is not None}
         shown = {name: True for name, weight in SHOWN_BY.items() if weight in files.weights}
         return (
-            {"draft_vocab_size": draft_vocabulary(files, target), IDS: resolve_layer_ids(files, target)} | shown | said
+            {"draft_vocab_size": draft_vocabulary(files, target), IDS: layers or resolve_layer_ids(files, target)}
+            | shown
+            | said
         )
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
@@ -80,7 +87,7 @@ class Eagle3Format(Format):
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         assert isinstance(head, Eagle3Head)
-        eagle = {IDS: for_sglang(head.layers, target), "use_aux_hidden_state": True}
+        eagle = {IDS: [] if head.fc is None else for_sglang(head.layers, target), AUX: head.fc is not None}
         return head.to_config() | {"eagle_config": eagle}
 
 
@@ -90,7 +97,7 @@ def eagle_flags(files: HeadFiles) -> dict[str, bool]:
     if not isinstance(eagle, dict):
         raise files.error(f"config.json says eagle_config={eagle!r}, which holds no settings")
     check_settings(files, eagle, OPTIONS)
-    unknown = sorted(eagle.keys() - OPTIONS.keys() - ALIASES.keys() - {IDS})
+    unknown = sorted(eagle.keys() - OPTIONS.keys() - ALIASES.keys() - {IDS, AUX})
     if unknown:
         raise files.error(
             f"eagle_config says {unknown[0]}={eagle[unknown[0]]!r}, which is not known here and may change what the layer "

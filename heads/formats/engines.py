@@ -16,7 +16,7 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats.base import Format
 from foredraft.heads.formats.dflash import DFlash2Format, DFlashFormat, DominoFormat, DSparkFormat
 from foredraft.heads.formats.eagle import EagleFormat
-from foredraft.heads.formats.eagle3 import FLAGS, Eagle3Format
+from foredraft.heads.formats.eagle3 import AUX, FLAGS, Eagle3Format
 from foredraft.heads.formats.gguf.layout import DTYPES, GGUFFormat
 from foredraft.heads.formats.hydra import HydraFormat, check_tied
 from foredraft.heads.formats.layer_ids import as_sglang_reads, for_sglang
@@ -293,5 +293,6 @@ def check_layer_flags(engine: str, head: Eagle3Head, known: tuple[str, ...] = ()
     check_llama_layer(engine, head)
     config = head.to_config()
     used = [name for name in FLAGS if config[name] and name not in known]
+    used += [] if config[AUX] else [f"{AUX}=false"]
     if used:
         raise ValueError(f"{engine} knows no {', '.join(used)}, and would draft wrongly without a word; vLLM does")

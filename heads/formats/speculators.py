@@ -49,6 +49,9 @@ class SpeculatorsFormat(Eagle3Format):
         return layer_settings(files, layer, target) | self.shared_config(files, flags, target) | {"foredraft": own}
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
+        assert isinstance(head, Eagle3Head)
+        if head.fc is None:
+            raise ValueError("speculators knows no use_aux_hidden_state=false: export the head with format=vllm")
         return speculators_settings("eagle3", "Eagle3Speculator", head, target)
 
     def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
