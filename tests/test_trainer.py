@@ -152,6 +152,14 @@ def test_a_loss_that_is_not_finite_ends_the_run(target: Target, tmp_path: Path):
     assert checkpoints.newest(tmp_path / "checkpoints") == str(tmp_path / "checkpoints/checkpoint-10")
 
 
+def test_some_steps_are_profiled(target: Target, tmp_path: Path, capsys):
+    make_trainer(target, tmp_path, max_steps=8, profile=True, save_strategy="no").train()
+    names = [event["name"] for event in json.loads((tmp_path / "profile.json").read_text())["traceEvents"]]
+    steps = callbacks.Profile.LAST - callbacks.Profile.FIRST + 1
+    assert names.count("target") == names.count("head") == steps and "aten::mm" in names
+    assert "Self CPU time total" in capsys.readouterr().out
+
+
 # As many steps as there is time for
 
 

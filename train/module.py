@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.target import Target
@@ -92,7 +93,8 @@ class DistillationModel(nn.Module):
         return torch.stack([draft_loss_mask(text, d).flatten() for d in range(1, depth + 1)])
 
     def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
-        aux_hidden_states, last = unpack(stored) if stored else self.forward_target(text)
+        with record_function("target"):
+            aux_hidden_states, last = unpack(stored) if stored else self.forward_target(text)
         self.top_k = "top_ids" in stored
         return self.compute_loss(text, aux_hidden_states, last)
 
@@ -102,7 +104,8 @@ class DistillationModel(nn.Module):
 
     def compute_loss(self, text: PackedBatch, aux_hidden_states: Tensor, last: Tensor) -> Outcome:
         """The head's loss on what `forward_target` gave."""
-        outs = self.drafts(aux_hidden_states, self.target.embed(text.tokens), text)
+        with record_function("head"):
+            outs = self.drafts(aux_hidden_states, self.target.embed(text.tokens), text)
         counted = self.counted(text, len(outs))
         rows = self.nonempty(counted) if self.label_positions is None else self.label_positions
         counted = counted[:, rows]

@@ -29,7 +29,7 @@ from foredraft.heads.hub.client import HEAD
 from foredraft.heads.target import Target
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed
-from foredraft.train.runtime.callbacks import FitToTime, KeepCheckpoints
+from foredraft.train.runtime.callbacks import FitToTime, KeepCheckpoints, Profile
 from foredraft.train.runtime.memory import peak_memory
 from foredraft.train.runtime.strategy import load_full_weights, shard_on_cpus_too, without_weights
 
@@ -54,6 +54,7 @@ class HeadTrainingArguments(TrainingArguments):
     bf16: bool = False  # are products in bfloat16?
     compile_head: str | None = None
     max_minutes: float = 0.0  # see FitToTime
+    profile: bool = False  # see Profile
 
     def __post_init__(self) -> None:
         if self.compile_head is not None and self.compile_head not in (known := torch.compiler.list_backends(())):
@@ -132,6 +133,8 @@ class HeadTrainer(Trainer):
         self.schedules: list[Any] = []  # a list, because under DeepSpeed a copy of this trainer makes the schedule
         if args.max_minutes:
             self.add_callback(FitToTime(args.max_minutes, self.reschedule))
+        if args.profile:
+            self.add_callback(Profile(self.folder.parent))
         self.saving_since: float | None = None
         self.reset_counters()
 

@@ -166,6 +166,32 @@ def measured(logs: dict[str, float]) -> Iterator[str]:
         )
 
 
+class Profile(TrainerCallback):
+    """torch.profiler over steps FIRST to LAST of a run: profile.json in its directory, for Perfetto (ui.perfetto.dev), and on
+    the screen what took longest."""
+
+    FIRST, LAST = 3, 6  # the first steps also allocate and compile
+
+    def __init__(self, directory: Path):
+        self.directory, self.done = directory, 0
+        self.profiler: torch.profiler.profile | None = None
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.done += 1
+        if self.done == self.FIRST and distributed.rank() == 0:
+            self.profiler = torch.profiler.profile()
+            self.profiler.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.profiler is not None and self.done == self.LAST:
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(str(self.directory / "profile.json"))
+            device = "cpu" if args.device.type == "cpu" else "device"
+            print(self.profiler.key_averages().table(sort_by=f"{device}_time_total", row_limit=20), flush=True)
+
+
 class Measure(TrainerCallback):
     """Triggers `HeadTrainer.evaluate` every `every` steps (0: never), and after the last step. `eval_strategy` would need a
     data set, which prompts are not."""

@@ -17,7 +17,7 @@ PLACES = {"output_dir"}
 # What may change when a stopped run is resumed: what is logged, measured and kept, and for how long it trains.
 FREE = {"evaluate", "push_to_hub", "push_private", "keep_checkpoints", "data.num_proc", "features.verify"}
 FREE |= {f"trainer.{name}" for name in ("report_to", "logging_steps", "save_steps", "save_total_limit")}
-FREE |= {"trainer.max_steps", "trainer.max_minutes", "trainer.num_train_epochs"}
+FREE |= {"trainer.profile", "trainer.max_steps", "trainer.max_minutes", "trainer.num_train_epochs"}
 FREE |= {"trainer.dataloader_num_workers", "trainer.dataloader_prefetch_factor"}
 FREE |= {"features.url", "features.timeout", "features.patience"}
 
