@@ -30,7 +30,9 @@ class Masks(NamedTuple):
         if self.window is None:
             return additive_mask(mask[:, None], dtype)
         assert positions is not None and key_positions is not None, "a sliding window needs both sides' positions"
-        near = mask & (positions[:, :, None] - key_positions[:, None, :] < self.window)
+        near = mask & (
+            positions[:, :, None] < (key_positions + self.window)[:, None, :]
+        )  # of length x keys, bools alone
         if not self.mixed:
             return additive_mask(near[:, None], dtype)
         return {
