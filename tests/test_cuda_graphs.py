@@ -7,20 +7,13 @@ import pytest
 import torch
 
 from foredraft.heads import Target
-from foredraft.heads.dflash import DFlashHead
-from foredraft.heads.dflash2 import DFlash2Head
-from foredraft.heads.domino import DominoHead
-from foredraft.heads.dspark import DSparkHead
-from foredraft.heads.eagle import EagleHead
-from foredraft.heads.hydra import HydraHead
-from foredraft.heads.mtp import MTPHead
-from foredraft.heads.p_eagle import PEagleHead
 from foredraft.heads.target import cuda_graphs
 from foredraft.inference import generate
-from foredraft.inference.drafters import BlockTree, DynamicTree, Lookahead, SuffixDrafter, Union
+from foredraft.inference.drafters import Lookahead, SuffixDrafter, Union, drafter_for
 from tests.support.architectures import VOCAB, every_family, pair
 from tests.support.batches import prompt
 from tests.support.drafters import SETTINGS, Random, drafters
+from tests.support.head_factory import make_head
 from tests.support.tape import Tape
 
 LIMITS = {"max_new_tokens": 20, "eos_token_id": -1, "seed": 7}
@@ -77,27 +70,9 @@ def test_the_text_is_the_same(target, name, monkeypatch, taped):
     settings = SETTINGS[name] | LIMITS
     plain = generate(target, None, prompt(9), **settings)
     recorded = again(target)
-    known = drafters(recorded) | {
-        "eagle": DynamicTree(EagleHead.for_target(recorded).eval(), recorded, 8, 3, 3, min_probability=0),
-        "hydra++": DynamicTree(
-            HydraHead.for_target(recorded, prefix=True).eval(), recorded, 8, 3, 3, min_probability=0
-        ),
-        "dflash": BlockTree(DFlashHead.for_target(recorded, block_size=4, num_layers=1).eval(), recorded, nodes=8),
-        "p_eagle": BlockTree(PEagleHead.for_target(recorded, depth=3, num_layers=2).eval(), recorded, nodes=8),
-        "dflash2": BlockTree(
-            DFlash2Head.for_target(recorded, block_size=4, num_layers=1).eval(), recorded, 8, min_probability=0
-        ),
-        "mtp": DynamicTree(MTPHead.for_target(recorded).eval(), recorded, 8, 3, 3, min_probability=0),
-        "dspark": BlockTree(
-            DSparkHead.for_target(recorded, block_size=4, num_layers=1).eval(), recorded, 8, min_probability=0
-        ),
-        "jetspec": BlockTree(
-            DFlashHead.for_target(recorded, block_size=4, num_layers=1, causal=True).eval(), recorded, nodes=8
-        ),
-        "domino": BlockTree(DominoHead.for_target(recorded, block_size=4, num_layers=1).eval(), recorded, 8),
-        "suffix": SuffixDrafter(),
-        "lookahead": Lookahead(),
-    }
+    known = drafters(recorded) | {"suffix": SuffixDrafter(), "lookahead": Lookahead()}
+    for kind in ("eagle", "hydra_pp", "mtp", "dflash", "p_eagle", "dflash2", "dspark", "jetspec", "domino"):
+        known[kind] = drafter_for(make_head(kind, recorded), recorded, nodes=8, min_probability=0)
     known["union"] = Union([known["eagle3"], known["ngram"]])
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing of ours may be left to run kernel by kernel

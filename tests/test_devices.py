@@ -3,7 +3,6 @@ a device that holds no numbers."""
 
 import contextlib
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,55 +14,25 @@ from torch.utils._pytree import tree_leaves
 import foredraft.inference.batch
 import foredraft.inference.engine
 from foredraft.heads import Target
-from foredraft.heads.dflash import DFlashHead
-from foredraft.heads.dflash2 import DFlash2Head
-from foredraft.heads.domino import DominoHead
 from foredraft.heads.draft_model import DraftModelHead
-from foredraft.heads.dspark import DSparkHead
-from foredraft.heads.eagle import EagleHead
-from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.heads.hydra import HydraHead
-from foredraft.heads.medusa import MedusaHead
-from foredraft.heads.mtp import MTPHead
-from foredraft.heads.p_eagle import PEagleHead
 from foredraft.inference import Engine, Request, SamplingParams
-from foredraft.inference.drafters import BlockTree, Drafter, DraftModel, DynamicTree, NgramDrafter, StaticTree
+from foredraft.inference.drafters import Drafter, DraftModel, NgramDrafter, drafter_for
 from foredraft.inference.verify import Verification
 from tests.support.batches import prompt
+from tests.support.head_factory import make_head
 
-BLOCKS = {
-    "dflash": partial(DFlashHead.for_target, block_size=4, num_layers=1),
-    "jetspec": partial(DFlashHead.for_target, block_size=4, num_layers=1, causal=True),
-    "dflash2": partial(DFlash2Head.for_target, block_size=4, num_layers=1),
-    "dspark": partial(DSparkHead.for_target, block_size=4, num_layers=1),
-    "domino": partial(DominoHead.for_target, block_size=4, num_layers=1),
-    "p_eagle": partial(PEagleHead.for_target, depth=3, num_layers=2),
-}
+HEADS = ["eagle", "eagle3", "hydra_pp", "mtp", "medusa", "dflash", "jetspec", "dflash2", "dspark", "domino", "p_eagle"]
 
 
 def drafter(name: str, target: Target, elsewhere: Target) -> Drafter | None:
     """For the target `elsewhere`, on the meta device; heads are made for `target`, which has numbers."""
-    counts = torch.arange(target.vocab_size)
-    heads = {
-        "eagle": lambda: EagleHead.for_target(target),
-        "eagle3": lambda: Eagle3Head.for_target(target, depth=3, draft_vocab_size=200, counts=counts),
-        "hydra++": lambda: HydraHead.for_target(target, prefix=True),
-        "mtp": lambda: MTPHead.for_target(target),
-        "medusa": lambda: MedusaHead.for_target(target, depth=3),
-    }
-    heads |= {name: partial(make, target) for name, make in BLOCKS.items()}
-    if name in heads:
-        head = heads[name]().eval().to("meta")
+    if name in HEADS:
+        head = make_head(name, target).to("meta")
         head.attach(elsewhere)
-        if name in BLOCKS:
-            return BlockTree(head, elsewhere, nodes=8)
-        return StaticTree(head, elsewhere) if name == "medusa" else DynamicTree(head, elsewhere, 8, 3, 2)
-    others = {
-        "plain": lambda: None,
-        "ngram": NgramDrafter,
-        "draft model": lambda: DraftModel(DraftModelHead(elsewhere, elsewhere.vocab_size), elsewhere, 6, 3, 2),
-    }
-    return others[name]()
+        return drafter_for(head, elsewhere, nodes=8)
+    if name == "draft model":
+        return DraftModel(DraftModelHead(elsewhere, elsewhere.vocab_size), elsewhere, 6, 3, 2)
+    return NgramDrafter() if name == "ngram" else None
 
 
 class Sent(TorchDispatchMode):
@@ -80,9 +49,7 @@ class Sent(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(1.0, top_p=0.9, repetition_penalty=1.2)])
-@pytest.mark.parametrize(
-    "name", ["plain", "ngram", "eagle", "eagle3", "hydra++", "mtp", "medusa", "draft model", *BLOCKS]
-)
+@pytest.mark.parametrize("name", ["plain", "ngram", "draft model", *HEADS])
 def test_a_step_stays_on_its_device(fresh, name, params, monkeypatch):
     reads = 0
 
