@@ -73,6 +73,13 @@ def nodes_of_steps(target: Target, drafter: AutoTree, count: int, batch: int = 1
     return nodes[:count]
 
 
+def know(drafter: AutoTree, drafting: float, *steps: tuple[Plan, float]) -> None:
+    """What a full tree's drafting took, and steps of each plan, often enough."""
+    for plan, seconds in steps:
+        drafter.times.steps[plan] = deque([seconds] * TIMED)
+    drafter.times.drafting.extend([drafting] * TIMED)
+
+
 @pytest.mark.parametrize(("per_node", "tried"), [(0.0, FIRST), (0.1, 15)])
 def test_auto_ends_up_decoding_plainly_where_nothing_is_gained(small, per_node, tried):
     drafter = Timed(Useless([-1, -1]), small, lambda plan: 1.1 if plan == PLAIN else 1.1 + per_node * plan.nodes)
@@ -113,9 +120,7 @@ def test_the_levels_share_the_drafting_and_the_nodes_the_rest(small):
     """A level costs one plain step and a node nearly nothing: two drafts, of which one is right, are drafted after all."""
     drafter = Timed(itself(small), small, lambda plan: 1.0)
     drafter.begin(1, 100, Sampling.of([SamplingParams()], 1024))
-    for plan, seconds in ((PLAIN, 1.0), (drafter.full, 5.4)):
-        drafter.times.steps[plan] = deque([seconds] * TIMED)
-    drafter.times.drafting.extend([4.0] * TIMED)
+    know(drafter, 4.0, (PLAIN, 1.0), (drafter.full, 5.4))
     assert drafter.seconds(Plan(2, 1)) == pytest.approx(1 + 1 + 0.4 / 4)
     assert drafter.seconds(Plan(5, 2)) == pytest.approx(1 + 2 + 0.4)
 
@@ -124,9 +129,7 @@ def test_a_small_tree_that_was_timed_bends_what_nodes_cost(small):
     large = DraftModel(small, small, nodes=24, depth=8, width=3, min_probability=0)
     drafter = AutoTree(large, small)
     drafter.begin(1, 100, Sampling.of([SamplingParams()], 1024))
-    for plan, seconds in ((PLAIN, 1.0), (Plan(8, 7), 1.2), (drafter.full, 5.0)):
-        drafter.times.steps[plan] = deque([seconds] * TIMED)
-    drafter.times.drafting.extend([0.0] * TIMED)
+    know(drafter, 0.0, (PLAIN, 1.0), (Plan(8, 7), 1.2), (drafter.full, 5.0))
     assert drafter.seconds(Plan(4, 3)) == pytest.approx(1 + 0.2 * 3 / 7)
     assert drafter.seconds(Plan(16, 7)) == pytest.approx(1.2 + 3.8 * 8 / 16)
 
@@ -150,9 +153,7 @@ def test_drafting_starts_where_it_gains_enough_and_ends_where_it_loses(small, ov
     drafter.begin(1, 100, Sampling.of([SamplingParams()], 1024))
     drafter.best = drafter.full if drafted else PLAIN
     drafter.paths.append([0])  # one draft accepted: two tokens in a step
-    for plan, seconds in ((PLAIN, 1.0), (drafter.full, 2 / over_plain)):
-        drafter.times.steps[plan] = deque([seconds] * TIMED)
-    drafter.times.drafting.extend([0.0] * TIMED)
+    know(drafter, 0.0, (PLAIN, 1.0), (drafter.full, 2 / over_plain))
     assert drafter.choose() == (drafter.full if drafts else PLAIN)
 
 
@@ -162,9 +163,7 @@ def test_another_tree_than_the_largest_must_promise_more(small, promise, then):
     drafter = AutoTree(itself(small), small)
     drafter.begin(1, 100, Sampling.of([SamplingParams()], 1024))
     drafter.paths.append([0, 1, 2, 3])
-    for plan, seconds in ((PLAIN, 1.0), (drafter.full, 2.0), (Plan(4, 3), 4 / (5 / 2 * promise))):
-        drafter.times.steps[plan] = deque([seconds] * TIMED)
-    drafter.times.drafting.extend([1.0] * TIMED)
+    know(drafter, 1.0, (PLAIN, 1.0), (drafter.full, 2.0), (Plan(4, 3), 4 / (5 / 2 * promise)))
     assert drafter.choose() == then
 
 

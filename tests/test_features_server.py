@@ -233,12 +233,6 @@ def test_an_engine_that_names_another_file_is_refused_and_the_file_stays(target:
     assert mine.exists()
 
 
-def test_nobody_there(target: Target, tmp_path: Path):
-    packed = Packed(documents(40, 25), length=32, seed=0)
-    with pytest.raises(EngineError, match=r"features.url=http://127.0.0.1:9/v1 has given no hidden states for 0 s"):
-        server(packed, target, [2], 1, "http://127.0.0.1:9/v1", str(tmp_path), patience=0)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_final_norm_of_every_family(family: str):
     target = pair(family, "eager").target
