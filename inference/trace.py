@@ -3,9 +3,11 @@
 Probabilities are the target's own, before temperature, penalties and biases. Where no request asks, nothing is computed.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from foredraft.inference.request import Request, SequenceState
@@ -28,29 +30,64 @@ def trace_sequences(
     sequences: Sequence[SequenceState], tree: TokenTree, verification: Verification, logits: Tensor
 ) -> dict[Request, Trace]:
     """A trace of every sequence whose request asks for one. logits: (batch, nodes, vocab), as the target gave them."""
-    asked = [(slot, one.request) for slot, one in enumerate(sequences) if not one.finish_reason]
-    return {
-        request: trace(slot, request.trace, tree, verification, logits)
-        for slot, request in asked
-        if request.trace is not None
-    }
+    asked = [
+        (slot, one.request, one.request.trace)
+        for slot, one in enumerate(sequences)
+        if not one.finish_reason and one.request.trace is not None
+    ]
+    if not asked:
+        return {}
+    parts = [trace_tensors(slot, top, tree, verification, logits) for slot, _, top in asked]
+    numbers = iter(torch.cat([part.flatten() for one in parts for part in one]).tolist())  # the host waits once
+    lists = [[take(numbers, part) for part in one] for one in parts]
+    return {request: trace(*one) for (_, request, _), one in zip(asked, lists, strict=True)}
 
 
-def trace(slot: int, top: int, tree: TokenTree, verification: Verification, logits: Tensor) -> Trace:
+def trace_tensors(
+    slot: int, top: int, tree: TokenTree, verification: Verification, logits: Tensor
+) -> tuple[Tensor, ...]:
+    """What `trace` takes, each (n,) or (n, top) and float64, which holds any token; paths with what follows them."""
     logprobs = logits[slot].float().log_softmax(-1)
-    tokens, parents = tree.tokens[slot], tree.parents[slot]
-    probabilities = logprobs[parents, tokens.clamp(min=0)].exp().tolist()
-    real = [node for node, token in enumerate(tokens.tolist()) if node == 0 or token >= 0]
-    position = {node: index for index, node in enumerate(real)}
-    path = verification.path[slot, : verification.counts[slot]]
-    chosen = verification.tokens[slot, : len(path)]
+    tokens, parents, path = tree.tokens[slot], tree.parents[slot], verification.path[slot]
     best = logprobs[path].topk(top)
-    ids, values = best.indices.tolist(), best.values.tolist()
+    parts = (
+        tokens,
+        parents,
+        logprobs[parents, tokens.clamp(min=0)].exp(),
+        verification.counts[slot : slot + 1],
+        path,
+        logprobs[path, verification.tokens[slot]],
+        best.indices,
+        best.values,
+    )
+    return tuple(part.double() for part in parts)
+
+
+def take(numbers: Iterator[float], part: Tensor) -> list[Any]:
+    """As many of these numbers as `part` has, in its shape."""
+    if part.ndim == 1:
+        return list(islice(numbers, len(part)))
+    return [take(numbers, row) for row in part]
+
+
+def trace(
+    tokens: list[float],
+    parents: list[float],
+    probabilities: list[float],
+    counts: list[float],
+    path: list[float],
+    logprobs: list[float],
+    ids: list[list[float]],
+    values: list[list[float]],
+) -> Trace:
+    real = [node for node, token in enumerate(tokens) if node == 0 or token >= 0]
+    position = {node: index for index, node in enumerate(real)}
+    length = int(counts[0])
     return Trace(
-        tokens[real].tolist(),
-        [position[parent] for parent in parents[real].tolist()],
+        [int(tokens[node]) for node in real],
+        [position[int(parents[node])] for node in real],
         [1.0, *(probabilities[node] for node in real[1:])],
-        [position[node] for node in path.tolist()],
-        logprobs[path, chosen].tolist(),
-        [list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True)],
+        [position[int(node)] for node in path[:length]],
+        logprobs[:length],
+        [list(zip(map(int, row), best, strict=True)) for row, best in zip(ids[:length], values[:length], strict=True)],
     )
