@@ -71,13 +71,12 @@ class Batch:
         return min(self.capacity(sequences), longest + 2 * self.drafter.nodes + ROOM)
 
     def make_room(self) -> None:
-        """Before a step: twice as many entries, where the next tree may not fit. What was captured is lost; since captured
-        forwards see powers of two of columns, it is little that the texts would have used again."""
+        """Before a step: twice as many entries, where the next tree may not fit, and no finished sequences. What was captured
+        is lost; since captured forwards see powers of two of columns, it is little that the texts would have used again."""
         cache = self.open_cache()
         if max(cache.lengths) + 2 * self.drafter.nodes > cache.capacity:
-            staying = self.unfinished()
-            needed = self.capacity([self.sequences[slot] for slot in staying])
-            self.keep_sequences(staying, min(needed, 2 * cache.capacity))
+            needed = self.capacity([self.sequences[slot] for slot in self.unfinished()])
+            self.rearrange(self.arranged([], shrink=True), [], min(needed, 2 * cache.capacity))
 
     def open_cache(self) -> TargetCache:
         assert self.cache is not None, "a step without a sequence"
@@ -114,64 +113,69 @@ class Batch:
         return chosen, trace_sequences(sequences, tree, verification, logits)
 
     def add(self, prompts: Prompts, new: list[int], aux_hidden_states: Tensor) -> None:
-        """These of the prefilled sequences join the batch, in the slots of finished ones as far as there are any, so that
-        nothing of the others is copied. aux_hidden_states: (sequences, 1, width), of the positions before their bonus
-        tokens."""
+        """These of the prefilled sequences join the batch. aux_hidden_states: (sequences, 1, width), of the positions before
+        their bonus tokens."""
         sequences = [prompts.sequences[number] for number in new]
-        order, slots = self.assign_slots(sequences)
-        failed = [one for one in slots if one < len(self.sequences) and self.sequences[one].finish_reason == "error"]
-        arriving = iter(sequences)
-        self.sequences = [next(arriving) if old is None else self.sequences[old] for old in order]
-        self.sampler = self.new_sampler(self.sequences)
-        begun = self.cache is not None
-        if self.cache is None and len(new) == len(prompts.sequences):
-            self.cache = prompts.cache
+        order = self.arranged(sequences)
+        slots = [slot for slot, old in enumerate(order) if old is None]
+        if self.cache is None:
+            whole = len(new) == len(prompts.sequences)
+            self.cache = prompts.cache if whole else self.target.acquire_cache(len(new), self.room(sequences))
+            self.sequences, self.sampler = sequences, self.new_sampler(sequences)
+            self.drafter.begin(len(new), self.cache.capacity, self.sampler.sampling)
         else:
-            cache: Any = self.reorder(order)
-            for slot in failed:  # run again after it ended, it may have left NaN again, which no mask hides
-                cache.erase(slot)
-            cache.copy_from(slots, prompts.cache, new)
-        capacity, sampling = self.open_cache().capacity, self.sampler.sampling
-        if begun:
-            self.drafter.select_sequences(order, capacity, sampling)
-        else:
-            self.drafter.begin(len(order), capacity, sampling)
-        for drafter, cache in zip(self.drafter.cached_drafters, prompts.caches, strict=True):
-            assert drafter.cache is not None
-            for slot in failed:
-                drafter.cache.erase(slot)
-            drafter.cache.copy_from(slots, cache, new)
+            self.rearrange(order, sequences)
+        for mine, theirs in zip(self.caches(), [prompts.cache, *prompts.caches], strict=True):
+            if mine is not theirs:
+                mine.copy_from(slots, theirs, new)
         bonus_tokens = aux_hidden_states.new_tensor([[one.text[-1]] for one in sequences], dtype=torch.int64)
         fresh = Accepted(bonus_tokens, aux_hidden_states[new], [1] * len(new), [one.text for one in sequences])
         if self.open_cache().graphs.active:  # as wide as what a step gives: one graph drafts after both
             fresh = widened(fresh, 1 + self.drafter.depth)
-        self.accepted = fresh if len(new) == len(order) else placed(select(self.accepted, order), slots, fresh)
+        self.accepted = fresh if len(new) == len(order) else placed(self.accepted, slots, fresh)
 
-    def assign_slots(self, sequences: Sequence[SequenceState]) -> tuple[list[int | None], list[int]]:
-        """Which of its sequences the batch will be, None being a new one, and the slots of these new ones, ascending.
-        Finished sequences beyond those stay too, unless they would be half of the batch, or take memory that there is not."""
-        staying = self.unfinished()
-        needed = len(staying) + len(sequences)
-        count, most = max(len(self.sequences), needed), self.max_cache_tokens
-        if 2 * needed <= count or (most is not None and count * self.room([*self.sequences, *sequences]) > most):
-            return [*staying, *[None] * len(sequences)], list(range(len(staying), needed))
-        slots = [slot for slot in range(count) if slot not in staying][: len(sequences)]
-        return [None if slot in slots else slot for slot in range(count)], slots
+    def caches(self) -> list[Any]:
+        """The target's, and those of its drafters that have one."""
+        return [self.cache, *(drafter.cache for drafter in self.drafter.cached_drafters)]
+
+    def arranged(self, arriving: Sequence[SequenceState], shrink: bool = False) -> list[int | None]:
+        """Which of its sequences the batch will be by slot, None being an arriving one: these take the slots of finished
+        ones, and the last sequences take those that are left. Where steps are captured, for each size of the batch, finished
+        ones stay in these, unless they would be half of the batch, take memory that there is not, or are to go (`shrink`)."""
+        order = [None if one.finish_reason else slot for slot, one in enumerate(self.sequences)]
+        surplus, most = order.count(None) - len(arriving), self.max_cache_tokens
+        if surplus <= 0:
+            return order + [None] * -surplus
+        fits = most is None or len(order) * self.room([*self.sequences, *arriving]) <= most
+        if self.open_cache().graphs.active and 2 * surplus < len(order) and fits and not shrink:
+            finished = [slot for slot, old in enumerate(order) if old is None]
+            return [slot if slot in finished[len(arriving) :] else old for slot, old in enumerate(order)]
+        for _ in range(surplus):
+            last = order.pop()
+            if last is not None:
+                order[order.index(None)] = last
+        return order
 
     @torch.inference_mode()
     def drop_finished(self) -> None:
-        """Between steps: finished sequences leave even if nobody joins, where they are half of the batch or more. Not on a
-        device that replays recordings, which know this batch and cost more than the sequences do."""
-        staying = self.unfinished()
-        if not staying or 2 * len(staying) > len(self.sequences) or self.open_cache().graphs.active:
-            return
-        self.keep_sequences(staying, self.kept_capacity(len(staying)))
+        """Before a step: finished sequences leave."""
+        order = self.arranged([])
+        if order and order != list(range(len(self.sequences))):
+            self.rearrange(order, [])
 
-    def keep_sequences(self, staying: list[int], capacity: int) -> None:
-        """The batch becomes that of these sequences, with room for `capacity` entries each."""
-        self.sequences = [self.sequences[slot] for slot in staying]
-        order: list[int | None] = [*staying]
-        self.open_cache().reorder(order, capacity)
+    def rearrange(
+        self, order: list[int | None], arriving: Sequence[SequenceState], capacity: int | None = None
+    ) -> None:
+        """The batch becomes that of these of its slots, None being an arriving sequence, with room for `capacity` entries
+        each, or what there is."""
+        for slot, one in enumerate(self.sequences):
+            if one.finish_reason == "error" and slot not in order:  # a NaN, which no mask hides from who comes here
+                for cache in self.caches():
+                    cache.erase(slot)
+        new = iter(arriving)
+        self.sequences = [next(new) if old is None else self.sequences[old] for old in order]
+        capacity = self.kept_capacity(len(order)) if capacity is None else capacity
+        self.open_cache().reorder(order, capacity, self.max_cache_tokens)
         self.sampler = self.new_sampler(self.sequences)
         self.drafter.select_sequences(order, capacity, self.sampler.sampling)
         self.accepted = select(self.accepted, order)
@@ -184,20 +188,10 @@ class Batch:
 
     def store_prefixes(self, prefixes: PrefixCache, namespace: int, stepped: Sequence[bool]) -> None:
         """Texts that have ended in this step go into the prefix cache: a conversation continues from them."""
-        drafters = self.drafter.cached_drafters
-        caches: Any = [self.cache, *(drafter.cache for drafter in drafters)]
-        lags = [0, *(drafter.cache_lag for drafter in drafters)]
+        lags = [0, *(drafter.cache_lag for drafter in self.drafter.cached_drafters)]
         for slot, sequence in enumerate(self.sequences):
             if stepped[slot] and sequence.finish_reason in ("stop", "length"):
-                prefixes.store(namespace, sequence.text, caches, lags, slot)
-
-    def reorder(self, slots: list[int | None]) -> TargetCache:
-        """The cache for a batch of the sequences in these slots, None being a new one."""
-        if self.cache is None:
-            self.cache = self.target.acquire_cache(len(slots), self.room(self.sequences))
-        else:
-            self.cache.reorder(slots, self.kept_capacity(len(slots)))
-        return self.cache
+                prefixes.store(namespace, sequence.text, self.caches(), lags, slot)
 
     def kept_capacity(self, count: int) -> int:
         """Entries for each of so many sequences: what there is, as long as it is enough and memory allows it."""

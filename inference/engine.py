@@ -106,6 +106,15 @@ class Engine:
         self.batch.sequences, self.batch.cache = [], None
         self.prefilling.clear()
 
+    def swap(self, drafter: Drafter | None) -> None:
+        """Between steps: draft with another drafter from now on. No request is lost, and texts do not change by it; those
+        that are decoded are prefilled again, since what a drafter remembers of them is its own."""
+        self.close()
+        self.preempt()
+        self.drafter = self.batch.drafter = as_supported(drafter or NoDrafter(), self.target)
+        if self.prefixes is not None:
+            self.namespace = self.prefixes.new_namespace()
+
     def running(self) -> list[SequenceState]:
         """Sequences that wait no longer: those decoded, the finished ones that have not left, and those being prefilled."""
         sequences = [*self.batch.sequences, *(one for prompts in self.prefilling for one in prompts.sequences)]
@@ -136,6 +145,7 @@ class Engine:
     def propose(self) -> tuple[TokenTree, Tensor | None]:
         """A tree for every sequence, and the noise of the positions that it may reach; None where it reaches none, or no
         sequence is sampled."""
+        self.batch.drop_finished()
         self.batch.make_room()
         cache = self.batch.open_cache()
         self.depth = self.drafter.depth

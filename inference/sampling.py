@@ -8,6 +8,7 @@ one that plain decoding with this seed gives, token by token. Temperature 0 is t
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -196,6 +197,12 @@ def gumbel_of(bits: Tensor, fraction: Tensor) -> Tensor:
     return uniform.neg_().log1p_().neg_().log_().neg_()  # precise near 0, where it is great
 
 
+@lru_cache(maxsize=4)
+def token_hashes(vocab: int, device: torch.device | str) -> Tensor:
+    """(vocab,) int32: of each token id."""
+    return mix(torch.arange(1, vocab + 1, device=device) * wrap(GOLDEN)).to(torch.int32)
+
+
 class Noise:
     """Gumbel noise keyed by (seed, position, token id): counter-based, so any position can be asked for at any time, in
     any batch, on any device, and gives the same number. It must never be used for any other draw."""
@@ -206,7 +213,7 @@ class Noise:
         self.keys = mix(torch.tensor([wrap(seed * GOLDEN) for seed in seeds if seed is not None], device=device))[
             :, None
         ]
-        self.tokens = mix(torch.arange(1, vocab + 1, device=device) * wrap(GOLDEN)).to(torch.int32)  # (vocab,)
+        self.tokens = token_hashes(vocab, device)
 
     def at(self, positions: Tensor) -> Tensor:
         """Float32 (batch, n, vocab) for absolute positions (batch, n)."""

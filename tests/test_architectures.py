@@ -128,7 +128,8 @@ class Tipped(Drafter):
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         tree = random_tree(self.luck, len(accepted.text), self.nodes)
         for row, text in enumerate(accepted.text):
-            message = self.answers[row][len(text) - 1 :]
+            answer = next(answer for answer in self.answers if answer[: len(text)] == text)
+            message = answer[len(text) - 1 :]
             for node, token in zip(branch(tree, row, self.luck.randrange(self.nodes)), message):
                 tree.tokens[row, node] = token
         return tree

@@ -38,10 +38,10 @@ def written(target, file, tokens, batch=4, settings=SETTINGS):
 
 
 def test_rows_are_conversations_as_the_template_has_them(chat, tmp_path):
-    rows = written(chat, tmp_path / "rows.jsonl", 800)
+    rows = written(chat, tmp_path / "rows.jsonl", 2000)
     kept = [row for row in rows if "dropped" not in row]
     words, form = chat.text_tokenizer, ChatFormat(chat.text_tokenizer)
-    assert sum(end - start for row in kept for start, end in row["written"]) >= 800
+    assert sum(end - start for row in kept for start, end in row["written"]) >= 2000
     assert {len(row["written"]) for row in kept} == {1, 2}  # some go on
     for row in kept:
         assert len(row["asked"]) == len(row["written"]) and len(row["temperatures"]) >= 2 * len(row["written"])

@@ -287,3 +287,16 @@ def test_logits_that_are_not_numbers_are_not_kept(target, monkeypatch):
         patch.setattr(type(target), "forward", poisoned)
         run = Run(Engine(target, prefixes=prefixes), patch).add(asked).finish()
     assert run.texts[asked] == [] and not prefixes.blocks
+
+
+def test_the_lm_head_takes_the_last_position_of_each_prompt_alone(target):
+    shapes: list = []
+    note = target.model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, inputs: shapes.append(inputs[0].shape)
+    )
+    engine = Engine(target)
+    for length in (3, 9, 4, 7):
+        engine.add(Request(prompt(length)[0].tolist(), max_new_tokens=1))
+    engine.step()
+    note.remove()
+    assert [shape[:2] for shape in shapes] == [(4, 1)]

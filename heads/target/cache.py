@@ -1,13 +1,15 @@
 """A preallocated key/value cache with a length per slot, which unmodified transformers models write into.
 
+The first `batch` slots are in use; others are free for sequences that join.
+
 Columns of a slot: `lengths[slot]` entries of computed text, then whatever the latest forward wrote, then nothing.
 
     slot 0   [ t t t t t t t | n n n . . . . . ]      t computed text, n the newest forward (a tree, or text)
     slot 1   [ t t t t | n n n . . . . . . . . ]      . never written, or stale: no mask admits it
 
 `commit` moves the accepted entries of the newest forward after the text, and lengthens the slots. Rejected entries need no
-clearing: the next forward overwrites or masks them. Layers of one shape and device share one block of memory, so keeping
-a path is one gather and one scatter for all of them, and its cost does not depend on the context.
+clearing: the next forward overwrites or masks them. Layers of one shape and device share a few blocks of memory, so keeping
+a path is a gather and a scatter for many of them, and its cost does not depend on the context.
 
 It lives in `heads` because autoregressive heads draft over such caches too.
 """
@@ -22,6 +24,7 @@ from transformers.cache_utils import CacheLayerMixin
 from foredraft.heads.target.cuda_graphs import CudaGraphs
 
 MIN_BUCKET = 256  # columns that a forward of fixed shapes sees, at least
+BLOCKS = 4  # that layers of one shape share: while a cache grows, one of them is there twice
 
 
 def to_device(numbers: Any, device: torch.device) -> Tensor:
@@ -69,7 +72,7 @@ class CacheLayer(CacheLayerMixin):
 
 
 class KVCache(Cache):
-    """Room for `capacity` entries in each of `batch` slots of `layers` layers.
+    """Room for `capacity` entries in each of `max_batch` slots of `layers` layers, `batch` of which are in use.
 
     lengths: computed tokens per slot, on the host, so that no step has to ask the device for them.
     num_uncommitted: entries after them that the next forward shall not overwrite: a head drafts level by level.
@@ -95,30 +98,48 @@ class KVCache(Cache):
         self.device, self.capture, self.one_device = torch.device(device), capture, one_device
         self.blocks: dict[tuple, Tensor] = {}
         self.kv_bucket: int | None = None
-        self.resize(batch, capacity)
+        self.layers_per_block = -(-layers // BLOCKS) if one_device else 1
+        self.allocate(batch, capacity)
+        self.use(batch)
         self.clear()
 
-    def resize(self, batch: int, capacity: int) -> None:
-        self.batch, self.capacity = batch, capacity
-        self.graphs = CudaGraphs(self.device, self.capture)
-        self.slots = torch.arange(batch, device=self.device)[:, None]
-        self.static_seq_lens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
+    def allocate(self, max_batch: int, capacity: int) -> None:
+        self.max_batch, self.capacity = max_batch, capacity
+        self.graphs = CudaGraphs(self.device, self.capture)  # captured ones know addresses only
+        self.all_slots = torch.arange(max_batch, device=self.device)[:, None]
+        self.all_seq_lens = torch.zeros(max_batch, 1, dtype=torch.int64, device=self.device)
 
-    def reorder(self, slots: list[int | None], capacity: int) -> None:
-        """The batch becomes these of its slots, None being an empty one, with room for `capacity` entries. Where every slot
-        stays what it is nothing is copied. Else what was captured is lost, since it knows addresses only."""
+    def use(self, batch: int) -> None:
+        """So many slots. What was captured for as many before stays."""
+        self.batch, self.slots, self.static_seq_lens = batch, self.all_slots[:batch], self.all_seq_lens[:batch]
+        for layer in self.layers:
+            layer.is_initialized = False  # its views are of other slots
+
+    def reorder(self, slots: list[int | None], capacity: int, most: int | None = None) -> None:
+        """The batch becomes these of its slots, None being an empty one, with room for `capacity` entries. A sequence is
+        copied where it changes its slot. For more entries or slots all are, and what was captured is lost; slots are
+        doubled then, if that makes no more than `most` entries of all together."""
         lengths = [0 if slot is None else self.lengths[slot] for slot in slots]
-        new, old = [n for n, slot in enumerate(slots) if slot is not None], [slot for slot in slots if slot is not None]
-        if (len(slots), capacity) != (self.batch, self.capacity) or new != old:
-            filled = max((self.lengths[slot] for slot in old), default=0)
-            for key, block in self.blocks.items():
+        moved = [(new, old) for new, old in enumerate(slots) if old is not None and old != new]
+        if capacity != self.capacity or len(slots) > self.max_batch:
+            max_batch = self.max_batch if len(slots) <= self.max_batch else max(len(slots), 2 * self.max_batch)
+            max_batch = max_batch if most is None or max_batch * capacity <= most else len(slots)
+            for key, block in list(self.blocks.items()):
                 layers, pair, _, heads, _, dim = block.shape
-                grown = block.new_zeros(layers, pair, len(slots), heads, capacity, dim)
-                grown[:, :, new, :, :filled] = block[:, :, old, :, :filled]
+                grown = block.new_zeros(layers, pair, max_batch, heads, capacity, dim)
+                for new, (old, length) in enumerate(zip(slots, lengths, strict=True)):
+                    if old is not None:
+                        grown[:, :, new, :, :length] = block[:, :, old, :, :length]
                 self.blocks[key] = grown
-            for layer in self.layers:
-                layer.is_initialized = False  # its views are of the old blocks
-            self.resize(len(slots), capacity)
+            self.allocate(max_batch, capacity)
+            self.use(len(slots))
+        else:
+            for block in self.blocks.values():
+                copies = [block[:, :, old, :, : lengths[new]].clone() for new, old in moved]
+                for (new, _), copy in zip(moved, copies, strict=True):
+                    block[:, :, new, :, : lengths[new]] = copy
+            if len(slots) != self.batch:
+                self.use(len(slots))
         self.kv_bucket = None
         self.set_lengths(lengths)
 
@@ -150,7 +171,7 @@ class KVCache(Cache):
             states = torch.cat([piece[key] for piece in pieces], dim=3)
             if key not in self.blocks:
                 layers, pair, heads, _, dim = states.shape
-                self.blocks[key] = states.new_zeros(layers, pair, self.batch, heads, self.capacity, dim)
+                self.blocks[key] = states.new_zeros(layers, pair, self.max_batch, heads, self.capacity, dim)
             self.blocks[key][:, :, slot, :, : states.shape[3]] = states
 
     def clear(self) -> None:
@@ -206,13 +227,14 @@ class KVCache(Cache):
         shapes = [(keys, None)] if same else [(keys, "keys"), (values, "values")]
         views = []
         for states, name in shapes:
-            key = (states.shape[1], states.shape[3], states.dtype, states.device, name, 0 if self.one_device else layer)
+            number, place = divmod(layer, self.layers_per_block)
+            key = (states.shape[1], states.shape[3], states.dtype, states.device, name, number)
             if key not in self.blocks:
                 # A model that mixes shapes reserves its later layers twice; on a CPU pages are not touched until written.
-                count = len(self.layers) if self.one_device else 1
-                size = (count, 2 if same else 1, self.batch, states.shape[1], self.capacity, states.shape[3])
+                count = min(self.layers_per_block, len(self.layers) - number * self.layers_per_block)
+                size = (count, 2 if same else 1, self.max_batch, states.shape[1], self.capacity, states.shape[3])
                 self.blocks[key] = torch.zeros(size, dtype=states.dtype, device=states.device)
-            views += list(self.blocks[key][layer if self.one_device else 0])
+            views += list(self.blocks[key][place, :, : self.batch])
         return views[0], views[1]
 
     def mask(self, among: Tensor) -> Tensor:
@@ -262,6 +284,7 @@ class KVCache(Cache):
         for block in self.blocks.values():
             if self.batch == 1 and self.kv_bucket is None:
                 first = self.lengths[0]  # a slice costs less than an index
+                block = block[:, :, :1]
                 block[..., first : first + new, :] = block.index_select(4, source[0].to(block.device))
             else:
                 slots = self.slots.to(block.device)

@@ -1,7 +1,8 @@
 """The frozen language model that a head drafts for. Any Hugging Face decoder works unchanged."""
 
+import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foredraft.heads import packing
 from foredraft.heads.target import attention
-from foredraft.heads.target.cache import KVCache
+from foredraft.heads.target.cache import KVCache, to_device
 from foredraft.heads.target.gguf import record_of
 from foredraft.heads.target.loading import load_model, load_tokenizer
 from foredraft.heads.target.locating import full_name, locate
@@ -222,9 +223,11 @@ class Target:
         if not self.supports_trees:
             return self.new_cache(batch, capacity)
         cache, self._idle_cache = self._idle_cache, None
-        if cache is None or cache.batch != batch or cache.capacity < capacity:
+        if cache is None or cache.max_batch < batch or cache.capacity < capacity:
             capture, alone = self.supports_cuda_graphs, self.on_one_device
             cache = KVCache(self.num_layers, batch, capacity, self.device, capture, alone)
+        elif cache.batch != batch:
+            cache.use(batch)
         cache.clear()
         return cache
 
@@ -239,14 +242,14 @@ class Target:
         mask: Tensor | None = None,
         cache: KVCache | None = None,
         layers: Sequence[int] = (),
-        keep_logits: int | Tensor = 0,
+        keep_logits: int = 0,
         key_positions: Tensor | None = None,
     ) -> TargetOutput:
         """One forward. Gradients reach nothing but an adapter (heads/adapter.py): all else is frozen.
 
         tokens, positions: (batch, length) int64. mask: (batch, length, keys) bool, True where a token may look; None is
         causal. key_positions: (batch, keys) int64, the position of each key, needed with a mask where the target has
-        sliding windows. keep_logits: 0 for all positions, n for the last n, or a tensor of indices.
+        sliding windows. keep_logits: 0 for all positions, n for the last n.
         """
         assert mask is None or self.supports_trees, self.why_no_trees
         self.check_draftable()
@@ -289,7 +292,7 @@ class Target:
         tokens: Tensor,
         positions: Tensor | None,
         layers: Sequence[int],
-        keep_logits: int | Tensor,
+        keep_logits: int,
         kwargs: dict[str, Any],
     ) -> tuple[TargetOutput, Any]:
         """What `forward` gives, and the model's own output. kwargs: more arguments of its forward."""
@@ -301,8 +304,8 @@ class Target:
             kwargs["output_hidden_states"] = list(layers)
         out = self.model(input_ids=tokens, **kwargs)
         logits = out.logits
-        if "logits_to_keep" not in self._parameters and not (isinstance(keep_logits, int) and keep_logits == 0):
-            logits = logits[:, -keep_logits:] if isinstance(keep_logits, int) else logits[:, keep_logits]
+        if "logits_to_keep" not in self._parameters and keep_logits:
+            logits = logits[:, -keep_logits:]
         if not layers:
             return TargetOutput(logits, logits.new_empty(*tokens.shape, 0)), out
         states = [out.hidden_states[i] for i in layers]
@@ -320,13 +323,32 @@ class Target:
         if isinstance(cache, StateCache):
             return cache.prefill(self, tokens, lengths, layers)
         positions = cache.seq_lens + torch.arange(tokens.shape[1], device=tokens.device)
-        ends = sorted({length - 1 for length in lengths})
+        last = to_device(lengths, tokens.device)[:, None, None] - 1
         # Padding stands after the text, where causal attention never looks: an empty cache needs no mask, ragged or not.
         mask = cache.causal_mask(tokens.shape[1])
-        output = self.forward_tree(tokens, positions, mask, cache, layers, keep_logits=tokens.new_tensor(ends))
-        where = tokens.new_tensor([[ends.index(length - 1)] for length in lengths])
-        logits = output.logits.gather(1, where[:, :, None].expand(-1, -1, output.logits.shape[-1]))
+        with self.only_logits_at(last, tokens.shape):
+            output = self.forward_tree(tokens, positions, mask, cache, layers)
+        logits = output.logits
+        if logits.shape[1] > 1:
+            logits = logits.gather(1, last.expand(-1, -1, logits.shape[-1]))
         return TargetOutput(logits, output.aux_hidden_states)
+
+    @contextlib.contextmanager
+    def only_logits_at(self, positions: Tensor, shape: torch.Size) -> Iterator[None]:
+        """Let the lm_head take of each sequence this position alone, (batch, 1, 1) int64, which no argument of a model's
+        says where they differ; shape: of the tokens. A model that calls it in a way of its own gives the logits of all."""
+
+        def select(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            hidden, *others = inputs
+            if hidden.shape[:-1] != shape:
+                return None
+            return hidden.gather(1, positions.to(hidden.device).expand(-1, -1, hidden.shape[-1])), *others
+
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(select, prepend=True)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     @cached_property
     def supports_caching(self) -> bool:
@@ -365,7 +387,7 @@ class Target:
         mask: Tensor | None,
         cache: TargetCache,
         layers: Sequence[int] = (),
-        keep_logits: int | Tensor = 0,
+        keep_logits: int = 0,
     ) -> TargetOutput:
         """A forward of draft tokens (batch, nodes) after the cached text; mask (batch, nodes, keys) bool, or None as by
         `KVCache.causal_mask`. A target without trees takes them for a chain.

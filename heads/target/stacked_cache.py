@@ -137,8 +137,8 @@ class StackedCache(KVCache):
                             ours[key][number] = state[0]
         slot.state = None
 
-    def reorder(self, slots: list[int | None], capacity: int) -> None:
-        super().reorder(slots, capacity)
+    def reorder(self, slots: list[int | None], capacity: int, most: int | None = None) -> None:
+        super().reorder(slots, capacity, most)
         new, old = [n for n, slot in enumerate(slots) if slot is not None], [slot for slot in slots if slot is not None]
         for states in self.recurrent:
             for key, state in states.items():

@@ -75,7 +75,8 @@ class StateCache:
     def clear(self) -> None:
         self.reorder([None] * self.batch, self.capacity)
 
-    def reorder(self, slots: list[int | None], capacity: int) -> None:
+    def reorder(self, slots: list[int | None], capacity: int, most: int | None = None) -> None:
+        """As `KVCache.reorder`, but a state has no room to be counted."""
         if self.stack is not None:
             if any(slot is not None for slot in slots):
                 self.stack.reorder(slots, capacity + MAX_UNCOMMITTED)

@@ -59,8 +59,12 @@ class Plan(NamedTuple):
 class Case(NamedTuple):
     """What decides what a tree costs and gains."""
 
-    batch: int
+    batch: int  # a power of two, at least what it is, since sequences leave one by one
     greedy: bool
+
+    @classmethod
+    def of(cls, batch: int, sampling: Sampling) -> "Case":
+        return cls(1 << (batch - 1).bit_length(), sampling.temperature is None)
 
 
 class Times:
@@ -107,7 +111,7 @@ class AutoTree(Drafter):
         self.plan, self.depth = plan, plan.levels
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        self.plan_for(Case(batch, sampling.temperature is None))
+        self.plan_for(Case.of(batch, sampling))
         self.unextended = []
         self.inner.begin(batch, capacity, sampling)
 
@@ -115,7 +119,7 @@ class AutoTree(Drafter):
         self.inner.select_sequences(slots, capacity, sampling)
         if self.unextended:  # as one piece, since sequences may join often while it decodes plainly
             self.unextended = [select(concatenate(self.unextended), slots)]
-        self.plan_for(Case(len(slots), sampling.temperature is None))
+        self.plan_for(Case.of(len(slots), sampling))
 
     @property
     def cached_drafters(self) -> Sequence[GrownTree]:

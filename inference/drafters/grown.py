@@ -88,10 +88,12 @@ class GrownTree(Drafter):
         self.sampling = sampling
         room = self.room(capacity)
         cache = self.cache
-        if cache is None or not cache.graphs.active or cache.batch != batch or cache.capacity < room:
+        if cache is None or not cache.graphs.active or cache.max_batch < batch or cache.capacity < room:
             cache = KVCache(
                 self.cache_layers, batch, room, self.target.device, capture=self.target.supports_cuda_graphs
             )
+        elif cache.batch != batch:
+            cache.use(batch)
         cache.clear()
         self.cache = cache
 

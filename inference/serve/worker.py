@@ -180,7 +180,6 @@ class Worker(threading.Thread):
             self.end(job, Failed(f"the request took longer than {self.timeout:g} seconds", 504))
 
     def step(self, engine: Engine) -> None:
-        engine.batch.drop_finished()
         try:
             outputs = engine.step()
         except Exception as error:

@@ -75,7 +75,8 @@ class Oracle(Drafter):
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None):
         drafts = []
-        for text, so_far in zip(self.texts, accepted.text, strict=True):
+        for so_far in accepted.text:
+            text = next((text for text in self.texts if text[: len(so_far)] == so_far), so_far)
             draft = text[len(so_far) :][: self.depth]
             right = self.depth if self.right else self.luck.randrange(self.depth + 1)
             drafts.append(draft[:right] + [(token + 1) % self.vocab for token in draft[right:]])
