@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from foredraft.heads import Target
 from foredraft.heads.target.gguf_tokenizer import SPLITTINGS, build_tokenizer
 from foredraft.heads.target.locating import gguf_of
-from foredraft.inference import generate
+from foredraft.inference import generate, load_drafter
 from foredraft.train.data import magpie
 from foredraft.train.data.chat_template import ChatFormat
 from tests.support import ROOT
@@ -95,3 +95,24 @@ def test_it_writes_conversations_with_itself(smollm2, tmp_path):
     assert all(
         smollm2.text_tokenizer.decode(row["tokens"]).count("<|im_start|>user") == len(row["asked"]) for row in kept
     )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_head_in_the_repository_drafts_for_it(smollm2, temperature):
+    drafter = load_drafter(str(ROOT / "scripts/smollm2/eagle3"), smollm2, tree="fixed")
+    form = ChatFormat(smollm2.text_tokenizer)
+    rows = [json.loads(line) for line in (ROOT / "scripts/smollm2/prompts.jsonl").read_text().splitlines()]
+    steps = tokens = 0
+    for number, row in enumerate(rows[:4]):
+        ids = torch.tensor([form.prompt([{"role": "user", "content": row["turns"][0]}])])
+        settings = {"max_new_tokens": 48, "temperature": temperature, "seed": number}
+        out, plain = (generate(smollm2, one, ids, **settings) for one in (drafter, None))
+        assert out.new_tokens == plain.new_tokens
+        steps, tokens = steps + len(out.steps), tokens + sum(step.emitted[0] for step in out.steps)
+    assert tokens > 1.4 * steps
+
+
+def test_the_text_in_the_repository_is_read_as_it_is(smollm2):
+    rows = ROOT / "scripts/smollm2/self_written.jsonl"
+    data = magpie.corpus(smollm2.text_tokenizer, smollm2, tokens=0, path=str(rows), num_proc=1)
+    assert data.card["rows_kept"] > 0.75
