@@ -182,7 +182,9 @@ def model_card(metrics: dict, head: dict, data: dict | None) -> str:
     markdown.filters["cell"] = lambda text: " ".join(text.split()).replace("|", "\\|")
     shares = [finite(metrics.get(f"identical_{key}")) for key in ("greedy", "sampled", "in_dtype")]
     place = head.get("repo") or "<this directory, or its id on the Hub>"
-    served = {"target": head["target"], "head": place, "depth": head.get("depth") or 3}
+    # Other engines read the model as transformers saves it, not the GGUF file.
+    model = "TARGET" if head.get("gguf") else head["target"]
+    served = {"target": model, "head": place, "depth": head.get("depth") or 3}
     template = markdown.get_template("model_card.md.jinja")
     return template.render(
         front_matter=front_matter(head),
