@@ -217,10 +217,11 @@ def test_a_head_learns_from_nothing_but_its_target(here, chat_path, tmp_path, mo
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     arguments = [part for part in SMALL if not part.startswith("data=")]
     own = typed("data=self data.tokens=700 data.batch=8 data.max_question=120 data.max_answer=60 data.num_proc=1")
-    more = [f"target.path={chat_path}", "head=medusa", "head.depth=2", "trainer.max_steps=2", "evaluate.proof=false"]
-    ended = here(*arguments, *own, *more, "evaluate.eval_steps=0", "output_dir=out")
+    more = typed("head=medusa head.depth=2 length=256 trainer.max_steps=2 evaluate.proof=false evaluate.eval_steps=0")
+    more.append(f"target.path={chat_path}")
+    ended = here(*arguments, *own, *more, "output_dir=out")
     assert ended.code == 0, ended.err
     assert "the target writes 700 tokens" in ended.out and "rows kept" in ended.out
-    again = here(*arguments, *own, *more, "evaluate.eval_steps=0", "output_dir=other")
+    again = here(*arguments, *own, *more, "output_dir=other")
     assert again.code == 0 and "the target writes" not in again.out  # shared by runs
     assert TALK
