@@ -30,7 +30,8 @@ else
         "$python" train/run.py "${more[@]}" "$@"
         head=$output/head decoded=$output/decoded
     fi
-    decode=("drafter=[$head,ngram]" prompts=scripts/smollm2/prompts.jsonl limit=0 output_dir="$decoded")
+    decode=("drafter=[$head,ngram]" prompts=scripts/smollm2/prompts.jsonl limit=0 new_tokens=64
+        repeats=1 "temperature=[0]" rivals=false output_dir="$decoded")
     say "decoding: python scripts/evaluate.py target=smollm2 ${decode[*]}"
     "$python" scripts/evaluate.py target=smollm2 "${decode[@]}"
 fi

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from foredraft.inference.drafters import AutoTree
 from foredraft.train import run
@@ -63,6 +64,8 @@ def main() -> None:
         sys.argv = ["train/run.py", *common, f"strategy={engine}", f"output_dir={directory}", *overrides]
         sys.argv.append("hydra/job_logging=disabled")
         run.main()
+        # Else the garbage collector decides, on each rank by itself, when targets are no longer loaded for ZeRO-3.
+        unset_hf_deepspeed_config()
 
 
 if __name__ == "__main__":
