@@ -179,8 +179,8 @@ def mix(x: Tensor) -> Tensor:
 def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
     """Standard Gumbel noise, float32 (..., n), of keys int64 (..., 1) and of tokens int32 (n,), which are hashed already.
 
-    One round of a 32-bit finaliser and the product of another mix them. What is uniform has 31 bits, and below them a
-    fraction that belongs to the key: so no token is too rare to be drawn, which 31 bits alone would see to."""
+    One round of a 32-bit finaliser and the product of another mix them. A uniform number is 31 bits of that, with a fraction
+    of the key's below them: 31 bits alone would never draw a token of probability below 2^-31."""
     x = tokens + keys.to(torch.int32)
     x ^= shift(x, 16)
     x *= wrap(MULTIPLIERS_32[0], 32)

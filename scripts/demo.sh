@@ -3,7 +3,7 @@
 # Arguments go to train/run.py, e.g. `bash scripts/demo.sh head=medusa`; relative paths start at the repository.
 #
 #   bash scripts/demo.sh target=smollm2                         decodes with the head in scripts/smollm2
-#   bash scripts/demo.sh target=smollm2 trainer.max_minutes=10  trains that head further first
+#   bash scripts/demo.sh target=smollm2 trainer.max_minutes=10  trains that head further first, for so long
 set -euo pipefail
 extras=train
 case " $* " in *" target=smollm2 "*) extras=train,gguf ;; esac
@@ -25,9 +25,11 @@ else
     head=scripts/smollm2/eagle3 decoded=outputs/smollm2_decoded
     if [ $# -gt 1 ]; then
         [ "$output" != outputs ] || output=outputs/smollm2
-        more=(init_from="$head" data.tokens=20000 trainer.learning_rate=1.0e-3 output_dir="$output")
+        more=("init_from=$head" data.path=scripts/smollm2/self_written.jsonl data.tokens=0
+            trainer.learning_rate=1.0e-3 trainer.max_minutes=10 "output_dir=$output")
         say "training: python train/run.py ${more[*]} $*"
         "$python" train/run.py "${more[@]}" "$@"
+        [ -d "$output/head" ] || exit 0 # nothing ran: --help, --cfg job
         head=$output/head decoded=$output/decoded
     fi
     decode=("drafter=[$head,ngram]" prompts=scripts/smollm2/prompts.jsonl limit=0 new_tokens=64

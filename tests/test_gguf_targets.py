@@ -76,6 +76,7 @@ def test_a_head_says_which_file_its_target_came_from(file, tmp_path):
     assert recorded["name"] == str(file) and recorded["gguf"] == target.gguf
     card = model_card({}, {"kind": "eagle3", "target": target.name, "gguf": recorded["gguf"]}, None)
     assert f"tiny.gguf (F32 100 %; SHA-256 {target.gguf['sha256']}...), dequantised" in card
+    assert "vllm serve TARGET " in card  # other engines read no such path
 
 
 def test_numbers_are_split_as_the_file_says(file, model, words):

@@ -30,9 +30,8 @@ class Masks(NamedTuple):
         if self.window is None:
             return additive_mask(mask[:, None], dtype)
         assert positions is not None and key_positions is not None, "a sliding window needs both sides' positions"
-        near = mask & (
-            positions[:, :, None] < (key_positions + self.window)[:, None, :]
-        )  # of length x keys, bools alone
+        # A comparison, not a difference: of length x keys numbers there are bools alone.
+        near = mask & (positions[:, :, None] < (key_positions + self.window)[:, None, :])
         if not self.mixed:
             return additive_mask(near[:, None], dtype)
         return {

@@ -3,7 +3,7 @@
 import csv
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,12 +88,13 @@ def verdict(results: Results, drafter: str, temperature: float) -> str:
     return ""
 
 
-def tables(results: Results) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Title, headings and rows per temperature and category, all texts first."""
-    seen = dict.fromkeys((row["temperature"], row["category"]) for row in results.rows)
-    categories = dict.fromkeys(category for _, category in seen)
-    for temperature in dict.fromkeys(temperature for temperature, _ in seen):
-        for category in [ALL, *(name for name in categories if name not in (ALL, LOOPS)), LOOPS]:
+Table = tuple[str, list[str], list[list[str]]]  # title, headings, rows
+
+
+def tables(results: Results, chosen: Iterable[str]) -> Iterator[Table]:
+    """Per temperature and chosen category. Columns in which no drafter has a figure are left out."""
+    for temperature in dict.fromkeys(row["temperature"] for row in results.rows):
+        for category in chosen:
             rows = [r for r in results.rows if (r["temperature"], r["category"]) == (temperature, category)]
             if rows:
                 title = f"Temperature {temperature:g}, {category}: {rows[0]['texts']} texts"
@@ -103,7 +104,13 @@ def tables(results: Results) -> Iterator[tuple[str, list[str], list[list[str]]]]
                 yield title, headings, body
 
 
-def context_tables(results: Results) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+def categories(results: Results) -> list[str]:
+    """All but the one of all texts; loops last."""
+    found = dict.fromkeys(row["category"] for row in results.rows)
+    return [*(name for name in found if name not in (ALL, LOOPS)), LOOPS]
+
+
+def context_tables(results: Results) -> Iterator[Table]:
     """Tokens per forward by context length, where texts reach several ranges of it."""
     for temperature in dict.fromkeys(row["temperature"] for row in results.rows):
         rows = [r for r in results.rows if (r["temperature"], r["category"]) == (temperature, ALL) and r["by_context"]]
@@ -155,14 +162,13 @@ def write(directory: Path, results: Results, samples: list[Sample]) -> None:
     write_csv(directory / "figures.csv", results)
     found = results.about
     facts = [(key, str(found[key])) for key in ("target", "device", "dtype", "date", "prompts")]
-    found_tables = list(tables(results))
     values: dict[str, Any] = {
         "title": f"Drafters for {found['target']}",
         "where": " \u00b7 ".join(value for _, value in facts[1:]),
         "warnings": list(warnings(results)),
         "figures": list(figures(results)),
-        "tables": [*(one for one in found_tables if f", {ALL}:" in one[0]), *context_tables(results)],
-        "categories": [one for one in found_tables if f", {ALL}:" not in one[0]],
+        "tables": [*tables(results, [ALL]), *context_tables(results)],
+        "categories": list(tables(results, categories(results))),
         "samples": samples,
         "stages": stage_lines(results),
         "command": found["command"],
@@ -198,7 +204,7 @@ def spread_out(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def terminal(results: Results) -> str:
     """The tables of all texts, for any terminal."""
     parts = []
-    for title, headings, rows in (*tables(results), *context_tables(results)):
+    for title, headings, rows in (*tables(results, [ALL, *categories(results)]), *context_tables(results)):
         widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [headings, *rows]]
         parts.append("\n".join([title, *lines]).replace(TIMES, "x"))
