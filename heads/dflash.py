@@ -34,7 +34,7 @@ class BlockLayer(DecoderLayer):
     """A Qwen3 layer."""
 
     def __init__(self, config: LlamaConfig):
-        super().__init__(config, NormedAttention(config))
+        super().__init__(config, NormedAttention(config, config.hidden_size))
 
     def inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """What attention takes, and what `feed_forward` is handed of it (DFlash-2)."""

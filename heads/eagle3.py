@@ -25,7 +25,15 @@ from foredraft.heads import llama_config
 from foredraft.heads.base import PackedBatch, shift_right
 from foredraft.heads.latent_attention import LatentAttention
 from foredraft.heads.layer_head import LayerHead
-from foredraft.heads.layers import Attention, DecoderLayer, RMSNorm, Rotary, ScaledLinear, project_first_half
+from foredraft.heads.layers import (
+    Attention,
+    DecoderLayer,
+    NormedAttention,
+    RMSNorm,
+    Rotary,
+    ScaledLinear,
+    project_first_half,
+)
 from foredraft.heads.step_attention import at_start, attend_steps
 from foredraft.heads.target import Target
 
@@ -36,8 +44,9 @@ class MidLayer(DecoderLayer):
     norms: ClassVar[tuple[str, ...]] = ("hidden_norm", *DecoderLayer.norms)
     hidden_norm: RMSNorm
 
-    def __init__(self, config: LlamaConfig):
-        attention = (LatentAttention if config.kv_lora_rank else Attention)(config, 2 * config.hidden_size)
+    def __init__(self, config: LlamaConfig, qk_norm: bool = False):
+        kind = LatentAttention if config.kv_lora_rank else NormedAttention if qk_norm else Attention
+        attention = kind(config, 2 * config.hidden_size)
         super().__init__(config, attention)
 
     def concat_inputs(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
@@ -67,9 +76,11 @@ class Eagle3Head(LayerHead):
         norm_before_fc: bool = False,
         norm_before_residual: bool = False,
         use_aux_hidden_state: bool = True,
+        qk_norm: bool = False,
     ):
-        """norm_before_fc (one norm over all that is fused) and norm_before_residual are of heads trained elsewhere, and so is
-        use_aux_hidden_state=False: the layer takes the target's last hidden state (nvidia/gpt-oss-120b-Eagle3-v2)."""
+        """qk_norm: norms on queries and keys, as in Qwen3's layers. norm_before_fc (one norm over all that is fused) and
+        norm_before_residual are of heads trained elsewhere, and so is use_aux_hidden_state=False: the layer takes the
+        target's last hidden state (nvidia/gpt-oss-120b-Eagle3-v2)."""
         super().__init__()
         self.config, self.layers, self.depth, self.norm_output = config, list(layers), depth, norm_output
         self.norm_before_residual = norm_before_residual
@@ -78,7 +89,7 @@ class Eagle3Head(LayerHead):
         self.input_norm = RMSNorm(len(layers) * width, config.rms_norm_eps) if norm_before_fc else None
         norms = [RMSNorm(width, config.rms_norm_eps) for _ in layers] if fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
-        self.layer = MidLayer(config)
+        self.layer = MidLayer(config, qk_norm)
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, self.prune_vocabulary(draft_vocab_size, config.vocab_size), bias=False)
         self.rotary = Rotary(config)
@@ -93,6 +104,7 @@ class Eagle3Head(LayerHead):
         counts: Tensor | None = None,
         fc_norm: bool = False,
         norm_output: bool = False,
+        qk_norm: bool = False,
     ) -> "Eagle3Head":
         """A new head. layers: None takes the paper's three, the outputs of decoder layers 1, n // 2 - 1 and n - 4 counted
         from 0. draft_vocab_size: with `counts` (vocab,), how often each token occurs in the training text; None, or a
@@ -103,7 +115,7 @@ class Eagle3Head(LayerHead):
         """
         layers = check_layers(paper_layers(target.num_layers) if layers is None else layers, target.num_layers)
         config = llama_config.config_like(target, "EAGLE-3")
-        head = cls(config, layers, depth, draft_vocab_size, fc_norm, norm_output)
+        head = cls(config, layers, depth, draft_vocab_size, fc_norm, norm_output, qk_norm=qk_norm)
         if not fc_norm:
             assert head.fc is not None
             with torch.no_grad():
@@ -131,6 +143,10 @@ class Eagle3Head(LayerHead):
         return isinstance(self.layer.self_attn, LatentAttention)
 
     @property
+    def qk_norm(self) -> bool:
+        return isinstance(self.layer.self_attn, NormedAttention)
+
+    @property
     def projections(self) -> list[nn.Linear]:
         return [self.lm_head]
 
@@ -146,17 +162,22 @@ class Eagle3Head(LayerHead):
             norm_before_fc=bool(config.get("norm_before_fc", False)),
             norm_before_residual=bool(config.get("norm_before_residual", False)),
             use_aux_hidden_state=config.get("use_aux_hidden_state", True),
+            qk_norm=bool(config.get("qk_norm", False)),
         )
 
     def to_config(self) -> dict:
+        # The two classes in which vLLM has layers of other attention.
+        other = "Eagle3DeepseekV2ForCausalLM" if self.latent else "Eagle3Qwen3ForCausalLM" if self.qk_norm else None
         return llama_config.to_json(self.config) | {
-            "architectures": ["Eagle3DeepseekV2ForCausalLM" if self.latent else "LlamaForCausalLMEagle3"],
+            "architectures": [other or "LlamaForCausalLMEagle3"],
+            **({"model_type": "qwen3"} if self.qk_norm else {}),
             "draft_vocab_size": self.lm_head.out_features,
             "target_hidden_size": self.config.hidden_size,
             "norm_before_residual": self.norm_before_residual,
             "norm_before_fc": self.input_norm is not None,
             "fc_norm": len(self.fc_norm) > 0,
             "norm_output": self.norm_output,
+            "qk_norm": self.qk_norm,
             "use_aux_hidden_state": self.fc is not None,
             "eagle_aux_hidden_state_layer_ids": self.layers,
             "num_aux_hidden_states": len(self.layers),

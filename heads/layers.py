@@ -176,10 +176,10 @@ class Attention(nn.Module):
 class NormedAttention(Attention):
     """With norms on queries and keys (Qwen3), and with a gate on what is attended to (Qwen3-Next)."""
 
-    def __init__(self, config: LlamaConfig, normed: bool = True, gated: bool = False):
-        super().__init__(config, config.hidden_size)
+    def __init__(self, config: LlamaConfig, width: int, normed: bool = True, gated: bool = False):
+        super().__init__(config, width)
         if gated:  # per head its query, then its gate
-            self.q_proj = nn.Linear(config.hidden_size, 2 * self.heads * self.dim, bias=bool(config.attention_bias))
+            self.q_proj = nn.Linear(width, 2 * self.heads * self.dim, bias=bool(config.attention_bias))
         if normed:
             self.q_norm, self.k_norm = (RMSNorm(self.dim, config.rms_norm_eps) for _ in range(2))
         self.normed, self.gated = normed, gated

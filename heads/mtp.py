@@ -59,7 +59,7 @@ class MTPHead(HiddenStateHead):
         width, eps = config.hidden_size, config.rms_norm_eps
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = RMSNorm(width, eps), RMSNorm(width, eps)
         self.fc = nn.Linear(2 * width, width, bias=False)
-        self.layer = DecoderLayer(config, NormedAttention(config, normed, gated))
+        self.layer = DecoderLayer(config, NormedAttention(config, config.hidden_size, normed, gated))
         self.norm = RMSNorm(width, eps)
         self.rotary = Rotary(config)
 

@@ -24,6 +24,7 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {  # kinds of conf/head, and what 
     "eagle3": ("eagle3", {"depth": 3, "draft_vocab_size": golden.VD}),
     "eagle3 full vocabulary": ("eagle3", {"depth": 3, "draft_vocab_size": None}),
     "eagle3.1": ("eagle3_1", {"depth": 3, "draft_vocab_size": golden.VD}),
+    "eagle3 qk_norm": ("eagle3", {"depth": 3, "draft_vocab_size": golden.VD, "qk_norm": True}),
     "eagle1": ("eagle", {"depth": 3}),
     "eagle1 with bias": ("eagle", {"depth": 3, "bias": True}),
     "medusa": ("medusa", {"depth": 3, "blocks": 2}),
@@ -49,6 +50,7 @@ def choices(name: str) -> list[str]:
         "medusa pruned": [],
         "hydra": ["hydra"],
         "hydra_pp": ["hydra"],
+        "eagle3 qk_norm": ["vllm", "speculators"],
         "eagle1": ["vllm", "eagle"],
         "eagle1 with bias": ["sglang", "eagle"],
     }
@@ -87,6 +89,20 @@ def test_both_numberings_of_fused_layers_are_written(deep, tmp_path):
     assert config["max_position_embeddings"] == 256 and config["norm_before_residual"] is False
 
 
+def test_a_layer_of_qwen3s_form_is_named_for_the_one_class_that_reads_it(deep, tmp_path):
+    save_head(ours("eagle3 qk_norm", deep), tmp_path / "vllm", deep)
+    config = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    assert (config["architectures"], config["model_type"]) == (["Eagle3Qwen3ForCausalLM"], "qwen3")
+    normed = {f"midlayer.self_attn.{one}_norm.weight": torch.Size([golden.HD]) for one in "qk"}
+    weights = load_file(tmp_path / "vllm" / "model.safetensors")
+    assert {
+        name: tensor.shape for name, tensor in weights.items() if name.endswith(("q_norm.weight", "k_norm.weight"))
+    } == normed
+    speculators = engines.speculators(read_head(tmp_path / "vllm", deep), deep).layout
+    layer = speculators.export_config(read_head(tmp_path / "vllm", deep), deep)["transformer_layer_config"]
+    assert (layer["architectures"], layer["model_type"]) == (["Qwen3ForCausalLM"], "qwen3")
+
+
 def test_no_vocabulary_map_is_written_where_nothing_is_pruned(deep, tmp_path):
     save_head(ours("eagle3 full vocabulary", deep), tmp_path, deep)
     assert not {"d2t", "t2d"} & load_file(tmp_path / "model.safetensors").keys()
@@ -106,6 +122,9 @@ REFUSED = [
     ("eagle1 with bias", "vllm", "vLLM's EAGLE-1 has no fc.bias"),
     ("eagle1", "speculators", "reads no eagle heads"),
     ("eagle3.1", "eagle", "knows no fc_norm, norm_output"),
+    ("eagle3 qk_norm", "eagle", "knows no qk_norm"),
+    ("eagle3 qk_norm", "sglang", "SGLang knows no qk_norm"),
+    ("eagle3 qk_norm", "llamacpp", "llama.cpp knows no qk_norm"),
 ]
 
 

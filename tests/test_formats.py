@@ -41,7 +41,7 @@ def drafted(directory: Path, target: Target, root: int, depth: int | None = None
     return parity_gate.drafted_logits(head, target, PROMPT, root)
 
 
-EAGLE3 = ("safeailab_eagle3", "specforge", "modelopt", "speculators")
+EAGLE3 = ("safeailab_eagle3", "specforge", "modelopt", "speculators", "vllm_qwen3", "speculators_qwen3")
 MEDUSA = {"medusa_v1": 5, "medusa_v2": 3}
 EAGLE = ("safeailab_eagle", "vllm_eagle")
 HYDRA = ("hydra", "hydra_pp")
@@ -311,6 +311,11 @@ MUTATIONS: dict[str, list[Mutation]] = {
         say("model_type", "qwen3", "model_type=qwen3", "transformer_layer_config"),
         say("transformer_layer_config", None, "has no 'transformer_layer_config'"),
         store("embed_tokens.weight", lambda rows: rows + 1, "embed_tokens.weight differs from the embed_tokens of"),
+    ],
+    "vllm_qwen3": [*eagle3_mutations("midlayer", None), say("qk_norm", False, "q_norm.weight belongs to no layer")],
+    "speculators_qwen3": [
+        *eagle3_mutations("layers.0", "transformer_layer_config"),
+        say("model_type", "llama", "model_type=llama; only qwen3", "transformer_layer_config"),
     ],
     "safeailab_eagle": [
         *EAGLE1,

@@ -16,8 +16,9 @@ from foredraft.heads.target import Target
 from foredraft.heads.target.sharding import full_tensor
 
 ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "CosyVoice3Eagle3LlamaForCausalLM"}
+ARCHITECTURES |= {"Eagle3Qwen3ForCausalLM"}  # with norms on queries and keys
 LATENT_ARCHITECTURES = {"Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"}
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
 # Flags that the weights show where config.json is silent.
 SHOWN_BY = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
 # ModelOpt and TensorRT-LLM write their options into eagle_config: the only values that our layer has, and flags of ours.
@@ -69,6 +70,7 @@ class Eagle3Format(Format):
         the head's), the flags."""
         said = {name: on for name, on in flags.items() if on is not None}
         shown = {name: True for name, weight in SHOWN_BY.items() if weight in files.weights}
+        shown |= {"qk_norm": True} if has_qk_norms(files) else {}
         return (
             {"draft_vocab_size": draft_vocabulary(files, target), IDS: layers or resolve_layer_ids(files, target)}
             | shown
@@ -89,6 +91,10 @@ class Eagle3Format(Format):
         assert isinstance(head, Eagle3Head)
         eagle = {IDS: [] if head.fc is None else for_sglang(head.layers, target), AUX: head.fc is not None}
         return head.to_config() | {"eagle_config": eagle}
+
+
+def has_qk_norms(files: HeadFiles) -> bool:
+    return any(name.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight")) for name in files.weights)
 
 
 def eagle_flags(files: HeadFiles) -> dict[str, bool]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from foredraft.heads.base import DraftHead
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats.base import HeadFiles, check_settings
-from foredraft.heads.formats.eagle3 import FLAGS, Eagle3Format
+from foredraft.heads.formats.eagle3 import FLAGS, Eagle3Format, has_qk_norms
 from foredraft.heads.formats.layer_ids import IDS
 from foredraft.heads.formats.llama_layer import layer_settings
 from foredraft.heads.p_eagle import PEagleHead
@@ -19,6 +19,7 @@ from foredraft.heads.target import Target
 
 ARCHITECTURES = {"Eagle3Speculator", "Eagle3DraftModel"}
 EMBEDDINGS = "embed_tokens.weight"
+LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # the model whose layer the head's is
 
 
 class SpeculatorsFormat(Eagle3Format):
@@ -42,7 +43,9 @@ class SpeculatorsFormat(Eagle3Format):
             raise files.error(
                 "config.json does not say norm_before_residual, which vLLM takes as true and speculators as false: add it"
             )
-        check_settings(files, layer, {"attention_bias": False, "model_type": "llama"})
+        check_settings(
+            files, layer, {"attention_bias": False, "model_type": "qwen3" if has_qk_norms(files) else "llama"}
+        )
         check_settings(files, config, {"target_hidden_size": layer["hidden_size"]})
         flags = {name: config.get(name) for name in FLAGS}
         own = {"depth": speculative_tokens(files, usual=7)} | config.get("foredraft", {})
@@ -74,7 +77,7 @@ def speculators_settings(algorithm: str, architecture: str, head: DraftHead, tar
         "architectures": [architecture],
         "speculators_model_type": algorithm,
         "speculators_config": speculators_config(algorithm, head.depth, target),
-        "transformer_layer_config": layer | {"architectures": ["LlamaForCausalLM"]},
+        "transformer_layer_config": layer | {"architectures": [LAYERS[config["model_type"]]]},
         "draft_vocab_size": config["draft_vocab_size"],
         "target_hidden_size": None,  # the head is as wide as the target
         IDS: head.layers,

@@ -59,6 +59,10 @@ def eagle3(prefix: str) -> Weights:
     return layer(prefix, 2 * H) | norms | whole | pruned
 
 
+def qk_norms(prefix: str) -> Weights:
+    return {f"{prefix}.self_attn.{one}_norm.weight": norm(HD) for one in "qk"}
+
+
 def embedding(target: Target) -> Weights:
     return {"embed_tokens.weight": target.model.get_input_embeddings().weight.detach().to(torch.float16)}
 
@@ -106,8 +110,7 @@ def backbone(taps: int) -> Weights:
     """Of a block drafter."""
     weights = {"fc.weight": random(H, taps * H), "hidden_norm.weight": norm(), "norm.weight": norm()}
     for name in (f"layers.{i}" for i in range(LAYERS)):
-        norms = {f"{name}.self_attn.{one}_norm.weight": norm(HD) for one in "qk"}
-        weights |= layer(name, H) | norms | {f"{name}.input_layernorm.weight": norm()}
+        weights |= layer(name, H) | qk_norms(name) | {f"{name}.input_layernorm.weight": norm()}
     return weights
 
 
@@ -155,6 +158,9 @@ LAYOUTS: dict[str, tuple[Callable[[Target], Weights], str]] = {
     "modelopt": (modelopt, SAFE),
     # vLLM's, for GPT-OSS 20B: the layer's config apart, ids of hidden_states, embeddings along, one norm before fc.
     "speculators": (lambda t: eagle3("layers.0") | embedding(t) | {"input_norm.weight": norm(3 * H)}, SAFE),
+    # Layers of Qwen3's form: of vLLM's class for them, and of the speculators package up to 0.8.
+    "vllm_qwen3": (lambda target: eagle3("midlayer") | qk_norms("midlayer"), SAFE),
+    "speculators_qwen3": (lambda t: eagle3("layers.0") | qk_norms("layers.0") | embedding(t), SAFE),
     # `bias` is absent, which means true; no first norm, no last one, no lm_head; the target's embeddings; a pickle. That for
     # Mixtral says model_type mixtral.
     "safeailab_eagle": (lambda target: embedding(target) | linear("fc", H, 2 * H) | layer("layers.0", H), PICKLE),
@@ -216,6 +222,8 @@ def llama_layer(weights: dict[str, Tensor], prefix: str, x: Tensor, residual: Te
 
     def heads(name: str, count: int, turned: bool) -> Tensor:
         states = (x @ w[f"self_attn.{name}_proj.weight"].T).view(length, count, HD).transpose(0, 1)
+        if f"self_attn.{name}_norm.weight" in w:
+            states = rms(states, w[f"self_attn.{name}_norm.weight"])
         if turned:
             left, right = states[..., :width].chunk(2, dim=-1)
             rotated = states[..., :width] * cos + torch.cat([-right, left], -1) * sin

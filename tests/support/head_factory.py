@@ -40,6 +40,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "eagle": {"bias": True},
     "eagle3": {"draft_vocab_size": 200},
     "eagle3_1": {"draft_vocab_size": None},
+    "eagle3 qk_norm": {"kind": "eagle3", "depth": 3, "draft_vocab_size": 200, "qk_norm": True},
     "hydra": {"depth": 3, "dropout": 0.1, "draft_vocab_size": 150},
     "hydra_pp": {"depth": 3, "mlp_layers": 3, "dropout": 0.1, "draft_vocab_size": 150},
     "jetspec": {"block_size": 5, "num_layers": 2},
