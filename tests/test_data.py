@@ -53,16 +53,6 @@ def test_text_files_are_split_by_file(target, tmp_path):
     assert len(held) == 4 and len(trained) == 16 and not trained & held
 
 
-def test_bad_text_is_named(target, tmp_path):
-    with pytest.raises(ValueError, match="does not exist"):
-        corpus.text_files(target.tokenizer, str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="holds no text"):
-        corpus.text_files(target.tokenizer, str(tmp_path))
-    (tmp_path / "latin.txt").write_bytes("caf\xe9 noir".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 \(byte 3\)"):
-        corpus.text_files(target.tokenizer, str(tmp_path))
-
-
 def test_prompts_start_at_lines_and_have_their_length(target):
     rows = corpus.prompts(target.tokenizer, [TEXT, TEXT], 6, 20)
     assert len(rows) == 6 and all(len(row) == 20 for row in rows)

@@ -7,7 +7,7 @@ import torch
 
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.inference import generate
-from foredraft.inference.drafters import DraftModel, DynamicTree, NgramDrafter
+from foredraft.inference.drafters import DynamicTree, NgramDrafter
 from tests.support.batches import prompt
 from tests.support.drafters import SETTINGS, Oracle, drafters, eager_head
 
@@ -88,13 +88,6 @@ def test_tree_wider_than_the_vocabulary(target):
     drafter = DynamicTree(head.eval(), target, nodes=64, depth=3, width=10, min_probability=0)
     plain = generate(target, None, prompt(9), max_new_tokens=20, eos_token_id=-1)
     assert generate(target, drafter, prompt(9), max_new_tokens=20, eos_token_id=-1).new_tokens == plain.new_tokens
-
-
-def test_the_target_as_its_own_draft_model_is_accepted_whole(target):
-    for settings in ({}, {"temperature": 1.0}):
-        drafter = DraftModel(target, target, nodes=5, depth=4, width=1, min_probability=0)
-        out = generate(target, drafter, prompt(9), max_new_tokens=41, eos_token_id=-1, **settings)
-        assert [step.emitted for step in out.steps] == [[5]] * 8
 
 
 def test_bad_input_is_named(target):

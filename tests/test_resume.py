@@ -76,6 +76,11 @@ def test_a_checkpoint_appears_only_when_it_is_whole(tmp_path: Path):
     (written / checkpoints.STATE).write_text("{}")
     checkpoints.complete(tmp_path, 5)
     assert checkpoints.newest(tmp_path) == str(tmp_path / "checkpoint-5")
+    for step, state in ((9, True), (20, True), (100, False)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if state:
+            (tmp_path / f"checkpoint-{step}" / checkpoints.STATE).touch()
+    assert checkpoints.newest(tmp_path) == str(tmp_path / "checkpoint-20")
 
 
 def test_old_checkpoints_and_weights_that_are_best_no_more_go(tmp_path: Path):

@@ -264,14 +264,6 @@ def test_an_unfinished_run_is_not_gone_on_with_under_another_config(stopped: Sto
     assert (tmp_path / "out" / "config.yaml").read_bytes() == (stopped.copy / "config.yaml").read_bytes()
 
 
-def test_a_checkpoint_that_was_cut_off_is_not_gone_on_from(tmp_path: Path):
-    for step, whole in ((9, True), (20, True), (100, False)):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-        if whole:
-            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
-    assert checkpoints.newest(tmp_path) == str(tmp_path / "checkpoint-20")
-
-
 def test_a_signal_may_come_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPatch):
     """Python's streams cannot be entered twice; to print from a handler ends the run with a RuntimeError, now and then."""
 
