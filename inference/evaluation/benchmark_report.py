@@ -126,16 +126,12 @@ def figures(results: Results) -> Iterator[Figure]:
         rows = [r for r in results.rows if r["temperature"] == temperature and r["category"] == ALL]
         label = f"at temperature {temperature:g}"
         bars = [
-            (
-                Bar(row["drafter"], found.median, "grey" if row["drafter"] in results.rivals else "d1"),
-                found.least,
-                found.most,
-            )
+            Bar(row["drafter"], found.median, "grey" if row["drafter"] in results.rivals else "d1", shown(found, TIMES))
             for row in rows
             if (found := row["speedup_with_prefill"]) is not None
         ]
-        note = "Over our plain decoding, prompts included; lines from the least to the greatest of the repeats, rivals grey"
-        yield f"Speedup {label}", note, plots.interval_chart(f"Speedup {label}", bars, TIMES, 1.0)
+        note = "Over our plain decoding, prompts included; the least and the greatest of the repeats, rivals grey"
+        yield f"Speedup {label}", note, plots.bar_chart(f"Speedup {label}", bars)
         lines = [
             Series(row["drafter"], [(d, 100 * share) for d, share in enumerate(shares, 1)], depth_color(number))
             for number, row in enumerate(rows, 1)

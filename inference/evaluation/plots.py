@@ -1,11 +1,11 @@
-"""Line and bar charts as inline SVG.
+"""Lines as inline SVG, and bars as HTML.
 
 The colours in a chart are CSS variables of its page (`COLORS`), so that one chart serves light and dark pages, and the
 colour of a depth is the same in a line, a bar and a token. A chart with nothing to draw is the empty string.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from markupsafe import Markup, escape
@@ -53,6 +53,7 @@ class Bar(NamedTuple):
     label: str
     value: float
     color: str  # a name in COLORS
+    note: str  # what stands after it: its value, in words
 
 
 class Scale(NamedTuple):
@@ -91,13 +92,8 @@ def dot(x: float, y: float, color: str, title: str) -> str:
     return f"<circle {where}><title>{escape(title)}</title></circle>"
 
 
-def box(x: float, y: float, width: float, height: float, color: str, title: str) -> str:
-    where = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" style="fill:var(--{color})"'
-    return f"<rect {where}><title>{escape(title)}</title></rect>"
-
-
-def svg(name: str, height: float, shapes: Iterable[str]) -> Markup:
-    begin = f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(name)}">'
+def svg(name: str, shapes: Iterable[str]) -> Markup:
+    begin = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)}">'
     return Markup("\n".join([begin, *shapes, "</svg>"]))
 
 
@@ -138,11 +134,11 @@ def stretches(points: Sequence[Point]) -> list[list[Point]]:
     return [run for run in runs if run]
 
 
-def upright_axis(marks: Sequence[float], unit: str, right: float, top: float = 10) -> tuple[Scale, float, list[str]]:
+def upright_axis(marks: Sequence[float], unit: str, right: float) -> tuple[Scale, float, list[str]]:
     """The y scale, where the x axis begins, and the grid with its numbers, which ends at `right`."""
     words = [f"{mark:g}{unit}" for mark in marks]
     left = 8 + LETTER * max(map(len, words))
-    scale = Scale(marks[0], marks[-1], HEIGHT - 40, top)
+    scale = Scale(marks[0], marks[-1], HEIGHT - 40, 10)
     grid = [line([(left, scale(mark)), (right, scale(mark))], "line") for mark in marks]
     numbers = [text(left - 6, scale(mark), word, anchor="end") for mark, word in zip(marks, words, strict=True)]
     return scale, left, [*grid, *numbers]
@@ -189,68 +185,18 @@ def line_chart(
         shapes.append(
             text(right + 8, height, beside[number], one.color, "start", weight="normal" if one.label else "bold")
         )
-    return svg(name, HEIGHT, shapes)
+    return svg(name, shapes)
 
 
-def bar_chart(name: str, bars: Sequence[Bar], unit: str, x_name: str) -> str:
-    """Upright bars of values from zero up. A value that is not finite keeps its place, empty."""
-    finite = [bar.value for bar in bars if math.isfinite(bar.value)]
-    if not finite:
+def bar_chart(name: str, bars: Sequence[Bar]) -> str:
+    """Lying bars from zero, one below the other. One whose value is not finite keeps its place, empty."""
+    shares = [bar.value if math.isfinite(bar.value) else 0.0 for bar in bars]
+    most = max(shares, default=0.0)
+    if not most:
         return ""
-    y_scale, left, shapes = upright_axis(round_marks(0, max(finite) or 1.0), unit, WIDTH - 4, top=22)
-    room = (WIDTH - 4 - left) / len(bars)
-    every = math.ceil((max(len(bar.label) for bar in bars) + 1) * LETTER / room)
-    for number, bar in enumerate(bars):
-        middle = left + room * (number + 0.5)
-        if math.isfinite(bar.value):
-            words, top = f"{bar.value:.1f}{unit}", y_scale(bar.value)
-            title = f"{x_name} {bar.label}: {words}"
-            shapes.append(box(middle - 0.35 * room, top, 0.7 * room, y_scale(0) - top, bar.color, title))
-            if LETTER * len(words) < room:
-                shapes.append(text(middle, top - 9, words, "ink", weight="bold"))
-        if number % every == 0:
-            shapes.append(text(middle, HEIGHT - 26, bar.label))
-    return svg(name, HEIGHT, [*shapes, text((left + WIDTH) / 2, HEIGHT - 8, x_name)])
-
-
-def lying_bars(
-    bars: Sequence[Bar], notes: Sequence[str], titles: Sequence[str], most: float, ends: Sequence[float]
-) -> tuple[Scale, list[str]]:
-    """Bars from the left, one below the other, their labels before them and each's note after the value in `ends`."""
-    left = 8 + LETTER * max(len(bar.label) for bar in bars)
-    scale = Scale(0, most, left, max(left + 40, WIDTH - 12 - LETTER * max(map(len, notes))))
-    shapes: list[str] = []
-    for number, (bar, note, title, end) in enumerate(zip(bars, notes, titles, ends, strict=True)):
-        middle = LINE + 32 * number
-        shapes.append(box(left, middle - 10, scale(bar.value) - left, 20, bar.color, f"{bar.label}: {title}"))
-        shapes.append(text(left - 6, middle, bar.label, anchor="end"))
-        shapes.append(text(scale(end) + 6, middle, note, "ink", "start", weight="bold"))
-    return scale, shapes
-
-
-def interval_chart(name: str, bars: Sequence[tuple[Bar, float, float]], unit: str, mark: float) -> str:
-    """One lying bar per entry, with a line from its least to its greatest value. mark: a value to compare with."""
-    if not bars:
-        return ""
-    most = max(mark, *(high for _, _, high in bars))
-    words = [f"{bar.value:.2f}{unit}" for bar, _, _ in bars]
-    titles = [f"{word}, from {low:.2f} to {high:.2f}" for word, (_, low, high) in zip(words, bars, strict=True)]
-    scale, shapes = lying_bars([bar for bar, _, _ in bars], words, titles, most, [high for _, _, high in bars])
-    height = 32 * len(bars)
-    for number, (_, low, high) in enumerate(bars):
-        middle = LINE + 32 * number
-        shapes.append(line([(scale(low), middle), (scale(high), middle)], "ink", 1.5))
-    shapes.append(line([(scale(mark), 0), (scale(mark), height)], "grey"))
-    shapes.append(text(scale(mark), height + 12, f"{mark:g}{unit}"))
-    return svg(name, height + 24, shapes)
-
-
-def share_chart(name: str, bars: Sequence[Bar], form: Callable[[float], str]) -> str:
-    """One lying bar per part of a whole, with its value and its share."""
-    bars = [bar for bar in bars if math.isfinite(bar.value) and bar.value >= 0]
-    total = sum(bar.value for bar in bars)
-    if not total:
-        return ""
-    words = [f"{form(bar.value)}, {100 * bar.value / total:.1f} %" for bar in bars]
-    values = [bar.value for bar in bars]
-    return svg(name, 32 * len(bars), lying_bars(bars, words, words, max(values), values)[1])
+    lines = [
+        f'<dt>{escape(bar.label)}</dt><dd><i style="width:{70 * (share / most):.2f}%;background:var(--{bar.color})"></i>'
+        f"{escape(bar.note)}</dd>"
+        for bar, share in zip(bars, shares, strict=True)
+    ]
+    return Markup("\n".join([f'<dl class="bars" aria-label="{escape(name)}">', *lines, "</dl>"]))

@@ -128,14 +128,23 @@ def logged(history: list[dict], key: str, scale: float = 1.0) -> list[Point]:
 
 def decoding_figures(metrics: dict) -> Iterator[Figure]:
     shares = [finite(share) for share in metrics.get("accepted_per_depth") or ()]
-    bars = [Bar(str(d), math.nan if s is None else 100 * s, depth_color(d)) for d, s in enumerate(shares, 1)]
+    bars = [
+        Bar(f"depth {d}", math.nan, "muted", "-")
+        if s is None
+        else Bar(f"depth {d}", s, depth_color(d), f"{100 * s:.1f} %")
+        for d, s in enumerate(shares, 1)
+    ]
     title, note = "Accepted share per depth", "Of all steps, those that accepted at least this many drafts"
-    yield title, note, plots.bar_chart(title, bars, " %", "depth")
+    yield title, note, plots.bar_chart(title, bars)
     seconds = {name: finite(part) for name, part in (metrics.get("step_seconds") or {}).items()}
-    known = [(name, part) for name, part in seconds.items() if part is not None]
-    parts = [Bar(name, part, plots.PARTS[i % len(plots.PARTS)]) for i, (name, part) in enumerate(known)]
-    title, note = "Where a step's time goes", f"One decoding step takes {duration(sum(part for _, part in known))}"
-    yield title, note, plots.share_chart(title, parts, duration)
+    known = {name: part for name, part in seconds.items() if part is not None}
+    whole = sum(known.values()) or math.nan
+    parts = [
+        Bar(name, part, plots.PARTS[i % len(plots.PARTS)], f"{duration(part)}, {percent(part / whole)}")
+        for i, (name, part) in enumerate(known.items())
+    ]
+    title, note = "Where a step's time goes", f"One decoding step takes {duration(sum(known.values()))}"
+    yield title, note, plots.bar_chart(title, parts)
 
 
 def training_figures(history: list[dict]) -> Iterator[Figure]:

@@ -63,13 +63,13 @@ def summary(card: dict[str, Any]) -> str:
 
 
 def histogram(card: dict[str, Any]) -> str:
-    """The lengths as an SVG chart."""
+    """The lengths as a chart."""
     shape = card["histogram"]
     bars = [
-        Bar(str(edge), 100 * count / card["documents"], plots.depth_color(1))
+        Bar(f"from {edge:,} tokens", count, plots.depth_color(1), f"{100 * count / card['documents']:.1f} %")
         for edge, count in zip(shape["from"], shape["documents"], strict=True)
     ]
-    return plots.bar_chart("Lengths of the documents", bars, " %", "tokens, from")
+    return plots.bar_chart("Lengths of the documents", bars)
 
 
 def check_same(directory: Path, card: dict[str, Any]) -> None:

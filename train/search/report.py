@@ -23,8 +23,8 @@ HEADINGS = ["candidate", "steps", "tokens/s", "over plain", "tokens per forward"
 def announce(state: State, number: int) -> None:
     """The round on the terminal."""
     print(f"\nround {number + 1}: {state.rounds[number].note}")
-    for name, steps, speed, over, length, _, verdict in rows(state, number):
-        print(f"  {name:<14} {steps:>6}  {speed:>15} tokens/s  {over:>6}  {length:>5} per forward  {verdict}")
+    for name, steps, rate, over, length, _, verdict in rows(state, number):
+        print(f"  {name:<14} {steps:>6}  {rate:>15} tokens/s  {over:>6}  {length:>5} per forward  {verdict}")
     print(flush=True)
 
 
@@ -33,16 +33,19 @@ def rows(state: State, number: int) -> Iterator[list[str]]:
     this = state.rounds[number]
     for name in sorted(this.found, key=lambda name: -this.found[name]["tokens_per_second"]):
         facts = this.found[name]
-        speed = f"{facts['tokens_per_second']:.1f} {shown_error(facts['standard_error'])}"
         if name == PLAIN:
-            yield ["no head", "", speed, "1.00x", "1.00", "", ""]
+            yield ["no head", "", speed(facts), "1.00x", "1.00", "", ""]
             continue
         fixed = facts.get("fixed_tree_tokens_per_second")
         shown = "" if fixed is None else f"{fixed:.1f}"
         numbers = [f"{facts['speedup']:.2f}x", f"{facts['acceptance_length']:.2f}", shown]
-        yield [name, str(this.goals[name].until), speed, *numbers, verdict(state, number, name)]
+        yield [name, str(this.goals[name].until), speed(facts), *numbers, verdict(state, number, name)]
     for name in this.goals.keys() - this.found.keys():
         yield [name, "", "", "", "", "", state.candidates[name].dropped or ""]
+
+
+def speed(facts: dict[str, Any]) -> str:
+    return f"{facts['tokens_per_second']:.1f} {shown_error(facts['standard_error'])}"
 
 
 def verdict(state: State, number: int, name: str) -> str:
@@ -54,13 +57,13 @@ def verdict(state: State, number: int, name: str) -> str:
 
 def figures(rounds: list[Round]) -> Iterator[Figure]:
     for number, this in enumerate(rounds, start=1):
-        bars = []
-        for name, facts in sorted(this.found.items(), key=lambda pair: -pair[1]["tokens_per_second"]):
-            rate, error = facts["tokens_per_second"], facts["standard_error"] or 0.0
-            bars.append((Bar(name, rate, "grey" if name == PLAIN else "d1"), rate - error, rate + error))
-        mark = this.found[PLAIN]["tokens_per_second"] if this.found else 0.0
+        ranked = sorted(this.found.items(), key=lambda pair: -pair[1]["tokens_per_second"])
+        bars = [
+            Bar(name, facts["tokens_per_second"], "grey" if name == PLAIN else "d1", speed(facts))
+            for name, facts in ranked
+        ]
         title = f"Round {number}: tokens/s"
-        yield title, this.note, plots.interval_chart(title, bars, "", mark)
+        yield title, this.note, plots.bar_chart(title, bars)
 
 
 def write_search_page(file: Path, state: State, target: Target) -> None:
