@@ -7,7 +7,6 @@ folder is a model as transformers saves one; while it is trained it holds tokeni
 import json
 import math
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,18 @@ from transformers import (
     PreTrainedTokenizerFast,
     PrinterCallback,
     Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
     TrainingArguments,
     set_seed,
 )
 
-from foredraft.heads.hub.card import duration, size
+from foredraft.heads.hub.card import size
 from foredraft.heads.target import Target
 from foredraft.heads.target.loading import has_bfloat16_products
 from foredraft.train.data.pretraining import Windows, texts, tokens_of, train_tokenizer
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.runtime import checkpoints, distributed
-from foredraft.train.runtime.callbacks import KeepCheckpoints, StopOnSignal
-from foredraft.train.runtime.run_state import CHECKPOINTS, differences, seconds_of, write_atomically
+from foredraft.train.runtime.callbacks import KeepCheckpoints, Progress, StopOnSignal
+from foredraft.train.runtime.run_state import CHECKPOINTS, differences, write_atomically
 
 SETTINGS, TOKENS, HISTORY = "training.json", "tokens.npy", "history.json"
 HELD_OUT = 64  # rows of held-out text that the loss is measured on
@@ -97,6 +93,7 @@ def arguments(
         adam_beta2=0.95,
         bf16=has_bfloat16_products("cuda" if torch.cuda.is_available() and device != "cpu" else "cpu"),
         use_cpu=device == "cpu",
+        logging_first_step=True,
         logging_steps=math.gcd(10, save_steps),  # a checkpoint comes after a log entry: none is of steps that were lost
         save_steps=save_steps,
         save_total_limit=2,
@@ -128,41 +125,6 @@ def prepare(folder: Path, settings: dict[str, Any]) -> None:
     part.rename(folder / TOKENS)
 
 
-class TellCost(TrainerCallback):
-    """A line per log entry; after the first steps, what the whole will take."""
-
-    def __init__(self, tokens: int):
-        """tokens: in a step."""
-        self.tokens = tokens
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.first, self.since, self.earlier = state.global_step, time.perf_counter(), seconds_of(state)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        done = state.global_step - self.first
-        if done == 1:  # the first has what is done once
-            self.begun = time.perf_counter()
-        if done == 3:
-            each = (time.perf_counter() - self.begun) / 2
-            left = each * (state.max_steps - state.global_step)
-            rate = self.tokens / each
-            print(f"a step takes {duration(each)} ({rate:,.0f} tokens/s): about {duration(left)} to go", flush=True)
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
-        if "loss" in (logs or {}):
-            seconds = time.perf_counter() - self.since
-            state.log_history[-1]["train_seconds"] = round(self.earlier + seconds, 3)
-            left = seconds / max(1, state.global_step - self.first) * (state.max_steps - state.global_step)
-            print(
-                f"step {state.global_step}/{state.max_steps}  loss {logs['loss']:.3f}  {duration(left)} left",
-                flush=True,
-            )
-
-
 def train(folder: Path, settings: dict[str, Any], args: TrainingArguments) -> None:
     """From the newest checkpoint to the last step, and the model into `folder`."""
     set_seed(args.seed)
@@ -175,7 +137,7 @@ def train(folder: Path, settings: dict[str, Any], args: TrainingArguments) -> No
         model,
         args,
         train_dataset=EpochStream(windows, settings["steps"] * settings["rows"], args.seed),
-        callbacks=[stop, TellCost(settings["rows"] * settings["length"]), KeepCheckpoints()],
+        callbacks=[stop, Progress(), KeepCheckpoints()],
     )
     trainer.remove_callback(PrinterCallback)
     checkpoint = checkpoints.newest(folder / CHECKPOINTS)

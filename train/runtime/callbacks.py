@@ -14,6 +14,7 @@ import torch
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from foredraft.heads.hub.card import duration
 from foredraft.train.runtime import checkpoints, distributed
 from foredraft.train.runtime.run_state import seconds_of
 
@@ -99,8 +100,8 @@ def fitted(history: list[dict[str, Any]]) -> dict[str, int]:
 
 
 class Progress(TrainerCallback):
-    """One line per log entry: step, loss, accuracy per depth, tokens/s, learning rate, norm of the gradient, time left; on a
-    terminal a bar, and lines for what is measured. It adds the time to the entry."""
+    """One line per log entry: step, loss, accuracy per depth, tokens/s, learning rate, norm of the gradient, time
+    left; on a terminal a bar, and lines for what is measured. It adds the time to the entry."""
 
     def __init__(self) -> None:
         self.start, self.first, self.earlier = time.perf_counter(), 0, 0.0
@@ -144,14 +145,14 @@ class Progress(TrainerCallback):
         done = state.global_step - self.first
         left = seconds / max(1, done) * (state.max_steps - state.global_step)
         accuracy = " ".join(f"{logs[key]:.3f}" for key in logs if key.startswith("acc_"))
-        figures = f"loss {logs['loss']:.3f}  accuracy by depth {accuracy}  {logs['tokens_per_second']:,.0f} tokens/s"
-        figures += f"  lr {logs['learning_rate']:.1e}" + (
-            f"  grad {logs['grad_norm']:.2g}" if "grad_norm" in logs else ""
-        )
+        figures = f"loss {logs['loss']:.3f}" + (f"  accuracy by depth {accuracy}" if accuracy else "")
+        figures += f"  {logs['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in logs else ""
+        figures += f"  lr {logs['learning_rate']:.1e}"
+        figures += f"  grad {logs['grad_norm']:.2g}" if "grad_norm" in logs else ""
         if self.bar is not None:
             self.bar.set_postfix_str(figures)
         else:
-            self.line(f"step {state.global_step}/{state.max_steps}  {figures}  {left:.0f} s left")
+            self.line(f"step {state.global_step}/{state.max_steps}  {figures}  {duration(left)} left")
 
 
 def measured(logs: dict[str, float]) -> Iterator[str]:
