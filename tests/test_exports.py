@@ -1,75 +1,68 @@
 """What is written for an engine: it is whole, the engine reads it as it is meant, and the gate lets nothing else pass."""
 
 import json
-from typing import Any
 
 import pytest
 import torch
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from foredraft.heads import Target, save_head
-from foredraft.heads.checkpoint import read_head, write_head
+from foredraft.heads.base import DraftHead
+from foredraft.heads.checkpoint import read_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats import engines
 from foredraft.heads.hydra import HydraHead
 from foredraft.train import publish
-from foredraft.train.cli import CONF
 from tests.support import golden
-from tests.support.head_factory import build_head
+from tests.support.exports import write_export
+from tests.support.head_factory import build_head, make_head
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-OURS: dict[str, tuple[str, dict[str, Any]]] = {  # kinds of conf/head, and what is changed in their yaml
-    "eagle3": ("eagle3", {"depth": 3, "draft_vocab_size": golden.VD}),
-    "eagle3 full vocabulary": ("eagle3", {"depth": 3, "draft_vocab_size": None}),
-    "eagle3.1": ("eagle3_1", {"depth": 3, "draft_vocab_size": golden.VD}),
-    "eagle3 qk_norm": ("eagle3", {"depth": 3, "draft_vocab_size": golden.VD, "qk_norm": True}),
-    "eagle1": ("eagle", {"depth": 3}),
-    "eagle1 with bias": ("eagle", {"depth": 3, "bias": True}),
-    "medusa": ("medusa", {"depth": 3, "blocks": 2}),
-    "medusa pruned": ("medusa", {"depth": 3, "draft_vocab_size": golden.VD}),
-    "hydra": ("hydra", {"depth": 3, "mlp_layers": 2, "dropout": 0.1}),
-    "hydra_pp": ("hydra_pp", {"depth": 3, "mlp_layers": 2, "dropout": 0.1}),
+FORMATS = {  # that take a head of this kind
+    "eagle3": "vllm speculators sglang eagle",
+    "eagle3 full vocabulary": "vllm speculators sglang eagle",
+    "eagle3 qk_norm": "vllm speculators",
+    "eagle3_1": "vllm speculators sglang",
+    "hass": "vllm eagle",
+    "eagle": "sglang eagle",
+    "medusa": "medusa",
+    "hydra": "hydra",
+    "hydra_pp": "hydra",
+    "dflash": "vllm sglang speculators",
+    "dflash pruned": "vllm speculators",
+    "dflash anchor first": "vllm sglang",
+    "jetspec": "vllm sglang speculators",
+    "dflash2": "vllm",
+    "dspark": "vllm sglang speculators",
+    "dspark pruned": "speculators",
+    "dspark gated": "sglang",
+    "dspark rnn": "sglang",
+    "domino": "sglang",
+    "domino in place": "sglang",
+    "p_eagle": "vllm speculators",
 }
+WHOLE = {"draft_vocab_size": None}  # what some engines insist on
+CHANGES = {
+    "medusa": WHOLE,
+    "hydra": WHOLE,
+    "hydra_pp": WHOLE | {"mlp_layers": 2},
+    "medusa pruned": {"kind": "medusa", "draft_vocab_size": 250},
+}
+ROUND = [(kind, name) for kind, formats in FORMATS.items() for name in formats.split()]
 
 
-def ours(name: str, target: Target):
-    kind, changes = OURS[name]
-    head = build_head(kind, target, **changes)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return head.eval().to(torch.bfloat16)  # coarser than float32: a cast on the way would show
-
-
-def choices(name: str) -> list[str]:
-    """The formats of `scripts/export.py` that take a head of this kind."""
-    known = {
-        "medusa": ["medusa"],
-        "medusa pruned": [],
-        "hydra": ["hydra"],
-        "hydra_pp": ["hydra"],
-        "eagle3 qk_norm": ["vllm", "speculators"],
-        "eagle1": ["vllm", "eagle"],
-        "eagle1 with bias": ["sglang", "eagle"],
-    }
-    if name in known:
-        return known[name]
-    return ["vllm", "speculators", "sglang"] if name == "eagle3.1" else ["vllm", "speculators", "sglang", "eagle"]
-
-
-ROUND = [(kind, name) for kind in OURS for name in choices(kind)]
+def ours(kind: str, target: Target) -> DraftHead:
+    return make_head(kind, target, **CHANGES.get(kind, {})).to(torch.bfloat16)  # a cast on the way would show
 
 
 @pytest.mark.parametrize(("kind", "name"), ROUND)
 def test_round_trips_are_equal_to_the_bit(deep, tmp_path, kind, name):
     head = ours(kind, deep)
-    export = instantiate(OmegaConf.load(CONF / "publish" / "format" / f"{name}.yaml"))(head, deep)
-    write_head(head, tmp_path, deep, export.layout, export.layout.weight_files)
+    export = write_export(name, head, deep, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", *export.layout.weight_files}
     again = read_head(tmp_path, deep)
-    assert again.state_dict().keys() == head.state_dict().keys() and again.dtype == head.dtype
+    assert type(again) is type(head) and again.dtype == head.dtype and again.to_config() == head.to_config()
+    assert again.state_dict().keys() == head.state_dict().keys()
     assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in head.state_dict().items())
     assert (again.layers, again.depth) == (head.layers, head.depth)
     for file in export.layout.weight_files:  # each of them alone too
@@ -119,12 +112,18 @@ REFUSED = [
     ("hydra", "vllm", "vLLM reads no hydra"),
     ("hydra_pp", "sglang", "SGLang reads no hydra_pp"),
     ("medusa pruned", "medusa", "knows no pruned vocabulary"),
-    ("eagle1 with bias", "vllm", "vLLM's EAGLE-1 has no fc.bias"),
-    ("eagle1", "speculators", "reads no eagle heads"),
-    ("eagle3.1", "eagle", "knows no fc_norm, norm_output"),
+    ("eagle", "vllm", "vLLM's EAGLE-1 has no fc.bias"),
+    ("hass", "speculators", "reads no eagle heads"),
+    ("eagle3_1", "eagle", "knows no fc_norm, norm_output"),
     ("eagle3 qk_norm", "eagle", "knows no qk_norm"),
     ("eagle3 qk_norm", "sglang", "SGLang knows no qk_norm"),
     ("eagle3 qk_norm", "llamacpp", "llama.cpp knows no qk_norm"),
+    ("domino", "vllm", "vLLM reads no domino heads"),
+    ("dspark gated", "vllm", "markov_head_type=vanilla only"),
+    ("dspark rnn", "speculators", "markov_head_type=vanilla only"),
+    ("dflash", "eagle", "reads no dflash"),
+    ("dspark pruned", "sglang", "SGLang's block drafting knows no pruned vocabulary"),
+    ("p_eagle", "sglang", "SGLang reads no p_eagle"),
 ]
 
 
@@ -155,9 +154,8 @@ def test_layers_that_zankners_code_would_tie_are_not_written(deep):
 
 def test_sglang_gets_the_bias_it_insists_on(deep, tmp_path):
     """Of zeros where the head has none: it drafts the same."""
-    head = ours("eagle1", deep)
-    export = engines.sglang(head, deep)
-    write_head(head, tmp_path, deep, export.layout, export.layout.weight_files)
+    head = ours("hass", deep)
+    write_export("sglang", head, deep, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["bias"] is True
     state = read_head(tmp_path, deep).state_dict()
     assert not state.pop("fc.bias").any() and state.keys() == head.state_dict().keys()
@@ -189,7 +187,7 @@ def test_an_engine_is_started_in_its_own_words(deep, engine, kind, words):
 
 
 def test_what_an_engine_has_learnt_is_said(deep):
-    assert "fc_norm, norm_output: SGLang reads it since" in engines.sglang(ours("eagle3.1", deep), deep).note
+    assert "fc_norm, norm_output: SGLang reads it since" in engines.sglang(ours("eagle3_1", deep), deep).note
     head = ours("eagle3", deep)
     head.norm_before_residual = True
     with pytest.raises(ValueError, match="SGLang knows no norm_before_residual"):
@@ -200,8 +198,7 @@ def test_what_an_engine_has_learnt_is_said(deep):
 def test_the_gate_passes_an_export_and_stops_another_head(deep, tmp_path, kind):
     head = ours(kind, deep)
     save_head(head, tmp_path / "head", deep)
-    export = (engines.medusa if kind == "medusa" else engines.vllm)(head, deep)
-    write_head(head, tmp_path / "export", deep, export.layout, export.layout.weight_files)
+    export = write_export("medusa" if kind == "medusa" else "vllm", head, deep, tmp_path / "export")
     passed = publish.gate(tmp_path / "head", deep, tmp_path / "export")
     assert passed.difference < 1e-4 and passed.acceptance >= 1
     file = tmp_path / "export" / export.layout.weight_files[0]

@@ -16,11 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.heads import Target, load_head, save_head
-from foredraft.heads.checkpoint import write_head
-from foredraft.heads.formats import engines
 from foredraft.inference import generate, load_drafter
 from foredraft.train import parity_gate
 from tests.support import golden
+from tests.support.exports import write_export
 
 PROMPT = torch.randint(1, 300, (20,), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -98,10 +97,9 @@ def test_a_head_without_aux_hidden_states_takes_the_last_one_as_it_is(deep, tmp_
     assert again.layers == [golden.N] and again.state_dict().keys() == head.state_dict().keys()
     head.on_train_begin(deep)
     assert parity_gate.check(head, deep, PROMPT) < 1e-3
-    for refuse in (engines.sglang, engines.speculators):
+    for engine in ("sglang", "speculators"):
         with pytest.raises(ValueError, match=r"use_aux_hidden_state=false|SGLang fuses three layers"):
-            export = refuse(head, deep)
-            write_head(head, tmp_path / "d", deep, export.layout, export.layout.weight_files)
+            write_export(engine, head, deep, tmp_path / "d")
 
 
 def test_the_output_norm_is_seen_from_depth_2_on(deep, tmp_path):

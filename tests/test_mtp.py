@@ -20,6 +20,7 @@ from foredraft.inference.drafters import drafter_for
 from foredraft.train import parity_gate
 from tests.support.batches import PROMPT
 from tests.support.equations import attention, mlp, rms
+from tests.support.exports import write_export
 from tests.support.head_factory import make_head
 from tests.support.hybrids import CONFIGS
 
@@ -124,8 +125,7 @@ def test_a_layer_is_stitched_back_into_its_targets_files(shipping, tmp_path):
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    export = engines.mtp(head, shipping)
-    write_head(head, tmp_path, shipping, export.layout, export.layout.weight_files)
+    write_export("mtp", head, shipping, tmp_path)
     again = load_head(tmp_path, shipping, dtype=torch.float32)
     assert type(again) is MTPHead and again.depth == head.depth
     torch.testing.assert_close(again.state_dict(), head.state_dict())

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
 
 from foredraft.heads import Target, load_head, save_head
-from foredraft.heads.checkpoint import fingerprint, write_head
+from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats import engines
 from foredraft.inference import generate, load_drafter
@@ -22,6 +22,7 @@ from tests.conformance.heads import IDS, LATENT, eagle1, eagle3, random, shrink_
 from tests.conformance.shrink import HIDDEN, VOCAB
 from tests.conformance.targets import train
 from tests.support import golden
+from tests.support.exports import write_export
 from tests.support.tiny import tiny_config
 
 PROMPT = torch.randint(1, VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
@@ -159,8 +160,7 @@ def test_what_is_the_heads_own_is_taken_with_one_warning(tmp_path, name):
 def test_a_head_of_others_is_exported_and_loads_again_with_its_own_rope(tmp_path):
     config, target = shrink_head(NAMED | {"rope_parameters": PARTIAL}), tiny_target(8)
     head, _ = load(golden.write(tmp_path / "theirs", config, eagle3(config, "midlayer")), target)
-    export = engines.vllm(head, target)
-    write_head(head, tmp_path / "ours", target, export.layout, export.layout.weight_files)
+    write_export("vllm", head, target, tmp_path / "ours")
     saved = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert saved["partial_rotary_factor"] == 0.25 and saved["rope_theta"] == 10000000
     again, said = load(tmp_path / "ours", target)
@@ -173,8 +173,7 @@ def test_a_head_with_latent_attention_trains_and_is_exported_for_vllm_alone(tmp_
     head, _ = load(golden.write(tmp_path / "theirs", config, eagle3(config, "midlayer")), target)
     head.float().requires_grad_(True)
     train(head, target, steps=1)
-    export = engines.vllm(head, target)
-    write_head(head, tmp_path / "ours", target, export.layout, export.layout.weight_files)
+    write_export("vllm", head, target, tmp_path / "ours")
     saved = json.loads((tmp_path / "ours" / "config.json").read_text())
     assert saved["architectures"] == ["Eagle3DeepseekV2ForCausalLM"] and saved["kv_lora_rank"] == LATENT["kv_lora_rank"]
     again, _ = load(tmp_path / "ours", target)
@@ -262,8 +261,7 @@ def test_an_export_names_the_layers_that_both_engines_read(tmp_path, layers, gpt
     target is no gpt-oss: computed here from its rule, not by ours."""
     target = tiny_target(24, gpt_oss)
     head = Eagle3Head.for_target(target, 3, layers)
-    export = engines.sglang(head, target)
-    write_head(head, tmp_path, target, export.layout, export.layout.weight_files)
+    write_export("sglang", head, target, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     inside = config["eagle_config"][IDS]
     assert config[IDS] == layers == ([k + 1 for k in inside] if inside[0] == 1 and not gpt_oss else inside)
