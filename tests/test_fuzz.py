@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from foredraft.train.data.conversations import corpus
 from tests.support import typed
-from tests.support.chats import CHATML, GEMMA, tokenizer
+from tests.support.chats import CHATML, form_of, tokenizer
 
-FORMS = [tokenizer(CHATML), tokenizer(GEMMA)]
+FORMS = [tokenizer(CHATML), form_of("gemma3").tokenizer]
 NAMES = typed("""
     messages conversations data turns prompt question response answer text role from
     content value input instruction output system tool_calls reasoning_content type

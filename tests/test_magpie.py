@@ -16,7 +16,7 @@ from foredraft.train.data.question_filters import QuestionFilter, before_loop, l
 from foredraft.train.data.written_rows import RowFile
 from tests.support import typed
 from tests.support.bigrams import TALK, save_bigram_chat
-from tests.support.chats import CHATML, GEMMA, LLAMA3, MISTRAL, THINKING, tokenizer
+from tests.support.chats import CHATML, MODELS, form_of, tokenizer
 from tests.support.processes import SMALL
 
 SETTINGS = MagpieSettings(max_question=120, max_answer=90, greedy=0.2)
@@ -96,29 +96,22 @@ def test_seeds_are_topics_or_first_words(chat, tmp_path):
         magpie.read_seeds(str(tmp_path / "no.txt"))
 
 
-FAMILIES = [(CHATML, True), (LLAMA3, True), (MISTRAL, True), (GEMMA, True), (THINKING, False)]
-
-
-@pytest.mark.parametrize(("template", "turns"), FAMILIES)
-def test_openings_of_five_families(template, turns):
-    words = tokenizer(template)
-    openings = Openings(ChatFormat(words))
-    assert (openings.between is not None) == turns  # a template that changes earlier answers gives one turn
-    form = ChatFormat(words)
+@pytest.mark.parametrize("model", MODELS)
+def test_openings_of_real_templates(model):
+    form = form_of(model)
+    openings = Openings(form)
+    turns = model in ("gemma3", "llama3", "mistral", "smollm2")  # the others change earlier answers, and give one turn
+    assert (openings.between is not None) == turns
     assert openings.tokens(openings.before + "hi" + openings.after) == form.prompt([{"role": "user", "content": "hi"}])
     if turns:
-        said = [
-            {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": "ho"},
-            {"role": "user", "content": "he"},
-        ]
+        said = [{"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "ho"), ("user", "he"))]
         text = f"{openings.before}hi{openings.after}ho{openings.between}he{openings.after}"
-        shown = form.render(said, prompt=True)[0]
-        assert text in (shown, shown.replace(" ho", "ho"))  # Mistral writes the space itself
+        assert text in form.render(said, prompt=True)[0]
 
 
 def test_a_template_that_takes_no_system_prompt_takes_first_words_alone():
-    openings = Openings(ChatFormat(tokenizer(GEMMA)))
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    openings = Openings(ChatFormat(tokenizer(refuses + CHATML)))
     with pytest.raises(ValueError, match=r"data.seeds names topics, for which .* takes no system prompt"):
         openings.opening("birds")
 

@@ -1,53 +1,17 @@
-"""Five families of chat templates in their published layouts, written short, and a tokenizer that knows their tokens."""
+"""Chat templates: those of real models (chat_templates/), two written short, and tokenizers that know their tokens."""
+
+from pathlib import Path
+from typing import NamedTuple
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-SPECIAL = [
-    "<s>",
-    "</s>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "[INST]",
-    "[/INST]",
-    "<bos>",
-    "<start_of_turn>",
-    "<end_of_turn>",
-    "<think>",
-    "</think>",
-]
+from foredraft.train.data.chat_template import ChatFormat
 
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('user and assistant must take turns') }}{% endif %}"
-    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
-)
-GEMMA = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
-    "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
-    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
-)
-# Thoughts of answers before the last question are taken out; the switch writes empty thoughts for the target.
-THINKING = (
-    "{% set last = namespace(user=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set last.user = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.index0 > last.user %}<think>\n"
-    "{{ m.reasoning_content or '' }}\n</think>\n\n{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 TAGGED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
@@ -68,3 +32,35 @@ def tokenizer(
     fast = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=bos, eos_token=eos)
     fast.chat_template = template
     return fast
+
+
+class Model(NamedTuple):
+    bos: str
+    end: str  # of a turn
+    special: list[str]
+
+
+MODELS = {
+    "deepseek_r1": Model(
+        "<｜begin▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+        ["<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"],
+    ),
+    "gemma3": Model("<bos>", "<end_of_turn>", ["<start_of_turn>"]),
+    "gpt_oss": Model(
+        "<|startoftext|>", "<|return|>", ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>"]
+    ),
+    "llama3": Model("<|begin_of_text|>", "<|eot_id|>", ["<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>"]),
+    "mistral": Model("<s>", "</s>", ["[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]),
+    "qwen3": Model(
+        "<|endoftext|>", "<|im_end|>", ["<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
+    ),
+    "qwq": Model("<|endoftext|>", "<|im_end|>", ["<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]),
+    "smollm2": Model("<|im_start|>", "<|im_end|>", []),
+}
+
+
+def form_of(model: str, **settings) -> ChatFormat:
+    bos, end, special = MODELS[model]
+    template = (Path(__file__).parent / "chat_templates" / f"{model}.jinja").read_text()
+    return ChatFormat(tokenizer(template, bos, end, [bos, end, *special]), **settings)
