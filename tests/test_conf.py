@@ -1,6 +1,8 @@
-"""A yaml of conf/ is one constructor call: every one of them builds what it names, with what the program adds to it."""
+"""A yaml of conf/ is one constructor call: every one of them builds what it names, with what the program adds to it.
 
-import contextlib
+Those of heads and their criteria: test_heads.py; losses: test_losses.py; formats: test_exports.py, test_gguf.py, test_mtp.py;
+what a whole run chooses (optimizers, features): test_strategies.py and test_data_runs.py."""
+
 import json
 from pathlib import Path
 
@@ -8,55 +10,13 @@ import pytest
 import torch
 from hydra.utils import instantiate
 
-from foredraft.heads.base import PackedBatch
-from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.heads.medusa import MedusaHead
 from foredraft.inference import generate
 from foredraft.inference.drafters import Drafter
-from foredraft.train.data.packing import Packed
-from foredraft.train.losses import Prediction, soft
-from foredraft.train.module import DistillationModel
 from foredraft.train.trainer import arguments
 from tests.support import names
-from tests.support.batches import PROMPT, documents
+from tests.support.batches import PROMPT
 from tests.support.configs import composed
-from tests.support.head_factory import make_head
 from tests.support.tiny import TEXT
-
-
-@pytest.mark.parametrize("name", names("head"))
-def test_a_head_with_its_objective_and_loss(name: str, fresh):
-    cfg = composed("train", f"head={name}")
-    head = instantiate(cfg.head, target=fresh)
-    distillation = instantiate(cfg.criterion, head=head, target=fresh, loss=instantiate(cfg.loss))
-    assert distillation.head is head and distillation.target is fresh  # not copies of them
-    places = torch.arange(12)[None]
-    text = PackedBatch(torch.tensor([PROMPT[:12]]), places >= 4, torch.zeros_like(places), places)
-    assert torch.isfinite(distillation(*text).loss)
-
-
-@pytest.mark.parametrize("name", names("criterion"))
-def test_a_criterion(name: str, fresh):
-    criterion = composed("train", f"criterion={name}").criterion
-    head = make_head("dflash" if name in ("block", "domino", "p_eagle") else "medusa2", fresh)
-    assert isinstance(instantiate(criterion, head=head, target=fresh, loss=soft), DistillationModel)
-
-
-@pytest.mark.parametrize("name", names("loss"))
-def test_a_loss(name: str):
-    loss = instantiate(composed("train", f"loss={name}").loss)
-    draft, answer = (Prediction(torch.randn(3, 12), torch.randn(3, 5), torch.arange(3)) for _ in range(2))
-    assert loss(draft, answer).shape == (3,)
-
-
-@pytest.mark.parametrize("name", names("optimizer"))
-def test_an_optimizer(name: str, target):
-    build = instantiate(composed("train", f"optimizer={name}").optimizer)
-    distillation = DistillationModel(make_head("eagle3", target), target, soft)
-    optimizer = build(distillation, {target.vocab_size}, 1e-3, (0.9, 0.95))
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    assert optimized == {id(parameter) for parameter in distillation.head.parameters()}
 
 
 @pytest.mark.parametrize("name", names("strategy"))
@@ -67,15 +27,6 @@ def test_a_strategy(name: str, target, tmp_path: Path):
     assert cfg.strategy.name == name
     args = arguments(cfg.trainer, target, **instantiate(cfg.strategy.arguments, _convert_="all"))
     assert bool(args.deepspeed) == name.startswith("zero") and bool(args.fsdp) == (name == "fsdp")
-
-
-@pytest.mark.parametrize("name", ["disk", "online"])  # server: tests/test_features_server.py
-def test_features(name: str, target, tmp_path: Path):
-    cfg = composed("train", f"features={name}", f"output_dir={tmp_path / 'out'}")
-    packed = Packed(documents(20, 14, 30), length=16, seed=0)
-    dataset = instantiate(cfg.features)(packed, target, [target.num_layers], 2)
-    assert len(dataset) == len(packed)
-    assert torch.equal(dataset[1]["tokens"], packed[1]["tokens"])
 
 
 @pytest.mark.parametrize("name", names("data"))
@@ -132,34 +83,3 @@ def test_a_drafter(target, drafter: Drafter):
     prompt = torch.tensor([[*PROMPT[:4], *PROMPT[:4], 7]])  # said twice, so that there is something to look up
     text = generate(target, None, prompt, max_new_tokens=12, eos_token_id=-1).new_tokens
     assert generate(target, drafter, prompt, max_new_tokens=12, eos_token_id=-1).new_tokens == text
-
-
-KNOWN = {  # of the heads below, by each format
-    "eagle": {"eagle"},
-    "gguf": {"eagle3"},
-    "hydra": {"hydra"},
-    "medusa": {"medusa"},
-    "mtp": {"mtp"},
-    "sglang": {"eagle"},
-    "speculators": {"eagle3"},
-    "vllm": {"eagle3"},
-}
-
-
-@pytest.mark.parametrize("name", names("publish/format"))
-def test_a_format(name: str, target):
-    export = instantiate(composed("publish/export", f"format={name}", "head=x", "output_dir=y").format)
-    counts = torch.arange(target.vocab_size)
-    heads = [
-        MedusaHead.for_target(target, depth=2),
-        make_head("hydra", target, draft_vocab_size=None),
-        make_head("eagle", target),
-        make_head("mtp", target),
-        Eagle3Head.for_target(target, 2, None, 200, counts),
-    ]
-    written = set()
-    for head in heads:
-        with contextlib.suppress(ValueError):  # a kind that the format does not know: tests/test_formats.py
-            assert export(head, target).layout.weight_files
-            written.add(head.kind)
-    assert written == KNOWN[name]

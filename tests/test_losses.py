@@ -1,33 +1,22 @@
-"""Each loss against its formula, and its gradient against differences."""
+"""Each loss of conf/loss against its formula, and its gradient against differences."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 from foredraft.train import losses
 from foredraft.train.losses import Prediction
+from tests.support import CONF, names
 
-LOSSES = {
-    "hard": losses.hard,
-    "soft": losses.soft,
-    "reverse_kl": losses.reverse_kl,
-    "total_variation": losses.total_variation,
-    "lk": losses.lk,
-    "top_k": partial(losses.top_k, k=3),
-    "l1": losses.l1,
-    "label": losses.label,
-    "adaptive_lk": losses.adaptive_lk,
-    "weighted_sum": partial(losses.weighted_sum, weights={"l1": 0.9, "label": 0.1}),
-    "regression": losses.regression,
-    "hass": partial(losses.regression, top_k_weight=1.0, k=3),
-}
+LOSSES = {name: instantiate(OmegaConf.load(CONF / "loss" / f"{name}.yaml")) for name in names("loss")}
 
 
 def pair() -> tuple[Prediction, Prediction]:
     tokens = torch.tensor([0, 8, 3, 3, 5])
-    return tuple(Prediction(2 * torch.randn(5, 9), 2 * torch.randn(5, 4), tokens) for _ in range(2))  # type: ignore[return-value]
+    return tuple(Prediction(2 * torch.randn(5, 12), 2 * torch.randn(5, 4), tokens) for _ in range(2))  # type: ignore[return-value]
 
 
 def cast(prediction: Prediction, dtype: torch.dtype) -> Prediction:
@@ -47,10 +36,10 @@ def formulas(draft: Prediction, answer: Prediction) -> dict[str, torch.Tensor]:
         overlap = sum(min(p[token], q[token]) for token in order)
         rows["total_variation"].append(1 - overlap)
         rows["lk"].append(-overlap.log())
-        rows["top_k"].append(sum(-p[token] * q[token].log() for token in order[:3]))
+        rows["top_k"].append(sum(-p[token] * q[token].log() for token in order[:10]))
         rows["l1"].append(sum((p[token] - q[token]).abs() for token in order))
         rows["label"].append(-q[answer.tokens[row]].log())
-        rows["weighted_sum"].append(0.9 * rows["l1"][-1] + 0.1 * rows["label"][-1])
+        rows["dspark"].append(0.9 * rows["l1"][-1] + 0.1 * rows["label"][-1])
         divergence = sum(p[token] * (p[token] / q[token]).log() for token in order)
         share = torch.exp(-3 * overlap)
         rows["adaptive_lk"].append(share * divergence + (1 - share) * (1 - overlap))

@@ -1,61 +1,11 @@
-"""Packing: nothing is lost uncounted, and a packed token has the loss that it has in a row of its own."""
+"""Packing: nothing is lost uncounted, and each piece begins at position 0. (That heads draft in rows as they do alone:
+test_heads.py; that losses are alike: test_held_out.py.)"""
 
 import pytest
 import torch
-from torch import Tensor
 
-from foredraft.heads.base import PackedBatch, draft_loss_mask
-from foredraft.heads.target import Target
 from foredraft.train.data.packing import Document, Packed, best_fit
-from foredraft.train.module import DistillationModel
-from tests.support import names
 from tests.support.batches import batch_of, documents
-from tests.support.head_factory import build_head
-
-
-def distillation(target: Target, kind: str) -> DistillationModel:
-    head = build_head(kind, target)
-    with torch.no_grad():
-        for parameter in head.parameters():  # layers that start as nothing would hide what reaches them
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return DistillationModel(head, target, lambda draft, answer: draft).eval()  # no noise on features
-
-
-@torch.no_grad()
-def token_losses(distillation: DistillationModel, batch: dict[str, Tensor]) -> Tensor:
-    """(depth, batch, length): the cross-entropy of every draft with the target's distribution, NaN where none is counted."""
-    text = PackedBatch(**batch)
-    aux_hidden_states, last = distillation.forward_target(text)
-    answer = distillation.target.logits(last).roll(-1, dims=1).softmax(-1)
-    losses = []
-    for depth, out in enumerate(
-        distillation.head(aux_hidden_states, distillation.target.embed(text.tokens), text), start=1
-    ):
-        loss = -(answer * distillation.head.logits(out, depth).log_softmax(-1)).sum(-1)
-        losses.append(loss.masked_fill(~draft_loss_mask(text, depth), torch.nan))
-    return torch.stack(losses)
-
-
-@pytest.mark.parametrize("long", ["split", "truncate"])
-@pytest.mark.parametrize("kind", names("head"))
-def test_a_packed_token_has_the_loss_that_it_has_alone(tiny_path, kind: str, long: str):
-    target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")  # a head may put adapters into it
-    texts = documents(20, 9, 15, 26, 14, 12)
-    packed = batch_of(Packed(texts, length=48, seed=1, long=long))
-    teacher = distillation(target, kind)
-    at_once = token_losses(teacher, packed)
-    seen = 0
-    for row, numbers in enumerate(packed["documents"]):
-        for number in numbers.unique():
-            here = numbers == number
-            if number < 0:
-                assert at_once[:, row, here].isnan().all()
-                continue
-            alone = {name: values[row, here][None] for name, values in packed.items()}
-            apart = token_losses(teacher, alone)[:, 0]
-            torch.testing.assert_close(at_once[:, row, here], apart, atol=1e-5, rtol=1e-6, equal_nan=True)
-            seen += int((~apart.isnan()).sum())
-    assert seen > 50
 
 
 def pieces(packed: Packed) -> list[tuple[list[int], list[bool]]]:

@@ -1,11 +1,10 @@
-"""The noise, the warpers and the verdict, each against its definition."""
+"""The noise and the warpers, each against its definition."""
 
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from foredraft.inference.sampling import Noise, Sampling, SamplingParams, gumbel_of
-from foredraft.inference.tree import TokenTree, chain, from_parents
-from foredraft.inference.verify import Verification, follow, matches
+from foredraft.inference.tree import chain, from_parents
 
 
 def test_noise_is_standard_gumbel_and_independent():
@@ -67,29 +66,6 @@ def test_warpers_are_transformers_own():
     theirs = RepetitionPenaltyLogitsProcessor(1.4)(ids, logits) / 0.7
     theirs = TopPLogitsWarper(0.8)(ids, TopKLogitsWarper(12)(ids, theirs))
     torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1))
-
-
-def accept(tree: TokenTree, choices: torch.Tensor, depth: int) -> Verification:
-    return follow(tree, matches(tree, choices), choices, depth)
-
-
-def test_verdict_follows_the_choices_down_the_tree():
-    #   9 -> 1 -> 3        nodes 0..5
-    #     |    -> 4 -> 7
-    #     -> 2
-    tree = from_parents(torch.tensor([[9, 1, 2, 3, 4, 7]]), torch.tensor([[0, 0, 0, 1, 1, 4]]), 3)
-    assert tree.depths.tolist() == [[0, 1, 1, 2, 2, 3]]
-    verdict = accept(tree, torch.tensor([[1, 4, 8, 8, 7, 6]]), 3)
-    assert verdict.counts.tolist() == [4]
-    assert verdict.path.tolist() == [[0, 1, 4, 5]] and verdict.tokens.tolist() == [[1, 4, 7, 6]]
-    # 4 matches nothing below a rejected 1, however well it matches there
-    verdict = accept(tree, torch.tensor([[5, 4, 8, 8, 7, 6]]), 3)
-    assert verdict.counts.tolist() == [1] and verdict.tokens[0, 0] == 5
-
-
-def test_padding_is_never_accepted():
-    verdict = accept(chain(torch.tensor([[3, -1, -1]])), torch.tensor([[-1, -1, -1]]).clamp(min=0), 2)
-    assert verdict.counts.tolist() == [1]
 
 
 def test_ancestors_reach_any_depth():
