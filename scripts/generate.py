@@ -14,11 +14,11 @@ from typing import Any
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from torch import Tensor, tensor
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from foredraft.heads import Target
 from foredraft.inference import generate
+from foredraft.inference.evaluation.measure import padded
 from foredraft.train.cli import entry
 from foredraft.train.data.sources import read
 
@@ -99,13 +99,6 @@ def write(output: str | None, rows: list[dict[str, str]]) -> None:
     else:
         with open(output, "a", encoding="utf-8") as opened:
             opened.write(text)
-
-
-def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Ids and mask (batch, longest), padded on the right."""
-    longest = max(map(len, rows))
-    ids = tensor([row + [0] * (longest - len(row)) for row in rows])
-    return ids, tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> list[int]:

@@ -223,12 +223,6 @@ def test_the_embedded_target_learns_from_answers_alone_at_once(tmp_path: Path):
     assert list(tokenize(form, ["def add(self):"])) == [Document([*ids, form.eos_token_id], [True] * (len(ids) + 1))]
 
 
-def test_regeneration_says_which_answers_were_cut_off():
-    row = {"messages": [*HI, *HI], "finish_reasons": ["length", "stop"]}
-    reasons = [one.get("finish_reason") for one in Source("x").conversation(Row("", row)) if one["role"] == "assistant"]
-    assert reasons == ["length", None]
-
-
 def test_two_answers_to_a_question_are_on_one_side_of_the_split(tmp_path: Path):
     rows = [{"prompt": f"question {i}", "response": f"answer {n}"} for i in range(40) for n in range(3)]
     path = tmp_path / "rows.jsonl"

@@ -9,7 +9,6 @@ from tokenizers.processors import TemplateProcessing
 
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.inference import generate
-from foredraft.inference.evaluation.measure import distinct
 from foredraft.train import losses
 from foredraft.train.data import corpus, self_generated, stdlib
 from foredraft.train.data.documents import Document, Documents
@@ -141,7 +140,3 @@ def test_chunks_do_not_change_loss_or_gradient(target):
     assert torch.equal(one.hits, other.hits) and torch.equal(one.counts, other.counts)
     for name, gradient in grads.items():
         torch.testing.assert_close(gradient, more[name], atol=1e-5, rtol=1e-4)
-
-
-def test_loops_are_told_from_text():
-    assert distinct([1, 2, 3] * 20) < 0.1 and distinct(list(range(60))) == 1.0 and distinct([1, 2]) == 1.0

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from foredraft.heads import Target, save_head
 from foredraft.inference import generate
-from foredraft.inference.drafters import Drafter, DraftModel, NgramDrafter, drafter_for
+from foredraft.inference.drafters import Drafter, DraftModel, drafter_for
 from foredraft.inference.drafters.base import Accepted, Wrapper
-from foredraft.inference.evaluation.alignment import Alignment, Noted, check_alignment, guess_in_training, head_of
+from foredraft.inference.evaluation.alignment import Alignment, Noted, guess_in_training, head_of
 from foredraft.inference.evaluation.benchmark import Lines, Text
 from foredraft.inference.evaluation.figures import Table, by_context, conditional, decoding, row, whole
 from foredraft.inference.tree import TokenTree
@@ -108,15 +108,6 @@ class Shifted(Wrapper):
 def shifted(target: Target) -> Drafter:
     """For `drafter=[{_target_: ...}]`."""
     return Shifted(DraftModel(target, target, nodes=4, depth=3, width=1, min_probability=0), 1)
-
-
-def test_a_shifted_drafter_is_named(target):
-    rows = [[9, 30, 7, 45, 11], [17, 80, 33]]
-    right = DraftModel(target, target, nodes=4, depth=3, width=1, min_probability=0)
-    assert check_alignment(target, right, rows, 48).faults == []
-    wrong = check_alignment(target, Shifted(right, 1), rows, 48)
-    assert "1 token later they fit the text" in wrong.faults[0]
-    assert check_alignment(target, NgramDrafter(), rows, 48).faults == []
 
 
 class Unread(Wrapper):

@@ -9,7 +9,7 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.inference import generate
 from foredraft.inference.drafters import DynamicTree, NgramDrafter
 from tests.support.batches import prompt
-from tests.support.drafters import SETTINGS, Oracle, drafters, eager_head
+from tests.support.drafters import SETTINGS, Oracle, drafters
 
 
 def test_greedy_equals_transformers_generate(target):
@@ -83,13 +83,6 @@ def test_streaming_gives_all_tokens_once(target):
     assert collect.got == out.sequences[0].tolist() and collect.ended
 
 
-def test_tree_wider_than_the_vocabulary(target):
-    head = Eagle3Head.for_target(target, depth=3, draft_vocab_size=3, counts=torch.arange(target.vocab_size))
-    drafter = DynamicTree(head.eval(), target, nodes=64, depth=3, width=10, min_probability=0)
-    plain = generate(target, None, prompt(9), max_new_tokens=20, eos_token_id=-1)
-    assert generate(target, drafter, prompt(9), max_new_tokens=20, eos_token_id=-1).new_tokens == plain.new_tokens
-
-
 def test_bad_input_is_named(target):
     with pytest.raises(ValueError, match="row 1 is empty"):
         generate(target, None, torch.ones(2, 3).long(), torch.tensor([[1, 1, 1], [0, 0, 0]]))
@@ -107,9 +100,9 @@ def test_settings_beyond_the_vocabulary_have_a_defined_result(target):
     settings = {"temperature": 1.0, "max_new_tokens": 12, "eos_token_id": -1}
     plain = generate(target, None, prompt(5), **settings).new_tokens
     assert generate(target, None, prompt(5), top_k=10_000, **settings).new_tokens == plain
-    assert generate(
-        target, DynamicTree(eager_head(target), target, width=10_000, nodes=9, min_probability=0), prompt(5), **settings
-    )
+    head = Eagle3Head.for_target(target, depth=3, draft_vocab_size=3, counts=torch.arange(target.vocab_size))
+    wide = DynamicTree(head.eval(), target, nodes=64, depth=3, width=10_000, min_probability=0)
+    assert generate(target, wide, prompt(5), **settings).new_tokens == plain
     assert generate(target, None, prompt(5), max_new_tokens=0).new_tokens == [[]]
     assert generate(target, NgramDrafter(), prompt(256), max_new_tokens=5).new_tokens == [[]]  # the context is full
 

@@ -67,10 +67,6 @@ def unless_typed(key: str, value: float) -> float:
     return 0.0 if key in [override.lstrip("+").partition("=")[0] for override in typed] else value
 
 
-OmegaConf.register_new_resolver("unless_typed", unless_typed, replace=True)
-OmegaConf.register_new_resolver("recipe_for", recipe_for, replace=True)
-
-
 def data_for(target: str) -> str:
     """The choice of conf/data where none is named."""
     return "self" if target == "smollm2" else for_demo(target, "stdlib", "conversations")
@@ -81,11 +77,8 @@ def optimizer_for(recipe: str) -> str:
     return "muon" if recipe == "smollm2" else for_demo(recipe, "muon", "adamw")
 
 
-OmegaConf.register_new_resolver("data_for", data_for, replace=True)
-OmegaConf.register_new_resolver("optimizer_for", optimizer_for, replace=True)
-OmegaConf.register_new_resolver("for_demo", for_demo, replace=True)
-OmegaConf.register_new_resolver("shipped", shipped, replace=True)
-OmegaConf.register_new_resolver("bfloat16_products", bfloat16_products, replace=True)
+for resolver in (shipped, bfloat16_products, for_demo, recipe_for, data_for, optimizer_for, unless_typed):
+    OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 # What every program wants of Hydra: no folder and no log of its own. In a sweep it writes outputs/multirun.yaml.
 BASE = hydra_conf.HydraConf(run=hydra_conf.RunDir("."), sweep=hydra_conf.SweepDir("outputs", "."), output_subdir=None)
 BASE.defaults = [{**entry, **{name: "none" for name in entry if name.endswith("_logging")}} for entry in BASE.defaults]

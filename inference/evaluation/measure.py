@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from foredraft.heads.target import Target
 from foredraft.inference.drafters.auto import AutoTree, HeadTree
@@ -42,13 +43,17 @@ def run(
     settings |= {"max_new_tokens": max_new_tokens, "progress": progress}
     for start in range(0, len(rows), BATCH):
         batch = rows[start : start + BATCH]
-        longest = max(map(len, batch))
-        ids = torch.tensor([[0] * (longest - len(row)) + row for row in batch], device=target.device)
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in batch], device=target.device)
-        generations.append(
-            generate(target, drafter, ids, mask, seed=list(range(start, start + len(batch))), **settings)
-        )
+        ids, mask = (part.to(target.device) for part in padded(batch))
+        seeds = list(range(start, start + len(batch)))
+        generations.append(generate(target, drafter, ids, mask, seed=seeds, **settings))
     return generations
+
+
+def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Ids and mask (batch, longest), padded on the left."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    return ids, torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
 
 
 def texts(generations: list[Generation]) -> list[list[int]]:

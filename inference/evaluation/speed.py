@@ -24,10 +24,9 @@ class Timing(NamedTuple):
     tokens: list[int]
     generations: list[Generation]  # empty for a baseline's
 
-    def rate(self, chosen: list[int] | None = None) -> float:
-        """Tokens per second over these prompts (None: all)."""
-        chosen = list(range(len(self.tokens))) if chosen is None else chosen
-        return sum(self.tokens[i] for i in chosen) / sum(self.seconds[i] for i in chosen)
+    def rate(self) -> float:
+        """Tokens per second."""
+        return sum(self.tokens) / sum(self.seconds)
 
 
 class FirstTokens:

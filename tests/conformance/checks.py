@@ -2,9 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-import torch
-from torch import Tensor
-
 Checks = Iterator[tuple[str, Callable[[], str | None]]]  # name and work, which may return a detail to be shown
 
 
@@ -23,14 +20,6 @@ def outcomes(checks: Checks) -> dict[str, str]:
         if not row[name].startswith("ok"):
             break
     return row
-
-
-def padded(prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Ids and mask (batch, longest), padded on the left."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return ids, mask
 
 
 def check_texts(texts: list[list[int]], expected: list[list[int]], what: str) -> None:

@@ -11,7 +11,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrain
 
 from foredraft.heads import Target
 from foredraft.inference import generate
-from tests.conformance.checks import Checks, check_texts, padded
+from foredraft.inference.evaluation.measure import padded
+from tests.conformance.checks import Checks, check_texts
 from tests.conformance.shrink import CONTEXT, HIDDEN
 from tests.support.drafters import Oracle
 

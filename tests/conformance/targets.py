@@ -16,9 +16,10 @@ from foredraft.heads.formats import engines
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.target.loading import model_class, read_config
 from foredraft.inference import drafter_for, generate
+from foredraft.inference.evaluation.measure import padded
 from foredraft.train.losses import soft
 from foredraft.train.module import DistillationModel
-from tests.conformance.checks import Checks, check_texts, padded
+from tests.conformance.checks import Checks, check_texts
 from tests.conformance.families import default_settings
 from tests.conformance.shrink import shrink
 

@@ -117,18 +117,16 @@ def test_a_head_that_is_not_known_is_refused() -> None:
     assert "is a DFlare block drafter" in found["recognised and loaded"]
 
 
-def test_a_family_decodes_as_transformers_does() -> None:
-    found = outcomes(family_checks(partial(small_family, families()["qwen3_5_text"]), new_tokens=8))
-    assert found == {"loads": "ok: chains"} | dict.fromkeys(("as transformers", "greedy", "T=1"), "ok")
+FAMILIES = {"qwen3_5_text": ("chains", 8), "reformer": ("decoded plainly", 30)}  # tokens
+FAMILIES |= dict.fromkeys(("prophetnet", "cpmant", "xlm", "xlnet"), ("decoded plainly", 6))
 
 
 @pytest.mark.filterwarnings("ignore:.*decoded plainly")
-@pytest.mark.parametrize(
-    ("family", "tokens"), [(name, 6) for name in ("prophetnet", "cpmant", "xlm", "xlnet")] + [("reformer", 30)]
-)
-def test_a_family_that_takes_a_token_at_a_time_is_decoded_plainly(family: str, tokens: int) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_decodes_as_transformers_does(family: str) -> None:
+    how, tokens = FAMILIES[family]
     found = outcomes(family_checks(partial(small_family, families()[family]), tokens))
-    assert found == {"loads": "ok: decoded plainly"} | dict.fromkeys(("as transformers", "greedy", "T=1"), "ok")
+    assert found == {"loads": f"ok: {how}"} | dict.fromkeys(("as transformers", "greedy", "T=1"), "ok")
 
 
 def test_a_near_tie_of_an_indexer_is_compared_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
