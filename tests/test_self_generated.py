@@ -4,6 +4,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from foredraft.heads import Target
+from foredraft.heads.checkpoint import fingerprint
 from foredraft.train.data import corpus, self_generated
 from foredraft.train.data.documents import Document, Documents
 from tests.support.tiny import tiny_config
@@ -19,9 +20,9 @@ def test_text_beside_the_weights_is_found_for_its_weights_and_data_only(tmp_path
         Document([7, *range(9)], [False] + [True] * 9),
     ]
     assert self_generated.load_stored(target, "books", 1) is None
-    self_generated.store(Documents.of(documents), "books", target, tmp_path / "one")
-    # Not by the weights that lie there.
-    self_generated.store(Documents.of(documents), "books", target, tmp_path / "other")
+    facts = {"source": "books", "embedding_digest": fingerprint(target)["embedding_digest"]}
+    for name in ("one", "other"):  # the second time not by the weights that lie there
+        self_generated.save(Documents.of(documents), tmp_path / name / self_generated.NAME, torch.int16, **facts)
     for tokens, found in ((20, documents[:1]), (21, documents), (29, documents)):
         assert list(self_generated.load_stored(target, "books", tokens)) == found
     assert self_generated.load_stored(target, "books", 30) is None

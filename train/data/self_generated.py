@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.target import Target
+from foredraft.inference.evaluation.measure import padded
 from foredraft.inference.evaluation.progress import Ticker
 from foredraft.inference.generation import Generation, generate
 from foredraft.train.data.corpus import Corpus, start_tokens
@@ -110,9 +111,7 @@ def beginnings(number: int, texts: Documents, begin: int) -> np.ndarray:
 
 def continue_rows(target: Target, rows: list[list[int]], **settings: Any) -> Generation:
     """Plain decoding of rows of any lengths."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=target.device)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=target.device)
+    ids, mask = (part.to(target.device) for part in padded(rows))
     return generate(target, None, ids, mask, **settings)
 
 
@@ -146,16 +145,9 @@ def load(file: Path) -> Documents:
     return Documents.flat(tokens.astype(np.int32), flags, lengths)
 
 
-def store(documents: Documents, source: str, target: Target, directory: Path) -> None:
-    """Keep text beside a target's weights. source: of the beginnings, as the data's card names it. int16 holds
-    vocabularies up to 32,768."""
-    assert target.vocab_size <= 1 << 15
-    facts = {"source": source, "embedding_digest": fingerprint(target)["embedding_digest"]}
-    save(documents, directory / NAME, torch.int16, **facts)
-
-
 def load_stored(target: Target, source: str, tokens: int) -> Documents | None:
-    """At least `tokens` tokens that these very weights wrote from this source, or None where there are not so many."""
+    """At least `tokens` tokens that these very weights wrote from this source, as the file's metadata say, or None where there
+    are not so many."""
     file = Path(target.checkpoint) / NAME
     if not file.is_file():
         return None
