@@ -73,7 +73,6 @@ def test_a_target(name: str, tiny_path: Path):
         "hf": {"path": str(tiny_path)},
         "smollm2": {"path": str(tiny_path)},  # with what it names: tests/test_smollm2.py
         "shape": {"path": str(tiny_path / "config.json")},
-        "random": {"hidden_size": 64, "num_layers": 1, "dtype": "float32"},
     }
     found = instantiate(composed("train", f"target={name}").target, device="cpu", **changes.get(name, {}))
     assert found.num_layers > 0 and (found.tokenizer is not None or name == "shape")

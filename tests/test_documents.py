@@ -8,13 +8,10 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-import torch
 
 from foredraft.train.data import conversations, sources
 from foredraft.train.data.conversations import corpus
 from foredraft.train.data.documents import Documents
-from foredraft.train.data.packing import Packed
-from foredraft.train.data.row_order import EpochStream
 from tests.support import ROOT
 from tests.support.batches import documents
 from tests.support.chats import CHATML, tokenizer
@@ -117,12 +114,3 @@ def test_half_of_a_set_is_chosen_by_conversations():
     chosen = conversations.weighted(np.arange(2000), keys, np.full(2000, 0.5))
     assert (np.bincount(keys[chosen] // 7919 % 1000)[keys[chosen] // 7919 % 1000] == 2).all()
     assert 800 < len(chosen) < 1200
-
-
-def test_an_epoch_is_resumed_in_its_middle():
-    packed = Packed(documents(*[40] * 20), 16, seed=0)
-    whole = EpochStream(packed, 3 * len(packed), seed=5)
-    rows = [whole[index]["tokens"] for index in range(len(whole))]
-    again = EpochStream(packed, 3 * len(packed), seed=5)
-    middle = len(packed) + 7
-    assert all(torch.equal(again[index]["tokens"], rows[index]) for index in range(middle, len(whole)))

@@ -52,8 +52,8 @@ def bfloat16_products() -> bool:
 
 
 def for_demo(target: str, demo: str, other: str) -> str:
-    """The choice of a group for the targets of conf/recipe/embedded.yaml, or for all others."""
-    return demo if target in ("embedded", "random") else other
+    """The choice of a group for the embedded target, or for all others."""
+    return demo if target == "embedded" else other
 
 
 def recipe_for(target: str, data: str) -> str:

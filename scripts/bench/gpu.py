@@ -98,9 +98,9 @@ def decoding(cfg: DictConfig, target: Target) -> dict[str, Any]:
     found["plain, the same text by graphs"] = eager.new_tokens == plain.new_tokens
     text = [*prompt[0].tolist(), *plain.new_tokens[0]]
     for name in cfg.heads:
-        head = hydra.utils.instantiate(
-            hydra.compose("train", [f"head={name}"]).head, target=target, **counts(name, target)
-        )
+        settings = hydra.compose("train", [f"head={name}"]).head
+        counts = {"counts": torch.ones(target.vocab_size, dtype=torch.int64)} if "draft_vocab_size" in settings else {}
+        head = hydra.utils.instantiate(settings, target=target, **counts)
         every_level: dict[str, Any] = {"min_probability": 0.0} if isinstance(head, RecurrentHead) else {}
         inner = drafter_for(head.to(target.dtype).eval(), target, **every_level)
         oracle = Oracle(inner, text, cfg.accepted)
@@ -115,12 +115,6 @@ def decoding(cfg: DictConfig, target: Target) -> dict[str, Any]:
                 timed(cfg, target, oracle, prompt)[0].new_tokens == out.new_tokens
             )
     return found
-
-
-def counts(name: str, target: Target) -> dict[str, Tensor]:
-    """What a head with a draft vocabulary is made with."""
-    pruned = "draft_vocab_size" in hydra.compose("train", [f"head={name}"]).head
-    return {"counts": torch.ones(target.vocab_size, dtype=torch.int64)} if pruned else {}
 
 
 def timed(cfg: DictConfig, target: Target, drafter: Drafter | None, prompt: Tensor) -> tuple[Generation, float]:
