@@ -146,8 +146,8 @@ def load(file: Path) -> Documents:
 
 
 def load_stored(target: Target, source: str, tokens: int) -> Documents | None:
-    """At least `tokens` tokens that these very weights wrote from this source, as the file's metadata say, or None where there
-    are not so many."""
+    """At least `tokens` tokens that these very weights wrote from this source (the file's metadata say so), or None where
+    there are not so many."""
     file = Path(target.checkpoint) / NAME
     if not file.is_file():
         return None
