@@ -1,5 +1,6 @@
 """Each loss of conf/loss against its formula, and its gradient against differences."""
 
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -25,7 +26,7 @@ def cast(prediction: Prediction, dtype: torch.dtype) -> Prediction:
 
 def formulas(draft: Prediction, answer: Prediction) -> dict[str, torch.Tensor]:
     """Every loss written out token by token, with no function of torch that the losses use but exp, log and abs."""
-    rows: dict[str, list[torch.Tensor]] = {name: [] for name in LOSSES}
+    rows: dict[str, list[torch.Tensor]] = defaultdict(list)
     for row in range(len(draft.logits)):
         q = torch.exp(draft.logits[row]) / torch.exp(draft.logits[row]).sum()
         p = torch.exp(answer.logits[row]) / torch.exp(answer.logits[row]).sum()

@@ -1,25 +1,20 @@
-"""What all conformance checks share: a row of checks that need one another, and texts that must be alike."""
+"""What all conformance checks share: what a user is refused, texts that must be alike, how a target is drafted for."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-Checks = Iterator[tuple[str, Callable[[], str | None]]]  # name and work, which may return a detail to be shown
+import pytest
+
+from foredraft.heads import Target
 
 
-def outcomes(checks: Checks) -> dict[str, str]:
-    """Of each check "ok", "refused: " with the sentence that a user would get, or "FAILS: ". What follows a check that is not
-    ok is not tried."""
-    row: dict[str, str] = {}
-    for name, work in checks:
-        try:
-            detail = work()
-            row[name] = "ok" if detail is None else f"ok: {detail}"
-        except (ValueError, ImportError) as error:  # of a package that the model needs
-            row[name] = "refused: " + str(error).strip().split("\n")[0]
-        except Exception as error:  # what a user would get as a traceback
-            row[name] = f"FAILS: {type(error).__name__}: {str(error).strip()}".split("\n")[0]
-        if not row[name].startswith("ok"):
-            break
-    return row
+@contextmanager
+def skipped_where_refused() -> Iterator[None]:
+    """A test is skipped with the sentence by which a user is refused, or that names a package which the model needs."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        pytest.skip("refused: " + str(error).strip().split("\n")[0])
 
 
 def check_texts(texts: list[list[int]], expected: list[list[int]], what: str) -> None:
@@ -28,3 +23,7 @@ def check_texts(texts: list[list[int]], expected: list[list[int]], what: str) ->
         pairs = [list(zip(*pair, strict=True)) for pair in zip(expected, texts, strict=True)]
         where = [next((i for i, (a, b) in enumerate(pair) if a != b), None) for pair in pairs]
         raise RuntimeError(f"{what}: another text, first different at {where}")
+
+
+def support(target: Target) -> str:
+    return "trees" if target.supports_trees else "chains" if target.supports_chains else "decoded plainly"

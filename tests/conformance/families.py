@@ -3,7 +3,6 @@ transformers does, and drafted as alone?"""
 
 import copy
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrain
 from foredraft.heads import Target
 from foredraft.inference import generate
 from foredraft.inference.evaluation.measure import padded
-from tests.conformance.checks import Checks, check_texts
+from tests.conformance.checks import check_texts, support
 from tests.conformance.shrink import CONTEXT, HIDDEN
 from tests.support.drafters import Oracle
 
@@ -92,52 +91,40 @@ def default_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     return settings
 
 
-def family_checks(make: Callable[[], Target], new_tokens: int) -> Checks:
-    """Each needs those before it. make: makes a target."""
-    target: Target
-    prompts: list[list[int]]
-
-    def loads() -> str | None:
-        nonlocal target, prompts
-        target = make()
-        target.model.generation_config.eos_token_id = None
-        generator = torch.Generator().manual_seed(2)
-        prompts = [torch.randint(3, target.vocab_size - 8, (n,), generator=generator).tolist() for n in PROMPTS]
-        return None if target.supports_trees else "chains" if target.supports_chains else "decoded plainly"
-
-    def generates() -> str | None:
-        ids = torch.tensor(prompts[1:2])
-        settings: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
-        model = copy.deepcopy(target.model)
-        model.generation_config = GenerationConfig()  # BART's forces a last token
-        ours = generate(target, None, ids, max_new_tokens=new_tokens, eos_token_id=-1).new_tokens[0]
-
-        def compare(use_cache: bool) -> None:
-            own = model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=use_cache, **settings)[0].tolist()
-            check_texts([ours], [own[ids.shape[1] :]], "plain")
-
+def check_family(target: Target, new_tokens: int) -> list[str]:
+    """Returns how it is drafted for, and what else is to be known of it."""
+    target.model.generation_config.eos_token_id = None
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(3, target.vocab_size - 8, (n,), generator=generator).tolist() for n in PROMPTS]
+    found = [support(target), *as_transformers(target, prompts[1], new_tokens)]
+    for temperature in (0.0, 1.0):
         try:
-            compare(use_cache=True)
-        except (RuntimeError, AttributeError) as error:  # BLT has no cache; Phi-4-multimodal's loses the text
-            compare(use_cache=False)
-            return f"as without a cache; with one {error}"
-        return None
+            decode(target, prompts, temperature, new_tokens)
+        except RuntimeError as error:
+            if not target.picks_keys:
+                raise
+            decode(in_float64(target), prompts, temperature, new_tokens)
+            found.append(f"in float64; in float32 an indexer picked another key at a near-tie ({error})")
+    return found
 
-    yield "loads", loads
-    yield "as transformers", generates
-    for name, temperature in (("greedy", 0.0), ("T=1", 1.0)):
 
-        def decodes(temperature: float = temperature) -> str | None:
-            try:
-                decode(target, prompts, temperature, new_tokens)
-            except RuntimeError as error:
-                if not target.picks_keys:
-                    raise
-                decode(in_float64(target), prompts, temperature, new_tokens)
-                return f"in float64; in float32 an indexer picked another key at a near-tie ({error})"
-            return None
+def as_transformers(target: Target, prompt: list[int], new_tokens: int) -> list[str]:
+    """Raises RuntimeError where transformers' `generate` writes another text, and says where it does with its cache alone."""
+    ids, model = torch.tensor([prompt]), copy.deepcopy(target.model)
+    model.generation_config = GenerationConfig()  # BART's forces a last token
+    ours = generate(target, None, ids, max_new_tokens=new_tokens, eos_token_id=-1).new_tokens[0]
 
-        yield name, decodes
+    def compare(use_cache: bool) -> None:
+        settings: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False, "use_cache": use_cache}
+        own = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0].tolist()
+        check_texts([ours], [own[ids.shape[1] :]], "plain")
+
+    try:
+        compare(use_cache=True)
+    except (RuntimeError, AttributeError) as error:  # BLT has no cache; Phi-4-multimodal's loses the text
+        compare(use_cache=False)
+        return [f"as without a cache; with one {error}"]
+    return []
 
 
 def in_float64(target: Target) -> Target:

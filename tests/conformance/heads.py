@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from foredraft.heads import Target, load_head
+from foredraft.heads.base import DraftHead
 from foredraft.inference import drafter_for, generate
-from tests.conformance.checks import Checks, check_texts
+from tests.conformance.checks import check_texts
 from tests.conformance.shrink import CONTEXT, DROPPED, HIDDEN, VOCAB
 
 MLP, DRAFT = 64, 100
@@ -30,33 +31,23 @@ LLAMA: dict[str, Any] = {  # what files that were not seen whole do not say
 }
 
 
-def head_checks(published: dict[str, Any], new_tokens: int, name: str = "") -> Checks:
-    """Each needs those before it. name: of the file, which may tell what the file does not."""
+def check_head(published: dict[str, Any], new_tokens: int, name: str = "") -> DraftHead:
+    """Raises ValueError where a user is refused. name: of the file, which may tell what the file does not."""
     config = {name: value for name, value in published.items() if name not in DROPPED}
     config = shrink_head(filled(config, name.lower()) if published.get("_partial") else config)
     depth = next((layers for part, layers in DEPTHS.items() if part in name.lower()), None)
-    target: Target
-    head: Any
-
-    def loads() -> str:
-        nonlocal target, head
-        target = a_target(layer_ids(config), depth)
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(config))
-            save_file(weights(config), Path(folder) / "model.safetensors")
-            head = load_head(folder, target)
-        return f"{head.kind}, depth {head.depth}"
-
-    def drafts() -> None:
-        prompt = torch.arange(3, 23)[None]
-        settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1}
-        drafted = generate(target, drafter_for(head, target), prompt, **settings)
-        check_texts(drafted.new_tokens, generate(target, None, prompt, **settings).new_tokens, "drafted")
-        if all(step.nodes == 1 for step in drafted.steps):
-            raise RuntimeError("nothing was drafted")
-
-    yield "recognised and loaded", loads
-    yield "drafts", drafts
+    target = a_target(layer_ids(config), depth)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        save_file(weights(config), Path(folder) / "model.safetensors")
+        head = load_head(folder, target)
+    prompt = torch.arange(3, 23)[None]
+    settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1}
+    drafted = generate(target, drafter_for(head, target), prompt, **settings)
+    check_texts(drafted.new_tokens, generate(target, None, prompt, **settings).new_tokens, "drafted")
+    if all(step.nodes == 1 for step in drafted.steps):
+        raise RuntimeError("nothing was drafted")
+    return head
 
 
 def shrink_head(config: dict[str, Any]) -> dict[str, Any]:

@@ -19,45 +19,25 @@ from foredraft.inference import drafter_for, generate
 from foredraft.inference.evaluation.measure import padded
 from foredraft.train.losses import soft
 from foredraft.train.module import DistillationModel
-from tests.conformance.checks import Checks, check_texts
+from tests.conformance.checks import check_texts, support
 from tests.conformance.families import default_settings
 from tests.conformance.shrink import shrink
 
 PROMPTS = (100, 5, 30)  # tokens of the ragged batch: texts cross windows, chunks and the boundaries of longrope
-KINDS = {"eagle3": Eagle3Head, "medusa": MedusaHead}
 
 
-def target_checks(published: dict[str, Any], new_tokens: int) -> Checks:
-    """Each needs those before it. published: config.json. new_tokens: decoded per prompt."""
-    heads: dict[str, DraftHead] = {}
-    target: Target
-
-    def loads() -> str | None:
-        nonlocal target
-        target = small_target(published)
-        return support(target)
-
-    yield "loads", loads
-    for kind, head_class in KINDS.items():
-
-        def trains(kind: str = kind, head_class: Any = head_class) -> None:
-            heads[kind] = head_class.for_target(target, depth=3)
-            train(heads[kind], target)
-
-        yield f"trains {kind}", trains
-    for name, temperature in (("greedy", 0.0), ("T=1", 1.0)):
-
-        def decodes(temperature: float = temperature) -> None:
-            for head in heads.values():
-                decode(target, head.eval(), temperature, new_tokens)
-
-        yield name, decodes
-    yield "exported", lambda: export(list(heads.values()), target)
-
-
-def support(target: Target) -> str | None:
-    """How it is drafted for, where that is not by trees."""
-    return None if target.supports_trees else "chains" if target.supports_chains else "decoded plainly"
+def check_target(published: dict[str, Any], new_tokens: int) -> str:
+    """Raises ValueError where a user is refused. published: config.json. new_tokens: decoded per prompt. Returns how it is
+    drafted for."""
+    target = small_target(published)
+    heads = [kind.for_target(target, depth=3) for kind in (Eagle3Head, MedusaHead)]
+    for head in heads:
+        train(head, target)
+    for temperature in (0.0, 1.0):
+        for head in heads:
+            decode(target, head.eval(), temperature, new_tokens)
+    export(heads, target)
+    return support(target)
 
 
 def small_target(published: dict[str, Any]) -> Target:

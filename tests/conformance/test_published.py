@@ -19,11 +19,11 @@ import torch
 
 import tests.conformance.families
 from foredraft.heads import Target
-from tests.conformance.checks import Checks, outcomes
-from tests.conformance.families import default_settings, families, family_checks
-from tests.conformance.heads import head_checks
+from tests.conformance.checks import skipped_where_refused
+from tests.conformance.families import check_family, default_settings, families
+from tests.conformance.heads import check_head
 from tests.conformance.shrink import CONTEXT, HIDDEN, VOCAB, shrink
-from tests.conformance.targets import small_family, target_checks
+from tests.conformance.targets import check_target, small_family
 from tests.support import ROOT
 
 NEW = 48  # tokens that are decoded of each prompt
@@ -31,8 +31,8 @@ NEW = 48  # tokens that are decoded of each prompt
 
 def files(folder: Path) -> list[Any]:
     """A parameter per config.json. Raises ValueError where the folder holds none."""
-    kinds = {"targets": lambda config, name: target_checks(config, NEW)}
-    kinds["heads"] = lambda config, name: head_checks(config, NEW, name)
+    kinds = {"targets": lambda config, name: check_target(config, NEW)}
+    kinds["heads"] = lambda config, name: check_head(config, NEW, name)
     found = [(part, file) for part in kinds for file in sorted((folder / part).glob("*.json"))]
     if not found:
         raise ValueError(f"{folder} has no config.json files in targets/ or heads/ (any name ending in .json)")
@@ -46,26 +46,20 @@ GIVEN = os.environ.get("FOREDRAFT_PUBLISHED")
 NOTHING = pytest.param(None, marks=pytest.mark.skip("FOREDRAFT_PUBLISHED names no folder"))
 
 
-def check(checks: Checks) -> None:
-    """A test is passed, skipped with the sentence by which a user is refused, or failed."""
-    row = outcomes(checks)
-    assert not [cell for cell in row.values() if cell.startswith("FAILS")], row
-    if refused := [cell for cell in row.values() if cell.startswith("refused")]:
-        pytest.skip(refused[0])
-
-
 @pytest.mark.conformance
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("checks", [NOTHING] if GIVEN is None else files(Path(GIVEN)))
-def test_a_published_file_does_what_it_should_or_is_refused(checks: Any) -> None:
-    check(checks())
+@pytest.mark.parametrize("check", [NOTHING] if GIVEN is None else files(Path(GIVEN)))
+def test_a_published_file_does_what_it_should_or_is_refused(check: Any) -> None:
+    with skipped_where_refused():
+        check()
 
 
 @pytest.mark.conformance
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", families())
 def test_a_family_does_what_it_should_or_is_refused(name: str) -> None:
-    check(family_checks(partial(small_family, families()[name]), NEW))
+    with skipped_where_refused():
+        check_family(small_family(families()[name]), NEW)
 
 
 def example(name: str) -> dict[str, Any]:
@@ -79,11 +73,9 @@ EAGLE, DSPARK = example("heads/eagle3"), example("heads/dspark")  # the second i
 UNKNOWN = {"model_type": "kimi_k3", "auto_map": {"AutoConfig": "configuration_kimi_k3.KimiK3Config"}}
 
 
-@pytest.mark.parametrize("config, loaded", [(QWEN, "ok: chains"), (PHI, "ok: chains")], ids=["qwen3.5", "phi-4-mini"])
-def test_a_published_target_does_all_it_should(config: dict[str, Any], loaded: str) -> None:
-    found = outcomes(target_checks(config, new_tokens=12))
-    assert found.pop("loads") == loaded
-    assert found == dict.fromkeys(("trains eagle3", "trains medusa", "greedy", "T=1", "exported"), "ok")
+@pytest.mark.parametrize("config", [QWEN, PHI], ids=["qwen3.5", "phi-4-mini"])
+def test_a_published_target_does_all_it_should(config: dict[str, Any]) -> None:
+    assert check_target(config, new_tokens=12) == "chains"
 
 
 def test_shrinking_keeps_the_structure() -> None:
@@ -108,13 +100,7 @@ WITHOUT_LM_HEAD = {"draft_vocab_size": None, "_partial": True}
     ids=["eagle3", "without lm_head", "dspark"],
 )
 def test_a_published_head_drafts(config: dict[str, Any], kind: str) -> None:
-    found = outcomes(head_checks(config, new_tokens=6))
-    assert found["recognised and loaded"].startswith(f"ok: {kind}") and found["drafts"] == "ok"
-
-
-def test_a_head_that_is_not_known_is_refused() -> None:
-    found = outcomes(head_checks(EAGLE | {"architectures": ["QwenDFlareDraftModel"]}, 6))
-    assert "is a DFlare block drafter" in found["recognised and loaded"]
+    assert check_head(config, new_tokens=6).kind == kind
 
 
 FAMILIES = {"qwen3_5_text": ("chains", 8), "reformer": ("decoded plainly", 30)}  # tokens
@@ -125,8 +111,7 @@ FAMILIES |= dict.fromkeys(("prophetnet", "cpmant", "xlm", "xlnet"), ("decoded pl
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_decodes_as_transformers_does(family: str) -> None:
     how, tokens = FAMILIES[family]
-    found = outcomes(family_checks(partial(small_family, families()[family]), tokens))
-    assert found == {"loads": f"ok: {how}"} | dict.fromkeys(("as transformers", "greedy", "T=1"), "ok")
+    assert check_family(small_family(families()[family]), tokens) == [how]
 
 
 def test_a_near_tie_of_an_indexer_is_compared_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,28 +124,18 @@ def test_a_near_tie_of_an_indexer_is_compared_in_float64(monkeypatch: pytest.Mon
         decode(target, *given)
 
     monkeypatch.setattr(tests.conformance.families, "decode", differs)
-    found = {
-        name: outcomes(family_checks(partial(small_family, families()[name]), new_tokens=6))["greedy"]
-        for name in ("deepseek_v32", "llama")
-    }
-    assert found["deepseek_v32"].startswith("ok: in float64; in float32") and "FAILS" in found["llama"]
-    assert dtypes == [torch.float32, torch.float64, torch.float32, torch.float64, torch.float32]
+    found = check_family(small_family(families()["deepseek_v32"]), new_tokens=6)
+    assert len(found) == 3 and found[1].startswith("in float64; in float32")
+    with pytest.raises(RuntimeError, match="another text"):
+        check_family(small_family(families()["llama"]), new_tokens=6)
+    assert dtypes == [torch.float32, torch.float64] * 2 + [torch.float32]
 
 
 @pytest.mark.filterwarnings("ignore:.*decoded plainly")
 def test_a_family_without_a_cache_decodes_as_transformers_does_without_one() -> None:
-    found = outcomes(family_checks(partial(small_family, families()["blt"]), new_tokens=4))
-    assert found.pop("as transformers").startswith(
-        "ok: as without a cache; with one 'BltConfig' object has no attribute"
-    )
-    assert found == {"loads": "ok: decoded plainly"} | dict.fromkeys(("greedy", "T=1"), "ok")
-
-
-def test_what_is_no_model_of_text_is_refused() -> None:
-    found = outcomes(family_checks(partial(small_family, families()["musicgen"]), new_tokens=4))
-    assert found == {
-        "loads": "refused: transformers makes no causal model of musicgen's default config: it writes sound"
-    }
+    how, note = check_family(small_family(families()["blt"]), new_tokens=4)
+    assert how == "decoded plainly"
+    assert note.startswith("as without a cache; with one 'BltConfig' object has no attribute")
 
 
 def test_default_configs_are_made_whole_and_small() -> None:
@@ -181,9 +156,8 @@ def test_another_text_than_the_targets_fails() -> None:
         def forward_from(self, tokens: Any, start: Any, *facts: Any, **named: Any) -> Any:
             return super().forward_from(tokens if start == 0 else tokens * 0, start, *facts, **named)
 
-    target = Forgetful(small_family(families()["qwen3_5_text"]).model)
-    found = outcomes(family_checks(lambda: target, new_tokens=8))
-    assert found["as transformers"].startswith("FAILS: RuntimeError: plain: another text, first different at ")
+    with pytest.raises(RuntimeError, match="plain: another text, first different at "):
+        check_family(Forgetful(small_family(families()["qwen3_5_text"]).model), new_tokens=8)
 
 
 def test_what_is_refused_is_skipped_with_its_sentence_and_what_fails_fails(tmp_path: Path) -> None:
@@ -191,9 +165,14 @@ def test_what_is_refused_is_skipped_with_its_sentence_and_what_fails_fails(tmp_p
     (tmp_path / "targets" / "kimi.json").write_text(json.dumps(UNKNOWN))
     (tmp_path / "targets" / "odd.json").write_text(json.dumps(PHI | {"hidden_act": "no such thing"}))
     kimi, odd = (one.values[0] for one in files(tmp_path))
-    with pytest.raises(pytest.skip.Exception, match="refused: target"):
-        check(kimi())
-    with pytest.raises(AssertionError, match="FAILS: KeyError"):
-        check(odd())
+    with pytest.raises(pytest.skip.Exception, match="refused: target"), skipped_where_refused():
+        kimi()
+    with pytest.raises(KeyError), skipped_where_refused():
+        odd()
+    with (
+        pytest.raises(pytest.skip.Exception, match="musicgen's default config: it writes sound"),
+        skipped_where_refused(),
+    ):
+        small_family(families()["musicgen"])
     with pytest.raises(ValueError, match=r"nothing has no config\.json files in targets/ or heads/"):
         files(tmp_path / "nothing")
