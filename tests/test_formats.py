@@ -235,7 +235,6 @@ def eagle3_mutations(layer: str, inside: str | None, pruned: bool = True) -> lis
         extra(f"{layer.replace('midlayer', 'layers.0').replace('.0', '.1')}.mlp.up_proj.weight"),
         say("hidden_act", "gelu", "hidden_act=gelu", inside),
         say("num_key_value_heads", 4, "self_attn.k_proj.weight", inside),
-        say("auto_map", {"AutoModel": "evil.Model"}, "names code of its own"),
     ]
 
 
@@ -254,7 +253,6 @@ EAGLE1 = [
     say("quantization_config", {"bits": 4}, "quantization_config=.*can be drafted with"),
     say("hidden_act", "gelu", "hidden_act=gelu"),
     say("num_key_value_heads", 4, "self_attn.k_proj.weight"),
-    say("auto_map", {"AutoModel": "evil.Model"}, "names code of its own"),
 ]
 HYDRAS = [
     extra("another.weight"),
@@ -266,7 +264,6 @@ HYDRAS = [
     say("hydra_head_arch", None, "has no 'hydra_head_arch'"),
     say("grounded_heads", False, "grounded_heads=False"),
     say("hidden_state_offset", 1, "hidden_state_offset=1"),
-    say("auto_map", {"AutoModel": "evil.Model"}, "names code of its own"),
 ]
 MUTATIONS: dict[str, list[Mutation]] = {
     "safeailab_eagle3": [
@@ -331,7 +328,6 @@ MUTATIONS: dict[str, list[Mutation]] = {
         say("medusa_num_layers", None, "has no 'medusa_num_layers'"),
         say("version", "2", "version 2, .* but 0.1.weight is stored"),
         say("version", "3", "version=3"),
-        say("auto_map", {"AutoModel": "evil.Model"}, "names code of its own"),
         store("0.1.weight", lambda rows: rows[:, :16], r"0.1.weight is \(320, 16\)"),
     ],
     "medusa_v2": [
@@ -340,7 +336,6 @@ MUTATIONS: dict[str, list[Mutation]] = {
         say("medusa_num_heads", 4, "medusa_num_heads=4, the weights are of 3"),
         say("medusa_num_layers", 1, "version 2|belongs to no layer|0.1"),
         say("version", None, "0.2.weight is missing"),
-        say("auto_map", {"AutoModel": "evil.Model"}, "names code of its own"),
     ],
 }
 MUTATIONS["hydra"] = [
