@@ -1,5 +1,6 @@
 """scripts/evaluate.py as it is typed, and what its figures are made of."""
 
+import csv
 import json
 import random
 from functools import partial
@@ -85,6 +86,8 @@ def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_pa
     page = (output / "report.html").read_text()
     assert "nonsense failed and is left out" in page and page.count("<svg") >= 2 and page.count('class="bars"') >= 2
     assert "drafted, accepted at depth 1" in page
+    with (output / "figures.csv").open() as file:
+        assert {line["drafter"] for line in csv.DictReader(file)} == names
     assert run(*given, "chain=2").code == 2
 
 

@@ -1,6 +1,30 @@
 """Our drafters inside the harnesses that others measure with."""
 
+import json
+
 import pytest
+import torch
+
+from foredraft.inference.drafters import NgramDrafter
+from foredraft.inference.evaluation.spec_bench import as_forward_func
+
+
+def test_spec_bench_calls_our_loop(target, tmp_path):
+    """As `get_model_answers` of its evaluation/eval.py calls a forward_func, over rows of its question.jsonl."""
+    file = tmp_path / "question.jsonl"
+    rows = [{"question_id": 81, "category": "writing", "turns": ["def add(self", "class Pair"]}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plain, drafted = as_forward_func(target, None), as_forward_func(target, NgramDrafter())
+    for question in map(json.loads, file.read_text().splitlines()):
+        for turn in question["turns"]:
+            inputs = target.tokenizer([turn], return_tensors="pt")
+            given = (inputs, target.model, target.tokenizer, 24)
+            (ids, new, steps, gained), (expected, _, slow, ones) = drafted(*given), plain(*given)
+            assert torch.equal(ids, expected) and ids.shape[1] == inputs.input_ids.shape[1] + new
+            assert steps == len(gained) and sum(gained) == new - 1  # the first token comes of the prompt
+            assert set(ones) <= {1} and steps <= slow
+    with pytest.raises(ValueError, match="not for the model"):
+        drafted(inputs, None, target.tokenizer, 4)
 
 
 def test_lm_eval_writes_the_answers_of_its_own_model(tiny_path):

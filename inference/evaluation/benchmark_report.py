@@ -1,6 +1,8 @@
-"""What a benchmark ends with: figures.json and report.html, a page that a person reads at a glance."""
+"""What a benchmark ends with: figures.json, figures.csv, and report.html, a page that a person reads at a glance."""
 
+import csv
 import json
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -151,8 +153,9 @@ def stage_lines(results: Results) -> list[tuple[str, str]]:
 
 
 def write(directory: Path, results: Results, samples: list[Sample]) -> None:
-    """Both files, each written whole. samples: texts for the page."""
+    """The three files, each written whole. samples: texts for the page."""
     (directory / "figures.json").write_text(json.dumps(results._asdict(), indent=1) + "\n")
+    write_csv(directory / "figures.csv", results)
     found = results.about
     facts = [(key, str(found[key])) for key in ("target", "device", "dtype", "date", "prompts")]
     values: dict[str, Any] = {
@@ -168,6 +171,30 @@ def write(directory: Path, results: Results, samples: list[Sample]) -> None:
         "versions": list(found["versions"].items()),
     }
     write_page(directory / "report.html", "benchmark.html.jinja", **values)
+
+
+def write_csv(path: Path, results: Results) -> None:
+    """A row per drafter, category and temperature; a spread is three columns."""
+    flat = [dict(spread_out(row)) for row in results.rows]
+    names = list(dict.fromkeys(key for row in flat for key in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(flat)
+
+
+def spread_out(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key in ("drafter", "temperature", "category"):
+        yield key, row[key]
+    for key, value in row.items():
+        if isinstance(value, Spread):
+            yield from ((f"{key}_{part}", number) for part, number in value._asdict().items())
+        elif isinstance(value, dict):
+            yield key, " ".join(f"{name}:{number:.4f}" for name, number in value.items())
+        elif isinstance(value, list):
+            yield key, " ".join(f"{share:.4f}" for share in value)
+        elif key not in ("drafter", "temperature", "category"):
+            yield key, "" if isinstance(value, float) and math.isnan(value) else value
 
 
 def terminal(results: Results) -> str:
