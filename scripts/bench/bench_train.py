@@ -1,18 +1,28 @@
-"""How fast a head trains:  python scripts/bench/bench_train.py head=eagle3 length=4096 steps=8
+"""How fast a head trains:  python scripts/bench/bench_train.py head=eagle3 length=4096 steps=8 [baseline=PYTHON]
 
 Tokens per second of the trainer's own steps, the process's peak memory, and model-flops utilisation: products of the
 target's forward and of the head's forward and backward per second, as a share of what one large matrix product reaches on
-this device. (The comparison with speculators 0.9.0 in README.md ran by this program as of its commits.)
+this device. With `baseline`, speculators 0.9.0 trains its EAGLE-3 or DFlash in the same run: same target, rows, length,
+steps, dtype and threads, from hidden states on disk; foredraft runs the target, or reads such states too with features=disk.
+The baseline's start-up is not counted: its time is the difference of two runs. Where other programs share the machine,
+`processor_time=true threads=1 trainer.dataloader_num_workers=0` counts the processor's seconds of both.
 """
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
+from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PrinterCallback, TrainerCallback
 
@@ -23,19 +33,28 @@ from foredraft.train.data.row_order import EpochStream
 from foredraft.train.runtime.memory import keep_freed, peak_memory
 from foredraft.train.trainer import HeadTrainer, arguments
 
+EPOCHS = 4  # that are timed where there is a baseline, of both
+
 
 @entry("bench_train")
 def main(cfg: DictConfig) -> None:
     torch.set_num_threads(cfg.threads)
+    of_kind = baseline_settings(cfg) if cfg.baseline else {}
     keep_freed()
     target: Target = instantiate(cfg.target)
     batch = cfg.trainer.per_device_train_batch_size
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = torch.randint(target.vocab_size, (cfg.steps * batch, cfg.length), generator=generator)
-    found = train(cfg, target, tokens)
-    print("  ".join(f"{key} {value:,.4g}" for key, value in found.items()), flush=True)
+    results = {"foredraft": train(cfg, target, tokens)}
+    if cfg.baseline:
+        results["speculators"] = train_baseline(cfg, target, tokens, of_kind)
+    for name, found in results.items():
+        print(f"{name:12}" + "  ".join(f"{key} {value:,.4g}" for key, value in found.items()), flush=True)
+    if cfg.baseline:
+        ratio = {key: results["foredraft"][key] / value for key, value in results["speculators"].items()}
+        print(f"{ratio['tokens_per_second']:.2f} times the tokens/s, {ratio['peak_gib']:.2f} of the memory")
     if cfg.output:
-        Path(cfg.output).write_text(json.dumps(found, indent=2) + "\n")
+        Path(cfg.output).write_text(json.dumps(results, indent=2) + "\n")
 
 
 def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, float]:
@@ -45,7 +64,7 @@ def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
     head = instantiate(cfg.head, target=target, **(more if "draft_vocab_size" in cfg.head else {}))
     distillation = instantiate(cfg.criterion, head=head, target=target, loss=instantiate(cfg.loss))
     args = arguments(cfg.trainer, target)
-    args.max_steps = cfg.steps
+    args.max_steps = cfg.steps * (EPOCHS if cfg.baseline else 1)  # as long as the baseline is timed
     packed, batch = Packed(documents, cfg.length, cfg.seed), cfg.trainer.per_device_train_batch_size
     dataset = instantiate(cfg.features)(packed, target, head.layers, batch)
     trainer = HeadTrainer(
@@ -56,7 +75,7 @@ def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
         measure=lambda head: {},
     )
     trainer.remove_callback(PrinterCallback)
-    ends = StepEnds()
+    ends = StepEnds(time.process_time if cfg.processor_time else time.perf_counter)
     trainer.add_callback(ends)
     trainer.train()
     # From the end of the last step that warms up: no first step is timed.
@@ -71,13 +90,13 @@ def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
 
 
 class StepEnds(TrainerCallback):
-    """When each step ended."""
+    """When each step ended, by this clock."""
 
-    def __init__(self) -> None:
-        self.times = list[float]()
+    def __init__(self, clock: Callable[[], float]):
+        self.clock, self.times = clock, list[float]()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.times.append(time.perf_counter())
+        self.times.append(self.clock())
 
 
 def top_speed(target: Target, size: int = 2048, repeats: int = 5) -> float:
@@ -89,6 +108,114 @@ def top_speed(target: Target, size: int = 2048, repeats: int = 5) -> float:
         (a @ a).sum().item()  # waits for the device
         best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
+
+
+def train_baseline(cfg: DictConfig, target: Target, tokens: torch.Tensor, of_kind: dict[str, Any]) -> dict[str, float]:
+    """speculators on the same rows, run for one epoch and for EPOCHS more: the difference is training alone. Several, since
+    starting takes as long as an epoch and varies. of_kind: see `baseline_settings`."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        layers = list(cfg.head.layers or head_layers(cfg, target))
+        write_rows(target, layers, tokens, folder)
+        command = [cfg.baseline, *([cfg.baseline_driver] if cfg.baseline_driver else ["-m", "speculators"]), "train"]
+        settings = {
+            "verifier-name-or-path": target.name,
+            "data-path": folder,
+            "hidden-states-path": folder / "hidden_states",
+            "on-missing": "raise",
+            "total-seq-len": cfg.length,
+            "num-workers": 0,
+            "hidden-states-dtype": str(target.dtype).removeprefix("torch."),
+            "loss-implementation": "eager",
+            "draft-attn-impl": "sdpa",
+            "lr": cfg.trainer.learning_rate,
+            "target-layer-ids": layers,
+            **of_kind,
+        }
+        if "ttt-steps" in settings:  # the vocabulary of EAGLE-3 may be pruned
+            vocab = target.vocab_size
+            settings["draft-vocab-size"] = min(cfg.head.draft_vocab_size or vocab, vocab)
+            settings["token-freq-path"] = folder / "token_freq.pt"
+        for key, value in settings.items():
+            command += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+        runs = [
+            timed(
+                [*command, "--epochs", str(n), "--save-path", str(folder / f"out{n}")], cfg.threads, cfg.processor_time
+            )
+            for n in (1, 1 + EPOCHS)
+        ]
+    trained = EPOCHS * tokens.numel()
+    seconds = runs[1][0] - runs[0][0]
+    return {"tokens_per_second": trained / seconds, "peak_gib": runs[0][1] / 2**30}
+
+
+def baseline_settings(cfg: DictConfig) -> dict[str, Any]:
+    """What speculators is told of the head, of the two kinds that are compared. Raises ValueError for another."""
+    kind = HydraConfig.get().runtime.choices["head"]
+    if kind == "eagle3":
+        return {"speculator-type": kind, "ttt-steps": cfg.head.depth}
+    if kind == "dflash":
+        return {
+            "speculator-type": kind,
+            "block-size": cfg.head.block_size,
+            "num-layers": cfg.head.num_layers,
+            "mask-token-id": cfg.head.mask_token_id or 0,
+            "full-attention-indices": list(range(cfg.head.num_layers)),
+            "max-anchors": round(cfg.criterion.anchors * cfg.length),
+            "per-position-loss-weight": "fixed-exp-decay",
+        }
+    raise ValueError(f"head={kind} is not compared with speculators here: head=eagle3, head=dflash, or baseline=null")
+
+
+def head_layers(cfg: DictConfig, target: Target) -> list[int]:
+    """The layers that the head of this config reads."""
+    more: dict[str, Any] = {"counts": torch.ones(target.vocab_size, dtype=torch.int64)}
+    return instantiate(cfg.head, target=target, **more).layers
+
+
+def timed(command: list[str], threads: int, processor_time: bool) -> tuple[float, int]:
+    """Seconds, or those of the processor, and peak bytes of a process. Raises ValueError if it fails."""
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise ValueError(f"{' '.join(command[:4])} failed:\n{output[-2000:]}")
+    seconds = usage.ru_utime + usage.ru_stime if processor_time else time.perf_counter() - start
+    return seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@torch.no_grad()
+def write_rows(target: Target, layers: list[int], tokens: torch.Tensor, folder: Path) -> None:
+    """The rows in the format of speculators: an Arrow dataset, and per row three layers and the state before the norm."""
+    from datasets import Dataset
+
+    (folder / "hidden_states").mkdir()
+    before: list[torch.Tensor] = []
+    norm = target.model.model.norm
+    hook = norm.register_forward_pre_hook(lambda module, given: before.append(given[0]))
+    for number, row in enumerate(tokens):
+        aux_hidden_states = target.forward(row[None].to(target.device), layers=layers, keep_logits=1).aux_hidden_states[
+            0
+        ]
+        states = torch.cat([aux_hidden_states.view(len(row), len(layers), -1), before.pop()[0][:, None]], dim=1)
+        save_file(
+            {"token_ids": row, "hidden_states": states.to(target.dtype).cpu().contiguous()},
+            folder / "hidden_states" / f"hs_{number}.safetensors",
+        )
+    hook.remove()
+    rows = tokens.tolist()
+    columns = {"input_ids": rows, "loss_mask": [[1] * len(r) for r in rows], "seq_len": [len(r) for r in rows]}
+    Dataset.from_dict(columns).with_format("torch").save_to_disk(str(folder))
+    counts = torch.bincount(tokens.flatten(), minlength=target.vocab_size)
+    torch.save({token: int(count) for token, count in enumerate(counts)}, folder / "token_freq.pt")
 
 
 if __name__ == "__main__":

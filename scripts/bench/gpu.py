@@ -193,7 +193,7 @@ def training(cfg: DictConfig, path: str) -> dict[str, Any]:
         file = Path(folder) / "found.json"
         size = [f"steps={cfg.steps}", f"warmup={cfg.warmup}", f"output={file}", f"output_dir={folder}"]
         program("bench/bench_train.py", "target=shape", *shape, f"target.device={cfg.device}", *size)
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text())["foredraft"]
     planned = re.search(r"sum +([\d.]+)", program("plan.py", *shape, "strategy=single", "rows=1"))
     assert planned is not None
     return {
