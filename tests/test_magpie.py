@@ -84,7 +84,7 @@ def test_greedy_answers_are_the_targets_own_and_those_that_repeat_themselves_are
 
 def test_seeds_are_topics_or_first_words(chat, tmp_path):
     (tmp_path / "seeds.txt").write_text("How do bees ...\n\nbirds\n")
-    seeds = magpie.read_seeds(str(tmp_path / "seeds.txt"))
+    seeds = magpie.read_lines("seeds", str(tmp_path / "seeds.txt"))
     assert seeds == ("How do bees ...", "birds")
     settings = MagpieSettings(max_question=120, max_answer=40, seeds=("How do bees ...",))
     rows = written(chat, tmp_path / "rows.jsonl", 200, settings=settings)
@@ -93,7 +93,27 @@ def test_seeds_are_topics_or_first_words(chat, tmp_path):
     openings = Openings(ChatFormat(chat.text_tokenizer))
     assert "The user asks about birds." in chat.text_tokenizer.decode(openings.opening("birds"))
     with pytest.raises(ValueError, match=r"data.seeds=.*no.txt is no file"):
-        magpie.read_seeds(str(tmp_path / "no.txt"))
+        magpie.read_lines("seeds", str(tmp_path / "no.txt"))
+
+
+def test_a_task_is_a_second_conversation_about_the_answers_of_the_first(chat, tmp_path):
+    (tmp_path / "tasks.txt").write_text("Repeat this.\\n{text}\n")
+    tasks = magpie.read_lines("tasks", str(tmp_path / "tasks.txt"))
+    assert tasks == ("Repeat this.\n{text}",)
+    settings = MagpieSettings(max_question=120, max_answer=90, greedy=0.2, tasks=tasks, task_share=0.5)
+    rows = written(chat, tmp_path / "rows.jsonl", 800, settings=settings)
+    words, form = chat.text_tokenizer, ChatFormat(chat.text_tokenizer)
+    kept = [row for row in rows if "dropped" not in row]
+    both = [row for row in kept if "starts" in row]
+    assert 0 < len(both) < len(kept)
+    for row in both:
+        (_, second), (start, end) = row["starts"], row["written"][-1]
+        answers = [words.decode(row["tokens"][a:b], skip_special_tokens=True) for a, b in row["written"][:-1]]
+        task = {"role": "user", "content": "Repeat this.\n" + "\n\n".join(answer.strip() for answer in answers)}
+        assert row["tokens"][second:start] == form.prompt([task]) and end == len(row["tokens"])
+    assert len(corpus(words, path=str(tmp_path / "rows.jsonl"), tokens=0).train) > len(kept) / 2
+    with pytest.raises(ValueError, match=r"data.tasks: 'Sum up' has no \{text\}"):
+        MagpieSettings(tasks=("Sum up",))
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -7,13 +7,15 @@ Given nothing but its template up to where the user speaks, the target writes wh
 
 Questions are sampled, half of the answers are greedy, and some conversations go on. Only answers are in the loss. The text of
 row n depends on its number and the seed alone, not on what is written beside it.
+
+Questions written from nothing are short. With tasks (data.tasks), such as "Summarize this text: {text}", a row has a second
+conversation whose question holds the answers of its first: long prompts, and answers that copy from them.
 """
 
 import hashlib
 import itertools
 import json
 import random
-import re
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,12 +36,12 @@ from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.conversations import assemble
 from foredraft.train.data.corpus import Corpus
 from foredraft.train.data.encoding import Encoder, encode
-from foredraft.train.data.layouts import Message, SkippedRow
+from foredraft.train.data.openings import Openings
 from foredraft.train.data.question_filters import QuestionFilter, before_loop, loops
 from foredraft.train.data.sources import Source
 from foredraft.train.data.written_rows import RowFile
 
-MARK = "\u2402question\u2403"  # stands for what is not written yet when a template is rendered
+TEXT = "{text}"  # in a task: what the target wrote before
 SHORTEST_ANSWER = 4  # tokens
 SHORTEST_CUT = 40  # tokens of an answer before it repeats itself
 PREFIXES = 1 << 28  # bytes of texts whose beginnings are not read again
@@ -49,7 +51,8 @@ HOPELESS = 200  # rows of which none is kept, after which no other is tried
 
 @dataclass(frozen=True)
 class MagpieSettings:
-    """question_temperature, answer_temperature: from, to. greedy: share of the answers that are not sampled."""
+    """question_temperature, answer_temperature: from, to. greedy: share of the answers that are not sampled. tasks: questions
+    about a text, which stands at {text}; task_share: of the rows that have one."""
 
     turns: int = 2
     question_temperature: tuple[float, float] = (0.6, 1.05)
@@ -60,6 +63,8 @@ class MagpieSettings:
     max_answer: int = 384
     script: str | None = None
     seeds: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    task_share: float = 0.5
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -67,61 +72,15 @@ class MagpieSettings:
             low, high = getattr(self, name)
             if not 0 < low <= high:
                 raise ValueError(f"data.{name}=[{low},{high}] must be two numbers above 0, the lower one first")
-        if not 0 <= self.greedy <= 1:
-            raise ValueError(f"data.greedy={self.greedy} must lie between 0 and 1")
+        for name in ("greedy", "task_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"data.{name}={getattr(self, name)} must lie between 0 and 1")
+        for task in self.tasks:
+            if TEXT not in task:
+                raise ValueError(f"data.tasks: {task!r} has no {TEXT}, where a text stands that the target wrote")
         for name in ("turns", "max_question", "max_answer"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name}={getattr(self, name)} must be at least 1")
-
-
-class Openings:
-    """What stands around questions and answers in a target's own template.
-
-    Raises ValueError for a template that does not mark where a question ends."""
-
-    def __init__(self, form: ChatFormat):
-        self.form, self.tokenizer = form, form.tokenizer
-        whole = form.render([{"role": "user", "content": MARK}], prompt=True)[0]
-        if whole.count(MARK) != 1:
-            raise ValueError(f"{form.name} does not show a question as it is: data=self needs a template that does")
-        self.before, self.after = whole.split(MARK)
-        if not self.after.strip():
-            raise ValueError(
-                f"{form.name} does not mark where a question ends: the target cannot end one, as data=self needs it"
-            )
-        self.between = self.next_turn()
-
-    def next_turn(self) -> str | None:
-        """What stands between an answer and the next question; None where the template shows earlier answers otherwise than
-        they were written, or takes no further turn."""
-        if re.search("think|reasoning", self.form.template):
-            return None  # thoughts of earlier answers are taken out
-        answer = MARK.replace("question", "answer")
-        turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
-        try:
-            text = self.form.render([*turns, {"role": "user", "content": MARK}], prompt=True)[0]
-        except SkippedRow:
-            return None
-        _, found, rest = text.partition(answer)
-        between, also, after = rest.partition(MARK)
-        return between if found and also and after == self.after else None
-
-    def tokens(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-    def opening(self, topic: str | None) -> list[int]:
-        """What the target continues with a question. topic: what the system prompt says that the user asks about."""
-        if topic is None:
-            return self.tokens(self.before)
-        system: Message = {"role": "system", "content": f"You are a helpful assistant. The user asks about {topic}."}
-        try:
-            text = self.form.render([system, {"role": "user", "content": MARK}])[0]
-        except SkippedRow as error:
-            raise ValueError(
-                f"data.seeds names topics, for which {self.form.name} takes no system prompt ({error}): write lines that end "
-                "in ..., which questions begin with"
-            ) from None
-        return self.tokens(text.partition(MARK)[0])
 
 
 @dataclass
@@ -133,6 +92,8 @@ class Conversation:
     turns: int
     opening: list[int]  # what the question in hand continues
     begins: str = ""  # its first words, where a seed gives them
+    task: str | None = None  # of the row's second conversation, as long as it has not begun
+    start: int = 0  # in tokens, of the conversation in hand
     tokens: list[int] = field(default_factory=list)
     written: list[list[int]] = field(default_factory=list)
     asked: list[list[int]] = field(default_factory=list)
@@ -144,6 +105,8 @@ class Conversation:
         if dropped:
             return {"number": self.number, "dropped": dropped, "tokens": self.last, "temperatures": self.temperatures}
         facts = {"number": self.number, "tokens": self.tokens, "written": self.written, "asked": self.asked}
+        if 0 < self.start < len(self.tokens):
+            facts["starts"] = [0, self.start]
         return facts | {"temperatures": self.temperatures}
 
 
@@ -202,7 +165,9 @@ class Writer:
         turns = 1 if self.openings.between is None else draw.randint(1, self.settings.turns)
         seed = draw.choice(self.settings.seeds) if self.settings.seeds else None
         begins = seed.removesuffix("...") if seed and seed.endswith("...") else ""
-        return Conversation(number, draw, turns, self.openings.opening(None if begins else seed), begins)
+        has_task = self.settings.tasks and draw.random() < self.settings.task_share
+        task = draw.choice(self.settings.tasks) if has_task else None
+        return Conversation(number, draw, turns, self.openings.opening(None if begins else seed), begins, task)
 
     def ask(self, conversation: Conversation) -> None:
         """Let the target write the next question."""
@@ -220,7 +185,8 @@ class Writer:
         temperature = 0.0 if greedy else round(draw.uniform(*settings.answer_temperature), 2)
         conversation.temperatures.append(temperature)
         conversation.answering = True
-        self.send(conversation, conversation.tokens, SamplingParams(temperature=temperature), settings.max_answer, ())
+        prompt = conversation.tokens[conversation.start :]
+        self.send(conversation, prompt, SamplingParams(temperature=temperature), settings.max_answer, ())
 
     def send(
         self, conversation: Conversation, prompt: list[int], params: SamplingParams, most: int, stops: tuple[str, ...]
@@ -283,26 +249,37 @@ class Writer:
         else:
             self.close(conversation)
 
+    def pose(self, conversation: Conversation, task: str) -> None:
+        """Begin the row's second conversation: a task about what the target answered in the first."""
+        spans = [conversation.tokens[start:end] for start, end in conversation.written]
+        answers = self.openings.tokenizer.batch_decode(spans, skip_special_tokens=True)
+        question = task.replace(TEXT, "\n\n".join(answer.strip() for answer in answers))
+        conversation.task, conversation.turns, conversation.start = None, 1, len(conversation.tokens)
+        conversation.tokens += self.openings.tokens(self.openings.before + question + self.openings.after)
+        self.answer(conversation)
+
     def close(self, conversation: Conversation, dropped: str | None = None) -> None:
-        """The row is done. Where a later turn failed, the turns before it stay."""
+        """A conversation is done, and the row if it has no task. Where a later turn failed, the turns before it stay."""
         if conversation.written:
             dropped = None
             conversation.tokens = conversation.tokens[: conversation.written[-1][1]]
             conversation.asked = conversation.asked[: len(conversation.written)]
+            if conversation.task is not None:
+                self.pose(conversation, conversation.task)
+                return
         self.rows.append(conversation.row(dropped))
 
 
-def read_seeds(file: str | None) -> tuple[str, ...]:
+def read_lines(key: str, file: str | None) -> tuple[str, ...]:
+    """Of data.seeds or data.tasks; a line's \\n is a line break."""
     if file is None:
         return ()
     if not Path(file).is_file():
-        raise ValueError(
-            f"data.seeds={file} is no file: give one with a topic, or first words of a question..., per line"
-        )
-    found = tuple(line.strip() for line in Path(file).read_text("utf-8").splitlines() if line.strip())
-    if not found:
-        raise ValueError(f"data.seeds={file} has no line")
-    return found
+        raise ValueError(f"data.{key}={file} is no file: conf/data/self.yaml says what a line of it is")
+    lines = [line.strip().replace("\\n", "\n") for line in Path(file).read_text("utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"data.{key}={file} has no line")
+    return tuple(lines)
 
 
 def row_file(target: Target, form: ChatFormat, settings: MagpieSettings) -> Path:
@@ -342,6 +319,7 @@ def corpus(
     tokens: int = 250_000,
     path: str | None = None,
     seeds: str | None = None,
+    tasks: str | None = None,
     conversations: str | list[str] | None = None,
     weights: list[float] | None = None,
     template: str | None = None,
@@ -360,7 +338,7 @@ def corpus(
     `MagpieSettings`. Raises ValueError where there is no target to write what is missing.
     """
     pairs: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
-    chosen = MagpieSettings(seeds=read_seeds(seeds), **pairs)
+    chosen = MagpieSettings(seeds=read_lines("seeds", seeds), tasks=read_lines("tasks", tasks), **pairs)
     file = None if path is None else Path(path)
     if target is not None and (file is None or tokens):
         form = ChatFormat(tokenizer, template, thinking)
