@@ -11,7 +11,7 @@ from torch import Tensor
 from foredraft.heads import Target
 from foredraft.heads.target import cuda_graphs
 from foredraft.inference import Engine, Request, generate
-from foredraft.inference.drafters import AutoTree, DraftModel
+from foredraft.inference.drafters import AutoTree, DraftModel, SuffixDrafter, Switch
 from foredraft.inference.drafters.auto import FIRST, PLAIN, TIMED, Case, Plan, Times
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.sampling import Sampling, SamplingParams
@@ -62,6 +62,21 @@ class Short(DraftModel):
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         tree = super().propose(accepted, gumbel)
         return tree._replace(tokens=tree.tokens.index_fill(1, torch.arange(3, tree.tokens.shape[1]), -1))
+
+
+class TimedSwitch(Switch):
+    """Its steps take a second, but for nodes, of which each takes a hundredth."""
+
+    auto: Timed
+
+    def observe_seconds(self, seconds: float | None) -> None:
+        self.auto.cost = lambda plan: 1 + plan.nodes / 100
+        super().observe_seconds(1 + self.seen_nodes / 100)
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        tree = super().propose(accepted, gumbel)
+        self.seen_nodes = tree.tokens.shape[1]
+        return tree
 
 
 def nodes_of_steps(target: Target, drafter: AutoTree, count: int, batch: int = 1) -> list[int]:
@@ -201,3 +216,33 @@ def test_seconds_are_those_of_decoding_steps_alone(small, monkeypatch):
             if engine.has_work:
                 engine.step()
     assert seen[0] is None and seen[1:] == [0.0] * (len(seen) - 1)  # replays call no forward
+
+
+@pytest.mark.parametrize("head_is_right", [True, False])
+def test_a_switch_takes_the_suffix_or_the_head_by_what_each_promises(small, head_is_right):
+    """A prompt whose greedy continuation has been seen: suffixes are right, and as cheap as a plain step."""
+    inner = itself(small) if head_is_right else Useless([-1, -1])
+    switch = TimedSwitch(SuffixDrafter(longest=24, nodes=12), Timed(inner, small, lambda plan: 1.0))
+    ids = torch.tensor([prompt(9)])
+    text = generate(small, None, ids, max_new_tokens=101, eos_token_id=-1).sequences
+    chosen = []
+    for _ in range(8):
+        out = generate(small, switch, ids, max_new_tokens=101, eos_token_id=-1)
+        assert torch.equal(out.sequences, text)  # past outputs are remembered, so the second time all is known
+        chosen.append(out.acceptance_length)
+    assert chosen[-1] > 6 > 5 >= chosen[0]  # eleven drafts by the suffix, four by the head
+    assert switch.accepted / switch.expected > 0.9
+
+
+def test_a_switch_learns_that_suffixes_are_wrong(small):
+    class Liar(SuffixDrafter):
+        """Sure of a token that never comes."""
+
+        def draft(self, slot: int, text: list[int]) -> tuple[list[tuple[int, int]], float]:
+            return [(-1, 0)] * 4, 3.0
+
+    switch = TimedSwitch(Liar(), Timed(itself(small), small, lambda plan: 1.0))
+    ids = torch.tensor([prompt(9)])
+    steps = [step for _ in range(4) for step in generate(small, switch, ids, max_new_tokens=101, eos_token_id=-1).steps]
+    assert any(step.accepted == [0] and step.nodes == 5 for step in steps[:20])  # it was tried
+    assert all(step.accepted == [4] for step in steps[-10:-1])

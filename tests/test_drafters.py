@@ -28,6 +28,7 @@ from foredraft.inference.drafters import (
     NgramDrafter,
     StaticTree,
     SuffixDrafter,
+    Switch,
     Union,
     drafter_for,
 )
@@ -63,6 +64,7 @@ DRAFTERS = {
     ),
     "ngram and heads": lambda target: Union([NgramDrafter(), eagle(target), medusa(target)]),
     "lookahead and suffix": lambda target: Union([Lookahead(), SuffixDrafter()]),
+    "a suffix or a head": lambda target: Switch(SuffixDrafter(), AutoTree(eagle(target), target)),
     "auto beside ngram": lambda target: Union([AutoTree(medusa(target), target), NgramDrafter()]),
 }
 
@@ -282,6 +284,9 @@ def test_short_words_name_drafters(target, tiny_path):
     assert isinstance(load("suffix", nodes=4), SuffixDrafter)
     union = load(f"lookahead+draft:{tiny_path}")
     assert isinstance(union, Union) and isinstance(union.drafters[1], DraftModel)  # of a fixed tree
+    assert isinstance(load(f"draft:{tiny_path}+suffix"), Switch) and isinstance(load(f"suffix+draft:{tiny_path}"), Switch)
+    both = load(f"draft:{tiny_path}+suffix", tree="fixed")
+    assert isinstance(both, Union) and isinstance(both.drafters[0], DraftModel)
     assert isinstance(load(f"draft:{tiny_path}"), AutoTree) and isinstance(
         load(f"draft:{tiny_path}", tree="fixed"), DraftModel
     )
@@ -302,6 +307,7 @@ def test_bad_settings_are_named(target, tiny_path):
         (draft, {"width": 0}, "width=0"),
         (draft, {"tree": "wide"}, "tree=wide"),
         (draft, {"confidence": 0.3}, "tree=adaptive"),
+        (f"{draft}+suffix", {"tree": "adaptive"}, "tree=adaptive: drafters joined by"),
         (draft, {"tree": "adaptive", "confidence": 1.5}, r"confidence=1\.5"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -20,6 +20,7 @@ from foredraft.inference.drafters.lookahead import Lookahead
 from foredraft.inference.drafters.ngram import NgramDrafter
 from foredraft.inference.drafters.static import StaticTree
 from foredraft.inference.drafters.suffix import SuffixDrafter
+from foredraft.inference.drafters.switch import Switch
 from foredraft.inference.drafters.union import Union
 
 WORDS = "none, ngram, suffix, lookahead, draft:<path or id of a smaller model>, a head's directory or Hub id"
@@ -29,13 +30,25 @@ def load_drafter(spec: str, target: Target, revision: str | None = None, **optio
     """The drafter that `spec` names. `options` go to its constructor; conf/drafter/*.yaml list them.
 
     "none" (plain decoding), "ngram", "suffix", "lookahead", "draft:<path or id of a smaller model>", a head's directory or
-    Hub id (revision: its branch, tag or commit); or several of these joined by "+", which gives the union of their trees.
-    Heads and draft models take `tree`, see `with_tree_policy`: "auto" where it is not given, but in a union, where a tree's
-    own share of a step's time is not known.
+    Hub id (revision: its branch, tag or commit); or several of these joined by "+", see `joined`. Heads and draft models take
+    `tree`, see `with_tree_policy`: "auto" where it is not given.
     """
     if "+" in spec and not Path(spec).is_dir():
-        return Union([load(part, target, None, "fixed") for part in spec.split("+")], **options)
+        return joined(spec.split("+"), target, **options)
     return load(spec, target, revision, "auto", **options)
+
+
+def joined(specs: list[str], target: Target, tree: str = "auto") -> Drafter:
+    """A head and "suffix": in each step whichever promises more (switch.py). Other drafters, or tree="fixed": the union of
+    their trees, in which a head's is fixed, since its own share of a step's time is not known."""
+    if tree not in ("auto", "fixed"):
+        raise ValueError(f"tree={tree}: drafters joined by + take auto or fixed")
+    drafters = [load(spec, target, None, tree) for spec in specs]
+    if tree == "auto" and len(drafters) == 2:
+        suffix, auto = sorted(drafters, key=lambda one: isinstance(one, AutoTree))
+        if isinstance(suffix, SuffixDrafter) and isinstance(auto, AutoTree):
+            return Switch(suffix, auto)
+    return Union([one.inner if isinstance(one, AutoTree) else one for one in drafters])
 
 
 def load(spec: str, target: Target, revision: str | None, usual_tree: str, **options: Any) -> Drafter:
@@ -134,6 +147,7 @@ __all__ = [
     "NgramDrafter",
     "StaticTree",
     "SuffixDrafter",
+    "Switch",
     "Union",
     "chain_of",
     "drafter_for",

@@ -184,6 +184,22 @@ class AutoTree(Drafter):
         self.times.drafting.append(self.broadcast(self.now() - started))
         return tree
 
+    def postpone(self, accepted: Accepted) -> None:
+        """Another drafter's tree is verified in this step: the inner one sees what was accepted before its next tree."""
+        self.unextended.append(accepted)
+
+    @property
+    def slowdown(self) -> float:
+        """How many times slower than usual the machine is at the moment."""
+        return median(self.slowdowns) if self.slowdowns else 1.0
+
+    def promised_speed(self) -> float:
+        """Tokens per second and sequence of plain decoding or the best tree; 0 before plain steps were timed."""
+        if PLAIN not in self.times:
+            return 0.0
+        plain = 1 / self.seconds(PLAIN)
+        return max(plain, self.gain(self.best) / self.seconds(self.best)) if self.best in self.times else plain
+
     def now(self) -> float:
         """Seconds, when the device has done what it was given."""
         synchronise(self.device)
@@ -199,7 +215,7 @@ class AutoTree(Drafter):
         if seconds is not None:
             if self.plan in self.times:
                 self.slowdowns.append(seconds / self.times[self.plan])
-            self.times.add(self.plan, seconds / (median(self.slowdowns) if self.slowdowns else 1.0))
+            self.times.add(self.plan, seconds / self.slowdown)
         self.use_next()
 
     def seconds(self, plan: Plan) -> float:
@@ -212,22 +228,28 @@ class AutoTree(Drafter):
         was."""
         if PLAIN not in self.times:
             return 1.0
+        return self.times[PLAIN] + self.drafting_seconds(plan.levels) + self.verifying_seconds(plan.nodes)
+
+    def seconds_to_verify(self, nodes: int) -> float:
+        """Of a step with a tree that nobody drafts."""
+        return 1.0 if PLAIN not in self.times else self.times[PLAIN] + self.verifying_seconds(nodes)
+
+    def drafting_seconds(self, levels: int) -> float:
+        drafting = self.full_seconds()[1]
+        return drafting * levels / self.full.levels if isinstance(self.inner, DynamicTree) else drafting
+
+    def verifying_seconds(self, nodes: int) -> float:
+        """What so many nodes add to a plain step: between the points (1, 0) and (largest, what is left of its step without
+        drafting) and, once it was used, the small tree's."""
         plain, (full, drafting) = self.times[PLAIN], self.full_seconds()
-        verifying = max(0.0, full - plain - drafting)
-
-        def drafted(levels: int) -> float:
-            return drafting * levels / self.full.levels if isinstance(self.inner, DynamicTree) else drafting
-
-        def verified(plan: Plan) -> float:
-            """Between the points (1, 0) and (largest, verifying) and, once it was used, the small tree's."""
-            points = [(1, 0.0), (self.full.nodes, verifying)]
-            if self.small in self.times and self.small.nodes < self.full.nodes:
-                added = self.times[self.small] - plain - drafted(self.small.levels)
-                points.insert(1, (self.small.nodes, min(max(0.0, added), verifying)))
-            (low, least), (high, most) = next(pair for pair in pairwise(points) if plan.nodes <= pair[1][0])
-            return least + (most - least) * (plan.nodes - low) / (high - low)
-
-        return plain + drafted(plan.levels) + verified(plan)
+        most = max(0.0, full - plain - drafting)
+        points = [(1, 0.0), (self.full.nodes, most)]
+        if self.small in self.times and self.small.nodes < self.full.nodes:
+            added = self.times[self.small] - plain - self.drafting_seconds(self.small.levels)
+            points.insert(1, (self.small.nodes, min(max(0.0, added), most)))
+        nodes = min(nodes, self.full.nodes)
+        (low, least), (high, most) = next(pair for pair in pairwise(points) if nodes <= pair[1][0])
+        return least + (most - least) * (nodes - low) / (high - low)
 
     def full_seconds(self) -> tuple[float, float]:
         """Of a step with the largest tree, and of its drafting; where it was not used yet, as many plain steps as in the

@@ -6,6 +6,7 @@ every new token moves on by one; what hangs below such a node followed that suff
 """
 
 import heapq
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -62,6 +63,7 @@ class SuffixDrafter(Drafter):
         self.past, self.remembered = Trie(), 0
         self.texts: list[list[int]] = []
         self.prompts: list[int | None] = []  # tokens of each sequence's prompt, None before it was seen
+        self.expected: Sequence[float] = ()  # of each sequence's last drafts, how many the counts say are right
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.retire(set(range(len(self.texts))))
@@ -102,10 +104,11 @@ class SuffixDrafter(Drafter):
         pairs = zip(self.prompts, accepted.text, strict=True)
         self.prompts = [len(text) - 1 if prompt is None else prompt for prompt, text in pairs]
         self.texts = accepted.text
-        return trees(accepted, [self.draft(slot, text) for slot, text in enumerate(accepted.text)], self.depth)
+        drafts, self.expected = zip(*(self.draft(slot, text) for slot, text in enumerate(accepted.text)))
+        return trees(accepted, list(drafts), self.depth)
 
-    def draft(self, slot: int, text: list[int]) -> list[tuple[int, int]]:
-        """(token, parent) of the nodes below the bonus token."""
+    def draft(self, slot: int, text: list[int]) -> tuple[list[tuple[int, int]], float]:
+        """(token, parent) of the nodes below the bonus token, and how many of them the counts say are right."""
         for token in text[self.num_entered[slot] :]:
             suffixes = self.suffixes[slot][: self.longest]
             self.suffixes[slot] = [self.own[slot], *(suffix.enter(token) for suffix in suffixes)]
@@ -121,4 +124,4 @@ class SuffixDrafter(Drafter):
                 drafts, expected = likeliest(suffixes[length], nodes, self.depth)
                 if expected > score:
                     best, score = drafts, expected
-        return best
+        return best, score

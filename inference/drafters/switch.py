@@ -1,0 +1,84 @@
+"""Suffix counting where the text repeats itself, a head's tree elsewhere: in each step whichever promises more tokens per second.
+
+A suffix that was found costs a look-up and a forward over few nodes; a head's tree costs the head as well. So the counts decide:
+
+    suffix     (1 + share * expected) / seconds(nodes)    expected: drafts that its counts say are right; share: that were
+    head       gain / seconds, of the tree (or none) that AutoTree takes
+
+The union of both trees (union.py) accepts more per step, but pays for both in every one.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+from torch import Tensor
+
+from foredraft.inference.drafters.auto import RECENT, AutoTree, Case
+from foredraft.inference.drafters.base import Accepted, Drafter
+from foredraft.inference.drafters.grown import GrownTree
+from foredraft.inference.drafters.suffix import SuffixDrafter
+from foredraft.inference.sampling import Sampling
+from foredraft.inference.tree import TokenTree
+
+PRIOR = 8.0  # drafts' worth of trust in the counts before any was verified
+REMEMBER = 256.0  # expected drafts after which what was learned of them counts half
+
+
+class Switch(Drafter):
+    def __init__(self, suffix: SuffixDrafter, auto: AutoTree):
+        self.suffix, self.auto = suffix, auto
+        self.layers, self.nodes = auto.layers, max(suffix.nodes, auto.nodes)
+        # Of the suffix's drafts: how many its counts expected to be right, and how many were.
+        self.expected, self.accepted = PRIOR, PRIOR
+        self.times: dict[tuple[Case | None, int], deque[float]] = {}  # seconds of its steps with so many nodes
+        self.by_suffix = False  # was the last tree a suffix's?
+
+    @property
+    def depth(self) -> int:  # type: ignore[override]  # of the next tree
+        return max(self.suffix.depth, self.auto.depth)
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        self.suffix.begin(batch, capacity, sampling)
+        self.auto.begin(batch, capacity, sampling)
+        self.promised = self.auto.promised_speed()
+
+    def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
+        self.suffix.select_sequences(slots, capacity, sampling)
+        self.auto.select_sequences(slots, capacity, sampling)
+        self.promised = self.auto.promised_speed()
+
+    @property
+    def cached_drafters(self) -> Sequence[GrownTree]:
+        return self.auto.cached_drafters
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        tree = self.suffix.propose(accepted, gumbel)
+        self.seen = self.times.setdefault((self.auto.case, tree.tokens.shape[1]), deque(maxlen=RECENT))
+        self.now_expected = sum(self.suffix.expected)
+        gain = 1 + self.accepted / self.expected * self.now_expected / len(self.suffix.expected)
+        seconds = median(self.seen) if self.seen else self.auto.seconds_to_verify(tree.tokens.shape[1])
+        # Nothing is promised before plain steps were timed.
+        self.by_suffix = self.now_expected > 0 and 0 < self.promised < gain / seconds
+        if self.by_suffix:
+            self.auto.postpone(accepted)
+            return tree
+        return self.auto.propose(accepted, None if gumbel is None else gumbel[:, : self.auto.depth + 1])
+
+    def observe(self, paths: list[list[int]], choices: Tensor) -> None:
+        if not self.by_suffix:
+            self.auto.observe(paths, choices)
+            return
+        self.expected += self.now_expected
+        self.accepted += sum(len(path) - 1 for path in paths if path)
+        if self.expected > REMEMBER:
+            self.expected, self.accepted = self.expected / 2, self.accepted / 2
+
+    def observe_seconds(self, seconds: float | None) -> None:
+        if not self.by_suffix:
+            self.auto.observe_seconds(seconds)
+            self.promised = self.auto.promised_speed()
+            return
+        seconds = self.auto.broadcast(seconds)
+        if seconds is not None:
+            self.seen.append(seconds / self.auto.slowdown)
