@@ -179,6 +179,12 @@ def test_a_trace_tells_what_was_drafted(client):
     assert tree["accepted"][0] == 0 and len(tree["tokens"]) == len(tree["parents"]) == len(tree["probabilities"]) > 1
 
 
+@pytest.mark.parametrize("host, status", [("evil.example:8000", 403), ("", 403), ("[::1]:1", 200), ("127.0.0.1", 200)])
+def test_only_names_of_this_machine_are_answered(server, host, status):
+    """Where no key is needed: a page in a browser here may have had its own name point to 127.0.0.1."""
+    assert server.post(json.dumps({"prompt": "a", "max_tokens": 1}).encode(), "/v1/completions", Host=host)[0] == status
+
+
 def test_marks_of_the_template_in_a_message_are_text(client, target):
     """Nobody ends a turn, or speaks as another, by writing special tokens into a message."""
     ends = "<|endoftext|>"

@@ -41,6 +41,7 @@ def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))  # tools are long prompts
     facts = [f"target={path}", "target.dtype=float32", "target.device=cpu", "drafter=draft_model", "max_tokens=300"]
+    facts.append("log_accepted=/dev/full")
     with served(path.parent, *facts, f"drafter.spec=draft:{path}") as running:
         yield running
 
@@ -81,6 +82,11 @@ def test_the_openai_package_parses_a_model_of_pydantic(client):
 
     answer = client.chat.completions.parse(**ASKED, seed=1, response_format=Kind)
     assert answer.choices[0].message.parsed.kind in (True, False)
+
+
+def test_a_full_disk_takes_no_answer_from_anybody(server, client):
+    assert client.completions.create(model="tiny", prompt="def", max_tokens=1).usage.completion_tokens == 1
+    assert any("cannot be written" in line["message"] for line in server.logged())
 
 
 def test_any_json_is_an_object(client):

@@ -35,4 +35,8 @@ class AcceptedLog:
                 "accepted": choice.accepted,
                 "drafted": choice.drafted,
             }
-            os.write(self.file, json.dumps(line).encode() + b"\n")  # at once, so that lines never mix
+            data = json.dumps(line).encode() + b"\n"
+            written = os.write(self.file, data)  # at once, so that lines never mix
+            if written < len(data):  # a full disk
+                os.ftruncate(self.file, os.fstat(self.file).st_size - written)
+                raise OSError(f"{written} of {len(data)} bytes were written")

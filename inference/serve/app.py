@@ -3,10 +3,11 @@
 import asyncio
 import json
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ PAGE_POLICY = (
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 RETRY_AFTER = "1"  # seconds
+BUG = "the server met an error of its own; see its log"
 
 
 class EventStream(StreamingResponse):
@@ -54,6 +56,10 @@ class EventStream(StreamingResponse):
             yield "data: [DONE]\n\n"
         except Failed as failed:
             yield f"data: {json.dumps(error_body(str(failed), failed.status))}\n\n"
+        except Exception:
+            log.exception("a stream failed")
+            answer.failure = Failed(BUG)
+            yield f"data: {json.dumps(error_body(BUG, 500))}\n\n"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -82,15 +88,7 @@ class Service:
     async def answer(self, asked: ChatRequest | CompletionRequest, request: Request) -> Response:
         if asked.model not in (None, self.name):
             raise HTTPException(404, f"the model {asked.model!r} is not served here: {self.name!r} is")
-        encode: Any = self.encoder.chat if isinstance(asked, ChatRequest) else self.encoder.completion
-        loop = asyncio.get_running_loop()
-        try:
-            prompts = await loop.run_in_executor(self.encoding, encode, asked)
-            grammar = await loop.run_in_executor(self.compiling, self.grammar, asked) if asked.has_grammar else None
-            jobs = self.worker.submit(self.requests(asked, prompts, grammar), asked.speculative)
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from None
-        answer = Answer(self.worker, jobs, asked, self.name, sum(map(len, prompts)))
+        answer = await self.begin(asked)
         ended = partial(self.ended, answer, request.url.path)
         if asked.stream:
             return EventStream(answer, ended)
@@ -99,6 +97,24 @@ class Service:
             return JSONResponse(answer.whole()) if stayed else Response(status_code=499)
         finally:
             ended()
+
+    async def begin(self, asked: ChatRequest | CompletionRequest) -> Answer:
+        """Submit its texts. They are counted before anything is made of them, so only so many wait to be encoded."""
+        encode: Any = self.encoder.chat if isinstance(asked, ChatRequest) else self.encoder.completion
+        loop, submitted = asyncio.get_running_loop(), False
+        try:
+            self.worker.reserve(asked.num_texts)
+            try:
+                prompts = await loop.run_in_executor(self.encoding, encode, asked)
+                grammar = await loop.run_in_executor(self.compiling, self.grammar, asked) if asked.has_grammar else None
+                jobs = self.worker.submit(self.requests(asked, prompts, grammar), asked.speculative)
+                submitted = True
+            finally:
+                if not submitted:
+                    self.worker.release(asked.num_texts)
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+        return Answer(self.worker, jobs, asked, self.name, sum(map(len, prompts)))
 
     def grammar(self, asked: CommonRequest) -> Grammar | None:
         self.grammars = self.grammars or Grammars(self.target)
@@ -120,8 +136,12 @@ class Service:
         seconds = time.monotonic() - answer.began
         self.metrics.ended(answer, seconds)
         if self.accepted_log is not None:
-            self.accepted_log.write(answer)
-        reasons = [choice.finish_reason or "cancelled" for choice in answer.choices.values()]
+            try:
+                self.accepted_log.write(answer)
+            except OSError as error:  # a full disk, say, which takes no answer from anybody
+                log.error("the log of accepted drafts cannot be written: %s", error)
+        unended = "cancelled" if answer.failure is None else "error"
+        reasons = [choice.finish_reason or unended for choice in answer.choices.values()]
         facts = {"id": answer.id, "path": path, "seconds": round(seconds, 3), "finish_reasons": reasons}
         log.info("request", extra={"facts": {**facts, **answer.usage()}})
 
@@ -155,6 +175,7 @@ def create_app(
     max_body: int = 2**22,
     api_key: str | None = None,
     accepted_log: AcceptedLog | None = None,
+    local_only: bool = False,
 ) -> FastAPI:
     """The application; it starts the worker and stops it. max_body: bytes of a request's body. See `Service`, `Gate`."""
     service = Service(worker, name, max_tokens, accepted_log)
@@ -166,11 +187,12 @@ def create_app(
         worker.stop()
 
     app = FastAPI(title="foredraft", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.worker = worker
 
     def seen(path: str, status: int) -> None:
         service.metrics.requests.labels(path if path in PATHS else "other", status).inc()
 
-    app.add_middleware(Gate, api_key=api_key, max_body=max_body, seen=seen)
+    app.add_middleware(Gate, api_key=api_key, max_body=max_body, seen=seen, local_only=local_only)
     add_error_handlers(app)
 
     @app.post("/v1/chat/completions", response_model=None)
@@ -222,7 +244,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        return error_response("the server met an error of its own; see its log", 500)
+        return error_response(BUG, 500)
 
 
 class JsonLines(logging.Formatter):
@@ -233,9 +255,15 @@ class JsonLines(logging.Formatter):
 
 
 def run(app: FastAPI, host: str, port: int, drain: float = 30.0) -> None:
-    """Serve until SIGTERM or SIGINT; then take no new request, and give those that run `drain` seconds to end."""
+    """Serve until SIGTERM or SIGINT; then take no new request, and give those that run `drain` seconds to end. Where the
+    worker died, or the server never started, the process exits with 1."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     settings: dict[str, Any] = {"http": "h11", "server_header": False, "access_log": False, "log_config": None}
-    uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=round(drain), **settings)
+    server = uvicorn.Server(uvicorn.Config(app, host, port, timeout_graceful_shutdown=round(drain), **settings))
+    app.state.worker.on_death = partial(setattr, server, "should_exit", True)
+    with suppress(KeyboardInterrupt):
+        server.run()
+    if app.state.worker.dead or not server.started:
+        sys.exit(1)

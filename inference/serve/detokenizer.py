@@ -1,11 +1,13 @@
 """Text out of tokens as they come: never half a character, and nothing of what a stop string may still take away."""
 
+from collections import deque
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "�"  # what bytes that are no character yet decode to
-CONTEXT = 6  # tokens before new ones that decide how these are spelled (a space before a word, say)
+CONTEXT = 6  # tokens at least before new ones that decide how these are spelled (a space before a word, say)
+HELD = 32  # tokens at most that are held back: no character is so many, so their bytes are no text
 
 
 class Detokenizer:
@@ -16,6 +18,9 @@ class Detokenizer:
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
         self.first, self.given = 0, 0  # tokens[first:given] has been given, and is decoded again as context
+        self.ends: deque[int] = (
+            deque()
+        )  # of whole characters, after `first`: context that began within one would be another
 
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -23,9 +28,12 @@ class Detokenizer:
     def push(self, token: int) -> str:
         self.tokens.append(token)
         new = self.pending()
-        if not new or new.endswith(REPLACEMENT):
+        if (not new or new.endswith(REPLACEMENT)) and len(self.tokens) - self.given < HELD:
             return ""
-        self.first, self.given = max(self.first, len(self.tokens) - CONTEXT), len(self.tokens)
+        self.given = len(self.tokens)
+        self.ends.append(self.given)
+        while self.ends[0] <= self.given - CONTEXT:
+            self.first = self.ends.popleft()
         return new
 
     def pending(self) -> str:

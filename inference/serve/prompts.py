@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.heads.target import Target
-from foredraft.inference.serve.protocol import ChatRequest, CompletionRequest, Message
+from foredraft.inference.serve.protocol import ChatRequest, CompletionRequest, Message, is_tokens
 
 PLACE = "\ue000{}\ue001"  # of a special token's text in a message; private characters, which are taken out of messages
 PLACES = re.compile("\ue000(\\d+)\ue001")
@@ -71,7 +71,7 @@ class PromptEncoder:
     def completion(self, request: CompletionRequest) -> list[list[int]]:
         """A prompt's own special tokens are tokens here: it is the whole text."""
         prompt = request.prompt
-        prompts: list[Any] = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else prompt
+        prompts: list[Any] = [prompt] if isinstance(prompt, str) or is_tokens(prompt) else prompt
         found = [self.encode(one, True) if isinstance(one, str) else one for one in prompts]
         for tokens in found:
             unknown = next((token for token in tokens if not 0 <= token < self.target.vocab_size), None)

@@ -68,7 +68,7 @@ class CommonRequest(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
     response_format: ResponseFormat | None = None
     trace: bool = Field(False, description="say how each token came about, and the tree of its step")
     speculative: bool = Field(True, description="false decodes plainly: the same text, to compare the speed")
@@ -91,6 +91,10 @@ class CommonRequest(BaseModel):
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_texts(self) -> int:
+        return self.n
 
     @property
     def budget(self) -> int | None:
@@ -208,9 +212,18 @@ class ChatRequest(CommonRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+def is_tokens(prompt: list[Any]) -> bool:
+    """One prompt, whose tokens these are? An empty list is one too, and is refused where it is decoded."""
+    return not prompt or isinstance(prompt[0], int)
+
+
 class CompletionRequest(CommonRequest):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def num_texts(self) -> int:
+        return self.n * (1 if isinstance(self.prompt, str) or is_tokens(self.prompt) else len(self.prompt))
 
     @property
     def top_tokens(self) -> int | None:
