@@ -43,6 +43,9 @@ class Grammar:
     def __init__(self, matcher: Any, eos_token_ids: Sequence[int]):
         self.matcher, self.eos_token_ids = matcher, eos_token_ids
 
+    def state(self) -> "GrammarState":
+        return GrammarState(self)
+
 
 class Grammars:
     """Compiles grammars for a target's tokenizer, which it takes in once (about a second for 150k tokens)."""

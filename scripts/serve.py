@@ -39,7 +39,8 @@ def main(cfg: DictConfig) -> None:
     limits = cfg.max_num_seqs, cfg.max_waiting, cfg.timeout, cfg.cache_gib
     worker = Worker(target, drafter, *limits, cfg.prefill_chunk, cfg.prefix_cache_gib)
     local_only = api_key is None and not cfg.insecure
-    app = create_app(worker, model_name(cfg, target.name), cfg.max_tokens, cfg.max_body, api_key, log, local_only)
+    served = worker, model_name(cfg, target.name), cfg.max_tokens, cfg.max_body, api_key, log, local_only
+    app = create_app(*served, list(cfg.cors))
     run(app, cfg.host, cfg.port, cfg.drain)
 
 

@@ -9,7 +9,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from foredraft.inference.serve.tools import BARE, HERMES, LLAMA, ToolFormat, ToolReader, format_of
+from foredraft.inference.grammar import Grammars
+from foredraft.inference.serve.protocol import ChatRequest
+from foredraft.inference.serve.tools import BARE, HERMES, LLAMA, ToolFormat, ToolReader, format_of, grammar
 from tests.support.serving import Served, served
 
 ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "def add(self, other):"}]}
@@ -108,6 +110,29 @@ def test_a_forced_tool_is_called(client, choice, names):
         assert call.function.name != "pair" or arguments["kind"] in ("alpha", "beta")
 
 
+def test_a_schema_may_stand_beside_tools(client):
+    """Which the model may call instead; where it must, the schema is of no answer."""
+    for choice in ended(client, tools=TOOLS, response_format=FORMAT):
+        assert choice.message.tool_calls or json.loads(choice.message.content).keys() == {"kind", "many"}
+    forced = {"type": "function", "function": {"name": "pair"}}
+    for choice in ended(client, tools=TOOLS, tool_choice=forced, response_format=FORMAT):
+        assert choice.message.tool_calls[0].function.name == "pair"
+
+
+def test_the_rules_of_both_take_both(target):
+    asked = ChatRequest(messages=[ASKED["messages"][0]], tools=TOOLS, response_format=FORMAT)
+    rules = grammar(asked, TEMPLATE, Grammars(target)).matcher
+    call = '<tool_call>\n{"name": "pair", "arguments": {"kind": "beta", "many": []}}\n</tool_call>'
+    for text, taken in (
+        (call, True),
+        ('{"kind": "alpha", "many": [1]}', True),
+        ("I think", False),
+        ('{"no": 1}', False),
+    ):
+        ids = target.text_tokenizer(text).input_ids
+        assert (rules.deep_copy().try_consume_tokens(ids) == len(ids)) == taken
+
+
 def test_a_call_is_streamed(client):
     facts = {**ASKED, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "pair"}}}
     seed = next(
@@ -160,7 +185,6 @@ def test_tools_are_told_to_the_template_unless_they_may_not_be_called(client):
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}, "tools": TOOLS}, "'other'"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "two of one name"),
         ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools.0.function.name"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": FORMAT}, "leave one out"),
     ],
 )
 def test_what_cannot_be_followed_is_refused(client, settings, message):

@@ -175,7 +175,7 @@ def test_bytes_that_are_no_text_come_as_they_are_decoded_at_once(target):
 
 
 def test_the_detokenizer_is_linear(target):
-    """Also of a text that is no text, and of end tokens, which are nothing: each token is decoded a bounded number of times."""
+    """Also of a text that is no text, and of end tokens, which are nothing: each is decoded a bounded number of times."""
     for tokens in ([131] * 2000, [target.eos_token_ids[0]] * 2000):
         detokenizer, decoded = Detokenizer(target.text_tokenizer), []
         decode = detokenizer.decode

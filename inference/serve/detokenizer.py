@@ -14,8 +14,8 @@ class Detokenizer:
     """`push` gives the text that a token has completed. All that it gives, and `flush`, is what decoding at once gives, less
     half a character at the end."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True):
+        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
         self.tokens: list[int] = []
         self.first, self.given = 0, 0  # tokens[first:given] has been given, and is decoded again as context
         self.ends: deque[int] = (
@@ -23,7 +23,7 @@ class Detokenizer:
         )  # of whole characters, after `first`: context that began within one would be another
 
     def decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return self.tokenizer.decode(tokens, skip_special_tokens=self.skip_special_tokens)
 
     def push(self, token: int) -> str:
         self.tokens.append(token)

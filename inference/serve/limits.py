@@ -17,6 +17,14 @@ MAX_HEADERS = 2**14  # bytes
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
+class Refused(HTTPException):
+    """A request that OpenAI's API has a code for, which clients know."""
+
+    def __init__(self, status: int, message: str, param: str, code: str):
+        super().__init__(status, message)
+        self.param, self.code = param, code
+
+
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

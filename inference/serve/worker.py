@@ -11,7 +11,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -24,6 +26,7 @@ from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, shar
 from foredraft.inference.engine import Engine, RequestOutput
 from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request
+from foredraft.inference.serve.scoring import Scored, score
 
 log = logging.getLogger("foredraft.serve")
 
@@ -108,6 +111,7 @@ class Worker(threading.Thread):
         self.max_num_seqs, self.max_open, self.timeout = max_num_seqs, max_num_seqs + max_waiting, timeout
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.jobs: dict[Request, Job] = {}
+        self.scoring: deque[tuple[Future[list[Scored]], list[Scored], Iterator[list[Scored]]]] = deque()
         self.open = 0  # texts that have been reserved and not ended
         self.lock = threading.Lock()
         self.dead = False
@@ -147,6 +151,18 @@ class Worker(threading.Thread):
                 self.inbox.put(partial(self.add, job))
         return jobs
 
+    def context(self, speculative: bool = True) -> int | None:
+        """Most tokens of a text, its prompt included: the target's context, or what the cache has room for."""
+        batch = self.engines[0 if speculative else 1].batch
+        room = None if batch.max_cache_tokens is None else batch.max_cache_tokens - 2 * batch.drafter.nodes
+        return min((most for most in (self.target.context, room) if most is not None), default=None)
+
+    def score(self, tokens: Sequence[int], top: int) -> Future[list[Scored]]:
+        """Log-probabilities of a text's own tokens (scoring.py)."""
+        future: Future[list[Scored]] = Future()
+        self.inbox.put(partial(self.scoring.append, (future, [], score(self.target, tokens, top))))
+        return future
+
     def cancel(self, job: Job) -> None:
         self.inbox.put(partial(self.end, job))
 
@@ -162,6 +178,8 @@ class Worker(threading.Thread):
                 for engine in self.engines:
                     if engine.has_work:
                         self.step(engine)
+                if self.scoring:
+                    self.step_scoring()
         except BaseException:
             log.critical("the engine's thread ends by an error", exc_info=True)
             self.die()
@@ -174,15 +192,19 @@ class Worker(threading.Thread):
             asked = self.inbox.get()
             if isinstance(asked, partial) and asked.func == self.add:
                 self.jobs[asked.args[0].request] = asked.args[0]
+            elif isinstance(asked, partial) and asked.func == self.scoring.append:
+                asked()
         for job in self.jobs.values():
             self.tell(job, Failed(DEAD, 503))
+        for future, *_ in self.scoring:
+            future.set_exception(Failed(DEAD, 503))
         self.on_death()
 
     def take_in(self) -> bool:
         """Do what was asked for; wait for it where there is nothing else to do. False at the end."""
         while True:
             try:
-                asked = self.inbox.get(block=not any(engine.has_work for engine in self.engines))
+                asked = self.inbox.get(block=not self.scoring and not any(engine.has_work for engine in self.engines))
             except queue.Empty:
                 return True
             if asked is None:
@@ -234,6 +256,20 @@ class Worker(threading.Thread):
             self.end(job, output)
         else:
             self.tell(job, output)
+
+    def step_scoring(self) -> None:
+        """One chunk of the text that is scored."""
+        future, found, chunks = self.scoring[0]
+        try:
+            if not future.cancelled():
+                found += next(chunks)
+                return
+        except StopIteration:
+            future.set_result(found)
+        except Exception as error:
+            log.warning("scoring a prompt failed", exc_info=error)
+            future.set_exception(Failed("scoring this prompt failed; see the server's log"))
+        self.scoring.popleft()
 
     def recover(self, engine: Engine, error: Exception) -> None:
         """After a step that raised: see the top of this file."""
