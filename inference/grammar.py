@@ -21,11 +21,16 @@ from foredraft.heads.target import Target
 
 MAX_SIZE = 2**16  # characters of a schema
 COMPILE_SECONDS = 5  # of a processor
+COMPILE_BYTES = 2**31  # of address space, of which Python with llguidance takes a tenth
 # llguidance bounds the cost of every step, but not that of finding out whether patterns exclude each other: a dozen of them
 # take seconds, two dozen hours. So a process that can be ended tries first.
-TRIAL = f"""import resource, sys
+TRIAL = f"""import os, resource, sys
 from llguidance import LLMatcher
 resource.setrlimit(resource.RLIMIT_CPU, ({COMPILE_SECONDS}, {COMPILE_SECONDS}))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+if sys.platform == "linux":  # others know no such limit
+    resource.setrlimit(resource.RLIMIT_AS, ({COMPILE_BYTES}, {COMPILE_BYTES}))
+os.nice(10)
 LLMatcher.validate_grammar(sys.stdin.buffer.read().decode())
 """
 # A model may write its JSON over several lines. Without a bound it may also write white space for ever.
@@ -37,6 +42,9 @@ class Grammar:
 
     def __init__(self, matcher: Any, eos_token_ids: Sequence[int]):
         self.matcher, self.eos_token_ids = matcher, eos_token_ids
+
+    def state(self) -> "GrammarState":
+        return GrammarState(self)
 
 
 class Grammars:
@@ -87,7 +95,10 @@ class Grammars:
 
         trial = subprocess.run([sys.executable, "-c", TRIAL], input=grammar.encode(), capture_output=True)
         if trial.returncode < 0:  # ended by a signal; what else is wrong the next lines find out
-            raise ValueError(f"the grammar takes more than {COMPILE_SECONDS} seconds to compile: make it simpler")
+            raise ValueError(
+                f"the grammar takes more than {COMPILE_SECONDS} seconds or {COMPILE_BYTES >> 30} GiB to compile: make it "
+                "simpler"
+            )
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds grammars that no text follows

@@ -88,8 +88,9 @@ class Sampling(NamedTuple):
         if any(one.logit_bias for one in params):
             bias = torch.zeros(len(params), 1, vocab)
             for row, one in enumerate(params):
-                for token, value in one.logit_bias:
-                    bias[row, 0, token] = value
+                if one.logit_bias:
+                    tokens, values = zip(*one.logit_bias, strict=True)
+                    bias[row, 0, list(tokens)] = torch.tensor(values, dtype=torch.float32)
             bias = bias.to(device)
         largest_k = max((min(one.top_k, vocab) for one in params if one.top_k is not None), default=1)
         return cls(

@@ -75,7 +75,7 @@ class TargetSampler:
         for one in self.sequences:
             grammar = one.request.params.grammar
             if grammar is not None and one.grammar is None:
-                one.grammar = GrammarState(grammar)
+                one.grammar = grammar.state()
             states.append(one.grammar if one.finish_reason is None else None)
         if not any(states):
             return None, None

@@ -10,7 +10,7 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from foredraft.inference.serve.address import check_address
+from foredraft.inference.serve.address import check_address, check_exposed
 from foredraft.train.cli import entry
 
 ENGINES = {"foredraft": "foredraft", "vllm": "vLLM", "llamacpp": "llama.cpp"}
@@ -22,7 +22,8 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(f"engine={cfg.engine} is not one of {', '.join(ENGINES)}")
     if cfg.log_text and cfg.log_accepted is None:
         raise ValueError("log_text=true adds texts to a log that there is not: give log_accepted=FILE")
-    api_key = os.environ.get("FOREDRAFT_API_KEY") or None  # not a setting: those show in ps, and in --help
+    api_key = os.environ.get("FOREDRAFT_API_KEY")  # not a setting: those show in ps, and in --help
+    check_exposed(cfg.host, api_key, cfg.insecure)
     if cfg.engine != "foredraft":
         return hand_over(cfg, api_key)
     check_address(cfg.host, cfg.port)
@@ -37,7 +38,9 @@ def main(cfg: DictConfig) -> None:
     drafter = instantiate(cfg.drafter, target=target)
     limits = cfg.max_num_seqs, cfg.max_waiting, cfg.timeout, cfg.cache_gib
     worker = Worker(target, drafter, *limits, cfg.prefill_chunk, cfg.prefix_cache_gib)
-    app = create_app(worker, model_name(cfg, target.name), cfg.max_tokens, cfg.max_body, api_key, log)
+    local_only = api_key is None and not cfg.insecure
+    served = worker, model_name(cfg, target.name), cfg.max_tokens, cfg.max_body, api_key, log, local_only
+    app = create_app(*served, list(cfg.cors))
     run(app, cfg.host, cfg.port, cfg.drain)
 
 

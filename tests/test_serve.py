@@ -17,6 +17,8 @@ from tests.support.serving import Served, served
 
 MESSAGES = [{"role": "user", "content": "def add(self, other): é"}]
 PROMPT = "def add(self, other):"
+# As DeepSeek-R1's: the prompt begins the thoughts. Qwen3 knows `enable_thinking`.
+THINKING = "{%- if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{# until </think> #}"
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,8 @@ def chatty(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny target, with a chat template."""
     path = tmp_path_factory.mktemp("chatty") / "tiny"
     shutil.copytree(tiny_path, path)
-    shutil.copy(ROOT / "train" / "data" / "plain_chat.jinja", path / "chat_template.jinja")
+    template = (ROOT / "train" / "data" / "plain_chat.jinja").read_text()
+    (path / "chat_template.jinja").write_text(template + THINKING)
     return path
 
 
@@ -39,9 +42,8 @@ def server(chatty: Path) -> Iterator[Served]:
         "drafter.tree=fixed",
     ]
     log = ["log_accepted=accepted.jsonl", "log_text=true"]
-    with served(
-        chatty.parent, *facts, f"drafter.spec=draft:{chatty}", "max_num_seqs=4", "max_tokens=24", *log
-    ) as running:
+    log += ["cors=['https://chat.example']", "max_num_seqs=4", "max_tokens=24"]
+    with served(chatty.parent, *facts, f"drafter.spec=draft:{chatty}", *log) as running:
         yield running
 
 
@@ -179,6 +181,12 @@ def test_a_trace_tells_what_was_drafted(client):
     assert tree["accepted"][0] == 0 and len(tree["tokens"]) == len(tree["parents"]) == len(tree["probabilities"]) > 1
 
 
+@pytest.mark.parametrize("host, status", [("evil.example:8000", 403), ("", 403), ("[::1]:1", 200), ("127.0.0.1", 200)])
+def test_only_names_of_this_machine_are_answered(server, host, status):
+    """Where no key is needed: a page in a browser here may have had its own name point to 127.0.0.1."""
+    assert server.post(json.dumps({"prompt": "a", "max_tokens": 1}).encode(), "/v1/completions", Host=host)[0] == status
+
+
 def test_marks_of_the_template_in_a_message_are_text(client, target):
     """Nobody ends a turn, or speaks as another, by writing special tokens into a message."""
     ends = "<|endoftext|>"
@@ -203,7 +211,11 @@ def test_marks_of_the_template_in_a_message_are_text(client, target):
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
-        ({"messages": [{"role": "user", "content": "word " * 300}]}, "the target .* takes 256"),
+        ({"extra_body": {"typical_p": 0.5}}, "Unknown parameter: 'typical_p'"),
+        ({"extra_body": {"chat_template_kwargs": {"tools": []}}}, "names 'tools', which is no variable"),
+        ({"extra_body": {"stop_token_ids": [400]}}, "stop_token_ids names .400."),
+        ({"extra_body": {"min_tokens": 4}, "stop": "x"}, "min_tokens goes with no stop"),
+        ({"extra_body": {"min_tokens": 4}, "max_tokens": 3}, "min_tokens=4 is more than max_tokens=3"),
         ({"messages": [{"role": "user"}]}, "chat template refuses"),
     ],
 )
@@ -214,8 +226,106 @@ def test_what_cannot_be_done_is_refused_by_name(client, settings, message):
         assert caught.value.type == "invalid_request_error"
 
 
-def test_fields_that_do_no_harm_are_ignored(client):
-    harmless = {"user": "me", "store": False, "response_format": {"type": "text"}, "extra_body": {"nothing": 1}}
-    assert client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=1, **harmless).choices
-    with pytest.raises(openai.NotFoundError, match="other"):
-        client.chat.completions.create(model="other", messages=MESSAGES)
+def test_fields_that_do_no_harm_are_ignored(client, chatty):
+    """And `store` keeps an answer out of the log."""
+    before = (chatty.parent / "accepted.jsonl").read_text()
+    harmless = {"user": "me", "metadata": {"a": "b"}, "store": False, "response_format": {"type": "text"}, "n": None}
+    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1, "service_tier": "auto"}
+    assert client.chat.completions.create(**asked, **harmless, extra_body={"echo": None}).choices
+    assert (chatty.parent / "accepted.jsonl").read_text() == before
+
+
+def test_the_model_has_a_name(client):
+    assert client.models.retrieve("tiny").max_model_len == 256
+    for ask in (client.models.retrieve, lambda name: client.chat.completions.create(model=name, messages=MESSAGES)):
+        with pytest.raises(openai.NotFoundError, match="other") as caught:
+            ask("other/model")
+        assert caught.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    "asked, words",
+    [({"messages": [{"role": "user", "content": "word " * 300}]}, "messages"), ({"max_tokens": 250}, "messages")],
+)
+def test_what_the_context_does_not_hold_is_refused_in_openai_s_words(client, asked, words):
+    with pytest.raises(openai.BadRequestError, match=r"maximum context length is 256 tokens\. However") as one:
+        client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES} | asked)
+    assert one.value.code == "context_length_exceeded" and one.value.param == words
+
+
+def test_thoughts_are_told_apart_where_the_template_begins_them(client):
+    asked = {"model": "tiny", "messages": MESSAGES, "seed": 5, "extra_body": {"chat_template_kwargs": {}}}
+    assert client.chat.completions.create(**asked).choices[0].message.reasoning is None
+    for more in ({"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "low"}):
+        message = client.chat.completions.create(**asked | {"extra_body": more}).choices[0].message
+        assert message.reasoning and not message.content
+        chunks = [*client.chat.completions.create(**asked | {"extra_body": more}, stream=True)]
+        thoughts = [getattr(chunk.choices[0].delta, "reasoning", None) or "" for chunk in chunks]
+        assert "".join(thoughts) == message.reasoning and not any(chunk.choices[0].delta.content for chunk in chunks)
+
+
+def test_token_ids_are_told_to_who_asks(client, target):
+    asked = {"model": "tiny", "seed": 5, "extra_body": {"return_token_ids": True}}
+    answer = client.chat.completions.create(**asked, messages=MESSAGES)
+    (choice,) = answer.choices
+    assert target.text_tokenizer.decode(answer.prompt_token_ids).endswith("é\nAssistant:")
+    assert target.text_tokenizer.decode(choice.token_ids).rstrip("�") == choice.message.content
+    chunks = [*client.chat.completions.create(**asked, messages=MESSAGES, stream=True)]
+    assert chunks[0].prompt_token_ids == answer.prompt_token_ids
+    assert [token for chunk in chunks[1:] for token in chunk.choices[0].token_ids] == choice.token_ids
+    (choice,) = client.completions.create(**asked, prompt=[7, 8]).choices
+    assert choice.prompt_token_ids == [7, 8] and len(choice.token_ids) == 24
+
+
+def test_an_echo_is_the_prompt_with_its_log_probabilities(client, target):
+    """As evaluation harnesses ask: a prompt's entries, the first without, and the new token's."""
+    ids = target.text_tokenizer("def add(self, other):\n    return self" * 3).input_ids[:70]
+    facts = {"model": "tiny", "max_tokens": 1, "echo": True, "seed": 1}
+    plain, *scored = (
+        client.completions.create(**facts, prompt=[ids, ids[:9]], **more).choices[0]
+        for more in ({}, {"logprobs": 2}, {"logprobs": 2, "temperature": 0, "extra_body": {"speculative": False}})
+    )
+    assert plain.text.startswith(target.text_tokenizer.decode(ids))
+    own = target.forward(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = own[:-1].gather(-1, torch.tensor(ids)[1:, None])[:, 0].tolist()
+    for choice in scored:
+        found = choice.logprobs
+        assert found.token_logprobs[0] is found.top_logprobs[0] is None and len(found.tokens) == len(ids) + 1
+        assert found.token_logprobs[1:-1] == pytest.approx(expected, abs=1e-4)
+        assert max(found.top_logprobs[5].values()) == pytest.approx(own[4].max().item(), abs=1e-4)
+    (streamed,) = [*client.completions.create(**facts, prompt="def", stream=True)][:1]
+    assert streamed.choices[0].text == "def"
+
+
+def test_a_text_has_its_least_tokens_and_ends_at_tokens_of_its_own(client, target):
+    """The same text until then, whatever is drafted."""
+    facts = {"model": "tiny", "prompt": PROMPT, "seed": 3, "max_tokens": 24}
+    ids = client.completions.create(**facts, extra_body={"return_token_ids": True}).choices[0].token_ids
+    cut = client.completions.create(**facts, extra_body={"stop_token_ids": ids[5:6], "return_token_ids": True}).choices[
+        0
+    ]
+    assert cut.finish_reason == "stop" and cut.token_ids == ids[: ids.index(ids[5]) + 1]
+    late = []
+    for speculative in (True, False):
+        more = {"stop_token_ids": ids[5:6], "min_tokens": 9, "return_token_ids": True, "speculative": speculative}
+        late.append(client.completions.create(**facts, extra_body=more).choices[0].token_ids)
+    assert late[0] == late[1] and ids[5] not in late[0][:9] and len(late[0]) >= 9 and late[0][:5] == ids[:5]
+
+
+def test_pages_of_named_origins_may_ask(server):
+    asked = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    for origin, allowed in (("https://chat.example", "https://chat.example"), ("https://evil.example", None)):
+        _, headers, _ = server.post(asked, "/v1/completions", Origin=origin)
+        assert headers.get("access-control-allow-origin") == allowed
+
+
+def test_what_open_webui_sends_is_answered(client):
+    """Its chat, with the settings that it has, and its request for a title (backend/open_webui/routers/openai.py)."""
+    asked = {"model": "tiny", "messages": [{"role": "system", "content": "Be brief."}, *MESSAGES], "stream": True}
+    settings = {"temperature": 0.8, "top_p": 0.9, "max_tokens": 8, "seed": 1, "stop": ["###"], "logit_bias": {"5": 1}}
+    settings |= {"frequency_penalty": 0.1, "presence_penalty": 0.1, "reasoning_effort": "low"}
+    more = {"top_k": 40, "min_p": 0.05, "stream_options": {"include_usage": True}}
+    chunks = [*client.chat.completions.create(**asked, **settings, extra_body=more)]
+    assert chunks[-1].usage.completion_tokens and chunks[0].usage is None
+    title = {"model": "tiny", "messages": MESSAGES, "stream": False, "max_completion_tokens": 8}
+    assert client.chat.completions.create(**title).choices[0].finish_reason

@@ -7,6 +7,7 @@ import pytest
 from safetensors import safe_open
 
 from foredraft.heads import Target, save_head
+from foredraft.inference.serve.address import is_loopback
 from tests.support.gguf_heads import EMBEDDED, write_target
 from tests.support.head_factory import make_head
 from tests.support.processes import Ended, script
@@ -84,12 +85,23 @@ def test_llamacpp_wants_the_target_in_its_own_format(target):
         (["engine=sglang"], "engine=sglang is not one of foredraft, vllm, llamacpp"),
         (["log_text=true"], "give log_accepted=FILE"),
         (["port=99999"], "port=99999 cannot be listened on"),
+        (["host=0.0.0.0"], "set FOREDRAFT_API_KEY, or give insecure=true"),
         (["log_accepted=no/such/folder/log"], "log_accepted=no/such/folder/log cannot be written"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path, arguments, sentence):
     done = serve(tmp_path, *arguments)
     assert done.code == 2 and sentence in done.err and len(done.err.strip().splitlines()) == 1
+
+
+def test_an_empty_key_is_none_that_clients_need(tmp_path):
+    done = serve(tmp_path, FOREDRAFT_API_KEY="")
+    assert done.code == 2 and "FOREDRAFT_API_KEY is empty" in done.err
+
+
+@pytest.mark.parametrize("host, only_here", [("localhost", True), ("127.9.9.9", True), ("::1", True), ("::", False)])
+def test_addresses_of_this_machine_are_known(host, only_here):
+    assert is_loopback(host) == only_here
 
 
 def test_vllm_does_not_draft_with_everything(target):

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
@@ -63,6 +64,8 @@ BAD = {
     "a token that is no number": b'{"prompt": [3, "a"]}',
     "a giant prompt": json.dumps({"prompt": "word " * 10_000}).encode(),
     "more texts than the server takes": b'{"prompt": "a", "n": 100}',
+    "more texts than anybody encodes": json.dumps({"prompt": ["word"] * 12_000, "n": 128}).encode(),
+    "many biases": json.dumps({"prompt": "a", "logit_bias": {str(n): 1 for n in range(2000)}}).encode(),
     "too much for the cache": b'{"prompt": "a", "max_tokens": 240}',
 }
 
@@ -167,6 +170,28 @@ def test_texts_are_in_no_log_unless_asked_for(server, client):
     lines = (server.log.parent / "accepted.jsonl").read_text().splitlines()
     assert lines and all(json.loads(line)["ids"] is json.loads(line)["prompt_ids"] is None for line in lines)
     assert "class Pair" not in server.log.read_text()
+
+
+def test_a_broken_engine_ends_the_process(tiny_path, tmp_path):
+    """A request that meets a bug fails alone; where the engine's thread ends, everybody is told and the process too."""
+    facts = [f"target={tiny_path}", "target.dtype=float32", "target.device=cpu", "model=tiny", "drafter=none"]
+    program = "tests/support/broken_server.py"
+    with served(tmp_path, *facts, program=program) as running:
+        client = running.client()
+        with pytest.raises(openai.APIError, match="decoding this request failed"):
+            list(client.completions.create(model="tiny", prompt=[1, 40], stream=True))
+        assert running.metric("foredraft_failed_answers_total", 'status="500"') == 1
+        (failed,) = [line for line in running.logged() if line["message"] == "request"]
+        assert failed["finish_reasons"] == ["error"]
+        assert any("RuntimeError: a bug" in line.get("trace", "") for line in running.logged())
+        assert client.completions.create(**SHORT).choices[0].text
+        with ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(client.completions.create, **SHORT | {"prompt": [2, n]}) for n in range(40, 44)]
+            for one in asked:
+                with pytest.raises((openai.InternalServerError, openai.APIConnectionError)) as caught:
+                    one.result(timeout=60)
+                assert getattr(caught.value, "status_code", 503) == 503
+        assert running.process.wait(timeout=60) == 1
 
 
 def test_sigterm_lets_running_requests_end(server, client):

@@ -107,6 +107,31 @@ def test_it_fits_its_width(page):
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
 
+def test_acceptance_over_time_is_drawn(page):
+    chart = page.locator("#chart")
+    points = chart.locator("polyline").get_attribute("points").split()
+    assert chart.is_visible() and len(points) > 3 and len({point.split(",")[1] for point in points}) > 1
+    assert f"in {len(points)} steps" in chart.get_attribute("aria-label")
+
+
+def test_a_chat_is_begun_anew_while_an_answer_streams(page):
+    """The old answer comes into neither the new conversation nor its buttons."""
+    page.fill("#tokens", "400")
+    page.fill("#message", "class Pair:")
+    page.press("#message", "Enter")
+    page.wait_for_selector("article:last-child .token", timeout=60_000)
+    page.click("#clear")
+    assert page.is_disabled("#stop") and not page.locator("#chart").is_visible()
+    page.fill("#tokens", "8")
+    page.fill("#message", "def add(a, b):")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.press("#message", "Enter")
+    assert asked.value.post_data_json["messages"] == [{"role": "user", "content": "def add(a, b):"}]
+    page.wait_for_selector("p.figures:has-text('plain speed')", timeout=60_000)
+    assert page.locator("article").count() == 2 and page.is_disabled("#stop") and page.is_enabled("#send")
+    assert page.evaluate("messages.map(one => one.role).join()") == "user,assistant"
+
+
 def test_an_answer_can_be_stopped_and_the_chat_begun_anew(page):
     page.fill("#tokens", "400")
     page.fill("#message", "class Pair:")

@@ -9,7 +9,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from foredraft.inference.serve.tools import BARE, HERMES, LLAMA, ToolFormat, ToolReader, format_of
+from foredraft.inference.grammar import Grammars
+from foredraft.inference.serve.protocol import ChatRequest
+from foredraft.inference.serve.tools import BARE, HERMES, LLAMA, ToolFormat, ToolReader, format_of, grammar
 from tests.support.serving import Served, served
 
 ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "def add(self, other):"}]}
@@ -41,6 +43,7 @@ def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))  # tools are long prompts
     facts = [f"target={path}", "target.dtype=float32", "target.device=cpu", "drafter=draft_model", "max_tokens=300"]
+    facts.append("log_accepted=/dev/full")
     with served(path.parent, *facts, f"drafter.spec=draft:{path}") as running:
         yield running
 
@@ -83,6 +86,11 @@ def test_the_openai_package_parses_a_model_of_pydantic(client):
     assert answer.choices[0].message.parsed.kind in (True, False)
 
 
+def test_a_full_disk_takes_no_answer_from_anybody(server, client):
+    assert client.completions.create(model="tiny", prompt="def", max_tokens=1).usage.completion_tokens == 1
+    assert any("cannot be written" in line["message"] for line in server.logged())
+
+
 def test_any_json_is_an_object(client):
     answer = client.completions.create(
         model="tiny", prompt="def", seed=1, max_tokens=9, extra_body={"response_format": {"type": "json_object"}}
@@ -100,6 +108,29 @@ def test_a_forced_tool_is_called(client, choice, names):
         assert one.finish_reason == "tool_calls" and one.message.content is None and call.function.name in names
         arguments = json.loads(call.function.arguments)
         assert call.function.name != "pair" or arguments["kind"] in ("alpha", "beta")
+
+
+def test_a_schema_may_stand_beside_tools(client):
+    """Which the model may call instead; where it must, the schema is of no answer."""
+    for choice in ended(client, tools=TOOLS, response_format=FORMAT):
+        assert choice.message.tool_calls or json.loads(choice.message.content).keys() == {"kind", "many"}
+    forced = {"type": "function", "function": {"name": "pair"}}
+    for choice in ended(client, tools=TOOLS, tool_choice=forced, response_format=FORMAT):
+        assert choice.message.tool_calls[0].function.name == "pair"
+
+
+def test_the_rules_of_both_take_both(target):
+    asked = ChatRequest(messages=[ASKED["messages"][0]], tools=TOOLS, response_format=FORMAT)
+    rules = grammar(asked, TEMPLATE, Grammars(target)).matcher
+    call = '<tool_call>\n{"name": "pair", "arguments": {"kind": "beta", "many": []}}\n</tool_call>'
+    for text, taken in (
+        (call, True),
+        ('{"kind": "alpha", "many": [1]}', True),
+        ("I think", False),
+        ('{"no": 1}', False),
+    ):
+        ids = target.text_tokenizer(text).input_ids
+        assert (rules.deep_copy().try_consume_tokens(ids) == len(ids)) == taken
 
 
 def test_a_call_is_streamed(client):
@@ -154,7 +185,6 @@ def test_tools_are_told_to_the_template_unless_they_may_not_be_called(client):
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}, "tools": TOOLS}, "'other'"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "two of one name"),
         ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools.0.function.name"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": FORMAT}, "leave one out"),
     ],
 )
 def test_what_cannot_be_followed_is_refused(client, settings, message):

@@ -24,7 +24,7 @@ class AcceptedLog:
             raise ValueError(f"log_accepted={path} cannot be written: {error.strerror}") from None
 
     def write(self, answer: Answer) -> None:
-        if not answer.asked.speculative:
+        if not (answer.asked.speculative and answer.asked.store):
             return
         for choice in answer.choices.values():
             line = {
@@ -35,4 +35,8 @@ class AcceptedLog:
                 "accepted": choice.accepted,
                 "drafted": choice.drafted,
             }
-            os.write(self.file, json.dumps(line).encode() + b"\n")  # at once, so that lines never mix
+            data = json.dumps(line).encode() + b"\n"
+            written = os.write(self.file, data)  # at once, so that lines never mix
+            if written < len(data):  # a full disk
+                os.ftruncate(self.file, os.fstat(self.file).st_size - written)
+                raise OSError(f"{written} of {len(data)} bytes were written")

@@ -9,8 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from foredraft.inference.engine import RequestOutput
 from foredraft.inference.serve.detokenizer import Detokenizer, StopStrings
-from foredraft.inference.serve.protocol import ChatRequest, CommonRequest
-from foredraft.inference.serve.tools import ToolReader, reader
+from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, CompletionRequest
+from foredraft.inference.serve.reasoning import ThoughtReader, is_harmony, thought_reader
+from foredraft.inference.serve.scoring import Scored
+from foredraft.inference.serve.tools import ToolReader, new_call, reader
 from foredraft.inference.serve.worker import Failed, Job, Worker
 from foredraft.inference.trace import Trace
 
@@ -19,6 +21,8 @@ class Piece(NamedTuple):
     """What one step added to a choice."""
 
     choice: int
+    ids: list[int]
+    reasoning: str
     text: str
     logprobs: list[dict[str, Any]]  # an entry per token, as chat completions have them
     trace: dict[str, Any] | None
@@ -31,10 +35,15 @@ class Choice:
 
     def __init__(self, index: int, job: Job, asked: CommonRequest, tokenizer: PreTrainedTokenizerBase):
         self.index, self.job, self.asked, self.tokenizer = index, job, asked, tokenizer
-        self.detokenizer, self.stops = Detokenizer(tokenizer), StopStrings(asked.stop_strings)
-        self.tools: ToolReader | None = reader(asked, tokenizer.chat_template)
+        template = tokenizer.chat_template
+        self.thoughts: ThoughtReader | None = None  # a grammar's text has none
+        if isinstance(asked, ChatRequest) and not asked.has_grammar:
+            self.thoughts = thought_reader(template, job.request.prompt, tokenizer.decode)
+        marked = self.thoughts is not None and is_harmony(template)  # by special tokens
+        self.detokenizer, self.stops = Detokenizer(tokenizer, not marked), StopStrings(asked.stop_strings)
+        self.tools: ToolReader | None = reader(asked, template)
         self.calls: list[dict[str, Any]] = []
-        self.text, self.logprobs = "", list[dict[str, Any]]()
+        self.reasoning, self.text, self.logprobs = "", "", list[dict[str, Any]]()
         self.ids, self.accepted, self.drafted = list[int](), list[int](), list[int]()  # see accepted_log.py
         self.gained = 0
         self.finish_reason: str | None = None
@@ -52,33 +61,58 @@ class Choice:
             self.accepted.append(output.accepted)
             self.drafted.append(min(output.depth, output.nodes - 1))
             self.gained += len(output.tokens)
+        reasoning, text = self.read_thoughts(text)
         if self.tools is not None:
             text = self.tools.push(text)
             if self.finish_reason is not None:
                 rest, self.calls = self.tools.end()
                 text += rest
-                self.finish_reason = "tool_calls" if self.calls else self.finish_reason
+        if self.calls and self.finish_reason is not None:
+            self.finish_reason = "tool_calls"
+        self.reasoning += reasoning
         self.text += text
         logprobs = (
             [] if self.asked.top_tokens is None or output.trace is None else self.logprob_entries(output, output.trace)
         )
         self.logprobs += logprobs
         trace = self.trace_entry(output, pieces) if self.asked.trace else None
-        return Piece(self.index, text, logprobs, trace, self.finish_reason, self.calls)
+        return Piece(self.index, output.tokens, reasoning, text, logprobs, trace, self.finish_reason, self.calls)
+
+    def read_thoughts(self, text: str) -> tuple[str, str]:
+        """Of a text the thoughts and the rest; at its end also the calls that stood among them."""
+        if self.thoughts is None:
+            return "", text
+        reasoning, text = self.thoughts.push(text)
+        if self.finish_reason is not None:
+            more, rest = self.thoughts.end()
+            reasoning, text = reasoning + more, text + rest
+            self.calls = [new_call(*call) for call in self.thoughts.calls]
+        return reasoning, text
 
     def logprob_entries(self, output: RequestOutput, trace: Trace) -> list[dict[str, Any]]:
-        """Log-probabilities of the new tokens; the end token is not part of the text."""
-        shown = [token for token in output.tokens if token not in self.job.request.eos_token_ids]
+        """Log-probabilities of the new tokens; the end token is not part of the text. Where the prompt's are told it is told
+        too: evaluation harnesses count."""
+        hidden = frozenset[int]() if is_echo(self.asked) else self.job.request.eos_token_ids
+        shown = [token for token in output.tokens if token not in hidden]
         top = self.asked.top_tokens or 0
         return [
-            {**self.token(token, logprob), "top_logprobs": [self.token(*one) for one in best[:top]]}
+            self.entry(token, logprob, best[:top])
             for token, logprob, best in zip(shown, trace.logprobs, trace.top, strict=False)
         ]
 
-    def token(self, token: int, logprob: float) -> dict[str, Any]:
+    def entry(self, token: int, logprob: float | None, best: Sequence[tuple[int, float]]) -> dict[str, Any]:
+        return {**self.token(token, logprob), "top_logprobs": [self.token(*one) for one in best]}
+
+    def token(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self.tokenizer.decode([token])
         whole = None if "�" in text else list(text.encode())
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": whole}
+        return {"token": text, "logprob": None if logprob is None else max(logprob, -9999.0), "bytes": whole}
+
+    def echo(self, tokens: Sequence[int], scored: Sequence[Scored]) -> Piece:
+        """The prompt, as if it were the first step's text."""
+        logprobs = [self.entry(token, *one) for token, one in zip(tokens, scored, strict=False)]
+        self.text, self.logprobs = self.tokenizer.decode(tokens, skip_special_tokens=True), logprobs
+        return Piece(self.index, [], "", self.text, logprobs, None, None, [])
 
     def trace_entry(self, output: RequestOutput, pieces: list[str]) -> dict[str, Any]:
         """Each token's text and whether it was drafted; and the step's tree, where it drafted one."""
@@ -99,11 +133,21 @@ class Choice:
 class Answer:
     """All choices of a client's request. Whoever reads it calls `close` in the end."""
 
-    def __init__(self, worker: Worker, jobs: Sequence[Job], asked: CommonRequest, model: str, prompt_tokens: int):
+    def __init__(
+        self,
+        worker: Worker,
+        jobs: Sequence[Job],
+        asked: CommonRequest,
+        model: str,
+        prompt_tokens: int,
+        echoes: Sequence[tuple[list[int], list[Scored]]] = (),
+    ):
+        """echoes: the prompts that stand before the texts, see scoring.py."""
         tokenizer = worker.target.text_tokenizer
         self.worker, self.asked, self.model, self.prompt_tokens = worker, asked, model, prompt_tokens
         self.choices = {job: Choice(index, job, asked, tokenizer) for index, job in enumerate(jobs)}
         self.outputs = jobs[0].outputs
+        self.echoed = [choice.echo(*echoes[choice.index // asked.n]) for choice in self.choices.values() if echoes]
         self.chat = isinstance(asked, ChatRequest)
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.began, self.created = time.monotonic(), int(time.time())
@@ -151,21 +195,41 @@ class Answer:
         choices = [
             {
                 "index": choice.index,
-                **self.content("message", choice.text, choice.calls, {"role": "assistant"}),
+                **self.message(choice),
                 "logprobs": self.logprobs_field(choice.logprobs),
                 "finish_reason": choice.finish_reason,
+                **self.token_ids(choice),
             }
             for choice in self.choices.values()
         ]
-        return {**self.envelope(kind), "choices": choices, "usage": self.usage()}
+        return {**self.envelope(kind), "choices": choices, "usage": self.usage(), **self.prompt_ids()}
 
     def envelope(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def content(self, name: str, text: str, calls: list[dict[str, Any]], more: dict[str, Any]) -> dict[str, Any]:
+    def prompt_ids(self) -> dict[str, Any]:
+        """As vLLM has them: beside a chat's choices, and in each choice of a completion."""
+        prompt = next(iter(self.choices)).request.prompt
+        return {"prompt_token_ids": prompt} if self.chat and self.asked.return_token_ids else {}
+
+    def token_ids(self, choice: Choice) -> dict[str, Any]:
+        if not self.asked.return_token_ids:
+            return {}
+        return {"token_ids": choice.ids, **({} if self.chat else {"prompt_token_ids": choice.job.request.prompt})}
+
+    def message(self, choice: Choice) -> dict[str, Any]:
         if not self.chat:
-            return {"text": text}
-        return {name: {**more, "content": text or None, "tool_calls": calls} if calls else {**more, "content": text}}
+            return {"text": choice.text}
+        message = {"role": "assistant", "content": choice.text or None if choice.calls else choice.text}
+        thoughts = {} if choice.thoughts is None else {"reasoning": choice.reasoning or None}
+        return {"message": {**message, **thoughts, **({"tool_calls": choice.calls} if choice.calls else {})}}
+
+    def delta(self, piece: Piece) -> dict[str, Any]:
+        if not self.chat:
+            return {"text": piece.text}
+        thoughts = {"reasoning": piece.reasoning} if piece.reasoning else {}
+        content = {"content": piece.text} if piece.text or not (thoughts or piece.calls) else {}
+        return {"delta": {**thoughts, **content, **({"tool_calls": numbered(piece.calls)} if piece.calls else {})}}
 
     def logprobs_field(self, logprobs: list[dict[str, Any]]) -> dict[str, Any] | None:
         if self.asked.top_tokens is None:
@@ -175,28 +239,44 @@ class Answer:
         return {
             "tokens": [one["token"] for one in logprobs],
             "token_logprobs": [one["logprob"] for one in logprobs],
-            "top_logprobs": [{best["token"]: best["logprob"] for best in one["top_logprobs"]} for one in logprobs],
+            "top_logprobs": [
+                None if one["logprob"] is None else {best["token"]: best["logprob"] for best in one["top_logprobs"]}
+                for one in logprobs
+            ],
         }
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """What is streamed: roles first, then what each step added, and the usage where it was asked for. Raises Failed."""
         envelope = self.envelope("chat.completion.chunk" if self.chat else "text_completion")
+        counted = self.asked.stream_options is not None and self.asked.stream_options.include_usage
+        whole = {**envelope, "usage": None} if counted else envelope
         if self.chat:
             for choice in self.choices.values():
                 delta = {"role": "assistant", "content": ""}
-                yield {**envelope, "choices": [{"index": choice.index, "delta": delta, "finish_reason": None}]}
+                part = {"index": choice.index, "delta": delta, "finish_reason": None}
+                yield {**whole, "choices": [part], **(self.prompt_ids() if choice.index == 0 else {})}
+        for piece in self.echoed:
+            yield {**whole, "choices": [self.part(piece)]}
         async for piece in self.pieces():
-            if not (piece.text or piece.logprobs or piece.trace or piece.finish_reason):
+            shown = piece.text or piece.reasoning or piece.logprobs or piece.trace or piece.finish_reason
+            if not (shown or self.asked.return_token_ids):
                 continue  # what it added is held back
-            part = {
-                "index": piece.choice,
-                **self.content("delta", piece.text, numbered(piece.calls), {}),
-                "logprobs": self.logprobs_field(piece.logprobs),
-                "finish_reason": piece.finish_reason,
-            }
-            yield {**envelope, "choices": [part], **({"trace": piece.trace} if piece.trace else {})}
-        if self.asked.stream_options is not None and self.asked.stream_options.include_usage:
+            yield {**whole, "choices": [self.part(piece)], **({"trace": piece.trace} if piece.trace else {})}
+        if counted:
             yield {**envelope, "choices": [], "usage": self.usage()}
+
+    def part(self, piece: Piece) -> dict[str, Any]:
+        return {
+            "index": piece.choice,
+            **self.delta(piece),
+            "logprobs": self.logprobs_field(piece.logprobs),
+            "finish_reason": piece.finish_reason,
+            **({"token_ids": piece.ids} if self.asked.return_token_ids else {}),
+        }
+
+
+def is_echo(asked: CommonRequest) -> bool:
+    return isinstance(asked, CompletionRequest) and asked.echo
 
 
 def numbered(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:

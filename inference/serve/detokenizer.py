@@ -1,31 +1,39 @@
 """Text out of tokens as they come: never half a character, and nothing of what a stop string may still take away."""
 
+from collections import deque
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "�"  # what bytes that are no character yet decode to
-CONTEXT = 6  # tokens before new ones that decide how these are spelled (a space before a word, say)
+CONTEXT = 6  # tokens at least before new ones that decide how these are spelled (a space before a word, say)
+HELD = 32  # tokens at most that are held back: no character is so many, so their bytes are no text
 
 
 class Detokenizer:
     """`push` gives the text that a token has completed. All that it gives, and `flush`, is what decoding at once gives, less
     half a character at the end."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True):
+        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
         self.tokens: list[int] = []
         self.first, self.given = 0, 0  # tokens[first:given] has been given, and is decoded again as context
+        self.ends: deque[int] = (
+            deque()
+        )  # of whole characters, after `first`: context that began within one would be another
 
     def decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return self.tokenizer.decode(tokens, skip_special_tokens=self.skip_special_tokens)
 
     def push(self, token: int) -> str:
         self.tokens.append(token)
         new = self.pending()
-        if not new or new.endswith(REPLACEMENT):
+        if (not new or new.endswith(REPLACEMENT)) and len(self.tokens) - self.given < HELD:
             return ""
-        self.first, self.given = max(self.first, len(self.tokens) - CONTEXT), len(self.tokens)
+        self.given = len(self.tokens)
+        self.ends.append(self.given)
+        while self.ends[0] <= self.given - CONTEXT:
+            self.first = self.ends.popleft()
         return new
 
     def pending(self) -> str:

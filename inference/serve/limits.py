@@ -1,7 +1,8 @@
-"""What every request passes first: the API key and the size of its body. And errors in OpenAI's shape."""
+"""What every request passes first: the API key, its Host and the size of its body. And errors in OpenAI's shape."""
 
 import hmac
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,18 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from foredraft.inference.serve.address import is_loopback
+
 MAX_HEADERS = 2**14  # bytes
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class Refused(HTTPException):
+    """A request that OpenAI's API has a code for, which clients know."""
+
+    def __init__(self, status: int, message: str, param: str, code: str):
+        super().__init__(status, message)
+        self.param, self.code = param, code
 
 
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -27,10 +38,13 @@ def error_response(message: str, status: int, headers: dict[str, str] | None = N
 
 class Gate:
     """api_key: wanted as a bearer token for /v1/ where it is not None. max_body: bytes. seen(path, status): called once for
-    every response."""
+    every response. local_only: refuse a Host that is not a name of this machine. A page that somebody's browser shows may
+    have its own name point here (DNS rebinding), and then asks without a key what it likes."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, max_body: int, seen: Callable[[str, int], None]):
-        self.app, self.api_key, self.max_body, self.seen = app, api_key, max_body, seen
+    def __init__(
+        self, app: ASGIApp, api_key: str | None, max_body: int, seen: Callable[[str, int], None], local_only: bool
+    ):
+        self.app, self.api_key, self.max_body, self.seen, self.local_only = app, api_key, max_body, seen, local_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -61,6 +75,12 @@ class Gate:
         """What is wrong with a request, before its body is read."""
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
             return error_response(f"the headers are larger than {MAX_HEADERS} bytes", 431, {"connection": "close"})
+        host = headers.get("host", "")
+        if self.local_only and not is_loopback(re.sub(r":\d+$", "", host)):
+            return error_response(
+                f"Host {host[:100]!r} is not this machine: set FOREDRAFT_API_KEY, or start the server with insecure=true",
+                403,
+            )
         if path.startswith("/v1/") and self.api_key is not None:
             given = headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), self.api_key.encode()):

@@ -16,6 +16,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         registry: dict[str, Any] = {"registry": self.registry, "namespace": "foredraft"}
         self.requests = Counter("requests", "Requests by path and status", ["path", "status"], **registry)
+        self.failures = Counter(
+            "failed_answers", "Answers that ended by an error, streamed ones too, by its status", ["status"], **registry
+        )
         self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **registry)
         self.completion_tokens = Counter("completion_tokens", "Tokens of answers", **registry)
         self.forwards = Counter("forwards", "Target forwards over drafts, each sequence counted", **registry)
@@ -48,6 +51,8 @@ class Metrics:
         self.forwards.inc(sum(len(choice.accepted) for choice in answer.choices.values()))
         self.gained.inc(sum(choice.gained for choice in answer.choices.values()))
         self.seconds.observe(seconds)
+        if answer.failure is not None:
+            self.failures.labels(answer.failure.status).inc()
         if answer.first_token is not None:
             self.first.observe(answer.first_token)
 

@@ -1,7 +1,8 @@
-"""Messages and prompts to tokens. Text that a message holds never becomes a special token: nobody can end a turn that is
-not theirs, or speak as the system, by writing the template's own marks."""
+"""Messages and prompts to tokens. Text that a message holds never becomes a mark, a special token or another added one that
+the chat template writes (<think>, <tool_call>): nobody can end a turn that is not theirs, or speak as the system."""
 
 import copy
+import inspect
 import json
 import re
 from typing import Any
@@ -10,9 +11,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.heads.target import Target
-from foredraft.inference.serve.protocol import ChatRequest, CompletionRequest, Message
+from foredraft.inference.serve.protocol import ChatRequest, CompletionRequest, Message, is_tokens
 
-PLACE = "\ue000{}\ue001"  # of a special token's text in a message; private characters, which are taken out of messages
+PLACE = "\ue000{}\ue001"  # of a mark's text in a message; private characters, which are taken out of messages
 PLACES = re.compile("\ue000(\\d+)\ue001")
 
 
@@ -22,7 +23,16 @@ class PromptEncoder:
     def __init__(self, target: Target):
         self.target = target
         self.tokenizer: PreTrainedTokenizerBase = copy.deepcopy(target.text_tokenizer)
-        self.specials = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        template = str(self.tokenizer.chat_template)
+        added = [token for token in self.tokenizer.added_tokens_decoder.values() if token.content.strip()]
+        marks = [(token.content, token.special) for token in added if token.special or token.content in template]
+        marks.sort(key=lambda mark: -len(mark[0]))  # one may hold another
+        self.marks, self.special = [mark for mark, _ in marks], [special for _, special in marks]
+        self.reads_effort, self.reads_thinking = "reasoning_effort" in template, "enable_thinking" in template
+        self.knows_developers, self.thoughts = "developer" in template, "reasoning_content"
+        if "message.thinking" in template:
+            self.thoughts = "thinking"
+        self.own = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
 
     def chat(self, request: ChatRequest) -> list[list[int]]:
         """Raises ValueError for what the template or the tokenizer refuses."""
@@ -31,47 +41,71 @@ class PromptEncoder:
         messages = [self.plain(message) for message in request.messages]
         tools: Any = None if request.tool_choice == "none" else request.tools or None
         if tools is not None:
-            tools = self.without_specials([tool.model_dump(exclude_unset=True) for tool in tools])
+            tools = self.without_marks([tool.model_dump(exclude_unset=True) for tool in tools])
+        facts = {**self.effort(request.reasoning_effort), **self.without_marks(request.chat_template_kwargs)}
+        if reserved := [name for name in facts if name in self.own]:
+            raise ValueError(f"chat_template_kwargs names {reserved[0]!r}, which is no variable of the template")
         try:
-            text = self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, tokenize=False, **facts
+            )
         except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"the target's chat template refuses these messages: {error}") from None
-        pieces = PLACES.split(text)  # text, number of a special token, text ...
+        pieces = PLACES.split(text)  # text, number of a mark, text ...
         tokens = self.encode(pieces[0], False)
         for number, after in zip(pieces[1::2], pieces[2::2], strict=True):
-            tokens += self.tokenizer(self.specials[int(number)], add_special_tokens=False, split_special_tokens=True)[
-                "input_ids"
-            ]
-            tokens += self.encode(after, False)
+            tokens += self.spelled(int(number)) + self.encode(after, False)
         return [tokens]
 
+    def effort(self, effort: str | None) -> dict[str, Any]:
+        """Variables of the template. Raises ValueError where it reads none of them."""
+        if effort is None or self.reads_effort:
+            return {} if effort is None else {"reasoning_effort": effort}
+        if not self.reads_thinking:
+            raise ValueError(f"reasoning_effort: the chat template of {self.target.name} knows none: leave it out")
+        return {"enable_thinking": effort != "none"}
+
+    def spelled(self, number: int) -> list[int]:
+        """A mark as tokens of text. The tokenizer splits special ones alone, so of others the first character is cut off."""
+        mark = self.marks[number]
+        if self.special[number]:
+            return list(self.tokenizer(mark, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        return self.encode(mark[:1], False) + self.encode(mark[1:], False)
+
     def plain(self, message: Message) -> dict[str, Any]:
-        """What the template is given: text parts joined, and special tokens taken out of all text."""
+        """What the template is given: text parts joined, thoughts by its own name for them, and marks taken out of all
+        text. An earlier answer keeps those that are not special: templates look for thoughts in it."""
         given = message.model_dump(exclude_unset=True)
+        if message.role == "developer" and not self.knows_developers:
+            given["role"] = "system"
+        if thoughts := given.pop("reasoning", None) or given.pop("reasoning_content", None):
+            given[self.thoughts] = thoughts
         if isinstance(message.content, list):
             if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in message.content):
                 raise ValueError("messages hold parts that are not text: only text is supported here")
             given["content"] = "".join(part["text"] for part in message.content)
         if isinstance(given.get("tool_calls"), list):
             given["tool_calls"] = [with_parsed_arguments(call) for call in given["tool_calls"]]
-        return self.without_specials(given)
+        return self.without_marks(given, message.role == "assistant")
 
-    def without_specials(self, value: Any) -> Any:
+    def without_marks(self, value: Any, specials_alone: bool = False) -> Any:
         if isinstance(value, str):
             value = value.replace("\ue000", "").replace("\ue001", "")
-            for number, special in enumerate(self.specials):
-                value = value.replace(special, PLACE.format(number))
+            for number, mark in enumerate(self.marks):
+                if self.special[number] or not specials_alone:
+                    value = value.replace(mark, PLACE.format(number))
             return value
         if isinstance(value, list):
-            return [self.without_specials(item) for item in value]
+            return [self.without_marks(item, specials_alone) for item in value]
         if isinstance(value, dict):
-            return {key: self.without_specials(item) for key, item in value.items()}
+            items = value.items()
+            return {self.without_marks(key): self.without_marks(item, specials_alone) for key, item in items}
         return value
 
     def completion(self, request: CompletionRequest) -> list[list[int]]:
         """A prompt's own special tokens are tokens here: it is the whole text."""
         prompt = request.prompt
-        prompts: list[Any] = [prompt] if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int) else prompt
+        prompts: list[Any] = [prompt] if isinstance(prompt, str) or is_tokens(prompt) else prompt
         found = [self.encode(one, True) if isinstance(one, str) else one for one in prompts]
         for tokens in found:
             unknown = next((token for token in tokens if not 0 <= token < self.target.vocab_size), None)

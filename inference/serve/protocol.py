@@ -1,5 +1,5 @@
 """Requests in OpenAI's protocol. Defaults are OpenAI's own (temperature 1, top_p 1), not the target's generation config, of
-which only the end tokens are used. Unknown fields are ignored, known ones that are not done here are refused by name.
+which only the end tokens are used. What is not done here is refused by name, unless it changes no answer.
 """
 
 import secrets
@@ -22,15 +22,29 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "chat_template": (),
     "suffix": ("",),
-    "echo": (False,),
+    "verbosity": ("medium",),
     "best_of": (1,),
     "use_beam_search": (False,),
     "ignore_eos": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "length_penalty": (1,),
+    "priority": (0,),
 }
+# Fields that name or bill the client.
+IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier")
 
 
 class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     include_usage: bool = False
+    include_obfuscation: bool = Field(
+        False, description="there is none: it would hide lengths from who reads the network"
+    )
 
 
 class JsonSchema(BaseModel):
@@ -52,15 +66,17 @@ class ResponseFormat(BaseModel):
 class CommonRequest(BaseModel):
     """What both endpoints take."""
 
-    model_config = ConfigDict(allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False, extra="forbid")
 
     model: str | None = None
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: Tokens | None = None
+    min_tokens: int = Field(0, ge=0, le=2**31)
     seed: Seed | None = Field(None, description="choice i is drawn with seed + i; without one it differs each time")
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] = Field([], max_length=1024)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31, description="0 and -1 are off")
@@ -68,29 +84,43 @@ class CommonRequest(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
     response_format: ResponseFormat | None = None
     trace: bool = Field(False, description="say how each token came about, and the tree of its step")
+    return_token_ids: bool = Field(False, description="as vLLM does: prompt_token_ids and token_ids")
+    store: bool = Field(True, description="false keeps the answer out of the log that a head may learn from")
     speculative: bool = Field(True, description="false decodes plainly: the same text, to compare the speed")
 
     @model_validator(mode="before")
     @classmethod
     def refuse_unsupported(cls, fields: Any) -> Any:
-        for name, harmless in UNSUPPORTED.items() if isinstance(fields, dict) else ():
+        """Fields that say nothing are taken out."""
+        if not isinstance(fields, dict):
+            return fields
+        for name, harmless in UNSUPPORTED.items():
             value = fields.get(name)
             if value is not None and value not in harmless:
                 raise ValueError(f"{name} is not supported here: leave it out")
-        return fields
+        dropped = {*UNSUPPORTED, *IGNORED}
+        return {name: value for name, value in fields.items() if value is not None and name not in dropped}
 
     @model_validator(mode="after")
     def check_stop(self) -> "CommonRequest":
         if len(self.stop_strings) > 16 or not all(0 < len(stop) <= 1000 for stop in self.stop_strings):
             raise ValueError("stop takes at most 16 strings of 1 to 1000 characters")
+        if self.min_tokens and (self.stop_strings or self.has_grammar):
+            raise ValueError("min_tokens goes with no stop, response_format or forced tool here: leave one out")
+        if self.budget is not None and self.min_tokens > self.budget:
+            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.budget}")
         return self
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_texts(self) -> int:
+        return self.n
 
     @property
     def budget(self) -> int | None:
@@ -166,6 +196,8 @@ class ChatRequest(CommonRequest):
     max_completion_tokens: Tokens | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
@@ -181,8 +213,6 @@ class ChatRequest(CommonRequest):
             )
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice required needs tools")
-        if self.must_call and super().has_grammar:
-            raise ValueError("response_format says how an answer looks that tool_choice does not allow: leave one out")
         return self
 
     @property
@@ -208,9 +238,19 @@ class ChatRequest(CommonRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+def is_tokens(prompt: list[Any]) -> bool:
+    """One prompt, whose tokens these are? An empty list is one too, and is refused where it is decoded."""
+    return not prompt or isinstance(prompt[0], int)
+
+
 class CompletionRequest(CommonRequest):
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=5)
+    echo: bool = Field(False, description="the prompt before each text; with logprobs, those of its tokens too")
+
+    @property
+    def num_texts(self) -> int:
+        return self.n * (1 if isinstance(self.prompt, str) or is_tokens(self.prompt) else len(self.prompt))
 
     @property
     def top_tokens(self) -> int | None:

@@ -7,11 +7,12 @@ Of another template's model, calls that it chose itself stay content; forced one
 """
 
 import json
+import re
 import uuid
 from typing import Any, NamedTuple
 
 from foredraft.inference.grammar import JSON_OPTIONS, Grammar, Grammars
-from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, NamedTool, Tool
+from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, NamedTool, ResponseFormat, Tool
 
 
 class ToolFormat(NamedTuple):
@@ -49,21 +50,30 @@ def reader(asked: CommonRequest, template: Any) -> "ToolReader | None":
 
 
 def grammar(asked: CommonRequest, template: Any, grammars: Grammars) -> Grammar | None:
-    """What an answer must follow: its response_format, or calls of the forced tools. Raises ValueError as `Grammars` does."""
-    tools = forced(asked) if isinstance(asked, ChatRequest) else []
-    if tools:
-        many = isinstance(asked, ChatRequest) and asked.tool_choice == "required" and asked.parallel_tool_calls
-        return grammars.lark(call_rules(tools, format_of(template) or BARE, many))
-    wanted = asked.response_format
-    if wanted is None or wanted.type == "text":
-        return None
-    return grammars.json_object() if wanted.json_schema is None else grammars.json_schema(wanted.json_schema.definition)
+    """What an answer must follow: calls of the forced tools, or its response_format, beside which tools may be called as
+    well. Raises ValueError as `Grammars` does."""
+    found, wanted = format_of(template), asked.response_format
+    schema = None if wanted is None or wanted.type == "text" else schema_of(wanted)
+    if isinstance(asked, ChatRequest) and asked.tools:
+        many = asked.parallel_tool_calls and not isinstance(asked.tool_choice, NamedTool)
+        if forced(asked):
+            return grammars.lark(call_rules(forced(asked), found or BARE, many))
+        if schema is not None and found is not None and asked.tool_choice != "none":
+            return grammars.lark(call_rules(asked.tools, found, many, schema))
+    return None if schema is None else grammars.json_schema(schema)
 
 
-def call_rules(tools: list[Tool], style: ToolFormat, many: bool) -> str:
-    """Lark's rules for a call of one of these tools, or of several where the format has marks around each."""
+def schema_of(wanted: ResponseFormat) -> dict[str, Any]:
+    return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.definition
+
+
+def call_rules(tools: list[Tool], style: ToolFormat, many: bool, schema: dict[str, Any] | None = None) -> str:
+    """Lark's rules for a call of one of these tools, or of several where the format has marks around each; or for JSON of a
+    schema instead."""
     line = "\n" if style.opening else ""
-    rules = ['start: call ("\\n" call)*' if many and style.opening else "start: call"]
+    rules = ["start: calls" if schema is None else "start: calls | answer"]
+    rules.append('calls: call ("\\n" call)*' if many and style.opening else "calls: call")
+    rules += [] if schema is None else [f"answer: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
     for number, tool in enumerate(tools):
         before = f'{style.opening}{line}{{"name": {json.dumps(tool.function.name)}, "{style.arguments}": '
@@ -95,7 +105,7 @@ class ToolReader:
 
     def bare(self) -> int:
         """Where JSON without marks begins: at the beginning, or not at all."""
-        return 0 if not self.shown and self.held.lstrip()[:1] in ("", "{") else len(self.held)
+        return 0 if not self.shown and re.match(r"\s*(\{|$)", self.held) else len(self.held)
 
     def end(self) -> tuple[str, list[dict[str, Any]]]:
         """The rest of the content, and the calls; what is no call of a known tool is content."""
@@ -123,5 +133,9 @@ class ToolReader:
         arguments = value.get(self.style.arguments) if isinstance(value, dict) else None
         if not isinstance(arguments, dict) or value.get("name") not in self.known:
             return None
-        function = {"name": value["name"], "arguments": json.dumps(arguments)}
-        return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        return new_call(value["name"], json.dumps(arguments))
+
+
+def new_call(name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

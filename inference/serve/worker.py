@@ -2,7 +2,8 @@
 loop, where it waits for its reader: one who reads slowly holds up nobody.
 
 A step that raises (out of memory, or a bug that one request meets) loses no request: all are prefilled again, half as many at
-a time, until the one that fails alone is found.
+a time, until the one that fails alone is found. If the thread itself ends by an error, every request fails with 503, and the
+process is told to end (`on_death`): whoever started it starts it again.
 """
 
 import asyncio
@@ -10,9 +11,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import torch
 
@@ -22,8 +26,12 @@ from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, shar
 from foredraft.inference.engine import Engine, RequestOutput
 from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request
+from foredraft.inference.serve.scoring import Scored, score
 
 log = logging.getLogger("foredraft.serve")
+
+
+DEAD = "the engine has stopped after an error; this server ends"
 
 
 class QueueFull(Exception):
@@ -103,30 +111,57 @@ class Worker(threading.Thread):
         self.max_num_seqs, self.max_open, self.timeout = max_num_seqs, max_num_seqs + max_waiting, timeout
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.jobs: dict[Request, Job] = {}
-        self.open = 0  # jobs that have been submitted and not ended, counted where they are submitted
+        self.scoring: deque[tuple[Future[list[Scored]], list[Scored], Iterator[list[Scored]]]] = deque()
+        self.open = 0  # texts that have been reserved and not ended
         self.lock = threading.Lock()
+        self.dead = False
+        self.on_death: Callable[[], object] = lambda: None  # called in the thread
 
     # -- for the event loop ------------------------------------------------------------------------------------------------
 
+    def reserve(self, count: int) -> None:
+        """Room for so many texts, before their prompts are encoded: all or none. Ended by `submit`ting them or by `release`.
+        Raises QueueFull, Failed where nothing is decoded any more, or ValueError for what could never be taken."""
+        if count > self.max_open:
+            raise ValueError(f"{count} texts are more than the {self.max_open} that this server takes at a time")
+        with self.lock:
+            if self.dead:
+                raise Failed(DEAD, 503)
+            if self.open + count > self.max_open:
+                raise QueueFull
+            self.open += count
+
+    def release(self, count: int) -> None:
+        with self.lock:
+            self.open -= count
+
     def submit(self, requests: list[Request], speculative: bool = True) -> list[Job]:
-        """All of them or none. Raises QueueFull, or ValueError for what could never be taken."""
-        if len(requests) > self.max_open:
-            raise ValueError(
-                f"{len(requests)} texts are more than the {self.max_open} that this server takes at a time"
-            )
+        """What has been reserved; all of them or none. Raises ValueError for what could never be taken, Failed as
+        `reserve`."""
         engine = self.engines[0 if speculative else 1]
         for request in requests:
             engine.check(request)  # it changes nothing, so any thread may
-        with self.lock:
-            if self.open + len(requests) > self.max_open:
-                raise QueueFull
-            self.open += len(requests)
         deadline, loop = time.monotonic() + self.timeout, asyncio.get_running_loop()
         outputs: asyncio.Queue[tuple[Job, RequestOutput | Failed]] = asyncio.Queue()
         jobs = [Job(request, deadline, loop, outputs, engine) for request in requests]
-        for job in jobs:
-            self.inbox.put(partial(self.add, job))
+        with self.lock:  # what is in the inbox before `die` empties it fails there
+            if self.dead:
+                raise Failed(DEAD, 503)
+            for job in jobs:
+                self.inbox.put(partial(self.add, job))
         return jobs
+
+    def context(self, speculative: bool = True) -> int | None:
+        """Most tokens of a text, its prompt included: the target's context, or what the cache has room for."""
+        batch = self.engines[0 if speculative else 1].batch
+        room = None if batch.max_cache_tokens is None else batch.max_cache_tokens - 2 * batch.drafter.nodes
+        return min((most for most in (self.target.context, room) if most is not None), default=None)
+
+    def score(self, tokens: Sequence[int], top: int) -> Future[list[Scored]]:
+        """Log-probabilities of a text's own tokens (scoring.py)."""
+        future: Future[list[Scored]] = Future()
+        self.inbox.put(partial(self.scoring.append, (future, [], score(self.target, tokens, top))))
+        return future
 
     def cancel(self, job: Job) -> None:
         self.inbox.put(partial(self.end, job))
@@ -137,17 +172,39 @@ class Worker(threading.Thread):
     # -- in the thread -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        while self.take_in():
-            self.end_late()
-            for engine in self.engines:
-                if engine.has_work:
-                    self.step(engine)
+        try:
+            while self.take_in():
+                self.end_late()
+                for engine in self.engines:
+                    if engine.has_work:
+                        self.step(engine)
+                if self.scoring:
+                    self.step_scoring()
+        except BaseException:
+            log.critical("the engine's thread ends by an error", exc_info=True)
+            self.die()
+
+    def die(self) -> None:
+        """All requests fail, those in the inbox too, and none is taken any more."""
+        with self.lock:
+            self.dead = True
+        while not self.inbox.empty():
+            asked = self.inbox.get()
+            if isinstance(asked, partial) and asked.func == self.add:
+                self.jobs[asked.args[0].request] = asked.args[0]
+            elif isinstance(asked, partial) and asked.func == self.scoring.append:
+                asked()
+        for job in self.jobs.values():
+            self.tell(job, Failed(DEAD, 503))
+        for future, *_ in self.scoring:
+            future.set_exception(Failed(DEAD, 503))
+        self.on_death()
 
     def take_in(self) -> bool:
         """Do what was asked for; wait for it where there is nothing else to do. False at the end."""
         while True:
             try:
-                asked = self.inbox.get(block=not any(engine.has_work for engine in self.engines))
+                asked = self.inbox.get(block=not self.scoring and not any(engine.has_work for engine in self.engines))
             except queue.Empty:
                 return True
             if asked is None:
@@ -186,32 +243,51 @@ class Worker(threading.Thread):
             self.recover(engine, error)
             return
         for output in outputs:
-            job = self.jobs[output.request]
-            job.delivered += len(output.tokens)
-            if output.finish_reason == "error":
-                self.end(
-                    job,
-                    Failed(f"{job.request.failure} for this text", 500 if job.request.params.grammar is None else 400),
-                )
-            elif output.finish_reason is not None:
-                self.end(job, output)
-            else:
-                self.tell(job, output)
+            self.deliver(self.jobs[output.request], output)
         if not engine.waiting:
             engine.max_num_seqs = self.max_num_seqs  # what did not fit has been decoded
 
+    def deliver(self, job: Job, output: RequestOutput) -> None:
+        job.delivered += len(output.tokens)
+        if output.finish_reason == "error":
+            status = 500 if job.request.params.grammar is None else 400
+            self.end(job, Failed(f"{job.request.failure} for this text", status))
+        elif output.finish_reason is not None:
+            self.end(job, output)
+        else:
+            self.tell(job, output)
+
+    def step_scoring(self) -> None:
+        """One chunk of the text that is scored."""
+        future, found, chunks = self.scoring[0]
+        try:
+            if not future.cancelled():
+                found += next(chunks)
+                return
+        except StopIteration:
+            future.set_result(found)
+        except Exception as error:
+            log.warning("scoring a prompt failed", exc_info=error)
+            future.set_exception(Failed("scoring this prompt failed; see the server's log"))
+        self.scoring.popleft()
+
     def recover(self, engine: Engine, error: Exception) -> None:
         """After a step that raised: see the top of this file."""
-        running = engine.running()
-        stepped = [(one, self.jobs[one.request]) for one in running if one.request in self.jobs]
-        log.warning("a step of %d requests failed: %s", len(stepped), error)
-        engine.preempt()
-        for sequence, job in stepped:
-            if len(stepped) == 1 or len(sequence.new_tokens) != job.delivered:  # what was lost cannot be made again
-                self.end(job, Failed("decoding this request failed; see the server's log"))
-        if not stepped:
+        running = [one for one in engine.running() if one.request in self.jobs]
+        joining = list(islice(engine.waiting, engine.num_admissible()))  # making room for them may be what failed
+        tried = running + joining
+        log.warning("a step of %d requests failed", len(tried), exc_info=error)
+        if not tried:
             raise error
-        engine.max_num_seqs = max(1, len(stepped) // 2)
+        engine.preempt()
+        for sequence in running:
+            job = self.jobs[sequence.request]
+            lost = sequence.new_tokens[job.delivered :]  # by the step: they are in the text, and nobody has been told
+            if lost or sequence.finish_reason is not None:
+                self.deliver(job, RequestOutput(job.request, lost, None, 1, sequence.finish_reason))
+        if len(tried) == 1 and tried[0].request in self.jobs:
+            self.end(self.jobs[tried[0].request], Failed("decoding this request failed; see the server's log"))
+        engine.max_num_seqs = max(1, len(tried) // 2)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

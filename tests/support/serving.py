@@ -28,7 +28,7 @@ class Served:
     def raw(self, body: bytes, path: str = "/v1/chat/completions", **headers: str) -> socket.socket:
         """A connection that has sent this and read nothing."""
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=120)
-        facts = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(body))} | headers
+        facts = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": str(len(body))} | headers
         head = f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in facts.items())
         connection.sendall(head.encode() + b"\r\n" + body)
         return connection
@@ -41,7 +41,7 @@ class Served:
 
     def metric(self, name: str, label: str = "") -> float:
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
-            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             lines = parsed(read_all(connection))[2].decode().splitlines()
         return sum(
             float(line.rpartition(" ")[2])
@@ -68,10 +68,10 @@ def parsed(answer: bytes) -> tuple[int, dict[str, str], bytes]:
 
 
 @contextmanager
-def served(folder: Path, *arguments: str, **environment: str) -> Iterator[Served]:
+def served(folder: Path, *arguments: str, program: str = "scripts/serve.py", **environment: str) -> Iterator[Served]:
     """`python scripts/serve.py` with these arguments, from when it answers; killed in the end if it still runs."""
     number, log = tempfile.mkstemp(".log", "serve-", folder)
-    command = [python_for(environment), str(ROOT / "scripts" / "serve.py"), "port=0", *arguments]
+    command = [python_for(environment), str(ROOT / program), "port=0", *arguments]
     with open(number, "w") as opened:
         process = subprocess.Popen(command, cwd=folder, env=inherited() | environment, stdout=opened, stderr=opened)
     try:

@@ -1,0 +1,29 @@
+"""Log-probabilities of a prompt's own tokens: what `echo` with `logprobs` tells, and evaluation harnesses ask for."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from foredraft.heads.target import Target
+
+CHUNK = 256  # positions whose logits are held at a time
+Scored = tuple[float | None, list[tuple[int, float]]]  # a token's, and the likeliest ones there with theirs
+
+
+@torch.inference_mode()
+def score(target: Target, tokens: Sequence[int], top: int) -> Iterator[list[Scored]]:
+    """Of a text's tokens, a chunk at a time, so that others are decoded between; the first has nothing before it."""
+    state, found = None, list[Scored]([(None, [])])
+    chunk = CHUNK if target.supports_trees or target.supports_chains else len(tokens)
+    for start in range(0, len(tokens) - 1, chunk):
+        part = torch.tensor([tokens[start : start + chunk + 1]], device=target.device)
+        output, state = target.forward_from(part[:, :-1], start, state)
+        logprobs = output.logits[0].float().log_softmax(-1)
+        own = logprobs.gather(-1, part[0, 1:, None].to(logprobs.device))[:, 0].tolist()
+        best = logprobs.topk(top)
+        ids, values = best.indices.tolist(), best.values.tolist()
+        found += [(one, list(zip(*pair, strict=True))) for one, *pair in zip(own, ids, values, strict=True)]
+        yield found
+        found = []
+    if found:
+        yield found
