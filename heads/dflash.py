@@ -199,8 +199,9 @@ class DFlashHead(BlockHead):
         masks = mask.expand(*anchors.shape[:-1], self.block_size - 1, -1)
         return torch.cat([anchors[..., None, :].to(mask.dtype), masks], dim=-2)
 
-    def drafts(self, hidden: Tensor) -> Tensor:
-        """Hidden states (..., depth, hidden) of the drafts, from those of all positions."""
+    def drafts(self, hidden: Tensor, context: Tensor) -> Tensor:
+        """Hidden states (..., depth, width) of the drafts, from those of all positions. context: (..., hidden), what the
+        newest position of the text has given; while drafting, of heads that `carry` it."""
         hidden = self.norm(hidden)
         return hidden if self.sample_from_anchor else hidden[..., 1:, :]
 
@@ -214,7 +215,8 @@ class DFlashHead(BlockHead):
         context, blocks = self.fuse(aux_hidden_states), Blocks.of(text, size)
         begins = blocks.last.clamp(min=0)
         anchors = (begins + 1).clamp(max=length - 1)
-        hidden = self.inputs(embeddings.gather(1, anchors[..., None].expand(-1, -1, self.width))).flatten(1, 2)
+        wide = (-1, -1, self.config.hidden_size)
+        hidden = self.inputs(embeddings.gather(1, anchors[..., None].expand(wide))).flatten(1, 2)
         ahead = torch.arange(1, size + 1, device=begins.device)
         positions = (text.positions.gather(1, begins)[..., None] + ahead).flatten(1)
         of_text, of_blocks = (self.rotary(p, length + size, hidden.dtype) for p in (text.positions, positions))
@@ -224,7 +226,7 @@ class DFlashHead(BlockHead):
             of_context = attention.keys_values(context, *of_text)
             attended = attend_blocks(q, of_context, (own[0], own[1]), blocks, *self.masking(number))
             hidden = layer.feed_forward(hidden, attention.project_out(attended), kernel)
-        hidden = self.drafts(hidden.unflatten(1, (-1, size)))
+        hidden = self.drafts(hidden.unflatten(1, (-1, size)), context.gather(1, begins[..., None].expand(wide)))
         before = (begins[..., None] + ahead[: self.depth]).clamp(max=length - 1)
         return self.condition_on_text(hidden, text.tokens.gather(1, before.flatten(1)).view_as(before))
 
@@ -233,10 +235,15 @@ class DFlashHead(BlockHead):
         cos_sin = self.rotary(cache.columns(aux_hidden_states.shape[1]), cache.capacity, context.dtype)
         for number, layer in enumerate(self.own_layers):
             cache.update(*layer.self_attn.keys_values(context, *cos_sin), number)
+        return self.carry(embeddings, context)
+
+    def carry(self, embeddings: Tensor, context: Tensor) -> Tensor:
+        """What `draft_block` needs of a position: the embedding of the token after it first."""
         return embeddings
 
     def draft_block(self, last: Tensor, cache: KVCache) -> Tensor:
-        hidden, columns = self.inputs(last[:, 0]), cache.columns(self.block_size)
+        anchor, context = last[:, 0].tensor_split([self.config.hidden_size], dim=-1)
+        hidden, columns = self.inputs(anchor), cache.columns(self.block_size)
         cos, sin = self.rotary(columns, cache.capacity, hidden.dtype)
         for number, layer in enumerate(self.own_layers):
             causal, window = self.masking(number)
@@ -246,7 +253,7 @@ class DFlashHead(BlockHead):
             x, kernel = layer.inputs(hidden)
             attended = layer.self_attn.attend_cached(x, cos, sin, mask, cache, number)
             hidden = layer.feed_forward(hidden, attended, kernel)
-        return self.drafts(hidden)
+        return self.drafts(hidden, context)
 
 
 def spread_layers(n: int, count: int) -> list[int]:

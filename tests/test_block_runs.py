@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from foredraft.heads import save_head
 from foredraft.heads.base import PackedBatch
 from foredraft.train.features import disk
 from foredraft.train.trainer import HeadTrainer
@@ -27,7 +28,7 @@ def given(tiny_path: Path, folder: Path) -> list[str]:
     return [*RUN, f"target.path={tiny_path}", f"data.path={folder}"]
 
 
-@pytest.mark.parametrize("kind", ["p_eagle", "dspark pruned", "dflash2"])
+@pytest.mark.parametrize("kind", ["p_eagle", "dspark pruned", "dflash2", "lilicorr"])
 def test_from_disk_the_losses_are_those_of_training_online(kind, target, tmp_path):
     made, packed, found = criterion(kind, make_head(kind, target), target), rows(), []
     written = disk.disk(packed, target, made.head.layers, 2, str(tmp_path), dtype="float32", shard_rows=2)
@@ -40,8 +41,12 @@ def test_from_disk_the_losses_are_those_of_training_online(kind, target, tmp_pat
     assert torch.equal(stored.hits, online.hits) and torch.equal(stored.counts, online.counts) and online.counts.all()
 
 
-def test_a_run_that_is_stopped_is_the_run_that_was_not(given, here, monkeypatch):
+@pytest.mark.parametrize("lora", [None, 2])
+def test_a_run_that_is_stopped_is_the_run_that_was_not(given, here, monkeypatch, target, lora):
     given = [*given, *DSPARK]
+    if lora is not None:
+        save_head(make_head("dspark pruned", target), "trained", target)
+        given += ["init_from=trained", f"lora={lora}"]
     assert here(*given, ONE, "output_dir=whole").code == 0
     original = HeadTrainer.get_batch_samples
 
@@ -57,6 +62,10 @@ def test_a_run_that_is_stopped_is_the_run_that_was_not(given, here, monkeypatch)
     assert losses(Path("out")) == losses(Path("whole")) and len(losses(Path("out"))) == 6
     ours, theirs = (load_file(f"{path}/head/model.safetensors") for path in ("out", "whole"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    if lora is not None:  # in the layout of the head that it began with, and no norm has learned
+        began = load_file("trained/model.safetensors")
+        same = {name for name in began if torch.equal(began[name].float(), ours[name].float())}
+        assert began.keys() == ours.keys() and "norm.weight" in same and "fc.weight" not in same
 
 
 def test_two_processes_learn_what_one_does(given, here, tmp_path):

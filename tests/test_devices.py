@@ -21,7 +21,8 @@ from foredraft.inference.verify import Verification
 from tests.support.batches import prompt
 from tests.support.head_factory import make_head
 
-HEADS = ["eagle", "eagle3", "hydra_pp", "mtp", "medusa", "dflash", "jetspec", "dflash2", "dspark", "domino", "p_eagle"]
+BLOCKS = ["dflash", "jetspec", "dflash2", "dspark", "domino", "lilicorr", "p_eagle", "xpress"]
+HEADS = ["eagle", "eagle3", "hydra_pp", "mtp", "medusa", *BLOCKS]
 
 
 def drafter(name: str, target: Target, elsewhere: Target) -> Drafter | None:

@@ -40,9 +40,14 @@ FORMATS = {  # that take a head of this kind
     "domino": "sglang",
     "domino in place": "sglang",
     "p_eagle": "vllm speculators",
+    "lilicorr": "vllm sglang",
+    "lilicorr of the target's width": "vllm sglang",
+    "xpress": "vllm speculators",
+    "xpress pruned, anchor first": "speculators",
 }
 WHOLE = {"draft_vocab_size": None}  # what some engines insist on
 CHANGES = {
+    "xpress uneven": {"kind": "xpress", "block_size": 4, "xpress_rank": 6, "xpress_mlp_hidden": 10},
     "medusa": WHOLE,
     "hydra": WHOLE,
     "hydra_pp": WHOLE | {"mlp_layers": 2},
@@ -123,6 +128,10 @@ REFUSED = [
     ("dspark rnn", "speculators", "markov_head_type=vanilla only"),
     ("dflash", "eagle", "reads no dflash"),
     ("dspark pruned", "sglang", "SGLang's block drafting knows no pruned vocabulary"),
+    ("lilicorr", "speculators", "speculators package reads no lilicorr"),
+    ("xpress", "sglang", "SGLang reads no xpress"),
+    ("xpress pruned, anchor first", "vllm", "vLLM's xPress knows no pruned vocabulary"),
+    ("xpress uneven", "speculators", "head.xpress_mlp_hidden=10 to be a multiple of head.xpress_rank=6"),
     ("p_eagle", "sglang", "SGLang reads no p_eagle"),
 ]
 
@@ -174,6 +183,8 @@ def test_sglang_gets_the_bias_it_insists_on(deep, tmp_path):
             "--speculative-algorithm EAGLE3 --speculative-draft-model-path H --speculative-num-steps 4 ",
         ),
         ("sglang", "dflash", "--speculative-algorithm DFLASH --speculative-draft-model-path H"),
+        ("sglang", "lilicorr", "--speculative-algorithm DFLASH --speculative-draft-model-path H"),
+        ("vllm", "lilicorr", '"method": "dflash", "model": "H", "num_speculative_tokens": 7'),
         ("sglang", "domino", "--speculative-algorithm DOMINO --speculative-draft-model-path H"),
     ],
 )

@@ -133,6 +133,8 @@ REFUSED = [
     ("eagle", {}, "reads no eagle heads: it loads EAGLE-3"),
     ("domino", {}, "reads no domino"),
     ("p_eagle", {}, "reads no p_eagle"),
+    ("lilicorr", {}, "reads no lilicorr"),
+    ("xpress", {}, "reads no xpress"),
     ("mtp", {}, "export it with format=mtp and convert that folder"),
     ("eagle3_1", {}, "llama.cpp knows no fc_norm, norm_output"),
     ("eagle3", {"layers": [2, 5]}, r"fuses three layers, and this head reads hidden states \[2, 5\]"),

@@ -41,8 +41,11 @@ def test_a_run_begins_with_the_weights_and_the_vocabulary_of_another_head(
     assert ended.code == 0, ended.err
     before, after = (load_file(path / "model.safetensors") for path in (published, tmp_path / "out/head"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    ended = here(*given, "output_dir=other", "head=medusa")
-    assert complaint(ended) == f"init_from={published} is a head of the kind eagle3, and head=medusa: take head=eagle3"
+    for more, said in (
+        ([], f"init_from={published} is a head of the kind eagle3, and head=medusa: take head=eagle3"),
+        (["init_from=null", "lora=4"], "lora=4 adapts a head that was trained before: give it as init_from"),
+    ):
+        assert complaint(here(*given, "output_dir=other", "head=medusa", *more)) == said
 
 
 def test_a_run_goes_on_with_other_loggers_and_measurements_and_for_longer(capsys: pytest.CaptureFixture[str]):

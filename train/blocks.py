@@ -4,7 +4,9 @@ A depth counts by `depth_decay`^(d - 1), or by what it adds to the accepted leng
 teacher and weights lie in its own order, (blocks, depth, ...), never on the grid of all label positions.
 """
 
+from collections.abc import Callable
 from functools import partial, reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +18,19 @@ from foredraft.inference.sampling import GOLDEN, mix, shift, wrap
 from foredraft.train.gradients import PartialGradients
 from foredraft.train.losses import Prediction, exact
 from foredraft.train.module import DistillationModel, Loss, Outcome
+
+
+class Drafts(NamedTuple):
+    """Some blocks, and what they should have drafted."""
+
+    hidden: Tensor  # (blocks, depth, width)
+    correction: Tensor  # (blocks, depth, correction)
+    base: Tensor  # (blocks, depth, draft vocab): the logits before their correction
+    logits: Tensor  # and after it
+    teacher: Tensor  # (blocks, depth, draft vocab): the target's logits
+    tokens: Tensor  # (blocks, depth): the text's tokens as draft ids, -1 for those that have none
+    bonus: Tensor  # (blocks,): the bonus tokens
+    counted: Tensor  # (blocks, depth) bool: does this draft count?
 
 
 class BlockDistillation(DistillationModel):
@@ -82,6 +97,7 @@ class BlockDistillation(DistillationModel):
         places, counted = places[blocks], counted[blocks]
         teachers = last.roll(-1, dims=1).flatten(0, 1)
         tokens = self.draft_tokens(text.tokens.roll(-2, dims=1).flatten())
+        bonus = text.tokens.roll(-1, dims=1).flatten()[places[:, 0]]
         counts = counted.sum(0)
         weights = torch.ones(head.depth, device=depths.device) if self.d_pace else self.depth_decay ** (depths - 1)
         items = self.items(counts)
@@ -90,7 +106,7 @@ class BlockDistillation(DistillationModel):
         size = max(1, self.chunk // head.depth)
         for start in reversed(range(0, max(1, len(blocks)), size)):  # at least once: every weight must have a gradient
             part = slice(start, start + size)
-            labels = teachers[places[part]], tokens[places[part]], counted[part]
+            labels = teachers[places[part]], tokens[places[part]], bonus[part], counted[part]
             sums.append(learned.part(partial(self.block_loss, *labels), 0, blocks[part], scale))
         losses, hits = reduce(torch.add, reversed(sums))
         return Outcome(learned.attach((weights * losses / items).sum()), hits, counts)
@@ -103,28 +119,18 @@ class BlockDistillation(DistillationModel):
         draft_of = ids.new_full((self.target.vocab_size,), -1)
         return draft_of.index_copy(0, ids, torch.arange(len(ids), device=ids.device))[tokens]
 
-    def block_loss(self, last: Tensor, tokens: Tensor, counted: Tensor, states: Tensor) -> Tensor:
+    def block_loss(self, last: Tensor, tokens: Tensor, bonus: Tensor, counted: Tensor, states: Tensor) -> Tensor:
         """Per depth: sum of losses and number of hits, (2, depth), of states (blocks, depth, ...)."""
         head, (teacher, best, draftable) = self.head, self.teacher(last)
         hidden, correction = states.split([head.width, head.correction], dim=-1)
         base = head.base_logits(hidden)
-        draft = base
-        if head.correction:
-            parts = zip(base.unbind(1), hidden.unbind(1), correction.unbind(1), strict=True)
-            draft = torch.stack([head.correct(*part, depth) for depth, part in enumerate(parts, start=1)], dim=1)
-
+        draft = self.corrected(base, hidden, correction)
         flat = Prediction(teacher.logits.flatten(0, 1), teacher.hidden.flatten(0, 1), tokens.flatten())
 
         def compare(logits: Tensor) -> Tensor:
             return self.loss(Prediction(logits.flatten(0, 1), hidden.flatten(0, 1)), flat).view(counted.shape)
 
-        share = self.base_weight * (1 - self.progress)
-        if head.candidates:
-            loss = compare(base) + self.selector_weight * self.selector_loss(base, correction, teacher.logits, tokens)
-        else:
-            loss = compare(draft)
-        if share > 0:
-            loss = (1 - share) * loss + share * compare(base)
+        loss = self.draft_loss(Drafts(hidden, correction, base, draft, teacher.logits, tokens, bonus, counted), compare)
         if head.confident and self.confidence_weight:
             loss = loss + self.confidence_weight * rating_loss(correction[..., -1], draft, teacher.logits)
         if self.d_pace:
@@ -132,15 +138,35 @@ class BlockDistillation(DistillationModel):
         hits = (head.to_target_ids(draft.max(-1).indices) == best) & counted
         return torch.stack([torch.where(counted & draftable, loss, 0.0).sum(0), hits.sum(0).to(loss.dtype)])
 
-    def selector_loss(self, base: Tensor, correction: Tensor, teacher: Tensor, tokens: Tensor) -> Tensor:
+    def corrected(self, base: Tensor, hidden: Tensor, correction: Tensor) -> Tensor:
+        """Logits (blocks, depth, draft vocab) from those before their correction."""
+        if not self.head.correction:
+            return base
+        parts = zip(base.unbind(1), hidden.unbind(1), correction.unbind(1), strict=True)
+        return torch.stack([self.head.correct(*part, depth) for depth, part in enumerate(parts, start=1)], dim=1)
+
+    def draft_loss(self, drafts: Drafts, compare: Callable[[Tensor], Tensor]) -> Tensor:
+        """(blocks, depth): how far each draft is from what it should be. compare: of logits with the teacher's."""
+        share = self.base_weight * (1 - self.progress)
+        if self.head.candidates:
+            loss = compare(drafts.base) + self.selector_weight * self.selector_loss(drafts)
+        else:
+            loss = compare(drafts.logits)
+        return (1 - share) * loss + share * compare(drafts.base) if share > 0 else loss
+
+    def selector_loss(self, drafts: Drafts) -> Tensor:
         """Per draft the loss among its candidates; 0 where the target's own token is none of them (DFlash-2)."""
-        scores, ids = self.head.select(base, correction)
-        named = ids == tokens[..., None]
+        scores, ids = self.head.select(drafts.base, drafts.correction)
+        among = (ids == drafts.teacher.argmax(-1, keepdim=True)).any(-1)
+        return torch.where(among, self.candidates_loss(scores, ids, drafts), 0.0)
+
+    def candidates_loss(self, scores: Tensor, ids: Tensor, drafts: Drafts) -> Tensor:
+        """(blocks, depth): the loss of scores (blocks, depth, k) of these draft ids, over them alone."""
+        named = ids == drafts.tokens[..., None]
         places = torch.where(named.any(-1), named.int().argmax(-1), -1)
-        among = (ids == teacher.argmax(-1, keepdim=True)).any(-1)
-        among_ids = Prediction(teacher.gather(-1, ids).flatten(0, 1), scores.flatten(0, 1), places.flatten())
-        loss = self.loss(Prediction(scores.flatten(0, 1), scores.flatten(0, 1)), among_ids)
-        return torch.where(among, loss.view(among.shape), 0.0)
+        of_target = drafts.teacher.gather(-1, ids).flatten(0, 1)
+        ours, theirs = scores.flatten(0, 1), Prediction(of_target, of_target, places.flatten())
+        return self.loss(Prediction(ours, ours), theirs).view(places.shape)
 
 
 def rating_loss(rating: Tensor, draft: Tensor, teacher: Tensor) -> Tensor:

@@ -80,3 +80,11 @@ def check_fresh_text(cfg: DictConfig, target: Target) -> None:
             f"target.sharding={target.sharding} lets all processes write together, and they come to the end of a text one by "
             "one: fresh_text=true needs target.sharding=null"
         )
+
+
+def check_lora(cfg: DictConfig) -> None:
+    """Raises ValueError where `lora` cannot be."""
+    if cfg.lora is not None and cfg.init_from is None:
+        raise ValueError(f"lora={cfg.lora} adapts a head that was trained before: give it as init_from")
+    if cfg.lora is not None and cfg.strategy.name not in ("single", "ddp"):
+        raise ValueError(f"lora={cfg.lora} works with strategy=single or ddp, and this is {cfg.strategy.name}")

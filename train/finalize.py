@@ -23,7 +23,7 @@ from foredraft.inference.evaluation.measure import NOT_PROVEN, acceptance, evalu
 from foredraft.inference.evaluation.measure import run as decode
 from foredraft.inference.evaluation.report import RunRecord, Sample, table, write_report
 from foredraft.inference.generation import generate
-from foredraft.train import held_out, publish
+from foredraft.train import held_out, lora, publish
 from foredraft.train.checks import save_checked
 from foredraft.train.data import data_card
 from foredraft.train.data.corpus import Corpus, Held, Packed, has_chats, prompts, tokenize
@@ -111,6 +111,7 @@ def rank_accuracies(distillation: DistillationModel, texts: Held, length: int, r
 def save_final(distillation: DistillationModel, directory: Path, data: Corpus, length: int) -> float:
     """Write the head's files in the target's dtype and pass the parity gate; its largest difference."""
     head, target = distillation.head.eval(), distillation.target
+    lora.merge(head)
     head.on_train_end()
     facts: dict[str, Any] = {}
     if isinstance(head, ParallelHead):

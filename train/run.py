@@ -27,8 +27,8 @@ from foredraft.heads.target import Target
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import acceptance, limited
 from foredraft.inference.evaluation.measure import run as decode
-from foredraft.train import held_out
-from foredraft.train.checks import check_fresh_text, check_saving, check_settings
+from foredraft.train import held_out, lora
+from foredraft.train.checks import check_fresh_text, check_lora, check_saving, check_settings
 from foredraft.train.cli import entry
 from foredraft.train.data import data_card
 from foredraft.train.data.corpus import Corpus, Packed, count_tokens, has_chats, prompts
@@ -86,6 +86,7 @@ def start_process(cfg: DictConfig) -> None:
     """Check what needs neither target nor data, and set device and seed."""
     strategy.check(cfg.strategy.name, cfg.optimizer._target_)
     loggers.check(cfg.trainer.report_to)
+    check_lora(cfg)
     if cfg.trainer.max_steps == 0:
         raise ValueError(
             "trainer.max_steps=0 trains nothing: give a number of steps, or -1 for trainer.num_train_epochs"
@@ -132,6 +133,8 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     args = arguments(cfg.trainer, target, **instantiate(cfg.strategy.arguments, _convert_="all"))
     if distributed.rank() == 0 or target.is_collective:
         check_saving(head, target, data.train)
+    if cfg.lora is not None:
+        lora.add(head, cfg.lora)
     parameters = sum(parameter.numel() for parameter in head.parameters())
     # Three checkpoints of weights, two moments and the head, the best head twice, and the finished one; in float32 at most.
     need_bytes = (3 * 4 + 3) * 4 * parameters + 2**20
@@ -151,7 +154,14 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
         if checkpoint is not None:
             data_card.check_same(directory, data.card)
         data_card.save(directory, data.card)
-    print(f"{head.kind}: {parameters:,} parameters for {target.name}\n{data_card.summary(data.card)}", flush=True)
+    learned = (
+        ""
+        if cfg.lora is None
+        else f", of which {sum(p.numel() for p in head.parameters() if p.requires_grad):,} learn,"
+    )
+    print(
+        f"{head.kind}: {parameters:,} parameters{learned} for {target.name}\n{data_card.summary(data.card)}", flush=True
+    )
     if len(packed) < distributed.world_size():
         raise ValueError(
             f"the data gives {len(packed)} rows of length={cfg.length} for {distributed.world_size()} processes: take fewer"

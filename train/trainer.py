@@ -27,6 +27,7 @@ from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.checkpoint import published_dtype, save_head
 from foredraft.heads.hub.client import HEAD
 from foredraft.heads.target import Target
+from foredraft.train import lora
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed
 from foredraft.train.runtime.callbacks import FitToTime, KeepCheckpoints, Profile
@@ -280,6 +281,7 @@ class HeadTrainer(Trainer):
             return
         target = self.distillation.target
         finished = copy.deepcopy(head, {id(target): target})
+        lora.merge(finished)
         finished.on_train_end()
         with tempfile.TemporaryDirectory() as scratch:
             place = directory if distributed.rank() == 0 else Path(scratch) / HEAD

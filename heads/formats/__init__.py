@@ -2,7 +2,14 @@
 
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.base import Format, HeadFiles, build
-from foredraft.heads.formats.dflash import DFlash2Format, DFlashFormat, DominoFormat, DSparkFormat
+from foredraft.heads.formats.dflash import (
+    DFlash2Format,
+    DFlashFormat,
+    DominoFormat,
+    DSparkFormat,
+    LiLiCorrFormat,
+    XPressFormat,
+)
 from foredraft.heads.formats.eagle import EagleFormat
 from foredraft.heads.formats.eagle3 import Eagle3Format
 from foredraft.heads.formats.files import read
@@ -12,7 +19,7 @@ from foredraft.heads.formats.mtp import MTPFormat
 from foredraft.heads.formats.native import NativeFormat
 from foredraft.heads.formats.p_eagle import PEagleFormat, SpeculatorsPEagle
 from foredraft.heads.formats.speculators import SpeculatorsFormat
-from foredraft.heads.formats.speculators_blocks import SpeculatorsDFlash, SpeculatorsDSpark
+from foredraft.heads.formats.speculators_blocks import SpeculatorsDFlash, SpeculatorsDSpark, SpeculatorsXPress
 
 # The first that matches is taken, so the more specific ones come first.
 FORMATS: tuple[type[Format], ...] = (
@@ -20,6 +27,7 @@ FORMATS: tuple[type[Format], ...] = (
     MTPFormat,
     SpeculatorsDFlash,
     SpeculatorsDSpark,
+    SpeculatorsXPress,
     SpeculatorsPEagle,
     PEagleFormat,
     SpeculatorsFormat,
@@ -27,6 +35,8 @@ FORMATS: tuple[type[Format], ...] = (
     DFlash2Format,
     DSparkFormat,
     DominoFormat,
+    LiLiCorrFormat,
+    XPressFormat,
     Eagle3Format,
     EagleFormat,
     MedusaFormat,

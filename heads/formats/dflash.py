@@ -1,10 +1,11 @@
-"""DFlash, DSpark and Domino as z-lab, DeepSpec, SpecForge and JetSpec write them: one backbone, whose settings stand in
-`dflash_config`, or flat beside the others (DeepSpec).
+"""DFlash and what builds on it as z-lab, DeepSpec, SpecForge, JetSpec, NVIDIA and xPress's authors write them: one backbone,
+whose settings stand in `dflash_config`, or flat beside the others (DeepSpec, xPress).
 
 Layers are numbered by their outputs, from 0. Which position drafts what (heads/dflash.py) is a setting that most files leave
 out, and with the wrong one every draft is off by one: their architecture says it then.
 """
 
+import re
 from typing import Any, Self
 
 from torch import Tensor
@@ -16,7 +17,9 @@ from foredraft.heads.domino import DominoHead
 from foredraft.heads.dspark import DSparkHead
 from foredraft.heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_copy
 from foredraft.heads.formats.llama_layer import layer_settings
+from foredraft.heads.lilicorr import LiLiCorrHead
 from foredraft.heads.target import Target
+from foredraft.heads.xpress import XPressHead
 
 # Architectures, and whether the anchor drafts in files that do not say so.
 ARCHITECTURES = {
@@ -24,11 +27,26 @@ ARCHITECTURES = {
     "QwenDFlashDraftModel": False,
     "DominoDraftModel": False,
     "DFlash2DraftModel": False,
+    "LiLiCorrDraftModel": False,
+    "Qwen3XPressModel": False,
     "DSparkDraftModel": True,
     "Qwen3DSparkModel": True,
 }
-PROJECTORS = ("dflash", "dflash2", "dspark", "domino")
-SHOWN_BY = {"markov_rank": "dspark", "selector_rank": "dflash2"}  # settings of kinds that files may not name
+PROJECTORS = ("dflash", "dflash2", "dspark", "domino", "lilicorr", "xpress")
+SHOWN_BY = {  # settings of kinds that files may not name
+    "markov_rank": "dspark",
+    "selector_rank": "dflash2",
+    "lilicorr_candidate_topk": "lilicorr",
+    "xpress_rank": "xpress",
+}
+# Of ModelOpt's exporter, which keeps the numbers of layers in a row; SGLang and vLLM demand the names.
+NUMBERED = {
+    r"(lilicorr\.feature)_mlp\.0\.": r"\1_norm.",
+    r"(lilicorr\.feature_mlp)\.1\.": r"\1.up_proj.",
+    r"(lilicorr\.feature_mlp)\.3\.": r"\1.down_proj.",
+    r"(lilicorr\.layers\.\d+\.mlp)\.0\.": r"\1.up_proj.",
+    r"(lilicorr\.layers\.\d+\.mlp)\.2\.": r"\1.down_proj.",
+}
 LAYOUT = ("sample_from_anchor", "shift_label")  # names of the setting, here and in SpecForge's Domino
 CAUSAL = ("causal", "causal_head", "is_causal")  # of the same setting, in vLLM's, JetSpec's and others' files
 
@@ -122,6 +140,39 @@ class DFlash2Format(DFlashFormat):
     def kind_settings(self, files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
         check_settings(files, own, {"input_embedding_scale": 1.0, "output_multiplier": 1.0})
         return own
+
+
+class LiLiCorrFormat(DFlashFormat):
+    title = "LiLiCorr as SGLang and vLLM read it, and as ModelOpt writes it (LiLiCorrDraftModel)"
+    kind = LiLiCorrHead
+
+    def kind_settings(self, files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
+        check_settings(files, own, {"lilicorr_enabled": True})
+        files.check_count("lilicorr_num_layers", own["lilicorr_num_layers"])
+        check_sizes(files, own, "lilicorr_candidate_topk", "lilicorr_num_heads", "lilicorr_factor_dim")
+        return own
+
+    def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
+        weights = super().complete_weights(files, head, target)
+        for numbered, named in NUMBERED.items():
+            weights = {re.sub(numbered, named, name): tensor for name, tensor in weights.items()}
+        return weights
+
+
+class XPressFormat(DFlashFormat):
+    title = "xPress as its authors write it for vLLM (Qwen3XPressModel)"
+    kind = XPressHead
+
+    def kind_settings(self, files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
+        check_settings(files, own, {"xpress_block_size": own["block_size"]})
+        check_sizes(files, own, "xpress_rank", "xpress_mlp_hidden")
+        return {"xpress_num_passes": 6} | own
+
+
+def check_sizes(files: HeadFiles, own: dict[str, Any], *names: str) -> None:
+    for name in names:
+        if type(own[name]) is not int or own[name] < 1:
+            raise files.error(f"config.json says {name}={own[name]!r}, which is no size")
 
 
 def markov_settings(files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:

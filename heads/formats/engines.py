@@ -14,7 +14,14 @@ from foredraft.heads.dspark import DSparkHead
 from foredraft.heads.eagle import EagleHead
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats.base import Format
-from foredraft.heads.formats.dflash import DFlash2Format, DFlashFormat, DominoFormat, DSparkFormat
+from foredraft.heads.formats.dflash import (
+    DFlash2Format,
+    DFlashFormat,
+    DominoFormat,
+    DSparkFormat,
+    LiLiCorrFormat,
+    XPressFormat,
+)
 from foredraft.heads.formats.eagle import EagleFormat
 from foredraft.heads.formats.eagle3 import AUX, FLAGS, Eagle3Format
 from foredraft.heads.formats.gguf.layout import DTYPES, GGUFFormat
@@ -24,13 +31,15 @@ from foredraft.heads.formats.medusa import MedusaFormat
 from foredraft.heads.formats.mtp import MTPFormat
 from foredraft.heads.formats.p_eagle import PEagleFormat, SpeculatorsPEagle
 from foredraft.heads.formats.speculators import SpeculatorsFormat
-from foredraft.heads.formats.speculators_blocks import SpeculatorsDFlash, SpeculatorsDSpark
+from foredraft.heads.formats.speculators_blocks import SpeculatorsDFlash, SpeculatorsDSpark, SpeculatorsXPress
 from foredraft.heads.hydra import HydraHead
+from foredraft.heads.lilicorr import LiLiCorrHead
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.mtp import PREFIX, MTPHead
 from foredraft.heads.p_eagle import PEagleHead
 from foredraft.heads.target import Target
 from foredraft.heads.target.files import weight_map
+from foredraft.heads.xpress import XPressHead
 
 VLLM = """vllm serve {target} --speculative-config '{{"method": "{method}", "model": "{head}", \
 "num_speculative_tokens": {depth}}}'"""
@@ -38,13 +47,15 @@ VLLM_P_EAGLE = """vllm serve {target} --speculative-config '{{"method": "eagle3"
 "parallel_drafting": true, "num_speculative_tokens": {depth}}}'"""
 VLLM_MTP = """vllm serve {head} --speculative-config '{{"method": "mtp", "num_speculative_tokens": {depth}}}'"""
 # Of a family of drafters there is one method, whatever the head's architecture.
-VLLM_DFLASH2 = VLLM.replace("{method}", "dflash")
+VLLM_DFLASH = VLLM.replace("{method}", "dflash")
 # SGLang takes its algorithms in capitals. Of a block it finds the size in config.json: `--speculative-num-draft-tokens`
 # would count the anchor too.
 SGLANG_BLOCK = """python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \
 --speculative-draft-model-path {head}"""
 SGLANG = f"""{SGLANG_BLOCK} --speculative-num-steps {{depth}} --speculative-eagle-topk 4 \
 --speculative-num-draft-tokens 16"""
+
+XPRESS = "vLLM 0.32 has no xPress; its pull request 54448 and the authors' branch have. It drafts a chain, no tree."
 
 LLAMACPP = """llama-server -m TARGET.gguf -md {head}/head.gguf --spec-type draft-{method} --spec-draft-n-max {depth}"""
 LLAMACPP_TARGET = "python convert_hf_to_gguf.py {target} --outfile TARGET.gguf"
@@ -73,7 +84,13 @@ def vllm(head: DraftHead, target: Target) -> Export:
     if type(head) is DFlashHead:
         return Export(DFlashFormat(), VLLM, "vLLM drafts a chain, no tree.")
     if isinstance(head, DFlash2Head):
-        return Export(DFlash2Format(), VLLM_DFLASH2, "vLLM drafts a chain, no tree.")
+        return Export(DFlash2Format(), VLLM_DFLASH, "vLLM drafts a chain, no tree.")
+    if isinstance(head, LiLiCorrHead):
+        return Export(LiLiCorrFormat(), VLLM_DFLASH, "vLLM drafts a chain, no tree.")
+    if isinstance(head, XPressHead):
+        check_full_vocabulary("vLLM's xPress", head)
+        check_in_place("vLLM's xPress", head)
+        return Export(XPressFormat(), VLLM, XPRESS)
     if isinstance(head, DSparkHead):
         check_vanilla("vLLM", head)
         return Export(SpeculatorsDSpark(), VLLM, "vLLM drafts a chain, no tree.")
@@ -94,6 +111,10 @@ def sglang(head: DraftHead, target: Target) -> Export:
             raise ValueError(f"SGLang's Domino has head.pure_draft_prefix_len=1, and this head {head.pure}")
         layout = DSparkFormat() if isinstance(head, DSparkHead) else DominoFormat()
         return Export(layout, SGLANG_BLOCK, "SGLang drafts a chain, no tree.")
+    if isinstance(head, LiLiCorrHead):
+        return Export(
+            LiLiCorrFormat(), SGLANG_BLOCK.replace("{algorithm}", "DFLASH"), "SGLang drafts a chain, no tree."
+        )
     if type(head) is DFlashHead:
         return Export(DFlashFormat(), SGLANG_BLOCK, "SGLang drafts a chain, no tree.")
     if not isinstance(head, Eagle3Head):
@@ -124,6 +145,13 @@ def speculators(head: DraftHead, target: Target) -> Export:
     if isinstance(head, DSparkHead):
         check_vanilla("vLLM", head)
         return Export(SpeculatorsDSpark(), "vllm serve {head}", "vLLM finds the target by the name in config.json.")
+    if isinstance(head, XPressHead):
+        if head.inner % head.correction:
+            raise ValueError(
+                f"the speculators package wants head.xpress_mlp_hidden={head.inner} to be a multiple of head.xpress_rank="
+                f"{head.correction}: format=vllm"
+            )
+        return Export(SpeculatorsXPress(), "vllm serve {head}", XPRESS)
     if type(head) is DFlashHead:
         return Export(SpeculatorsDFlash(), "vllm serve {head}", "vLLM finds the target by the name in config.json.")
     if isinstance(head, PEagleHead):
@@ -245,11 +273,8 @@ def check_llamacpp_eagle3(head: Eagle3Head) -> None:
 def check_llamacpp_blocks(head: DFlashHead) -> None:
     if isinstance(head, DSparkHead):
         check_vanilla("llama.cpp", head)
-    elif head.sample_from_anchor:
-        raise ValueError(
-            f"llama.cpp's {head.kind} drafts in place, and this head anchor first: train it with "
-            "head.sample_from_anchor=false"
-        )
+    else:
+        check_in_place(f"llama.cpp's {head.kind}", head)
     if head.window is not None and not head.causal and not isinstance(head, DFlash2Head):
         raise ValueError(
             f"llama.cpp's draft models are causal in all layers or in none, and this one is in its sliding layers alone "
@@ -263,6 +288,13 @@ def check_llamacpp_blocks(head: DFlashHead) -> None:
         raise ValueError(
             f"llama.cpp's selector of {head.candidates} candidates wants a hidden size of {needed} at least, and this head's "
             f"is {head.width}: train it with head.selector_top_k={most}"
+        )
+
+
+def check_in_place(engine: str, head: DFlashHead) -> None:
+    if head.sample_from_anchor:
+        raise ValueError(
+            f"{engine} drafts in place, and this head anchor first: train it with head.sample_from_anchor=false"
         )
 
 

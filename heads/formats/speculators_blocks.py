@@ -1,7 +1,7 @@
-"""DFlash and DSpark in vLLM's own layout, that of the `speculators` package: the decoder layers' config stands apart, the
-block's settings stand flat, and layers are numbered as hidden states, one more than by their outputs."""
+"""DFlash, DSpark and xPress in vLLM's own layout, that of the `speculators` package: the decoder layers' config stands apart,
+the block's settings stand flat, and layers are numbered as hidden states, one more than by their outputs."""
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from foredraft.heads.base import DraftHead
 from foredraft.heads.dflash import SLIDING, DFlashHead
@@ -10,6 +10,7 @@ from foredraft.heads.formats.base import HeadFiles, check_settings
 from foredraft.heads.formats.dflash import DFlashFormat, layer_ids, markov_settings
 from foredraft.heads.formats.speculators import speculators_config
 from foredraft.heads.target import Target
+from foredraft.heads.xpress import XPressHead
 
 IDS = "aux_hidden_state_layer_ids"
 NAMES = ("block_size", "mask_token_id", "sample_from_anchor")
@@ -63,3 +64,37 @@ class SpeculatorsDSpark(SpeculatorsDFlash):
 
     def kind_settings(self, files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
         return markov_settings(files, own)
+
+
+class SpeculatorsXPress(SpeculatorsDFlash):
+    title = "xPress in the layout of the speculators package"
+    kind = XPressHead
+    names: ClassVar[dict[str, str]] = {
+        "w1.": "token_embed.",
+        "w2.": "readout.",
+        "mix.L": "mix_l",
+        "mlp.gate_proj.": "mlp_gate.",
+        "mlp.up_proj.": "mlp_up.",
+        "mlp.down_proj.": "mlp_down.",
+    }
+
+    def disk_name(self, name: str) -> str:
+        own = name.removeprefix("xpress_head.")
+        if own == name:
+            return super().disk_name(name)
+        return "refiner_head." + next(
+            (own.replace(*pair) for pair in self.names.items() if own.startswith(pair[0])), own
+        )
+
+    def kind_settings(self, files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
+        rank, ratio = own["xpress_rank"], own.get("xpress_mlp_ratio", 2)
+        return own | {"xpress_mlp_hidden": rank * ratio, "xpress_num_passes": own.get("num_jacobi_passes", 6)}
+
+    def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
+        assert isinstance(head, XPressHead)
+        return super().export_config(head, target) | {
+            "architectures": ["XPressSpeculator"],
+            "xpress_rank": head.correction,
+            "xpress_mlp_ratio": head.inner // head.correction,
+            "num_jacobi_passes": head.passes,
+        }

@@ -15,7 +15,7 @@ DRAFTERS = {
         "take the head that it was converted from",
     ),
 }
-KNOWN = "Medusa, Hydra, EAGLE-1/2/3, P-EAGLE, DFlash, DFlash-2, JetSpec, DSpark and Domino"
+KNOWN = "Medusa, Hydra, EAGLE-1/2/3, P-EAGLE, DFlash, DFlash-2, JetSpec, DSpark, Domino, LiLiCorr and xPress"
 
 
 def check_supported_drafter(config: dict[str, Any], where: str | Path) -> None:

@@ -1,0 +1,136 @@
+"""xPress: DFlash with a small refiner of low rank r, which sees the tokens before each draft (arXiv:2608.02438; equations as
+in the authors' code for vLLM and in `speculators`).
+
+    c_j = down_h(hidden_j), down_g(mean of the block's hidden states)
+    u_j = in_proj(c_j, w1[token before position j])          position 0 has none, and takes the bonus token, as in vLLM
+    x_j = u_j + sum over i <= j of mix.L[:, j, i] * u_i       channel by channel
+    logits_j += w2(x_j + MLP(x_j))
+
+Engines start from the drafts of the logits before, and refine all positions at once, `xpress_num_passes` times, each time
+from the tokens of the time before (Jacobi's iteration): position j is exact after j times. Here each depth follows the one
+before it, which is where that ends, for every branch of a tree.
+
+    state   hidden state | c_j (2 r) | in place: c_0 (2 r)
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foredraft.heads.dflash import DFlashHead
+
+
+class Mixer(nn.Module):
+    def __init__(self, rank: int, block_size: int):
+        super().__init__()
+        self.L = nn.Parameter(torch.zeros(rank, block_size, block_size))  # what lies above the diagonal is not used
+
+    def forward(self, position: int, u: Tensor) -> Tensor:
+        """x (..., rank) of a position, from u (..., position + 1, rank) of those up to it."""
+        return u[..., -1, :] + (self.L[:, position, : position + 1].T * u).sum(-2)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Refiner(nn.Module):
+    def __init__(self, hidden: int, block_size: int, vocab: int, draft_vocab: int, rank: int, inner: int):
+        super().__init__()
+        self.w1, self.w2 = nn.Embedding(vocab, rank), nn.Linear(rank, draft_vocab, bias=False)
+        self.down_h, self.down_g = (nn.Linear(hidden, rank, bias=False) for _ in range(2))
+        self.in_proj, self.mix, self.mlp = (
+            nn.Linear(3 * rank, rank, bias=False),
+            Mixer(rank, block_size),
+            GatedMLP(rank, inner),
+        )
+        for name, parameter in self.named_parameters():
+            if name.endswith("weight"):
+                nn.init.normal_(parameter, std=0.02)
+
+    def of_hidden(self, hidden: Tensor) -> Tensor:
+        """c (..., block_size, 2 * rank) of a block's hidden states (..., block_size, hidden)."""
+        mean = self.down_g(hidden.mean(-2, keepdim=True))
+        return torch.cat([self.down_h(hidden), mean.expand(*hidden.shape[:-1], -1)], dim=-1)
+
+    def of_token(self, c: Tensor, tokens: Tensor) -> Tensor:
+        """u (..., rank) of c (..., 2 * rank) behind tokens (...)."""
+        return self.in_proj(torch.cat([c, self.w1(tokens).to(c.dtype)], dim=-1))
+
+    def forward(self, position: int, u: Tensor) -> Tensor:
+        x = self.mix(position, u)
+        return x + self.mlp(x)
+
+
+class XPressHead(DFlashHead):
+    """Weights are named as the authors' code for vLLM names them: DFlash's, xpress_head.*."""
+
+    kind = projector = "xpress"
+
+    def __init__(
+        self,
+        *args: Any,
+        xpress_rank: int = 256,
+        xpress_mlp_hidden: int = 512,
+        xpress_num_passes: int = 6,
+        **kwargs: Any,
+    ):
+        """xpress_num_passes: how often engines refine; not used here."""
+        super().__init__(*args, **kwargs)
+        if min(xpress_rank, xpress_mlp_hidden, xpress_num_passes) < 1:
+            raise ValueError(
+                f"head.xpress_rank={xpress_rank}, head.xpress_mlp_hidden={xpress_mlp_hidden} and head.xpress_num_passes="
+                f"{xpress_num_passes} must be at least 1"
+            )
+        self.correction, self.memory = xpress_rank, self.block_size * xpress_rank
+        self.inner, self.passes = xpress_mlp_hidden, xpress_num_passes
+        sizes = self.width, self.block_size, self.config.vocab_size, self.draft_vocab, xpress_rank, xpress_mlp_hidden
+        self.xpress_head = Refiner(*sizes)
+        self.width += (2 if self.sample_from_anchor else 4) * xpress_rank
+
+    @classmethod
+    def own_settings(cls, config: dict) -> dict[str, Any]:
+        return {name: config[name] for name in ("xpress_rank", "xpress_mlp_hidden", "xpress_num_passes")}
+
+    def to_config(self) -> dict:
+        return super().to_config() | {
+            "architectures": ["Qwen3XPressModel"],
+            "xpress_rank": self.correction,
+            "xpress_mlp_hidden": self.inner,
+            "xpress_num_passes": self.passes,
+            "xpress_block_size": self.block_size,
+            "sample_from_anchor": self.sample_from_anchor,
+        }
+
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        return super().base_logits(hidden[..., : self.config.hidden_size])
+
+    def drafts(self, hidden: Tensor, context: Tensor) -> Tensor:
+        hidden = self.norm(hidden)
+        states = torch.cat([hidden, c := self.xpress_head.of_hidden(hidden)], dim=-1)
+        if self.sample_from_anchor:
+            return states
+        return torch.cat([states[..., 1:, :], c[..., :1, :].expand(*c[..., 1:, 0].shape, -1)], dim=-1)
+
+    def condition(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """memory: u of the positions before."""
+        refiner, rank = self.xpress_head, self.correction
+        c = hidden[..., self.config.hidden_size :]
+        u = [refiner.of_token(c[..., : 2 * rank], tokens)]
+        position = depth - 1 if self.sample_from_anchor else depth
+        if position > 0 and depth == 1:
+            u.insert(0, refiner.of_token(c[..., 2 * rank :], tokens))
+        known = torch.cat([memory[..., : (position + 1 - len(u)) * rank], *u], dim=-1).unflatten(-1, (-1, rank))
+        x = refiner(position, known)
+        return x, F.pad(known.flatten(-2), (0, self.memory - (position + 1) * rank))
+
+    def correct(self, base: Tensor, hidden: Tensor, correction: Tensor, depth: int) -> Tensor:
+        return base + self.xpress_head.w2(correction)

@@ -1,0 +1,51 @@
+"""A small addition to a trained head's matrices learns alone, and is gone from what is saved."""
+
+import copy
+
+import pytest
+import torch
+
+from foredraft.heads.medusa2 import Medusa2Head
+from foredraft.train import checks, lora
+from tests.support.batches import batch
+from tests.support.configs import composed
+from tests.support.head_factory import criterion, make_head
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "hydra_pp", "medusa", "mtp", "dspark rnn", "domino", "lilicorr", "p_eagle"])
+def test_the_addition_learns_alone_and_is_merged_in_the_end(target, kind):
+    torch.manual_seed(0)
+    head, text = make_head(kind, target), batch(20, 12)
+    before = copy.deepcopy(head, {id(target): target})
+    loss = criterion(kind, head, target)(*text).loss
+    lora.add(head, 3)
+    made = criterion(kind, head, target)
+    torch.testing.assert_close(made(*text).loss, loss)
+    made(*text).loss.backward()
+    learned = {name for name, parameter in head.named_parameters() if parameter.grad is not None}
+    assert learned == {name for name, _ in head.named_parameters() if name.endswith(("0.up", "0.down"))} != set()
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if name.endswith("0.up"):
+                parameter.normal_(std=0.1)
+    adapted = made(*text).loss
+    assert adapted != loss
+    copied = copy.deepcopy(head, {id(target): target})  # as a checkpoint is written while training goes on
+    lora.merge(copied)
+    assert copied.state_dict().keys() == before.state_dict().keys() != head.state_dict().keys()
+    torch.testing.assert_close(criterion(kind, copied, target)(*text).loss, adapted)
+    torch.testing.assert_close(made(*text).loss, adapted)  # which the copy has left as it was
+    ours, theirs = copied.state_dict(), before.state_dict()
+    linear = {f"{name}.weight" for name, part in before.named_modules() if isinstance(part, torch.nn.Linear)}
+    assert {name for name in ours if not torch.equal(ours[name], theirs[name])} == linear
+
+
+def test_what_cannot_be_adapted_is_said(fresh):
+    with pytest.raises(ValueError, match="lora=0 is the rank"):
+        lora.add(make_head("medusa", fresh), 0)
+    head = make_head("medusa2", fresh)
+    assert isinstance(head, Medusa2Head)
+    with pytest.raises(ValueError, match="head=medusa2 has an adapter of its own"):
+        lora.add(head, 4)
+    with pytest.raises(ValueError, match="lora=4 works with strategy=single or ddp, and this is zero1"):
+        checks.check_lora(composed("train", "lora=4", "init_from=x", "strategy=zero1"))

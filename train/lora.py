@@ -1,0 +1,48 @@
+"""LoRA (arXiv:2106.09685): a trained head is adapted to other text by a small addition to every matrix, learned alone.
+
+W becomes W + SCALE * up @ down, of rank r. Whoever asks a layer for its weight gets the sum, so no head knows of it, and what
+is saved are plain weights in the head's own layout.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from foredraft.heads.base import DraftHead
+from foredraft.heads.draft_model import DraftModelHead
+from foredraft.heads.medusa2 import Medusa2Head
+
+SCALE = 2.0
+
+
+class LowRank(nn.Module):
+    def __init__(self, weight: Tensor, rank: int):
+        super().__init__()
+        outputs, inputs = weight.shape
+        self.down = nn.Parameter(torch.randn(rank, inputs, device=weight.device) * inputs**-0.5)
+        self.up = nn.Parameter(torch.zeros(outputs, rank, device=weight.device))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + SCALE * (self.up @ self.down)
+
+
+def add(head: DraftHead, rank: int) -> None:
+    """From now on only these additions to the head's linear layers learn, which are zero at first."""
+    if rank < 1:
+        raise ValueError(f"lora={rank} is the rank of what is learned, at least 1; null trains all weights")
+    if isinstance(head, DraftModelHead | Medusa2Head):
+        raise ValueError(f"head={head.kind} has an adapter of its own: leave lora={rank} out, or choose another head")
+    head.requires_grad_(False)
+    for layer in [part for part in head.modules() if isinstance(part, nn.Linear)]:
+        parametrize.register_parametrization(layer, "weight", LowRank(layer.weight, rank))
+
+
+def merge(head: DraftHead) -> None:
+    """Plain weights again, for saving and decoding."""
+    for layer in list(head.modules()):
+        if parametrize.is_parametrized(layer, "weight"):
+            weight = layer.weight.detach()
+            # Not `remove_parametrizations`: it takes away what other copies of the head still use, their class.
+            layer.__class__ = parametrize.type_before_parametrizations(layer)
+            del layer.parametrizations
+            layer.weight = nn.Parameter(weight)
