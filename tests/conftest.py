@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -17,6 +18,7 @@ from foredraft.train.run import main
 from tests.support import golden, names, typed
 from tests.support.drafters import build_drafter
 from tests.support.head_factory import KINDS, make_head
+from tests.support.hub_server import TOKEN, HubServer
 from tests.support.processes import Ended
 from tests.support.tiny import TEXT, VOCAB, tiny_config
 
@@ -149,6 +151,21 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 def here(call: Callable[..., Ended]) -> Callable[..., Ended]:
     """here(*arguments): `python train/run.py` with them, by `call`."""
     return partial(call, main)
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    """An empty Hub, an empty cache, a good token; the client as it is, without the waits between its retries."""
+    with HubServer() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr("time.sleep", lambda seconds: None)
+        yield hub
 
 
 @pytest.fixture(autouse=True)

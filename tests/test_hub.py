@@ -17,24 +17,9 @@ from foredraft.heads.hub.card import model_card
 from foredraft.inference import load_drafter
 from foredraft.train import publish
 from tests.support import golden
-from tests.support.hub_server import TOKEN, HubServer, Repo
+from tests.support.hub_server import TOKEN, Repo
 
 NAME = "org/a-head"
-
-
-@pytest.fixture
-def server(monkeypatch, tmp_path):
-    """An empty Hub, an empty cache, a good token; the client as it is, without the waits between its retries."""
-    with HubServer() as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setattr("time.sleep", lambda seconds: None)
-        yield hub
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import constants
 
 from foredraft.heads import load_head, save_head
 from foredraft.heads.eagle3 import Eagle3Head
@@ -86,20 +85,16 @@ def test_the_gate_is_a_command(script, trained, tmp_path):
     assert ended.code == 2 and "parity gate: at depth 1" in ended.err
 
 
-def test_push_as_it_is_typed(script, trained, monkeypatch, tmp_path):
-    with HubServer() as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        given = ("push", f"head={trained}/eagle3/head", "repo=org/name", "license=mit")
-        ended = script(*given, "dry_run=true")
-        assert ended.code == 0 and "would send to a new private repository org/name" in ended.out and not hub.repos
-        ended = script(*given)
-        assert ended.code == 0 and "parity gate passed" in ended.out and "sent to" in ended.out
-        assert hub.repos["org/name"].private and "README.md" in hub.repos["org/name"].files
-        monkeypatch.setenv("HF_TOKEN", "hf_wrong-but-secret")
-        ended = script(*given)
-        assert ended.code == 2 and "hf auth login" in ended.err and "secret" not in ended.out + ended.err
+def test_push_as_it_is_typed(script, trained, server, monkeypatch):
+    given = ("push", f"head={trained}/eagle3/head", "repo=org/name", "license=mit")
+    ended = script(*given, "dry_run=true")
+    assert ended.code == 0 and "would send to a new private repository org/name" in ended.out and not server.repos
+    ended = script(*given)
+    assert ended.code == 0 and "parity gate passed" in ended.out and "sent to" in ended.out
+    assert server.repos["org/name"].private and "README.md" in server.repos["org/name"].files
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong-but-secret")
+    ended = script(*given)
+    assert ended.code == 2 and "hf auth login" in ended.err and "secret" not in ended.out + ended.err
 
 
 def test_a_training_pushes_what_it_ends_with(tiny_path: Path, folder: Path, tmp_path: Path):

@@ -42,10 +42,12 @@ def heads(tmp_path_factory) -> Path:
     return train_heads(tmp_path_factory.mktemp, 60, {kind: [] for kind in KINDS})
 
 
-def decode(folder: Path, rows: list[list[int]], speculative: dict[str, Any] | None) -> dict[str, Any]:
+def decode(
+    folder: Path, rows: list[list[int]], speculative: dict[str, Any] | None, target: Path = EMBEDDED
+) -> dict[str, Any]:
     """What vLLM writes and counts."""
     folder.mkdir(parents=True, exist_ok=True)
-    job = {"target": str(EMBEDDED), "speculative": speculative, "prompts": rows, "new_tokens": NEW_TOKENS}
+    job = {"target": str(target), "speculative": speculative, "prompts": rows, "new_tokens": NEW_TOKENS}
     (folder / "job.json").write_text(json.dumps(job | {"output": str(folder / "out.json")}))
     call(PYTHON, HERE / "engine.py", folder / "job.json")
     return json.loads((folder / "out.json").read_text())
@@ -104,12 +106,7 @@ def test_the_engine_accepts_what_we_predict(heads, embedded, rows, plain, tmp_pa
 
 def test_vllm_finds_the_target_of_a_speculators_directory(heads, rows, plain, tmp_path):
     exported = export(heads, "eagle3", "speculators", tmp_path)
-    folder = tmp_path / "found"
-    folder.mkdir()
-    job = {"target": str(exported), "speculative": None, "prompts": rows[:4], "new_tokens": NEW_TOKENS}
-    (folder / "job.json").write_text(json.dumps(job | {"output": str(folder / "out.json")}))
-    call(PYTHON, HERE / "engine.py", folder / "job.json")
-    out = json.loads((folder / "out.json").read_text())
+    out = decode(tmp_path / "found", rows[:4], None, target=exported)
     assert out["texts"] == plain[:4] and out["counted"]["drafts"] > 0
 
 

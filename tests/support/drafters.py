@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from hydra.utils import instantiate
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from foredraft.heads import Target
 from foredraft.heads.eagle3 import Eagle3Head
@@ -16,7 +15,7 @@ from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, cha
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import from_parents
 from tests.support.configs import composed
-from tests.support.tiny import tiny_config
+from tests.support.small_targets import random_model
 
 SETTINGS = {
     "greedy": {},
@@ -83,19 +82,9 @@ class Oracle(Drafter):
         return chains(accepted, drafts)
 
 
-def eager_head(target) -> Eagle3Head:
-    head = Eagle3Head.for_target(target, depth=4, draft_vocab_size=200, counts=torch.arange(target.vocab_size))
-    return head.eval()
-
-
-def smaller(target) -> Target:
-    """A model of the same vocabulary with other weights."""
-    torch.manual_seed(5)
-    return Target(LlamaForCausalLM(tiny_config(num_hidden_layers=2)), target.tokenizer, "smaller")
-
-
 def drafters(target) -> dict[str, Drafter]:
-    head, medusa = eager_head(target), MedusaHead.for_target(target, depth=3)
+    head = Eagle3Head.for_target(target, depth=4, draft_vocab_size=200, counts=torch.arange(target.vocab_size)).eval()
+    medusa = MedusaHead.for_target(target, depth=3)
     for stack in medusa.stacks:
         torch.nn.init.normal_(stack[-1].weight, std=0.5)
     return {
@@ -105,7 +94,7 @@ def drafters(target) -> dict[str, Drafter]:
         "eagle3": DynamicTree(head, target, nodes=10, depth=4, width=3, min_probability=0),
         "eagle3 auto": AutoTree(DynamicTree(head, target, nodes=12, depth=4, width=3, min_probability=0), target),
         "medusa auto": AutoTree(StaticTree(medusa.eval(), target, nodes=9), target),
-        "draft model": DraftModel(smaller(target), target, min_probability=0),
+        "draft model": DraftModel(random_model(5), target, min_probability=0),
         "eagle3 chain": DynamicTree(head, target, nodes=5, depth=4, width=1, min_probability=0),
     }
 

@@ -12,7 +12,7 @@ import io
 import json
 import os
 import runpy
-import selectors
+import select
 import signal
 import socket
 import sys
@@ -35,86 +35,55 @@ if not os.path.exists("/dev/nvidiactl"):  # it asks for the device, and CUDA tha
     PRELOADED.append("deepspeed")  # accelerate imports it where it is installed, for two more seconds
 
 
-class Server:
-    """Forks a child for every connection, and tells the connection how the child ended."""
+def serve(address: str) -> dict | None:
+    """Forks for every connection one process that attends to it. Gives None at the end of the tests, and in each process that
+    is to run a program the request."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how those end that attend
+    print("ready", flush=True)
+    while 0 not in select.select([listener, 0], [], [])[0]:  # standard input is closed when the tests end
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            return attend(connection)
+        connection.close()
+    return None
 
-    def __init__(self, address: str):
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(address)
-        self.listener.listen(64)
-        self.children: dict[int, socket.socket] = {}
-        self.selector = selectors.DefaultSelector()
-        self.woken, waker = socket.socketpair()
-        for end in (self.woken, waker):
-            end.setblocking(False)
-        self.waker = waker
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-        self.selector.register(self.listener, selectors.EVENT_READ)
-        self.selector.register(self.woken, selectors.EVENT_READ)
-        self.selector.register(0, selectors.EVENT_READ)  # closed when the tests end
 
-    def run(self) -> dict | None:
-        """In the server None, at its end; in each child the request that it is to run."""
-        while True:
-            for key, _ in self.selector.select():
-                if key.fileobj == 0:
-                    return None
-                if key.fileobj is self.listener:
-                    if (request := self.fork(self.listener.accept()[0])) is not None:
-                        return request
-                elif key.fileobj is self.woken:
-                    self.reap()
-                else:
-                    self.kill(key.fileobj)
+def attend(connection: socket.socket) -> dict:
+    """Starts the program, tells the connection its process id and how it ended. Returns in the program's process alone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request, descriptors = receive(connection)
+    child = os.fork() if request is not None else None
+    if child == 0:
+        connection.close()
+        become(request, descriptors)
+        return request
+    os.closerange(0, 3)  # of the server, who reads from them sees when it ends
+    for descriptor in descriptors:
+        os.close(descriptor)
+    if child is not None:
+        with contextlib.suppress(OSError):  # a client that is gone
+            connection.sendall(f"{child}\n".encode())
+        ended = os.pidfd_open(child)
+        if ended not in select.select([ended, connection], [], [])[0]:
+            os.kill(child, signal.SIGKILL)  # as the client was, by what cannot be passed on
+        status = os.waitpid(child, 0)[1]
+        with contextlib.suppress(OSError):
+            connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
 
-    def fork(self, connection: socket.socket) -> dict | None:
-        request, descriptors = receive(connection)
-        if request is None:
-            connection.close()
-            return None
-        child = os.fork()
-        if child == 0:
-            self.become(request, descriptors, connection)
-            return request
-        for descriptor in descriptors:
-            os.close(descriptor)
-        self.children[child] = connection
-        self.selector.register(connection, selectors.EVENT_READ)
-        connection.sendall(f"{child}\n".encode())
-        return None
 
-    def become(self, request: dict, descriptors: list[int], connection: socket.socket) -> None:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for opened in (connection, self.listener, self.woken, self.waker, *self.children.values()):
-            opened.close()
-        self.selector.close()
-        os.setsid()
-        for standard, descriptor in enumerate(descriptors):
-            os.dup2(descriptor, standard)
-            os.close(descriptor)
-        os.chdir(request["cwd"])
-        os.environ.clear()
-        os.environ.update(request["environment"])
-
-    def reap(self) -> None:
-        self.woken.recv(4096)
-        while self.children:
-            child, status = os.waitpid(-1, os.WNOHANG)
-            if child == 0:
-                return
-            connection = self.children.pop(child)
-            self.selector.unregister(connection)
-            with contextlib.suppress(OSError):  # a client that is gone
-                connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
-            connection.close()
-
-    def kill(self, connection: object) -> None:
-        """The client was killed, by what cannot be passed on: so is its child."""
-        for child, its in self.children.items():
-            if its is connection:
-                os.kill(child, signal.SIGKILL)
+def become(request: dict, descriptors: list[int]) -> None:
+    os.setsid()
+    for standard, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
 
 
 def receive(connection: socket.socket) -> tuple[dict | None, list[int]]:
@@ -175,9 +144,7 @@ if __name__ == "__main__":
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # pages of what is imported stay shared
-    server = Server(sys.argv[1])
-    print("ready", flush=True)
-    if (asked := server.run()) is not None:
+    if (asked := serve(sys.argv[1])) is not None:
         try:
             run_program(asked["arguments"])
         except BaseException as error:

@@ -2,6 +2,8 @@
 
     with HubServer() as hub: ...        hub.url, hub.repos, hub.log; hub.trouble makes it misbehave
 
+A test's own, which the client in this process talks to, is the fixture `server` of tests/conftest.py.
+
 Files with an ending in LARGE go through git-lfs's basic transfer, the others stand in the commit itself, as on the Hub.
 """
 
