@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from foredraft.heads.base import PackedBatch, RecurrentHead
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import KVCache
+from foredraft.heads.target.ends import refuse
 from foredraft.heads.target.sharding import full_tensor
 
 NEVER = (
@@ -120,6 +121,8 @@ def first_layers(target: Target, count: int) -> PreTrainedModel:
     Raises ValueError where the target keeps weights packed, which are nothing without their scales."""
     if not 0 < count < target.num_layers:
         raise ValueError(f"head.num_layers={count} must lie between 1 and {target.num_layers - 1}, below the target's")
+    if target.ends_only:
+        refuse()
     config = copy.deepcopy(target.model.config)
     for name in ("quantization_config", "distributed_config"):
         vars(config).pop(name, None)

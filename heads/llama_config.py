@@ -124,8 +124,12 @@ def differences(config: LlamaConfig, target: Target) -> list[str]:
 @torch.no_grad()
 def probe(target: Target, layers: list[int]) -> Tensor:
     """(tokens, len(layers) * hidden) float32: these hidden states of some tokens, to see how large they are."""
-    tokens = torch.arange(min(256, target.vocab_size), device=target.device)[None]
-    return target.forward(tokens, layers=layers, keep_logits=1).aux_hidden_states.float()[0]
+    return target.forward(probe_tokens(target), layers=layers, keep_logits=1).aux_hidden_states.float()[0]
+
+
+def probe_tokens(target: Target) -> Tensor:
+    """(1, tokens) int64."""
+    return torch.arange(min(256, target.vocab_size), device=target.device)[None]
 
 
 def aux_sizes(layers: list[int], target: Target) -> Tensor:

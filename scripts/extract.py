@@ -45,7 +45,8 @@ class Extractor(ThreadingHTTPServer):
     def states(self, tokens: list[int]) -> dict[str, torch.Tensor]:
         with self.lock:
             states = read_states(self.target, self.norm, tokens, self.layers)
-        return {"hidden_states": states.cpu().contiguous(), "token_ids": torch.tensor(tokens)}
+            written = self.target.logits(self.norm(states[-1:, -1])).argmax(-1)
+        return {"hidden_states": states.cpu().contiguous(), "token_ids": torch.tensor(tokens), "written": written.cpu()}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -85,13 +86,14 @@ class Handler(BaseHTTPRequestHandler):
     def give(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """The answer, and then the file, which is locked until it is there."""
         path = self.server.folder / f"{name}.safetensors"
-        choice = {"index": 0, "text": "", "finish_reason": "length"}
+        choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": tensors["written"].tolist()}
         answer = {"id": name, "object": "text_completion", "model": self.server.target.name, "choices": [choice]}
         lock = Path(f"{path}.lock")
         with lock.open("w") as opened:
             fcntl.flock(opened, fcntl.LOCK_EX)
             try:
-                self.send(answer | {"kv_transfer_params": {"hidden_states_path": str(path)}})
+                found = {"hidden_states_path": str(path), "layers": self.server.layers}
+                self.send(answer | {"kv_transfer_params": found})
             except ConnectionError:
                 lock.unlink()
                 raise

@@ -18,6 +18,8 @@ from foredraft.train.cli import entry
 from foredraft.train.runtime.cost import BITS, study
 from foredraft.train.runtime.memory_plan import SHARDS, memory_per_gpu
 
+KEYS = {"features=server": "features.whole_target=false"}  # what a choice of a group changes in a plan
+
 
 def read_config(target: str, gguf_file: str | None = None) -> Any:
     """Raises ValueError that says what to give instead. A GGUF file is converted first, as the run would do it."""
@@ -42,8 +44,9 @@ def remedies(cfg: DictConfig) -> list[list[str]]:
     smaller = [] if cfg.target.quantization or cfg.target.sharding else [["target.quantization=4bit"]]
     if smaller and cfg.gpus > 1:
         smaller.insert(0, ["target.sharding=fsdp"])
+    elsewhere = [["features=server"]] if cfg.features.get("whole_target", True) else []
     shorter = [[f"length={cfg.length // part}"] for part in (2, 4)]
-    return [*rows, *strategy, *smaller, *shorter, *[a + b for a in smaller for b in strategy + shorter]]
+    return [*rows, *strategy, *smaller, *shorter, *elsewhere, *[a + b for a in smaller for b in strategy + shorter]]
 
 
 def plan(cfg: DictConfig) -> dict[str, Any]:
@@ -61,6 +64,8 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
     head, body, target = study(cfg, config, dtype)
     layers = len(head.layers)
     found = memory_per_gpu(cfg, head, body, layers, target)
+    if not cfg.features.get("whole_target", True):
+        body = body._replace(flops=0.0)
     flops = (body.flops + head.flops * cfg.supervised_fraction) / (cfg.rows * cfg.length)
     rate = cfg.gpus * cfg.gpu_tflops * 1e12 * cfg.efficiency / flops
     return {
@@ -77,12 +82,8 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
 def fitting(cfg: DictConfig) -> tuple[list[str], float] | None:
     """The first remedy with which it fits, and the GiB it then takes."""
     for change in remedies(cfg):
-        changed = cast(
-            DictConfig,
-            OmegaConf.merge(
-                cfg, OmegaConf.from_dotlist([one.replace("strategy=", "strategy.name=") for one in change])
-            ),
-        )
+        keys = [KEYS.get(one) or one.replace("strategy=", "strategy.name=") for one in change]
+        changed = cast(DictConfig, OmegaConf.merge(cfg, OmegaConf.from_dotlist(keys)))
         total = plan(changed)["total"]
         if total <= cfg.gpu_gib:
             return change, total

@@ -31,6 +31,7 @@ from tests.support.architectures import FAMILIES, pair
 from tests.support.batches import batch_of, documents
 from tests.support.mortal_engine import LAYERS
 from tests.support.processes import ONE, SMALL_EAGLE3, children, complaint, end, losses, program, script, start, until
+from tests.support.small_targets import without_layers
 from tests.support.tiny import tiny_config
 
 STEPS = 6
@@ -94,11 +95,17 @@ def test_rows_are_what_the_target_reads_in_the_process(target: Target, engine: t
 
 
 def test_losses_are_those_of_features_online(
-    given: list[str], alone: Path, engine: tuple[str, Path], here, tmp_path: Path
+    given: list[str], alone: Path, engine: tuple[str, Path], here, target: Target, tmp_path: Path
 ):
+    """Here the files of the target's layers are missing."""
     url, folder = engine
-    ended = here(*given, *served(url), "output_dir=out")
+    ends = without_layers(target, tmp_path / "ends")
+    ended = here(*given, *served(url), f"target.path={ends}", "output_dir=out")
     assert ended.code == 0, ended.err
+    assert (
+        f"nothing was measured, because only the target's ends are loaded here: foredraft evaluate target={ends}"
+        in (ended.out)
+    )
     found = losses(tmp_path / "out")
     assert len(found) == STEPS
     torch.testing.assert_close(torch.tensor(found), torch.tensor(losses(alone)), rtol=0, atol=1e-5)
@@ -159,13 +166,17 @@ def test_an_engine_of_other_layers_is_refused(given: list[str], engine: tuple[st
     assert said.startswith(f"features.url={engine[0]} gives layers [1, 3, 4, 6] and the head needs [1, 2, 4, 6]: start")
 
 
-def test_another_model_is_refused(given: list[str], engine: tuple[str, Path], here, tiny_path: Path, tmp_path: Path):
+@pytest.mark.parametrize("whole, why", [("true", "its states are "), ("false", "it writes token ")])
+def test_another_model_is_refused(
+    whole: str, why: str, given: list[str], engine: tuple[str, Path], here, tiny_path: Path, tmp_path: Path
+):
     """Here it is the trainer that has another one."""
     shutil.copytree(tiny_path, tmp_path / "other")
     torch.manual_seed(9)
     LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path / "other")
-    said = complaint(here(*given, *served(engine[0]), f"target.path={tmp_path / 'other'}", "output_dir=out"))
-    assert said.startswith(f"features.url={engine[0]} serves another model than {tmp_path / 'other'}: its states are ")
+    other = [f"target.path={tmp_path / 'other'}", f"features.whole_target={whole}"]
+    said = complaint(here(*given, *served(engine[0]), *other, "output_dir=out"))
+    assert said.startswith(f"features.url={engine[0]} serves another model than {tmp_path / 'other'}: {why}")
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -18,6 +18,7 @@ from foredraft.train.module import DistillationModel
 from foredraft.train.optimizer import adamw
 from foredraft.train.runtime import memory_plan
 from foredraft.train.runtime.cost import Live
+from tests.support import ROOT
 from tests.support.configs import composed
 from tests.support.tiny import tiny_config
 
@@ -89,6 +90,16 @@ def test_the_sum_is_the_sum(planned: dict):
     assert planned["tokens_per_second"] == pytest.approx(989e12 * 0.35 / (body + head))
     assert planned["hours"] == pytest.approx(500_000_000 / planned["tokens_per_second"] / 3600)
     assert planned["disk"] == 500_000_000 * 4 * 32 * 2  # three layers and the last one, hidden 32, bfloat16
+
+
+@pytest.mark.parametrize("shape, gib", [("qwen3-8b", (15.26, 2.32)), ("llama-3.3-70b", (131.42, 3.91))])
+def test_of_a_target_that_runs_elsewhere_its_ends_are_counted(shape: str, gib: tuple[float, float]):
+    """In bfloat16: 2 x 151,936 x 4,096 and 2 x 128,256 x 8,192 weights."""
+    given = [f"target.path={ROOT}/scripts/targets/{shape}.json", "head=medusa", "length=128"]
+    for features, size in zip(("online", "server"), gib, strict=True):
+        found = plan.plan(composed("plan", *given, f"features={features}"))
+        assert found["gib"]["target weights"][0] == pytest.approx(size, abs=0.01)
+        assert ("target at work" in found["gib"]) == (found["flops_per_token"][0] > 0) == (features == "online")
 
 
 @pytest.mark.parametrize("strategy", memory_plan.SHARDS)

@@ -52,15 +52,19 @@ def finalize(
         print(f"the weights of step {best}, which drafted best on validation prompts, are kept", flush=True)
         head = read_head(checkpoints.best_head(directory / CHECKPOINTS, best), target).float().to(target.device)
         distillation.head = head
-    apart = held_out.agreement(trainer.criterion.with_head(head.eval()), rows)
+    metrics: dict[str, Any] = {}
+    samples: list[Sample] = []
+    if not target.ends_only:
+        apart = held_out.agreement(trainer.criterion.with_head(head.eval()), rows)
+        metrics = apart.final_figures
     with tempfile.TemporaryDirectory() as scratch:
         saved = (directory if distributed.rank() == 0 else Path(scratch)) / "head"
         save_final(distillation, saved, data, cfg.length)
-        metrics, shown = measure(target, saved, data, cfg.evaluate)
+        if not target.ends_only:
+            decoded, shown = measure(target, saved, data, cfg.evaluate)
+            metrics, samples = decoded | metrics, [shown]
     if distributed.rank() > 0:
         return
-    metrics |= {"held_out_agreement": [round(share, 4) for share in apart.shares]}
-    metrics |= {"held_out_loss": round(apart.loss, 4), "predicted_acceptance_length": round(apart.acceptance_length, 4)}
     rates = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry]
     metrics["train_tokens_per_second"] = round(sum(rates) / max(1, len(rates)), 1)
     metrics["train_seconds"] = round(seconds_of(trainer.state), 3)
@@ -70,8 +74,14 @@ def finalize(
     config = OmegaConf.to_yaml(cfg, resolve=True)
     (directory / "head" / "config.yaml").write_text(config)
     (directory / "history.json").write_text(json.dumps(history, indent=1) + "\n")
-    record = RunRecord(f"{head.kind} for {target.name}", metrics, history, [shown], config)
+    record = RunRecord(f"{head.kind} for {target.name}", metrics, history, samples, config)
     write_results(directory, head, data, record)
+    if target.ends_only:
+        print(
+            "nothing was measured, because only the target's ends are loaded here: foredraft evaluate "
+            f"target={target.name} drafter={directory / 'head'}",
+            flush=True,
+        )
     if cfg.push_to_hub is not None:
         print(publish.push(directory / "head", target, cfg.push_to_hub, private=cfg.push_private), flush=True)
     loggers.log_results(trainer.args.report_to, directory, config, metrics)
@@ -114,7 +124,7 @@ def save_final(distillation: DistillationModel, directory: Path, data: Corpus, l
     lora.merge(head)
     head.on_train_end()
     facts: dict[str, Any] = {}
-    if isinstance(head, ParallelHead):
+    if isinstance(head, ParallelHead) and not target.ends_only:
         head.to(published_dtype(target))
         facts["accuracies"] = rank_accuracies(distillation, data.validation, length)
     difference = save_checked(head, target, directory, data.train, **facts)

@@ -29,6 +29,15 @@ class Agreement(NamedTuple):
     acceptance_length: float  # of chains as deep as the head was trained, along this text
 
     @property
+    def final_figures(self) -> dict[str, Any]:
+        """As metrics.json has them."""
+        return {
+            "held_out_agreement": [round(share, 4) for share in self.shares],
+            "held_out_loss": round(self.loss, 4),
+            "predicted_acceptance_length": round(self.acceptance_length, 4),
+        }
+
+    @property
     def figures(self) -> dict[str, float]:
         """As they are logged, beside `loss` and `acc_<depth>` of the training text."""
         shares = {f"held_out_acc_{depth}": round(share, 4) for depth, share in enumerate(self.shares, start=1)}

@@ -8,6 +8,7 @@ The head computes in float32, and the target as it is loaded: a second copy in f
 target in half precision rounds a short and a long forward differently, so there both get the aux hidden states of one.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,15 @@ def tolerance(target: Target, logits: Tensor) -> float:
     return max(TOLERANCE, ROUNDINGS * torch.finfo(target.dtype).eps * logits.abs().max().item())
 
 
+def read(target: Target, tokens: Tensor, layers: Sequence[int]) -> Tensor:
+    """The aux hidden states of a text (1, length). Where the target's layers are not loaded, something in their place: what
+    is compared must be the same whatever a head takes."""
+    if not target.ends_only:
+        return target.forward(tokens, layers=layers, keep_logits=1).aux_hidden_states
+    embeddings = target.embed(tokens)
+    return torch.cat([embeddings[..., :0], *(embeddings.roll(layer, -1) for layer in layers)], dim=-1)
+
+
 def drafted_logits(head: DraftHead, target: Target, prompt: list[int], bonus: int) -> tuple[list[int], list[Tensor]]:
     """What the drafter itself drafts after `prompt` and `bonus`: a chain, and the logits of each depth."""
     options: dict[str, Any] = {}
@@ -47,9 +57,9 @@ def drafted_logits(head: DraftHead, target: Target, prompt: list[int], bonus: in
         return seen[-1]
 
     tokens = torch.tensor([prompt], device=target.device)
-    output = target.forward(tokens, layers=drafter.layers, keep_logits=1)
     text = [*prompt, bonus]
-    accepted = Accepted(torch.tensor([text[1:]], device=target.device), output.aux_hidden_states, [len(prompt)], [text])
+    states = read(target, tokens, drafter.layers)
+    accepted = Accepted(torch.tensor([text[1:]], device=target.device), states, [len(prompt)], [text])
     drafter.begin(1, len(prompt) + 2 * head.depth + 2, Sampling.of([SamplingParams()], target.vocab_size))
     setattr(head, name, record)
     try:
@@ -64,10 +74,10 @@ def trained_logits(head: DraftHead, target: Target, text: list[int], start: int)
     tokens = torch.tensor([text], device=target.device)
     length = torch.arange(len(text), device=target.device)[None]
     batch = PackedBatch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), length)
-    aux_hidden_states = target.forward(tokens, layers=head.layers, keep_logits=1).aux_hidden_states
+    aux_hidden_states = read(target, tokens, head.layers)
     if target.dtype != torch.float32:  # of the drafter's own forward, up to where the drafts begin
         prompt = tokens[:, : start + 1]
-        aux_hidden_states[:, : start + 1] = target.forward(prompt, layers=head.layers, keep_logits=1).aux_hidden_states
+        aux_hidden_states[:, : start + 1] = read(target, prompt, head.layers)
     outs = head(aux_hidden_states, target.embed(tokens), batch)
     return [head.logits(out, depth)[0, start + depth - 1].float() for depth, out in enumerate(outs, start=1)]
 

@@ -36,6 +36,7 @@ from foredraft.train.data.documents import Documents
 from foredraft.train.data.loading import load_corpus
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.data.self_generated import self_generate, write_more
+from foredraft.train.features.ends import load_target
 from foredraft.train.finalize import finalize
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import Measure, Progress, StopOnSignal, fitted
@@ -101,8 +102,13 @@ def start_process(cfg: DictConfig) -> None:
 
 
 def load(cfg: DictConfig) -> tuple[Target, Corpus]:
-    target = instantiate(cfg.target)
+    target = load_target(cfg)
     target.check_draftable()
+    if cfg.push_to_hub is not None and not cfg.features.get("whole_target", True):
+        raise ValueError(
+            f"push_to_hub={cfg.push_to_hub}: a head is pushed with what was measured, which needs all of the target: give "
+            "features.whole_target=true, or push the finished head with scripts/push.py"
+        )
     if target.is_collective and cfg.push_to_hub is not None:
         raise ValueError(
             f"push_to_hub={cfg.push_to_hub}: one process pushes, and target.sharding={target.sharding} needs all of them to "
@@ -247,7 +253,7 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
         train_dataset=EpochStream(dataset, args.max_steps * rows, cfg.seed, run.later),
         build_optimizer=instantiate(cfg.optimizer),
         measure=validate,
-        callbacks=[stop, Progress(), Measure(cfg.evaluate.eval_steps), *callbacks],
+        callbacks=[stop, Progress(), Measure(0 if target.ends_only else cfg.evaluate.eval_steps), *callbacks],
     )
     trainer.remove_callback(PrinterCallback)
     strategy.check_distributed_type(cfg.strategy.name, trainer.accelerator.distributed_type)

@@ -55,7 +55,8 @@ class CacheLayer(CacheLayerMixin):
             self.keys[:, :, first : first + new] = key_states
             self.values[:, :, first : first + new] = value_states
         else:
-            slots, columns = cache.slots, cache.columns(new)
+            # A target over several devices (sharding=layers) has layers elsewhere than what counts them.
+            slots, columns = (index.to(self.keys.device) for index in (cache.slots, cache.columns(new)))
             self.keys[slots, :, columns] = key_states.transpose(1, 2)
             self.values[slots, :, columns] = value_states.transpose(1, 2)
         width = cache.width(new)

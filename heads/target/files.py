@@ -2,17 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from torch import Tensor
 
-from foredraft.heads.target.model import Target
+if TYPE_CHECKING:
+    from foredraft.heads.target.model import Target
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def checkpoint_file(target: Target, name: str) -> Path | None:
+def checkpoint_file(target: "Target", name: str) -> Path | None:
     """A file of the target's checkpoint, in its directory or the Hub's cache."""
     if Path(target.checkpoint).is_dir():
         return Path(target.checkpoint) / name if (Path(target.checkpoint) / name).is_file() else None
@@ -22,7 +24,7 @@ def checkpoint_file(target: Target, name: str) -> Path | None:
     return Path(cached) if isinstance(cached, str) else None
 
 
-def weight_map(target: Target) -> dict[str, Path]:
+def weight_map(target: "Target") -> dict[str, Path]:
     """Every stored tensor's name and its file; empty where there is no checkpoint in safetensors."""
     index, whole = (checkpoint_file(target, name) for name in (INDEX, WEIGHTS))
     if index is not None:
@@ -34,7 +36,7 @@ def weight_map(target: Target) -> dict[str, Path]:
         return dict.fromkeys(opened.keys(), whole)
 
 
-def stored_tensors(target: Target, prefix: str) -> dict[str, Tensor]:
+def stored_tensors(target: "Target", prefix: str) -> dict[str, Tensor]:
     """Those of the checkpoint whose names begin with `prefix`, without it."""
     tensors: dict[str, Tensor] = {}
     for name, path in weight_map(target).items():

@@ -68,6 +68,11 @@ def has_bfloat16_products(device: torch.device | str) -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
+def loads_straight_to(device: torch.device | str) -> bool:
+    """Can transformers read weights right into this device's memory? By way of the host, 8 processes make 8 copies there."""
+    return torch.device(device).type != "cpu" and importlib.util.find_spec("accelerate") is not None
+
+
 class Once(logging.Filter):
     """Lets a message through the first time."""
 

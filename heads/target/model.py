@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,8 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foredraft.heads import packing
 from foredraft.heads.target import attention
 from foredraft.heads.target.cache import KVCache, to_device
+from foredraft.heads.target.ends import load_ends, refuse
 from foredraft.heads.target.gguf import record_of
-from foredraft.heads.target.loading import load_model, load_tokenizer
+from foredraft.heads.target.loading import load_model, load_tokenizer, loads_straight_to
 from foredraft.heads.target.locating import full_name, locate
 from foredraft.heads.target.masks import Masks
 from foredraft.heads.target.output import TargetOutput
@@ -48,6 +49,9 @@ class Target:
     no_tokenizer: str | None = "it was made without one"  # why it has none
     sharding: str | None = None  # and how it shards them over devices (heads/target/sharding.py)
     gguf: dict[str, Any] | None = None  # of a target from a GGUF file: file, sha256, weights (how they are quantised)
+    ends_only = False  # has it no layers here (heads/target/ends.py)?
+    # What `forward` then asks for hidden states: of tokens (batch, length) and layers, (batch, length, layers * hidden).
+    states_elsewhere: Callable[[Tensor, Sequence[int]], Tensor] = staticmethod(refuse)
 
     def __init__(
         self,
@@ -97,6 +101,7 @@ class Target:
         context: int | None = None,
         pack: bool = True,
         gguf_file: str | None = None,
+        ends_only: bool = False,
         **kwargs: Any,
     ) -> "Target":
         """Load a target from a directory, the Hub, a GGUF file (heads/target/gguf.py) or a package (packages.py).
@@ -107,24 +112,33 @@ class Target:
         revision: branch, tag or commit on the Hub;
         context: as in `Target`;
         pack: on a CPU, pack linear weights where that makes decoding faster (heads/packing.py);
-        gguf_file: which GGUF file of a Hub repository. Further keywords are those of transformers' from_pretrained.
+        gguf_file: which GGUF file of a Hub repository;
+        ends_only: without its layers (heads/target/ends.py): it writes nothing.
+        Further keywords are those of transformers' from_pretrained.
         Raises ValueError that names the path when there is no model, or its tokenizer does not fit its vocabulary.
         """
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         name, path = full_name(path, gguf_file), locate(path, dtype, device, gguf_file, revision)
-        if sharding is not None:
-            kwargs |= arguments(path, sharding, quantization)
         trusted = kwargs.setdefault("trust_remote_code", False)  # where nothing is said, transformers would ask
-        model = load_model(path, dtype, device, quantization, revision, **kwargs)
-        if quantization is None and sharding is None and "device_map" not in kwargs:
-            model = model.to(device)
+        if ends_only:
+            model = load_ends(path, dtype, device, revision, trusted)
+            pack, sharding, quantization = False, None, None  # of layers
+        else:
+            if sharding is not None:
+                kwargs |= arguments(path, sharding, quantization)
+            elif loads_straight_to(device):
+                kwargs.setdefault("device_map", device)
+            model = load_model(path, dtype, device, quantization, revision, **kwargs)
+            if quantization is None and sharding is None and "device_map" not in kwargs:
+                model = model.to(device)
         tokenizer, reason = load_tokenizer(path, model, revision, trusted)
         target = cls(model, tokenizer, name, context)
         if pack:
             packing.pack(model)  # frozen by now
         target.checkpoint, target.gguf = path, record_of(path)
         target.quantization, target.sharding, target.no_tokenizer = quantization, sharding, reason
+        target.ends_only = ends_only
         return target
 
     @property
@@ -252,6 +266,9 @@ class Target:
         sliding windows. keep_logits: 0 for all positions, n for the last n.
         """
         assert mask is None or self.supports_trees, self.why_no_trees
+        if self.ends_only:
+            states = self.states_elsewhere(tokens, layers)
+            return TargetOutput(states.new_empty(*tokens.shape, 0), states)
         self.check_draftable()
         if cache is None:
             self.check_tokens(tokens)
@@ -421,7 +438,7 @@ class Target:
         head = self.model.get_output_embeddings()
         if not isinstance(head, packing.PackedLinear) and head.weight.is_floating_point():
             hidden = hidden.to(head.weight.dtype)
-        logits = head(hidden)
+        logits = head(hidden).to(hidden.device)  # of several devices (sharding=layers) it may lie on the last
         divisor, factor, cap = self.logit_settings
         logits = logits if divisor is None else logits / divisor
         logits = logits if factor is None else logits * factor
@@ -429,7 +446,7 @@ class Target:
 
     def check_draftable(self) -> None:
         """Raise ValueError where nothing can be drafted, and so no head can be trained."""
-        if not self.supports_caching:
+        if not self.ends_only and not self.supports_caching:
             raise ValueError(
                 f"model_type {self.config.model_type} cannot go on from a cache: it is decoded plainly, and there is no "
                 "head to train for it; choose another target"
@@ -447,6 +464,8 @@ class Target:
 
     def check_logits(self) -> None:
         """Raise ValueError unless `logits` gives what the model itself computes: heads are trained on the former."""
+        if self.ends_only:
+            return
         output = self.forward(torch.arange(4, device=self.device)[None] % self.vocab_size, layers=[self.num_layers])
         difference = (self.logits(output.aux_hidden_states).float() - output.logits.float()).abs().max().item()
         if difference > 1e-2 * max(1.0, output.logits.abs().max().item()):

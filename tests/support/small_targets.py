@@ -1,10 +1,15 @@
 """Targets of two random layers, a head for them, and prompts."""
 
+import json
+from pathlib import Path
+
 import torch
 from transformers import LlamaForCausalLM
 
 from foredraft.heads import Target
 from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.target.ends import in_layer
+from foredraft.heads.target.files import INDEX
 from foredraft.inference.drafters import DynamicTree
 from tests.support.tiny import tiny_config
 
@@ -19,6 +24,20 @@ def eagle(target: Target) -> DynamicTree:
     return DynamicTree(
         Eagle3Head.for_target(target, depth=4).eval(), target, nodes=10, depth=4, width=3, min_probability=0
     )
+
+
+def without_layers(target: Target, path: Path) -> Path:
+    """A directory with its checkpoint in files of some weights, of which only those of its ends are left."""
+    target.model.save_pretrained(path, max_shard_size="20KB")
+    if target.tokenizer is not None:
+        target.tokenizer.save_pretrained(path)
+    parts = json.loads((path / INDEX).read_text())["weight_map"]
+    ends = {part for name, part in parts.items() if not in_layer(name)}
+    missing = {*parts.values()} - ends
+    assert missing
+    for part in missing:
+        (path / part).unlink()
+    return path
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -19,24 +19,27 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.hub.card import size
+from foredraft.heads.llama_config import probe_tokens
 from foredraft.heads.target import Target
+from foredraft.heads.target.ends import drop_layers, refuse
 from foredraft.train.data.packing import Packed
 from foredraft.train.features.online import forward_target
 from foredraft.train.features.shard import AGAIN, Shard
 from foredraft.train.features.storage import DTYPES, store
 from foredraft.train.runtime import distributed
 
-MANIFEST = "manifest.json"
+MANIFEST, PROBE = "manifest.json", "probe.safetensors"
 OPEN = 64  # shards at a time: a system has a limit of files, often 1,024
 OWNER = ("target_hash", "layers", "dtype", "top_k", "data_hash", "shard_rows", "target")
 
@@ -51,12 +54,13 @@ def disk(
     top_k: int | None = None,
     shard_rows: int = 256,
     verify: bool = True,
+    whole_target: bool = True,
 ) -> "StoredRows":
     """The rows with what the target makes of them, read from `path`, where they are written first if need be.
 
     dtype: float32, bf16 or fp8 (e4m3, a scale per position). top_k: keep so many logits in place of the last hidden state,
     which is smaller where the hidden size is above 3 * top_k. verify: compare a shard with its checksum when it is
-    first read.
+    first read. whole_target: keep the target's layers, which nothing but measurements need once all is stored.
 
     Raises ValueError that names what does not fit: the target, the layers, the data, a shard.
     """
@@ -82,9 +86,12 @@ def disk(
         distributed.barrier()
         wait_for([directory / name for name in names(facts)])
         if rank == 0:
+            write_probe(target, facts["layers"], directory)
             write_manifest(facts, directory)
         distributed.barrier()
         wait_for([directory / MANIFEST])
+    if not whole_target and not target.ends_only:
+        drop_layers(target)
     return StoredRows(packed, directory, verify)
 
 
@@ -94,7 +101,8 @@ def describe(
     """The manifest without the shards."""
     return {
         "target": target.name,
-        "target_hash": target_hash(target),
+        "target_hash": None if target.ends_only else target_hash(target),
+        "ends_hash": ends_hash(target),
         "layers": list(layers),
         "dtype": dtype,
         "top_k": top_k,
@@ -107,17 +115,29 @@ def describe(
 
 
 def target_hash(target: Target) -> str:
-    """A hash of every parameter's name, shape and some 64 numbers: a fine-tune of the same model has another."""
+    """A hash of every parameter: a fine-tune of the same model has another."""
+    return hash_of(target.model.state_dict(), 64)
+
+
+def ends_hash(target: Target) -> str:
+    """A hash of what `ends_only` leaves of it, of more numbers, since a fine-tune may change few there."""
+    inputs, outputs = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+    return hash_of({"embedding": inputs.weight, "lm_head": outputs.weight}, 1 << 16)
+
+
+def hash_of(weights: Mapping[str, Tensor], numbers: int) -> str:
+    """Of every weight's name, shape and some so many numbers."""
     total = hashlib.sha256()
-    for name, parameter in target.model.state_dict().items():
-        some = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)]
-        total.update(f"{name}{tuple(parameter.shape)}".encode() + some.float().cpu().contiguous().numpy().tobytes())
+    for name, weight in weights.items():
+        some = weight.detach().flatten()[:: max(1, weight.numel() // numbers)]
+        total.update(f"{name}{tuple(weight.shape)}".encode() + some.float().cpu().contiguous().numpy().tobytes())
     return total.hexdigest()[:16]
 
 
 def compare(manifest: dict, facts: dict, directory: Path) -> None:
     """Raise ValueError where stored features are not those that this run needs."""
-    names = [name for name in facts if name != "target" and manifest.get(name) != facts[name]]
+    left_out = {"target"} if facts["target_hash"] else {"target", "target_hash"}  # not known of ends alone
+    names = [name for name in facts if name not in left_out and manifest.get(name) != facts[name]]
     if names:
         different = "; ".join(f"{name} is {manifest.get(name)} there, {facts[name]} here" for name in names)
         raise ValueError(
@@ -196,6 +216,26 @@ def shard(packed: Packed, target: Target, facts: dict, rows: range, batch: int) 
             for key, stored in store(name, tensor, facts["dtype"], len(facts["layers"])).items():
                 found.setdefault(key, []).append(stored.cpu())
     return {name: torch.cat(parts).contiguous() for name, parts in found.items()}
+
+
+def write_probe(target: Target, layers: list[int], directory: Path) -> None:
+    """What heads ask of a target before they learn, for runs that have its ends alone."""
+    wanted = sorted({*layers, target.num_layers})
+    states = target.forward(probe_tokens(target), layers=wanted, keep_logits=1).aux_hidden_states[0]
+    parts = {str(layer): part.contiguous() for layer, part in zip(wanted, states.cpu().chunk(len(wanted), -1))}
+    save_file(parts, directory / PROBE)
+
+
+class StoredProbe:
+    """In the place of `Target.states_elsewhere`."""
+
+    def __init__(self, target: Target, directory: Path):
+        self.tokens, self.states = probe_tokens(target), load_file(directory / PROBE, device=str(target.device))
+
+    def __call__(self, tokens: Tensor, layers: Sequence[int]) -> Tensor:
+        if not torch.equal(tokens, self.tokens) or not {str(layer) for layer in layers} <= self.states.keys():
+            refuse()
+        return torch.cat([self.states[str(layer)] for layer in layers], dim=-1)[None]
 
 
 def write_manifest(facts: dict, directory: Path) -> None:

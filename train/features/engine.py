@@ -53,6 +53,7 @@ class Client:
         seconds until a request that nobody answers ends the run."""
         self.tag, self.timeout, self.patience = tag, timeout, patience
         self.models: dict[str, str] = {}  # as each engine calls what it serves
+        self.answers: dict[str, dict[str, Any]] = {}  # of each the latest
         self.columns: dict[str, list[int]] = {}  # which of its layers are wanted, and in which order
         self.folders: set[Path] = set()  # where files were found
         self.process, self.busy, self.stopping, self.said = os.getpid(), False, False, False
@@ -119,6 +120,14 @@ class Client:
             wait = min(2.0, 2 * wait)
         raise AssertionError("no urls")
 
+    def layers(self, url: str) -> list[int] | None:
+        """That it has given last; None where it does not say."""
+        return self.answers[url]["kv_transfer_params"].get("layers")
+
+    def written(self, url: str) -> list[int]:
+        """The token that it has written last; empty where it does not say."""
+        return self.answers[url]["choices"][0].get("token_ids") or []
+
     def say(self, line: str) -> None:
         """Once for each time that engines are gone."""
         if not self.said:
@@ -134,7 +143,7 @@ class Client:
         if url not in self.models:
             self.models[url] = self.send(url, "models")["data"][0]["id"]
         asked = {"model": self.models[url], "prompt": tokens, "max_tokens": 1, "temperature": 0.0}
-        answer = self.send(url, "completions", asked)
+        answer = self.answers[url] = self.send(url, "completions", asked | {"return_token_ids": True})
         path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
         if path is None:
             raise EngineError(

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from foredraft.heads.target import Target
 from foredraft.heads.target.documents import spans
+from foredraft.heads.target.ends import WHOLE, end_modules
 from foredraft.heads.target.sharding import full_tensor
 from foredraft.train.data.packing import Packed
 from foredraft.train.features.engine import EngineError
 
 TOKENS = 64  # of a probe, at most
+BEST = 4  # tokens that rounding may exchange
 # How far an engine's states may be from the target's own: both in float32; rounded to half precision; of packed weights.
 EXACT, HALF, QUANTIZED = 1e-3, 0.05, 0.3
 
@@ -25,18 +27,28 @@ class Probe(NamedTuple):
     target: Target
 
 
-def make_probe(packed: Packed, target: Target, norm: nn.Module) -> Probe:
+def probe_text(packed: Packed) -> list[int]:
     """Of the longest document in the first row."""
     row = packed[0]
     longest = max(spans([row["documents"].tolist()]), key=lambda span: span.stop - span.start)
-    tokens = row["tokens"][longest.start : longest.stop][:TOKENS].tolist()
-    states = read_states(target, norm, tokens, range(target.num_layers + 1))
-    return Probe(tokens, states.float().cpu(), target)
+    return row["tokens"][longest.start : longest.stop][:TOKENS].tolist()
+
+
+def all_states(target: Target, norm: nn.Module, tokens: list[int]) -> Tensor:
+    """As a Probe has them."""
+    return read_states(target, norm, tokens, range(target.num_layers + 1)).float().cpu()
 
 
 @torch.no_grad()
 def final_norm(target: Target) -> nn.Module:
     """The module that makes the last hidden state. Raises ValueError where that is not the work of one."""
+    if target.ends_only:  # then it is the one with a weight for each of the hidden size's numbers
+        norms = [module for _, module in end_modules(target.model) if next(module.parameters()).ndim == 1]
+        if len(norms) != 1:
+            raise ValueError(
+                f"the final norm of {target.name} is one of {len(norms)}, which its forward tells: {WHOLE}"
+            )
+        return norms[0]
     seen: deque[tuple[nn.Module, Any, Any]] = deque(maxlen=16)  # it is among the last that are called
     hooks = [module.register_forward_hook(lambda *call: seen.append(call)) for module in target.model.modules()]
     try:
@@ -76,6 +88,41 @@ def on_host(norm: nn.Module) -> nn.Module:
     found._parameters = {name: nn.Parameter(weight, requires_grad=False) for name, weight in weights.items()}
     found.__dict__.pop("forward", None)  # accelerate's, which moves what it gets to a device (target.sharding=layers)
     return found
+
+
+def named_columns(
+    url: str, target: Target, given: Tensor, named: Sequence[int] | None, wanted: Sequence[int]
+) -> list[int]:
+    """Where the layers `wanted` are among those that the engine gave, (tokens, layers, hidden), by their numbers as it says
+    them; vLLM does not (None), and gives those that it was told, in ascending order. EngineError where they do not fit."""
+    last, count = target.num_layers, given.shape[1]
+    if given.shape[-1] != target.hidden_size:
+        raise EngineError(
+            f"features.url={url} serves another model than {target.name}, whose states have {target.hidden_size} numbers and "
+            f"not {given.shape[-1]}"
+        )
+    if set(wanted) == {last}:
+        return [count - 1] * len(wanted)
+    asked = sorted({*wanted, last})
+    if named is None and count == len(asked):
+        named = asked
+    if named is None or not set(wanted) <= set(named):
+        raise EngineError(
+            f"features.url={url} gives {f'{count} layers' if named is None else f'layers {list(named)}'} and the head needs "
+            f"{asked}: start the engine with these (conf/features/server.yaml shows how)"
+        )
+    return [list(named).index(layer) for layer in wanted]
+
+
+def check_writes_alike(url: str, target: Target, last: Tensor, written: Sequence[int]) -> None:
+    """Raise EngineError unless the target's ends make of its last hidden state (1, hidden) the token that the engine did, or
+    one nearly as good."""
+    best = target.logits(last.to(target.device)).topk(BEST).indices[0].tolist()
+    if written and written[0] not in best:
+        raise EngineError(
+            f"features.url={url} serves another model than {target.name}: it writes token {written[0]} where the lm_head of "
+            f"{target.name} makes {best[0]} of the same state"
+        )
 
 
 def find_columns(url: str, given: Tensor, probe: Probe, wanted: Sequence[int]) -> list[int]:

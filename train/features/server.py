@@ -5,13 +5,14 @@ Every document of a packed row is a prompt. The DataLoader is the queue: each of
 other, `dataloader_num_workers * dataloader_prefetch_factor` batches wait at most, and they come in the order of the
 training, whenever their answers came. An engine that dies is waited for (train/features/engine.py).
 
-The trainer's own target says which layers an engine gives, and whether they are its own (train/features/probe.py). The final
-norm is applied here, since an engine gives the last state before it.
+The trainer has the target's ends alone: the final norm, since an engine gives the last state before it, and an lm_head that
+must make of that state what the engine writes. With all of the target it compares every layer (train/features/probe.py).
 """
 
 import hashlib
 import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -22,9 +23,19 @@ from foredraft.heads.target import Target
 from foredraft.heads.target.documents import spans
 from foredraft.train.data.packing import Packed
 from foredraft.train.features.engine import Client
-from foredraft.train.features.probe import final_norm, find_columns, make_probe, on_host
+from foredraft.train.features.probe import (
+    Probe,
+    all_states,
+    check_writes_alike,
+    final_norm,
+    find_columns,
+    named_columns,
+    on_host,
+    probe_text,
+)
 from foredraft.train.runtime import distributed
 
+PREFIXES = (8, 16, 32, 64)  # tokens of a text whose next one engine and lm_head are asked for
 AT_ONCE = 16  # documents of a row that are asked for together
 
 
@@ -37,25 +48,60 @@ def server(
     run: str,
     timeout: float = 120.0,
     patience: float = 600.0,
+    whole_target: bool = True,
 ) -> "ServedRows":
     """The rows with what the engine at `url`, or those at several in turn, makes of their documents.
 
     run: the directory of the run. timeout: seconds for one answer. patience: seconds that all engines may be gone.
-    Raises EngineError, a ValueError, for one that does not answer, gives other layers, or serves another model.
+    whole_target: said where the target is loaded (train/features/ends.py); layers that are there are compared with the
+    engine's. Raises EngineError, a ValueError, for one that does not answer, gives other layers, or serves another model.
     """
+    client, urls = connect(url, run, timeout, patience)
+    norm, wanted = final_norm(target), [*layers, target.num_layers]
+    tokens = probe_text(packed)
+    probe = None if target.ends_only else Probe(tokens, all_states(target, norm, tokens), target)
+    for one in urls:
+        given = client.states(tokens, [one])
+        if probe is not None:
+            client.columns[one] = find_columns(one, given, probe, wanted)
+        else:
+            columns = named_columns(one, target, given, client.layers(one), wanted)
+            for count in PREFIXES:
+                last = client.states(tokens[:count], [one])[-1:, columns[-1]]
+                check_writes_alike(one, target, norm(last.to(target.device)), client.written(one))
+            client.columns[one] = columns
+    client.sweep()
+    return ServedRows(packed, client, urls, on_host(norm), [layer == target.num_layers for layer in layers])
+
+
+def connect(url: str | list[str], run: str, timeout: float, patience: float) -> tuple[Client, list[str]]:
+    """As for `server`: a client, and the addresses."""
     urls = list(dict.fromkeys(one.rstrip("/") for one in ([url] if isinstance(url, str) else url)))
     if not urls or not all(re.match("https?://", one) for one in urls) or timeout <= 0 or patience < 0:
         raise ValueError(
             f"features.url={url}, timeout={timeout}, patience={patience}: one or more of http://HOST:PORT/v1, and seconds"
         )
     name = f"{os.path.abspath(run)} {distributed.rank()}"
-    client = Client(f"foredraft-{hashlib.sha256(name.encode()).hexdigest()[:16]}", timeout, patience)
-    norm = final_norm(target)
-    probe = make_probe(packed, target, norm)
-    for one in urls:
-        client.columns[one] = find_columns(one, client.states(probe.tokens, [one]), probe, [*layers, target.num_layers])
-    client.sweep()
-    return ServedRows(packed, client, urls, on_host(norm), [layer == target.num_layers for layer in layers])
+    return Client(f"foredraft-{hashlib.sha256(name.encode()).hexdigest()[:16]}", timeout, patience), urls
+
+
+class EngineStates:
+    """In the place of `Target.states_elsewhere`: what heads ask of a target before they learn."""
+
+    def __init__(self, target: Target, client: Client, urls: list[str]):
+        self.target, self.client, self.urls, self.norm = target, client, urls, final_norm(target)
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, layers: Sequence[int]) -> Tensor:
+        assert len(tokens) == 1, "one text"
+        url, last = self.urls[0], self.target.num_layers
+        given = self.client.states(tokens[0].tolist(), [url])
+        columns = named_columns(url, self.target, given, self.client.layers(url), layers)
+        self.client.sweep()
+        states = given.to(self.target.device, self.target.dtype)
+        return torch.cat(
+            [self.norm(states[:, c]) if layer == last else states[:, c] for c, layer in zip(columns, layers)], -1
+        )[None]
 
 
 class ServedRows(Dataset):

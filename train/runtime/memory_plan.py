@@ -33,13 +33,16 @@ def memory_per_gpu(
         if cfg.target.quantization
         else str(target.dtype).removeprefix("torch.")
     )
-    sharding = cfg.target.sharding if n > 1 else None
+    whole = cfg.features.get("whole_target", True)
+    sharding = cfg.target.sharding if n > 1 and whole else None
     rows = cfg.rows * (n if sharding == "tensor" else 1)  # a slice of a layer has the rows of all
     captured = rows * cfg.length * (layers + 1) * target.hidden_size * 2
     held = {
         "fsdp": ((body.weights + body.ends) / n, f"one of {n} pieces on every GPU"),
         "tensor": (body.weights / n + body.ends, f"one of {n} slices on every GPU, embedding and lm_head whole"),
     }.get(str(sharding), (body.weights + body.ends, "whole on every GPU"))
+    if not whole:
+        held = body.ends, "of which embedding and lm_head are loaded"
     found = {
         "target weights": (
             held[0] / GIB,
@@ -61,6 +64,8 @@ def memory_per_gpu(
     }
     if pieces[0] and n > 1:
         found["gathered weights"] = (head.weights / GIB, "whole during a batch")
+    if not whole:
+        del found["target at work"]
     if sharding == "fsdp":
         gathered = 2 * body.weights / target.num_layers + body.ends
         found["gathered target"] = (gathered / GIB, "a layer at work and the next one, embedding and lm_head")
@@ -71,7 +76,7 @@ def planned_memory(cfg: DictConfig, target: Target) -> float:
     """GiB that scripts/plan.py counts on each device of a run that trains with `cfg`, as conf/train.yaml describes it."""
     asked = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(asked, dict)
-    plan = {name: asked[name] for name in ("head", "optimizer", "strategy", "length")}
+    plan = {name: asked[name] for name in ("head", "optimizer", "strategy", "length", "features")}
     plan["target"] = {"path": target.name, "quantization": None, "sharding": None} | asked["target"]
     plan |= {
         "rows": cfg.trainer.per_device_train_batch_size,

@@ -70,6 +70,8 @@ def search(cfg: DictConfig) -> None:
         raise ValueError(f"output_dir={directory} holds an unfinished run of one head: give another output_dir")
     directory.mkdir(parents=True, exist_ok=True)
     state = State.open(directory, as_saved(cfg), candidates)
+    if "whole_target" in cfg.features:
+        cfg.features.whole_target = True  # candidates are compared by what they decode
     target, data = load(cfg)
     state.started = time.perf_counter()  # what it takes to get a target is no part of the budget
     try:
@@ -129,7 +131,7 @@ class Search:
                 (folder / text.name).symlink_to(text.resolve())
         set_seed(cfg.seed)
         if "path" in cfg.features:  # stored aux hidden states: one store for all heads that take the same layers
-            cfg.features.path = self.cfg.features.path
+            cfg.features.path, cfg.features.whole_target = self.cfg.features.path, True
         prepared = prepare(cfg, self.target, self.data)
         if "path" in cfg.features:
             cfg.features.path += "/" + "-".join(map(str, prepared.head.layers))

@@ -1,0 +1,82 @@
+"""A target of which only embedding, final norm and lm_head are loaded: they are those of the whole one, and it trains."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from foredraft.heads import Target
+from foredraft.heads.target import ends
+from foredraft.train.features.probe import final_norm
+from tests.support.architectures import FAMILIES, VOCAB, pair
+from tests.support.processes import ONE, SMALL_EAGLE3, complaint, losses
+from tests.support.small_targets import without_layers
+
+
+def said_of(target: Target) -> tuple:
+    """All that a head asks of a target before it sees a state."""
+    shape = target.num_layers, target.hidden_size, target.vocab_size, target.context, target.dtype, target.device
+    return *shape, target.why_no_trees, target.masks, target.layer_types, target.eos_token_ids, target.logit_settings
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_ends_of_every_family(family: str, tmp_path: Path):
+    whole = Target(pair(family, "eager").plain)
+    whole.model.save_pretrained(tmp_path)
+    alone = Target.from_pretrained(tmp_path, dtype="float32", device="cpu", ends_only=True)
+    assert said_of(alone) == said_of(whole)
+    tokens, states = torch.arange(VOCAB), torch.randn(5, 32)
+    assert torch.equal(alone.embed(tokens), whole.embed(tokens)) and torch.equal(
+        alone.logits(states), whole.logits(states)
+    )
+    assert torch.equal(final_norm(alone)(states), final_norm(whole)(states))
+    layers = [name for name, weight in alone.model.named_parameters() if not weight.is_meta and ends.in_layer(name)]
+    assert not layers
+    with pytest.raises(ValueError, match=r"only the ends of the target are loaded.*features\.whole_target=true"):
+        alone.forward(tokens[None])
+
+
+def test_a_file_of_the_ends_that_is_missing_is_named(target: Target, tmp_path: Path):
+    path = without_layers(target, tmp_path)
+    for file in path.glob("model-*"):
+        file.unlink()
+    with pytest.raises(
+        ValueError, match=r"the ends of .* cannot be loaded alone \(model-.*safetensors is missing there\)"
+    ):
+        Target.from_pretrained(path, ends_only=True)
+
+
+@pytest.mark.parametrize("head", ["eagle3", "hydra"])
+def test_a_run_on_stored_states_needs_no_layers(
+    head: str, target: Target, tiny_path: Path, folder: Path, here, tmp_path
+):
+    """The run that stores them lets go of the layers, and the next one finds none."""
+    size = SMALL_EAGLE3[1:2] * (head == "eagle3")
+    given = [f"head={head}", *size, *SMALL_EAGLE3[2:], ONE, f"data.path={folder}", "trainer.max_steps=4"]
+    stored = ["features=disk", "features.path=states", "features.dtype=float32"]
+    path = without_layers(target, tmp_path / "ends")
+    runs = {
+        "online": [f"target.path={tiny_path}"],
+        "first": [f"target.path={tiny_path}", *stored],
+        "again": [f"target.path={path}", *stored],
+    }
+    for name, own in runs.items():
+        ended = here(*given, *own, f"output_dir={name}")
+        assert ended.code == 0, ended.err
+        assert ("foredraft evaluate target=" in ended.out) == (name != "online")
+        torch.testing.assert_close(*map(torch.tensor, (losses(tmp_path / name), losses(tmp_path / "online"))))
+    said = complaint(here(*given, *runs["again"], "self_generated_tokens=64", "output_dir=more"))
+    assert said.startswith("only the ends of the target are loaded, and this needs its layers")
+    said = complaint(here(*given, *runs["again"], "push_to_hub=me/head", "output_dir=more"))
+    assert said.startswith("push_to_hub=me/head: a head is pushed with what was measured")
+
+
+def test_what_is_spread_over_devices_is_the_layers(here, tiny_path: Path, folder: Path):
+    given = [
+        *SMALL_EAGLE3,
+        f"target.path={tiny_path}",
+        f"data.path={folder}",
+        "features=server",
+        "target.sharding=layers",
+    ]
+    assert complaint(here(*given, "output_dir=out")).startswith("target.sharding=layers is for a target's layers")
