@@ -1,6 +1,7 @@
 """The thread that owns the engine, and text out of tokens as they come."""
 
 import asyncio
+from functools import partialmethod
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from foredraft.heads import Target
 from foredraft.inference import Engine, Request, SamplingParams
+from foredraft.inference.batch import Batch
 from foredraft.inference.drafters import DraftModel, NgramDrafter
 from foredraft.inference.serve.detokenizer import Detokenizer, StopStrings
 from foredraft.inference.serve.metrics import Metrics
@@ -76,6 +78,21 @@ def test_out_of_memory_is_survived(target, plain, monkeypatch):
     monkeypatch.setattr(Engine, "step", step)
     monkeypatch.setattr(Engine, "prefill", before)
     assert ask(Worker(target, NgramDrafter()), requests()) == plain
+
+
+def test_memory_that_prompts_lack_loses_no_request(target, plain, monkeypatch):
+    """For several, or for one beside another that is decoded."""
+    room = Batch.new_prompt_cache
+
+    def small(batch: Batch, sequences: list, most: int):
+        if len(sequences) + len(batch.unfinished()) > most:
+            raise torch.OutOfMemoryError("no memory for its prompt")
+        return room(batch, sequences)
+
+    monkeypatch.setattr(Batch, "new_prompt_cache", partialmethod(small, most=1))
+    assert ask(Worker(target, NgramDrafter()), requests()) == plain
+    monkeypatch.setattr(Batch, "new_prompt_cache", partialmethod(small, most=0))
+    assert all(isinstance(text, Failed) for text in ask(Worker(target, None), requests(2)))
 
 
 def test_a_request_that_breaks_the_step_fails_alone(target, plain, monkeypatch):
