@@ -21,7 +21,7 @@ from foredraft.heads.target import Target
 
 MAX_SIZE = 2**16  # characters of a schema
 COMPILE_SECONDS = 5  # of a processor
-COMPILE_BYTES = 2**31  # of address space, of which Python with llguidance takes a tenth
+COMPILE_BYTES = 2**31  # of address space; Python with llguidance takes 30 MiB
 # llguidance bounds the cost of every step, but not that of finding out whether patterns exclude each other: a dozen of them
 # take seconds, two dozen hours. So a process that can be ended tries first.
 TRIAL = f"""import os, resource, sys

@@ -284,7 +284,9 @@ def test_short_words_name_drafters(target, tiny_path):
     assert isinstance(load("suffix", nodes=4), SuffixDrafter)
     union = load(f"lookahead+draft:{tiny_path}")
     assert isinstance(union, Union) and isinstance(union.drafters[1], DraftModel)  # of a fixed tree
-    assert isinstance(load(f"draft:{tiny_path}+suffix"), Switch) and isinstance(load(f"suffix+draft:{tiny_path}"), Switch)
+    assert isinstance(load(f"draft:{tiny_path}+suffix"), Switch) and isinstance(
+        load(f"suffix+draft:{tiny_path}"), Switch
+    )
     both = load(f"draft:{tiny_path}+suffix", tree="fixed")
     assert isinstance(both, Union) and isinstance(both.drafters[0], DraftModel)
     assert isinstance(load(f"draft:{tiny_path}"), AutoTree) and isinstance(

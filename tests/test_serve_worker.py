@@ -1,6 +1,10 @@
 """The thread that owns the engine, and text out of tokens as they come."""
 
 import asyncio
+import resource
+from functools import partialmethod
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from foredraft.heads import Target
 from foredraft.inference import Engine, Request, SamplingParams
+from foredraft.inference.batch import Batch
 from foredraft.inference.drafters import DraftModel, NgramDrafter
+from foredraft.inference.serve.accepted_log import AcceptedLog
 from foredraft.inference.serve.detokenizer import Detokenizer, StopStrings
 from foredraft.inference.serve.metrics import Metrics
 from foredraft.inference.serve.worker import Failed, Job, QueueFull, Worker
@@ -76,6 +82,21 @@ def test_out_of_memory_is_survived(target, plain, monkeypatch):
     monkeypatch.setattr(Engine, "step", step)
     monkeypatch.setattr(Engine, "prefill", before)
     assert ask(Worker(target, NgramDrafter()), requests()) == plain
+
+
+def test_memory_that_prompts_lack_loses_no_request(target, plain, monkeypatch):
+    """For several, or for one beside another that is decoded."""
+    room = Batch.new_prompt_cache
+
+    def small(batch: Batch, sequences: list, most: int):
+        if len(sequences) + len(batch.unfinished()) > most:
+            raise torch.OutOfMemoryError("no memory for its prompt")
+        return room(batch, sequences)
+
+    monkeypatch.setattr(Batch, "new_prompt_cache", partialmethod(small, most=1))
+    assert ask(Worker(target, NgramDrafter()), requests()) == plain
+    monkeypatch.setattr(Batch, "new_prompt_cache", partialmethod(small, most=0))
+    assert all(isinstance(text, Failed) for text in ask(Worker(target, None), requests(2)))
 
 
 def test_a_request_that_breaks_the_step_fails_alone(target, plain, monkeypatch):
@@ -150,6 +171,23 @@ def test_how_often_beginnings_were_known_is_told(target):
 def test_settings_of_the_worker_are_checked(target, settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         Worker(target, None, **settings)
+
+
+def test_half_a_line_on_a_full_disk_is_taken_back(tmp_path):
+    log, path = AcceptedLog(tmp_path / "log"), tmp_path / "log"
+    choice = SimpleNamespace(index=0, accepted=[1], drafted=[2])
+    answer: Any = SimpleNamespace(asked=SimpleNamespace(speculative=True), choices={0: choice}, id="a", created=1)
+    log.write(answer)
+    whole = path.read_text()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 10, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            log.write(answer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    log.write(answer)
+    assert path.read_text() == 2 * whole
 
 
 TEXTS = ["", "plain", "häß 日本語 🧪🧪 \u200d👩", " spaces  and\n\nlines ", "é" * 30]

@@ -3,8 +3,10 @@
 protocol.py     what a request may say, and what is refused by name
 prompts.py      messages and prompts to tokens
 tools.py        tool calls: read out of a text, and forced by a grammar
+reasoning.py    thoughts, told apart from the answer
 detokenizer.py  tokens to text, as it grows
 worker.py       the thread that owns the engine
+scoring.py      log-probabilities of a prompt's own tokens, between its steps
 completion.py   one answer: its text, log-probabilities and usage, in OpenAI's words
 accepted_log.py what became of drafts, for training, where it is asked for
 vllm.py         the same by vLLM, with the exported head

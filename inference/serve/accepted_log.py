@@ -24,7 +24,7 @@ class AcceptedLog:
             raise ValueError(f"log_accepted={path} cannot be written: {error.strerror}") from None
 
     def write(self, answer: Answer) -> None:
-        if not (answer.asked.speculative and answer.asked.store):
+        if not answer.asked.speculative:
             return
         for choice in answer.choices.values():
             line = {

@@ -25,12 +25,11 @@ from foredraft.inference.grammar import Grammar, Grammars
 from foredraft.inference.min_tokens import MinTokens
 from foredraft.inference.serve import tools
 from foredraft.inference.serve.accepted_log import AcceptedLog
-from foredraft.inference.serve.completion import Answer
+from foredraft.inference.serve.completion import Answer, Echo
 from foredraft.inference.serve.limits import Gate, Refused, error_body, error_response
 from foredraft.inference.serve.metrics import Metrics
 from foredraft.inference.serve.prompts import PromptEncoder
 from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, CompletionRequest
-from foredraft.inference.serve.scoring import Scored
 from foredraft.inference.serve.worker import Failed, QueueFull, Worker
 
 log = logging.getLogger("foredraft.serve")
@@ -127,16 +126,16 @@ class Service:
             raise HTTPException(400, str(error)) from None
         return Answer(self.worker, jobs, asked, self.name, sum(map(len, prompts)), echoes)
 
-    async def echoes(
-        self, asked: ChatRequest | CompletionRequest, prompts: list[list[int]]
-    ) -> list[tuple[list[int], list[Scored]]]:
-        """Of each prompt that is echoed its tokens, and their log-probabilities where they were asked for."""
+    async def echoes(self, asked: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
+        """The prompts, where they stand before their texts, with their log-probabilities where these were asked for."""
         if isinstance(asked, ChatRequest) or not asked.echo:
             return []
-        if asked.logprobs is None:
-            return [(prompt, []) for prompt in prompts]
-        scored = [asyncio.wrap_future(self.worker.score(prompt, asked.logprobs)) for prompt in prompts]
-        return list(zip(prompts, await asyncio.gather(*scored), strict=True))
+        loop, found = asyncio.get_running_loop(), []
+        for prompt in prompts:
+            top = asked.logprobs
+            scored = [] if top is None else await asyncio.wrap_future(self.worker.score(prompt, top))
+            found.append(await loop.run_in_executor(self.encoding, Echo.of, self.encoder.tokenizer, prompt, scored))
+        return found
 
     def grammar(self, asked: CommonRequest) -> Grammar | None:
         self.grammars = self.grammars or Grammars(self.target)
@@ -179,7 +178,7 @@ class Service:
         answer.close()
         seconds = time.monotonic() - answer.began
         self.metrics.ended(answer, seconds)
-        if self.accepted_log is not None:
+        if self.accepted_log is not None and answer.asked.store is not False:
             try:
                 self.accepted_log.write(answer)
             except OSError as error:  # a full disk, say, which takes no answer from anybody

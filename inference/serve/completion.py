@@ -30,6 +30,18 @@ class Piece(NamedTuple):
     calls: list[dict[str, Any]]  # of tools, all at once at the end
 
 
+class Echo(NamedTuple):
+    """A prompt that stands before its texts."""
+
+    text: str
+    logprobs: list[dict[str, Any]]  # empty where they were not asked for
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], scored: Sequence[Scored]) -> "Echo":
+        entries = [logprob_entry(tokenizer, token, *one) for token, one in zip(tokens, scored, strict=False)]
+        return cls(str(tokenizer.decode(tokens, skip_special_tokens=True)), entries)
+
+
 class Choice:
     """One text of an answer."""
 
@@ -96,23 +108,14 @@ class Choice:
         shown = [token for token in output.tokens if token not in hidden]
         top = self.asked.top_tokens or 0
         return [
-            self.entry(token, logprob, best[:top])
+            logprob_entry(self.tokenizer, token, logprob, best[:top])
             for token, logprob, best in zip(shown, trace.logprobs, trace.top, strict=False)
         ]
 
-    def entry(self, token: int, logprob: float | None, best: Sequence[tuple[int, float]]) -> dict[str, Any]:
-        return {**self.token(token, logprob), "top_logprobs": [self.token(*one) for one in best]}
-
-    def token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self.tokenizer.decode([token])
-        whole = None if "�" in text else list(text.encode())
-        return {"token": text, "logprob": None if logprob is None else max(logprob, -9999.0), "bytes": whole}
-
-    def echo(self, tokens: Sequence[int], scored: Sequence[Scored]) -> Piece:
+    def echo(self, echoed: Echo) -> Piece:
         """The prompt, as if it were the first step's text."""
-        logprobs = [self.entry(token, *one) for token, one in zip(tokens, scored, strict=False)]
-        self.text, self.logprobs = self.tokenizer.decode(tokens, skip_special_tokens=True), logprobs
-        return Piece(self.index, [], "", self.text, logprobs, None, None, [])
+        self.text, self.logprobs = echoed.text, list(echoed.logprobs)
+        return Piece(self.index, [], "", echoed.text, echoed.logprobs, None, None, [])
 
     def trace_entry(self, output: RequestOutput, pieces: list[str]) -> dict[str, Any]:
         """Each token's text and whether it was drafted; and the step's tree, where it drafted one."""
@@ -140,14 +143,14 @@ class Answer:
         asked: CommonRequest,
         model: str,
         prompt_tokens: int,
-        echoes: Sequence[tuple[list[int], list[Scored]]] = (),
+        echoes: Sequence[Echo] = (),
     ):
-        """echoes: the prompts that stand before the texts, see scoring.py."""
+        """echoes: of each prompt, where they were asked for."""
         tokenizer = worker.target.text_tokenizer
         self.worker, self.asked, self.model, self.prompt_tokens = worker, asked, model, prompt_tokens
         self.choices = {job: Choice(index, job, asked, tokenizer) for index, job in enumerate(jobs)}
         self.outputs = jobs[0].outputs
-        self.echoed = [choice.echo(*echoes[choice.index // asked.n]) for choice in self.choices.values() if echoes]
+        self.echoed = [choice.echo(echoes[choice.index // asked.n]) for choice in self.choices.values() if echoes]
         self.chat = isinstance(asked, ChatRequest)
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.began, self.created = time.monotonic(), int(time.time())
@@ -273,6 +276,19 @@ class Answer:
             "finish_reason": piece.finish_reason,
             **({"token_ids": piece.ids} if self.asked.return_token_ids else {}),
         }
+
+
+def logprob_entry(
+    tokenizer: PreTrainedTokenizerBase, token: int, logprob: float | None, best: Sequence[tuple[int, float]]
+) -> dict[str, Any]:
+    """As chat completions have it. logprob: None of a prompt's first token. best: the likeliest tokens there."""
+
+    def named(token: int, logprob: float | None) -> dict[str, Any]:
+        text = str(tokenizer.decode([token]))
+        whole = None if "�" in text else list(text.encode())
+        return {"token": text, "logprob": None if logprob is None else max(logprob, -9999.0), "bytes": whole}
+
+    return {**named(token, logprob), "top_logprobs": [named(*one) for one in best]}
 
 
 def is_echo(asked: CommonRequest) -> bool:

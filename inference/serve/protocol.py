@@ -86,9 +86,11 @@ class CommonRequest(BaseModel):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: dict[str, float] | None = Field(None, max_length=1024)
     response_format: ResponseFormat | None = None
+    store: bool | None = Field(
+        None, description="false leaves this request out of logs, and out of what is learned from"
+    )
     trace: bool = Field(False, description="say how each token came about, and the tree of its step")
     return_token_ids: bool = Field(False, description="as vLLM does: prompt_token_ids and token_ids")
-    store: bool = Field(True, description="false keeps the answer out of the log that a head may learn from")
     speculative: bool = Field(True, description="false decodes plainly: the same text, to compare the speed")
 
     @model_validator(mode="before")

@@ -158,9 +158,13 @@ class Worker(threading.Thread):
         return min((most for most in (self.target.context, room) if most is not None), default=None)
 
     def score(self, tokens: Sequence[int], top: int) -> Future[list[Scored]]:
-        """Log-probabilities of a text's own tokens (scoring.py)."""
+        """Log-probabilities of a text's own tokens (scoring.py). Raises Failed as `reserve`."""
         future: Future[list[Scored]] = Future()
-        self.inbox.put(partial(self.scoring.append, (future, [], score(self.target, tokens, top))))
+        future.set_running_or_notify_cancel()  # from now on nobody can cancel it
+        with self.lock:
+            if self.dead:
+                raise Failed(DEAD, 503)
+            self.inbox.put(partial(self.scoring.append, (future, [], score(self.target, tokens, top))))
         return future
 
     def cancel(self, job: Job) -> None:
@@ -261,9 +265,8 @@ class Worker(threading.Thread):
         """One chunk of the text that is scored."""
         future, found, chunks = self.scoring[0]
         try:
-            if not future.cancelled():
-                found += next(chunks)
-                return
+            found += next(chunks)
+            return
         except StopIteration:
             future.set_result(found)
         except Exception as error:
