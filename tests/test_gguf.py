@@ -19,18 +19,28 @@ from foredraft.heads.formats import engines
 from foredraft.heads.formats.files import read
 from foredraft.heads.formats.gguf.layout import DTYPES
 from foredraft.heads.formats.gguf.tensors import FILE, interleave, separate
+from foredraft.heads.mtp import MTPHead
 from foredraft.train import publish
-from tests.support.gguf_heads import EMBEDDED, GOLDEN, OUTTYPES, SMALL, contents, gguf_head, write_target
+from tests.support.gguf_heads import EMBEDDED, GOLDEN, OUTTYPES, SMALL, contents, gguf_head, write_qwen, write_target
 from tests.support.head_factory import make_head
 from tests.support.processes import script
 
 gguf = pytest.importorskip("gguf")
 FILES = json.loads(GOLDEN.read_text())
+HEADS = (*SMALL, "mtp")
 
 
 @pytest.fixture(scope="module")
 def embedded() -> Target:
     return Target.from_pretrained(EMBEDDED, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def made(embedded, tmp_path_factory):
+    """A head by its name, and its target."""
+    folder = tmp_path_factory.mktemp("qwen")
+    qwen = Target.from_pretrained(write_qwen(folder), dtype="float32", device="cpu")
+    return lambda name: (MTPHead.for_target(qwen), qwen) if name == "mtp" else (gguf_head(name, embedded), embedded)
 
 
 def write(head, target, folder, **options):
@@ -40,35 +50,36 @@ def write(head, target, folder, **options):
 
 
 @pytest.mark.parametrize("outtype", OUTTYPES)
-@pytest.mark.parametrize("name", SMALL)
-def test_keys_and_tensors_are_those_of_the_converter(embedded, tmp_path, name, outtype):
-    write(gguf_head(name, embedded), embedded, tmp_path, dtype=outtype)
+@pytest.mark.parametrize("name", HEADS)
+def test_keys_and_tensors_are_those_of_the_converter(made, tmp_path, name, outtype):
+    write(*made(name), tmp_path, dtype=outtype)
     ours, theirs = contents(tmp_path / FILE), FILES[f"{name} {outtype}"]
     assert ours["keys"] == theirs["keys"]
     assert ours["tensors"] == theirs["tensors"]
     assert list(ours["tensors"]) == list(theirs["tensors"])
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_what_comes_back_is_equal_to_the_bit(embedded, tmp_path, name):
-    head = gguf_head(name, embedded)
-    layout = write(head, embedded, tmp_path, dtype="f32")
-    assert layout.stored(head, embedded) is head
+@pytest.mark.parametrize("name", HEADS)
+def test_what_comes_back_is_equal_to_the_bit(made, tmp_path, name):
+    head, target = made(name)
+    layout = write(head, target, tmp_path, dtype="f32")
+    assert layout.stored(head, target) is head
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", FILE}
-    again = read_head(tmp_path, embedded)
+    again = read_head(tmp_path, target)
     assert type(again) is type(head) and (again.layers, again.depth) == (head.layers, head.depth)
     assert again.state_dict().keys() == head.state_dict().keys()
     assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in head.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["eagle3 pruned", "mtp"])
 @pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "f32"])
-def test_rounded_weights_are_those_that_the_gate_is_given(embedded, tmp_path, dtype):
-    head = gguf_head("eagle3 pruned", embedded)
-    layout = write(head, embedded, tmp_path, dtype=dtype)
-    rounded, again = layout.stored(head, embedded), read_head(tmp_path, embedded)
+def test_rounded_weights_are_those_that_the_gate_is_given(made, tmp_path, name, dtype):
+    head, target = made(name)
+    layout = write(head, target, tmp_path, dtype=dtype)
+    rounded, again = layout.stored(head, target), read_head(tmp_path, target)
     assert rounded is not head
     assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in rounded.state_dict().items())
-    assert torch.equal(again.layer.hidden_norm.weight, head.layer.hidden_norm.weight)  # norms stay as they are
+    assert torch.equal(again.norm.weight, head.norm.weight)  # norms stay as they are
     worst = max((a - b).abs().max().item() for a, b in zip(head.parameters(), again.parameters(), strict=True))
     assert 0 < worst < 0.13  # of numbers between -1 and 1
 
@@ -135,7 +146,7 @@ REFUSED = [
     ("p_eagle", {}, "reads no p_eagle"),
     ("lilicorr", {}, "reads no lilicorr"),
     ("xpress", {}, "reads no xpress"),
-    ("mtp", {}, "export it with format=mtp and convert that folder"),
+    ("mtp", {}, "those of Qwen3.5 alone .* of a target of type llama, without these: train head=eagle3"),
     ("eagle3_1", {}, "llama.cpp knows no fc_norm, norm_output"),
     ("eagle3", {"layers": [2, 5]}, r"fuses three layers, and this head reads hidden states \[2, 5\]"),
     ("eagle3", {"layers": [2, 5, 16]}, r"the last hidden state \(16\) before its norm"),
