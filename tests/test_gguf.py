@@ -12,7 +12,7 @@ import json
 import pytest
 import torch
 
-from foredraft.heads import Target
+from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.checkpoint import read_head, write_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats import engines
@@ -20,7 +20,7 @@ from foredraft.heads.formats.files import read
 from foredraft.heads.formats.gguf.layout import DTYPES
 from foredraft.heads.formats.gguf.tensors import FILE, interleave, separate
 from foredraft.heads.mtp import MTPHead
-from foredraft.train import publish
+from foredraft.train import gguf_gate, publish
 from tests.support.gguf_heads import EMBEDDED, GOLDEN, OUTTYPES, SMALL, contents, gguf_head, write_qwen, write_target
 from tests.support.head_factory import make_head
 from tests.support.processes import script
@@ -146,7 +146,7 @@ REFUSED = [
     ("p_eagle", {}, "reads no p_eagle"),
     ("lilicorr", {}, "reads no lilicorr"),
     ("xpress", {}, "reads no xpress"),
-    ("mtp", {}, "those of Qwen3.5 alone .* of a target of type llama, without these: train head=eagle3"),
+    ("mtp", {}, "those of Qwen3.5 alone, .* of a target of type llama, without these: train head=eagle3"),
     ("eagle3_1", {}, "llama.cpp knows no fc_norm, norm_output"),
     ("eagle3", {"layers": [2, 5]}, r"fuses three layers, and this head reads hidden states \[2, 5\]"),
     ("eagle3", {"layers": [2, 5, 16]}, r"the last hidden state \(16\) before its norm"),
@@ -186,7 +186,6 @@ def test_the_gate_sees_another_order_of_rows(embedded, tmp_path, monkeypatch):
     """A head of real sizes passes; with rows as transformers orders them it does not."""
     head = Eagle3Head.for_target(embedded, 3)
     layout = engines.llamacpp(head, embedded, dtype="f32").layout
-    from foredraft.heads import save_head
     from foredraft.heads.formats.gguf import tensors
 
     save_head(head, tmp_path / "head", embedded)
@@ -196,6 +195,28 @@ def test_the_gate_sees_another_order_of_rows(embedded, tmp_path, monkeypatch):
     write_head(head, tmp_path / "wrong", embedded, layout, layout.weight_files)
     with pytest.raises(ValueError, match="parity gate: at depth 1"):
         publish.gate(tmp_path / "head", embedded, tmp_path / "wrong")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"tokens": [0] * 8}, "at token 0 of text 1 llama.cpp chooses 0, and we "),
+        ({"accepted": [9, 0, 0]}, "at depth 1 of text 1 llama.cpp accepts 9 drafts, and we "),
+    ],
+)
+def test_parity_names_the_first_place_where_llama_cpp_differs(embedded, tmp_path, monkeypatch, changes, message):
+    save_head(gguf_head("eagle3", embedded), tmp_path / "head", embedded)
+    head, prompts = load_head(tmp_path / "head", embedded), [[7, 8, 9], [30, 40]]
+    ours = [gguf_gate.decode_here(head, embedded, row, 3, 8) for row in prompts]
+    theirs = [ours[0], ours[1]._replace(**changes)]
+    monkeypatch.setattr(gguf_gate, "decode_there", lambda *_: theirs)
+    given = tmp_path / "head", embedded, write_target(tmp_path / "target.gguf", 7), prompts, 8
+    if message is None:
+        assert "every text and position equal" in gguf_gate.check(*given)
+    else:
+        with pytest.raises(ValueError, match=f"^parity gate: {message}"):
+            gguf_gate.check(*given)
 
 
 def test_a_target_is_not_ours_to_convert(tmp_path):
