@@ -12,25 +12,35 @@ import json
 import pytest
 import torch
 
-from foredraft.heads import Target
+from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.checkpoint import read_head, write_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats import engines
 from foredraft.heads.formats.files import read
 from foredraft.heads.formats.gguf.layout import DTYPES
 from foredraft.heads.formats.gguf.tensors import FILE, interleave, separate
-from foredraft.train import publish
-from tests.support.gguf_heads import EMBEDDED, GOLDEN, OUTTYPES, SMALL, contents, gguf_head, write_target
+from foredraft.heads.mtp import MTPHead
+from foredraft.train import gguf_gate, publish
+from tests.support.gguf_heads import EMBEDDED, GOLDEN, OUTTYPES, SMALL, contents, gguf_head, write_qwen, write_target
 from tests.support.head_factory import make_head
 from tests.support.processes import script
 
 gguf = pytest.importorskip("gguf")
 FILES = json.loads(GOLDEN.read_text())
+HEADS = (*SMALL, "mtp")
 
 
 @pytest.fixture(scope="module")
 def embedded() -> Target:
     return Target.from_pretrained(EMBEDDED, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def made(embedded, tmp_path_factory):
+    """A head by its name, and its target."""
+    folder = tmp_path_factory.mktemp("qwen")
+    qwen = Target.from_pretrained(write_qwen(folder), dtype="float32", device="cpu")
+    return lambda name: (MTPHead.for_target(qwen), qwen) if name == "mtp" else (gguf_head(name, embedded), embedded)
 
 
 def write(head, target, folder, **options):
@@ -40,35 +50,36 @@ def write(head, target, folder, **options):
 
 
 @pytest.mark.parametrize("outtype", OUTTYPES)
-@pytest.mark.parametrize("name", SMALL)
-def test_keys_and_tensors_are_those_of_the_converter(embedded, tmp_path, name, outtype):
-    write(gguf_head(name, embedded), embedded, tmp_path, dtype=outtype)
+@pytest.mark.parametrize("name", HEADS)
+def test_keys_and_tensors_are_those_of_the_converter(made, tmp_path, name, outtype):
+    write(*made(name), tmp_path, dtype=outtype)
     ours, theirs = contents(tmp_path / FILE), FILES[f"{name} {outtype}"]
     assert ours["keys"] == theirs["keys"]
     assert ours["tensors"] == theirs["tensors"]
     assert list(ours["tensors"]) == list(theirs["tensors"])
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_what_comes_back_is_equal_to_the_bit(embedded, tmp_path, name):
-    head = gguf_head(name, embedded)
-    layout = write(head, embedded, tmp_path, dtype="f32")
-    assert layout.stored(head, embedded) is head
+@pytest.mark.parametrize("name", HEADS)
+def test_what_comes_back_is_equal_to_the_bit(made, tmp_path, name):
+    head, target = made(name)
+    layout = write(head, target, tmp_path, dtype="f32")
+    assert layout.stored(head, target) is head
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", FILE}
-    again = read_head(tmp_path, embedded)
+    again = read_head(tmp_path, target)
     assert type(again) is type(head) and (again.layers, again.depth) == (head.layers, head.depth)
     assert again.state_dict().keys() == head.state_dict().keys()
     assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in head.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["eagle3 pruned", "mtp"])
 @pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "f32"])
-def test_rounded_weights_are_those_that_the_gate_is_given(embedded, tmp_path, dtype):
-    head = gguf_head("eagle3 pruned", embedded)
-    layout = write(head, embedded, tmp_path, dtype=dtype)
-    rounded, again = layout.stored(head, embedded), read_head(tmp_path, embedded)
+def test_rounded_weights_are_those_that_the_gate_is_given(made, tmp_path, name, dtype):
+    head, target = made(name)
+    layout = write(head, target, tmp_path, dtype=dtype)
+    rounded, again = layout.stored(head, target), read_head(tmp_path, target)
     assert rounded is not head
     assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in rounded.state_dict().items())
-    assert torch.equal(again.layer.hidden_norm.weight, head.layer.hidden_norm.weight)  # norms stay as they are
+    assert torch.equal(again.norm.weight, head.norm.weight)  # norms stay as they are
     worst = max((a - b).abs().max().item() for a, b in zip(head.parameters(), again.parameters(), strict=True))
     assert 0 < worst < 0.13  # of numbers between -1 and 1
 
@@ -135,7 +146,7 @@ REFUSED = [
     ("p_eagle", {}, "reads no p_eagle"),
     ("lilicorr", {}, "reads no lilicorr"),
     ("xpress", {}, "reads no xpress"),
-    ("mtp", {}, "export it with format=mtp and convert that folder"),
+    ("mtp", {}, "those of Qwen3.5 alone, .* of a target of type llama, without these: train head=eagle3"),
     ("eagle3_1", {}, "llama.cpp knows no fc_norm, norm_output"),
     ("eagle3", {"layers": [2, 5]}, r"fuses three layers, and this head reads hidden states \[2, 5\]"),
     ("eagle3", {"layers": [2, 5, 16]}, r"the last hidden state \(16\) before its norm"),
@@ -175,7 +186,6 @@ def test_the_gate_sees_another_order_of_rows(embedded, tmp_path, monkeypatch):
     """A head of real sizes passes; with rows as transformers orders them it does not."""
     head = Eagle3Head.for_target(embedded, 3)
     layout = engines.llamacpp(head, embedded, dtype="f32").layout
-    from foredraft.heads import save_head
     from foredraft.heads.formats.gguf import tensors
 
     save_head(head, tmp_path / "head", embedded)
@@ -185,6 +195,28 @@ def test_the_gate_sees_another_order_of_rows(embedded, tmp_path, monkeypatch):
     write_head(head, tmp_path / "wrong", embedded, layout, layout.weight_files)
     with pytest.raises(ValueError, match="parity gate: at depth 1"):
         publish.gate(tmp_path / "head", embedded, tmp_path / "wrong")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"tokens": [0] * 8}, "at token 0 of text 1 llama.cpp chooses 0, and we "),
+        ({"accepted": [9, 0, 0]}, "at depth 1 of text 1 llama.cpp accepts 9 drafts, and we "),
+    ],
+)
+def test_parity_names_the_first_place_where_llama_cpp_differs(embedded, tmp_path, monkeypatch, changes, message):
+    save_head(gguf_head("eagle3", embedded), tmp_path / "head", embedded)
+    head, prompts = load_head(tmp_path / "head", embedded), [[7, 8, 9], [30, 40]]
+    ours = [gguf_gate.decode_here(head, embedded, row, 3, 8) for row in prompts]
+    theirs = [ours[0], ours[1]._replace(**changes)]
+    monkeypatch.setattr(gguf_gate, "decode_there", lambda *_: theirs)
+    given = tmp_path / "head", embedded, write_target(tmp_path / "target.gguf", 7), prompts, 8
+    if message is None:
+        assert "every text and position equal" in gguf_gate.check(*given)
+    else:
+        with pytest.raises(ValueError, match=f"^parity gate: {message}"):
+            gguf_gate.check(*given)
 
 
 def test_a_target_is_not_ours_to_convert(tmp_path):

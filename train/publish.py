@@ -46,15 +46,20 @@ def open_target(settings: DictConfig, head: str | Path) -> Target:
     return instantiate(settings, path=path)
 
 
+def own_texts(target: Target) -> list[list[int]]:
+    """Some that the target writes itself, of 1 + LENGTH tokens."""
+    starts = [[1 + number * (target.vocab_size - 2) // TEXTS] for number in range(TEXTS)]
+    written = run(target, None, starts, max_new_tokens=LENGTH, temperature=1.0, eos_token_id=-1)
+    return [start + row for start, row in zip(starts, measure.texts(written), strict=True)]
+
+
 @torch.no_grad()
 def gate(trained: Path, target: Target, files: Path) -> Passed:
     """Compare the head in `files` with the one in `trained`; ValueError unless both draft the same.
 
     The texts are the target's own, so no data is needed. Both heads draft for the very target that is given.
     """
-    starts = [[1 + number * (target.vocab_size - 2) // TEXTS] for number in range(TEXTS)]
-    written = run(target, None, starts, max_new_tokens=LENGTH, temperature=1.0, eos_token_id=-1)
-    texts = [start + row for start, row in zip(starts, measure.texts(written), strict=True)]
+    texts = own_texts(target)
     head = load_head(trained, target, dtype=torch.float32)
     difference = max(parity_gate.check(head, target, text[: LENGTH // 2], saved=files) for text in texts[:2])
     prompts = [text[: LENGTH // 3] for text in texts]

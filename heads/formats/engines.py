@@ -25,6 +25,7 @@ from foredraft.heads.formats.dflash import (
 from foredraft.heads.formats.eagle import EagleFormat
 from foredraft.heads.formats.eagle3 import AUX, FLAGS, Eagle3Format
 from foredraft.heads.formats.gguf.layout import DTYPES, GGUFFormat
+from foredraft.heads.formats.gguf.nextn import NextnFormat
 from foredraft.heads.formats.hydra import HydraFormat, check_tied
 from foredraft.heads.formats.layer_ids import as_sglang_reads, for_sglang
 from foredraft.heads.formats.medusa import MedusaFormat
@@ -213,12 +214,11 @@ def llamacpp(head: DraftHead, target: Target, dtype: str = "f16", target_gguf: s
     if dtype not in DTYPES:
         raise ValueError(f"format.dtype={dtype} is not one of {', '.join(DTYPES)}")
     if isinstance(head, MTPHead):
-        raise ValueError(
-            "llama.cpp reads an MTP layer from the files of its target: export it with format=mtp and convert that folder, "
-            "python convert_hf_to_gguf.py FOLDER --mtp, if llama.cpp has MTP layers of such targets (Qwen3.5, Qwen3-Next ...)"
-        )
+        return llamacpp_mtp(head, target, dtype, target_gguf)
     if not isinstance(head, Eagle3Head) and type(head) not in (DFlashHead, DFlash2Head, DSparkHead):
-        raise ValueError(f"{unsupported('llama.cpp', head)}: it loads EAGLE-3, DFlash, JetSpec, DFlash-2 and DSpark")
+        raise ValueError(
+            f"{unsupported('llama.cpp', head)}: it loads EAGLE-3, DFlash, JetSpec, DFlash-2, DSpark and MTP"
+        )
     check_llamacpp_layers(head, target)
     if isinstance(head, Eagle3Head):
         check_llamacpp_eagle3(head)
@@ -236,6 +236,24 @@ def llamacpp(head: DraftHead, target: Target, dtype: str = "f16", target_gguf: s
     )
     layout = default_layout(head)
     return Export(GGUFFormat(layout, dtype, target_gguf), LLAMACPP.replace("{method}", method), note)
+
+
+def llamacpp_mtp(head: MTPHead, target: Target, dtype: str, target_gguf: str | None) -> Export:
+    mtp(head, target)  # what it refuses
+    attention = head.layer.self_attn
+    if not target.config.model_type.startswith("qwen3_5") or not (attention.gated and attention.normed):
+        raise ValueError(
+            "of MTP layers without experts llama.cpp loads those of Qwen3.5 alone, with a gate and q/k norms, "
+            f"and this one is of a target of type {target.config.model_type}"
+            f"{'' if attention.gated and attention.normed else ', without these'}: train head=eagle3 for llama.cpp, or "
+            "export this with format=mtp for vLLM"
+        )
+    convert = LLAMACPP_TARGET.format(target=target.name)
+    note = (
+        f"llama.cpp drafts a chain, no tree. Its own converter writes the target: {convert} --no-mtp\n"
+        "One file of both: export with format=mtp, convert that folder without --no-mtp, and leave out -md."
+    )
+    return Export(NextnFormat(dtype, target_gguf), LLAMACPP, note)
 
 
 def default_layout(head: DraftHead) -> Format:

@@ -22,6 +22,10 @@ from foredraft.heads.target import Target
 API_KEY = "LLAMA_API_KEY"  # what llama-server reads it from
 
 
+def is_installed() -> bool:
+    return shutil.which("llama-server") is not None or importlib.util.find_spec("xllamacpp") is not None
+
+
 def find_llamacpp() -> list[str]:
     """The words that start it. Raises ValueError where it is not installed."""
     found = shutil.which("llama-server")
@@ -36,10 +40,17 @@ def find_llamacpp() -> list[str]:
 
 
 def serve_command(
-    target: Target, target_gguf: str | None, drafter: str, name: str, host: str, port: int, max_num_seqs: int
+    target: Target,
+    target_gguf: str | None,
+    drafter: str,
+    name: str,
+    host: str,
+    port: int,
+    max_num_seqs: int,
+    dtype: str = "f16",
 ) -> list[str]:
-    """The server's arguments, after the head named `drafter` has been written to a new temporary folder; "none" decodes
-    plainly. Raises ValueError for a drafter that llama.cpp does not have, and without a file of the target."""
+    """The server's arguments, after the head named `drafter` has been written to a new temporary folder, in `dtype`; "none"
+    decodes plainly. Raises ValueError for a drafter that llama.cpp does not have, and without a file of the target."""
     if target_gguf is None or not Path(target_gguf).is_file():
         convert = LLAMACPP_TARGET.format(target=target.name)
         raise ValueError(f"target_gguf={target_gguf} is no file: engine=llamacpp wants the target in GGUF, {convert}")
@@ -50,7 +61,7 @@ def serve_command(
                 f"drafter.spec={drafter}: engine=llamacpp drafts with a head (drafter=head) or not (drafter=none)"
             )
         head = read_head(drafter, target)
-        export = llamacpp(head, target, target_gguf=target_gguf)
+        export = llamacpp(head, target, dtype, target_gguf)
         folder = tempfile.mkdtemp(prefix="foredraft-llamacpp-")
         write_head(head, folder, target, export.layout, export.layout.weight_files)
         command += shlex.split(export.command(head, target.name, folder))[3:]  # after llama-server -m TARGET.gguf
@@ -69,22 +80,33 @@ def main(arguments: list[str]) -> None:
     """The wheel's server, until this process is told to stop."""
     import xllamacpp
 
+    params = xllamacpp.CommonParams()
+    draft, kinds = params.speculative.draft, xllamacpp.ggml_type
     parser = argparse.ArgumentParser(prog="llamacpp")
-    for flags in (("-m",), ("-md",), ("--spec-type",), ("--alias",), ("--host",)):
+    for flags in (("-m",), ("-md",), ("--spec-type",), ("--alias",), ("--host",), ("-fa",)):
         parser.add_argument(*flags)
     for flags in (("--spec-draft-n-max",), ("--port",), ("-np",)):
         parser.add_argument(*flags, type=int)
+    parser.add_argument("-t", type=int, default=params.cpuparams.n_threads)
+    parser.add_argument("--poll", type=int, default=params.cpuparams.poll)
+    for flag in ("-ctk", "-ctv", "-ctkd", "-ctvd"):
+        parser.add_argument(flag, type=lambda kind: kinds[f"GGML_TYPE_{kind.upper()}"], default=kinds.GGML_TYPE_F16)
+    parser.add_argument("--metrics", action="store_true")
     given = parser.parse_args(arguments)
-    params = xllamacpp.CommonParams()
     params.model.path, params.model_alias, params.n_parallel = given.m, {given.alias}, given.np
-    params.hostnames, params.port = [given.host], given.port
+    params.hostnames, params.port, params.endpoint_metrics = [given.host], given.port, given.metrics
     if API_KEY in os.environ:
         params.api_keys = [os.environ[API_KEY]]
     if given.md is not None:
         method = f"COMMON_SPECULATIVE_TYPE_{given.spec_type.upper().replace('-', '_')}"
         params.speculative.types = [xllamacpp.common_speculative_type[method]]
-        params.speculative.draft.mparams.path = given.md
-        params.speculative.draft.n_max = given.spec_draft_n_max
+        draft.mparams.path, draft.n_max = given.md, given.spec_draft_n_max
+    for cpu in (params.cpuparams, params.cpuparams_batch, draft.cpuparams, draft.cpuparams_batch):
+        cpu.n_threads, cpu.poll = given.t, given.poll
+    if given.fa == "off":
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.cache_type_k, params.cache_type_v = given.ctk, given.ctv
+    draft.cache_type_k, draft.cache_type_v = given.ctkd, given.ctvd
     server = xllamacpp.Server(params)
     print(f"llama.cpp's server listens on {server.listening_address}", flush=True)
     signal.sigwait({signal.SIGINT, signal.SIGTERM})

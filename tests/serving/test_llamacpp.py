@@ -9,6 +9,7 @@ heads of the embedded target, <kind>/head each; without it some are trained here
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -18,15 +19,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from foredraft.heads import Target, load_head
+from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.base import BlockHead, DraftHead
+from foredraft.heads.mtp import MTPHead
 from foredraft.heads.target.locating import gguf_of, locate
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import run, texts
 from foredraft.train.data.chat_template import ChatFormat
-from tests.serving.conftest import DEPTH, EMBEDDED, NEW_TOKENS, PROMPTS, call, train_heads
+from tests.serving.conftest import DEPTH, EMBEDDED, NEW_TOKENS, PROMPTS, QUIET, call, train_heads
 from tests.support import ROOT
-from tests.support.gguf_heads import CONVERT, contents
+from tests.support.gguf_heads import CONVERT, contents, write_qwen
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.serving
@@ -147,6 +149,21 @@ def test_the_engine_accepts_at_the_places_where_we_do(heads, embedded, exact, ro
     assert theirs.per_position[0] > 0.02 * PROMPTS * NEW_TOKENS / theirs.gained  # nothing was left out without a word
 
 
+def test_an_mtp_layer_accepts_at_the_places_where_we_do(rows, tmp_path):
+    """Of the one architecture whose MTP layers have no experts, by random weights. Its layers are recurrent: where a step
+    rejects drafts, llama.cpp decodes the accepted ones again and gets a token more, so a count may differ by one."""
+    target = Target.from_pretrained(write_qwen(tmp_path / "qwen"), dtype="float32", device="cpu")
+    head, rows = MTPHead.for_target(target).eval(), rows[:8]
+    save_head(head, tmp_path / "head", target)
+    exported = export(tmp_path / "head", tmp_path, tmp_path / "qwen")
+    file = convert(tmp_path / "qwen", tmp_path / "target.gguf", "--outtype", "f32", "--no-mtp")
+    theirs, ours = decode(tmp_path / "mtp", file, rows, exported, "mtp"), chain(head, target, rows, DEPTH)
+    print(f"mtp: accepted per position {theirs.per_position} in llama.cpp, {ours.per_position} here")
+    assert theirs.texts == ours.texts
+    assert theirs.gained == pytest.approx(ours.gained, rel=0.01)
+    assert theirs.per_position[1] > 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_converters_file_is_ours_to_the_byte(heads, tmp_path, kind):
     """All but what the file is called and counted: general.name, size_label and tags, and how far those push what follows."""
@@ -203,6 +220,20 @@ def test_a_quantised_target_accepts_what_its_dequantised_weights_do(heads, exact
     ours = chain(head, target, rows, DEPTH)
     print(f"{number}: {theirs.gained:.3f} tokens per forward in llama.cpp, {ours.gained:.3f} here")
     assert theirs.gained == pytest.approx(ours.gained, rel=0.03)
+
+
+def test_parity_compares_with_the_server(heads, exact, tmp_path):
+    packages = next(ENVIRONMENT.glob("lib/python*/site-packages"))
+    given = ("scripts/parity.py", f"target.path={EMBEDDED}", "target.dtype=float32", f"target_gguf={exact}")
+    done = subprocess.run(
+        [sys.executable, *given, f"head={heads / 'eagle3' / 'head'}"],
+        cwd=ROOT,
+        env=os.environ | QUIET | {"PYTHONPATH": f"{ROOT}:{packages}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "every text and position equal" in done.stdout
 
 
 @pytest.mark.parametrize("weights", ["f32", "Q4_1"])

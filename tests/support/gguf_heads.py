@@ -7,6 +7,7 @@ writes gguf_golden.json again by llama.cpp's converter (`bash scripts/llamacpp_e
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from foredraft.heads import Target, save_head
 from foredraft.heads.base import DraftHead
@@ -33,6 +36,25 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {  # name -> kind in conf/head, a
     "dspark": ("dspark", {**BLOCK, "markov_rank": 32}),
     "dspark pruned": ("dspark", {**BLOCK, "markov_rank": 32, "draft_vocab_size": 200}),
 }
+QWEN: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+    "max_position_embeddings": 1024,
+    "mtp_num_hidden_layers": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
 OUTTYPES = ("f32", "f16", "bf16", "q8_0")  # that the converter writes
 
 
@@ -44,6 +66,32 @@ def gguf_head(name: str, target: Target) -> DraftHead:
             steps = torch.arange(parameter.numel()) * 7919 + 31 * number
             parameter.copy_(((steps % 2001 - 1000) / 1000).view_as(parameter))
     return head.eval()
+
+
+def write_qwen(folder: Path) -> Path:
+    """A small target of Qwen3.5's kind with the embedded target's tokenizer and an MTP layer in its file: weights that are
+    the same on every machine. The embedding is large beside what layers add; the MTP layer starts from it and drafts well."""
+    config = Qwen3_5TextConfig(**QWEN)
+    model = Qwen3_5ForCausalLM(config)
+    layer = {f"mtp.layers.0.{name}": t for name, t in model.model.layers[-1].state_dict().items()}
+    norms = {f"mtp.{name}.weight": torch.zeros(128) for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
+    weights = model.state_dict() | layer | norms | {"mtp.fc.weight": torch.zeros(128, 256)}
+    for number, (name, tensor) in enumerate(weights.items()):
+        bits = (
+            (torch.arange(tensor.numel()) + 65537 * number) * 2654435761 % 2**32
+        )  # a hash of places: Murmur's last step
+        for factor in (2246822507, 3266489909):
+            bits = (bits ^ bits >> 15) * factor % 2**32
+        values = (bits >> 16).float() / 2**15 - 1  # multiples of 2^-15, which lose nothing beside a norm's 1
+        large = "embed_tokens" in name or "lm_head" in name
+        weights[name] = (values * (1 if large else 2**-4)).view_as(tensor).clone()
+    weights["mtp.fc.weight"][:, :128] += torch.eye(128)
+    weights["lm_head.weight"][0] = 0  # of the end token, which llama.cpp never chooses when told to ignore it
+    model.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, folder)
+    return folder
 
 
 def write_target(path: Path, tokens: int, pre: str = "default") -> Path:
@@ -87,16 +135,12 @@ def main(sources: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in SMALL:
             save_head(gguf_head(name, target), Path(folder) / name, target)
+        write_qwen(Path(folder) / "mtp")
+        for name in (*SMALL, "mtp"):
+            more = ["--mtp"] if name == "mtp" else ["--target-model-dir", str(EMBEDDED)]
             for outtype in OUTTYPES:
                 out = Path(folder) / f"{name}-{outtype}.gguf"
-                command = [
-                    sys.executable,
-                    str(CONVERT),
-                    sources,
-                    f"{folder}/{name}",
-                    "--target-model-dir",
-                    str(EMBEDDED),
-                ]
+                command = [sys.executable, str(CONVERT), sources, f"{folder}/{name}", *more]
                 command += ["--outtype", outtype, "--outfile", str(out)]
                 done = subprocess.run(command, capture_output=True, text=True)
                 assert done.returncode == 0, done.stderr[-3000:]

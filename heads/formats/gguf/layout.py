@@ -21,6 +21,7 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats.base import Format, HeadFiles
 from foredraft.heads.formats.gguf.tensors import FILE, ROPE_FREQS, dequantize, from_gguf, package, quantize, to_gguf
 from foredraft.heads.formats.gguf.vocabulary import add_vocabulary
+from foredraft.heads.mtp import MTPHead
 from foredraft.heads.target import Target
 
 DTYPES = {  # names of a file's number format -> what llama.cpp calls a file of it
@@ -33,7 +34,7 @@ DTYPES = {  # names of a file's number format -> what llama.cpp calls a file of 
     "q4_1": "MOSTLY_Q4_1",
     "q4_0": "MOSTLY_Q4_0",
 }
-Head = Eagle3Head | DFlashHead
+Head = Eagle3Head | DFlashHead | MTPHead
 
 
 class GGUFFormat(Format):
@@ -64,13 +65,17 @@ class GGUFFormat(Format):
         heads = config.num_attention_heads, config.num_key_value_heads
         return to_gguf(self.layout.export_weights(head, target), self.arch, *heads)
 
+    def restored(self, tensors: dict[str, Tensor], head: Head) -> dict[str, Tensor]:
+        """Such tensors under the names of our own files, as the head has them."""
+        return from_gguf(tensors, self.arch, head.config.num_attention_heads, head.config.num_key_value_heads)
+
     def stored(self, head: DraftHead, target: Target) -> DraftHead:
         assert isinstance(head, Head)
         weights = self.export_weights(head, target)
         kept = {name: dequantize(*quantize(name, tensor, self.dtype)) for name, tensor in weights.items()}
         if all(torch.equal(kept[name], tensor.to(kept[name].dtype)) for name, tensor in weights.items()):
             return head
-        named = from_gguf(kept, self.arch, head.config.num_attention_heads, head.config.num_key_value_heads)
+        named = self.restored(kept, head)
         rounded = copy.deepcopy(head, {id(target): target}).cpu().float()
         state = rounded.state_dict()
         rounded.load_state_dict(
@@ -83,6 +88,7 @@ class GGUFFormat(Format):
         gguf = package()
         writer = gguf.GGUFWriter(path, self.arch)
         self.add_settings(writer, head, target)
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         add_vocabulary(writer, target, self.target_gguf)
         if isinstance(head, DFlashHead):
             writer.add_mask_token_id(head.mask_token_id)
@@ -102,10 +108,18 @@ class GGUFFormat(Format):
             writer.add_uint32("eagle3.target_hidden_size", target.hidden_size)
             writer.add_bool("eagle3.norm_before_residual", head.norm_before_residual)
             writer.add_bool("eagle3.norm_before_fc", head.input_norm is not None)
+        self.add_layer_settings(writer, head, target, head.cache_layers)
+        if isinstance(head, Eagle3Head):
+            writer.add_vocab_size(head.config.vocab_size)
+            writer.add_rope_dimension_count(head.config.head_dim)
+        elif isinstance(head, DFlashHead):
+            add_block_settings(writer, head, target)
+
+    def add_layer_settings(self, writer: Any, head: Head, target: Target, blocks: int) -> None:
+        config = head.config
         writer.add_type(package().GGUFType.MODEL)
         writer.add_name(f"{head.kind} for {Path(target.name).name}")
-        config, dim = head.config, head.config.head_dim
-        writer.add_block_count(head.cache_layers)
+        writer.add_block_count(blocks)
         writer.add_context_length(config.max_position_embeddings)
         writer.add_embedding_length(config.hidden_size)
         writer.add_feed_forward_length(config.intermediate_size)
@@ -113,15 +127,9 @@ class GGUFFormat(Format):
         writer.add_head_count_kv(config.num_key_value_heads)
         add_rope(writer, config)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_key_length(dim)
-        writer.add_value_length(dim)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
         writer.add_file_type(package().LlamaFileType[DTYPES[self.dtype]])
-        if isinstance(head, Eagle3Head):
-            writer.add_vocab_size(config.vocab_size)
-            writer.add_rope_dimension_count(dim)
-        else:
-            add_block_settings(writer, head, target)
-        writer.add_quantization_version(package().GGML_QUANT_VERSION)
 
 
 def add_rope(writer: Any, config: LlamaConfig) -> None:

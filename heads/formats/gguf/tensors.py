@@ -53,6 +53,18 @@ NAMES = {  # by llama.cpp's architecture
         "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
     },
 }
+# An MTP layer is a block of its target's architecture, after the last one, and has norms like it.
+NEXTN, NEXTN_NAMES = (
+    "qwen35",
+    {f"mtp.layers.0.{ours}": theirs for ours, theirs in LAYER_NAMES.items()}
+    | {
+        "mtp.layers.0.post_attention_layernorm.weight": "post_attention_norm.weight",
+        "mtp.fc.weight": "nextn.eh_proj.weight",
+        "mtp.norm.weight": "nextn.shared_head_norm.weight",
+        "mtp.pre_fc_norm_embedding.weight": "nextn.enorm.weight",
+        "mtp.pre_fc_norm_hidden.weight": "nextn.hnorm.weight",
+    },
+)
 ROPE_FREQS = "rope_freqs.weight"  # follows from config.json
 
 
@@ -114,6 +126,13 @@ def from_gguf(tensors: dict[str, Tensor], arch: str, heads: int, kv_heads: int) 
     return out
 
 
+def from_nextn(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of an MTP layer under the names of our files, their norms whole, without what is the target's."""
+    ours = {theirs: name for name, theirs in NEXTN_NAMES.items()}
+    blocks = {re.sub(rf"^{BLOCK}\.\d+\.", "", name): name for name in tensors if name.startswith(f"{BLOCK}.")}
+    return {ours.get(short, name): tensors[name] for short, name in blocks.items()}
+
+
 def quantize(name: str, tensor: Tensor, dtype: str) -> tuple[np.ndarray, int]:
     """The bytes of a tensor, and the number format that they are in: `dtype`, but float32 for what llama.cpp keeps in it
     (norms, biases, kernels), and float16 for rows that `dtype` cannot divide into its blocks."""
@@ -147,10 +166,14 @@ def read_gguf(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} is damaged or no GGUF file: {error}") from None
     fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
     arch = fields.get("general.architecture")
-    if arch not in NAMES:
-        raise ValueError(f"{path} holds no head but a model of architecture {arch}: one of {', '.join(NAMES)}")
+    if arch not in NAMES and f"{arch}.nextn_predict_layers" not in fields:
+        raise ValueError(
+            f"{path} holds no head but a model of architecture {arch}: one of {', '.join((*NAMES, NEXTN))}"
+        )
     try:
         tensors = {t.name: dequantize(t.data, t.tensor_type) for t in reader.tensors if t.name != ROPE_FREQS}
     except NotImplementedError as error:
         raise ValueError(f"{path} holds numbers that cannot be read here: {error}") from None
+    if arch not in NAMES:  # our files' norms are differences to 1, as the target's are
+        return {name: t - 1 if "norm" in name else t for name, t in from_nextn(tensors).items()}
     return from_gguf(tensors, arch, fields[f"{arch}.attention.head_count"], fields[f"{arch}.attention.head_count_kv"])
