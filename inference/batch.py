@@ -222,9 +222,9 @@ class Batch:
     def new_prompt_cache(self, sequences: Sequence[SequenceState]) -> TargetCache:
         """For sequences that are to join: the batch's own where there is none yet, or where there is none of their length."""
         room, most = self.room(sequences), self.max_cache_tokens
-        if most is not None and isinstance(self.cache, RaggedCache):
-            if self.cache.entries + self.prompt_entries + len(sequences) * room > most:
-                self.give_back()
+        asked = self.prompt_entries + len(sequences) * room
+        if most is not None and isinstance(self.cache, RaggedCache) and self.cache.entries + asked > most:
+            self.give_back()
         if self.cache is None or self.ragged:
             return self.target.acquire_cache(len(sequences), room)
         return self.target.new_cache(len(sequences), max(len(sequence.text) for sequence in sequences))

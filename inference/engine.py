@@ -53,8 +53,8 @@ class Engine:
         max_cache_tokens: entries of the caches beyond which requests wait as well; drafter_share: which share of an entry's
         bytes is the drafter's, whose cache is as wide as the longest text.
         prefill_chunk: most prompt tokens in one step, so that a long prompt does not stall the others; None takes all that
-        there are (as does a target that computes no two tokens at once). prefixes: where texts are kept that later ones may begin
-        with; None keeps none."""
+        there are (as does a target that takes no chains). prefixes: where texts are kept that later ones may begin with; None
+        keeps none."""
         self.target, self.drafter = target, as_supported(drafter or NoDrafter(), target)
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[SequenceState] = deque()

@@ -116,8 +116,8 @@ def grouped_sdpa(
         )
     if isinstance(attention_mask, RaggedTensor) and isinstance(key, RaggedTensor) and isinstance(value, RaggedTensor):
         out = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3])
-        for rows, *parts in zip(key.rows, key.parts, value.parts, attention_mask.parts, strict=True):
-            out[rows] = grouped_sdpa(module, query[rows], *parts, dropout, scaling)[0]
+        for rows, keys, values, mask in zip(key.rows, key.parts, value.parts, attention_mask.parts, strict=True):
+            out[rows] = grouped_sdpa(module, query[rows], keys, values, mask, dropout, scaling)[0]
         return out, None
     groups = query.shape[1] // key.shape[1]
     if groups > 1:  # all layers of a forward have one mask

@@ -121,7 +121,7 @@ class KVCache(Cache):
         for layer in self.layers:
             layer.is_initialized = False  # its views are of other slots
             if isinstance(layer, CacheLayer):
-                layer.keys = layer.values = None  # or what they show would stay
+                layer.keys, layer.values = None, None  # type: ignore[assignment]  # or what they show would stay
 
     def reorder(self, slots: list[int | None], capacity: int, most: int | None = None) -> None:
         """The batch becomes these of its slots, None being an empty one, with room for `capacity` entries. A sequence is

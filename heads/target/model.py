@@ -346,9 +346,9 @@ class Target:
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int], cache: TargetCache, layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """A forward of prompts (batch, longest), padded on the right, or of a part of them, after what the cache holds; a
-        target without `supports_chunks` takes them whole. logits (batch, 1, vocab): of each prompt's last token; aux_hidden_states
-        (batch, longest, width), those of padding without meaning."""
+        """A forward of prompts (batch, longest), padded on the right, or where it `supports_chunks` of a part of them, after
+        what the cache holds. logits (batch, 1, vocab): of each prompt's last token; aux_hidden_states (batch, longest,
+        width), those of padding without meaning."""
         self.check_tokens(tokens)
         if isinstance(cache, StateCache):
             return cache.prefill(self, tokens, lengths, layers)

@@ -51,7 +51,7 @@ def most_entries(finals: Sequence[int]) -> int:
 
 
 class RaggedLayer(CacheLayer):
-    cache: "RaggedCache"  # type: ignore[assignment]
+    cache: "RaggedCache"
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         cohorts, rows = self.cache.cohorts, self.cache.rows
@@ -73,7 +73,7 @@ class RaggedCache(Cache):
 
     def __init__(self, first: KVCache, final: int):
         """first: the cohort that it begins with. final: entries that the longest of it may come to need."""
-        super().__init__(layers=[RaggedLayer(self, number) for number in range(len(first.layers))])  # type: ignore[arg-type]
+        super().__init__(layers=[RaggedLayer(self, number) for number in range(len(first.layers))])
         self.device, self.graphs = first.device, CudaGraphs(first.device, enabled=False)
         self.cohorts, self.final_classes, self.members = [first], [size_class(final)], [[*range(first.batch)]]
         self.awaited: list[int] = []  # slots of the batch that no cohort has
@@ -119,19 +119,23 @@ class RaggedCache(Cache):
         there is none, or its memory would grow by more than `free` entries: then `copy_from` brings a new one."""
         self.awaited, self.needs = [new for new, old in enumerate(slots) if old is None], needs
         home = self.home(free)
-        cohorts, classes, members = [], [], []
+        cohorts: list[KVCache] = []
+        classes: list[int] = []
+        members: list[list[int]] = []
         for cohort, final_class, mine in zip(self.cohorts, self.final_classes, self.members, strict=True):
             rows = {slot: row for row, slot in enumerate(mine)}
             new = [slot for slot, old in enumerate(slots) if old in rows or (old is None and cohort is home)]
             if new:
-                order = [rows.get(old) for old in (slots[slot] for slot in new)]  # type: ignore[arg-type]
+                order = [rows.get(old) for old in (slots[slot] for slot in new)]
                 capacity = cohort.capacity
                 if max(needs[slot].now for slot in new) > capacity:
                     capacity = max(needs[slot].room for slot in new)
                     if free is not None:
                         self.trim()
                 cohort.reorder(order, capacity, None if free is None else 0)
-                cohorts, classes, members = [*cohorts, cohort], [*classes, final_class], [*members, new]
+                cohorts.append(cohort)
+                classes.append(final_class)
+                members.append(new)
         self.cohorts, self.final_classes, self.members = cohorts, classes, members
         if home is not None:
             self.awaited = []

@@ -25,10 +25,10 @@ class RaggedTensor(Tensor):
     def __init__(self, parts: list[Tensor], rows: list[Tensor], dim: int, fill: float = 0.0):
         self.parts, self.rows, self.fill = parts, rows, fill
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, cls) else x, (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -83,8 +83,8 @@ class Worker(threading.Thread):
             )
         if target.is_collective:
             raise ValueError(
-                f"target.sharding={target.sharding}: requests reach one process, and all must take part in every forward: take "
-                "target.sharding=layers, or engine=vllm"
+                f"target.sharding={target.sharding}: requests reach one process, and all must take part in every forward: "
+                "take target.sharding=layers, or engine=vllm"
             )
         if prefix_cache_gib is None:
             prefix_cache_gib = 1.0 if cache_gib is None else cache_gib / 4
