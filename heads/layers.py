@@ -108,7 +108,12 @@ class Rotary:
             every = torch.arange(size, device=positions.device)[None]
             rope = self.rope.to(positions.device)
             with torch.autocast(positions.device.type, enabled=False):
-                self.table = torch.cat(rope(torch.empty(1, device=positions.device), every))
+                # longrope takes other factors for a text beyond its boundary. Here each position keeps its own, however
+                # long the table is: keys in a cache are not rotated again.
+                boundary = self.config.rope_parameters.get("original_max_position_embeddings", size)
+                parts = [every[:, :boundary], every[:, boundary:]]
+                one = torch.empty(1, device=positions.device)
+                self.table = torch.cat([torch.cat(rope(one, part)) for part in parts if part.numel()], 1)
         cos, sin = self.table[:, positions].to(dtype)
         return cos[:, None], sin[:, None]
 

@@ -1,6 +1,7 @@
 """The sequences that are decoded together, and what goes with them: the target's cache, the sampler, and what the drafter
 gets next. Sequences join with their prompts prefilled, and leave when they have ended."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foredraft.heads.target import Target, TargetCache
-from foredraft.heads.target.cache import to_device
+from foredraft.heads.target.cache import KVCache, to_device
+from foredraft.heads.target.ragged_cache import Need, RaggedCache, most_entries
 from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, select
 from foredraft.inference.prefill import LastPositions, Prompts
 from foredraft.inference.prefix_cache import PrefixCache
@@ -35,12 +37,22 @@ class RequestOutput(NamedTuple):
 
 
 class Batch:
-    def __init__(self, target: Target, drafter: Drafter, verifier: Verifier, max_cache_tokens: int | None):
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        verifier: Verifier,
+        max_cache_tokens: int | None,
+        drafter_share: float = 0.0,
+    ):
         """As `Engine` has them."""
         self.target, self.drafter = target, drafter
-        self.verifier, self.max_cache_tokens = verifier, max_cache_tokens
+        self.verifier, self.max_cache_tokens, self.drafter_share = verifier, max_cache_tokens, drafter_share
         self.sequences: list[SequenceState] = []  # by slot
         self.cache: TargetCache | None = None
+        # May sequences of different lengths lie in memory of their own (heads/target/ragged_cache.py)?
+        self.ragged = target.supports_ragged_cache
+        self.prompt_entries = 0  # of the target's cache, in which prompts are prefilled
         self.sampler: TargetSampler
         self.accepted: Accepted  # what the drafter gets next
         self.ended: tuple[list[bool], Tensor] | None = (
@@ -65,6 +77,21 @@ class Batch:
         longest = max(len(sequence.request.prompt) + sequence.stopping.budget for sequence in sequences)
         return longest + 2 * self.drafter.nodes  # the last tree, after what the last path kept
 
+    def most_entries(self, sequences: Sequence[SequenceState]) -> int:
+        """That these sequences may come to need together."""
+        finals = [self.capacity([sequence]) for sequence in sequences]
+        even = len(finals) * max((one.room(max(finals, default=0)) for one in self.drafter.cached_drafters), default=0)
+        target = most_entries(finals) if self.ragged else len(finals) * max(finals, default=0)
+        return math.ceil(target + self.drafter_share * (max(even, target) - target))
+
+    def need(self, sequence: SequenceState) -> Need:
+        now = len(sequence.text) + 2 * self.drafter.nodes
+        return Need(now, self.room([sequence]), self.capacity([sequence]))
+
+    def are_alike(self, one: SequenceState, other: SequenceState) -> bool:
+        """Will they lie in the same memory?"""
+        return not self.ragged or self.need(one).cohort == self.need(other).cohort
+
     def room(self, sequences: Sequence[SequenceState]) -> int:
         """Entries that each gets for now."""
         longest = max(len(sequence.text) for sequence in sequences)
@@ -74,7 +101,10 @@ class Batch:
         """Before a step: twice as many entries, where the next tree may not fit, and no finished sequences. What was captured
         is lost; since captured forwards see powers of two of columns, it is little that the texts would have used again."""
         cache = self.open_cache()
-        if max(cache.lengths) + 2 * self.drafter.nodes > cache.capacity:
+        if isinstance(cache, RaggedCache):
+            if cache.is_short([self.need(sequence) for sequence in self.sequences]):
+                self.rearrange(self.arranged([], shrink=True), [])
+        elif max(cache.lengths) + 2 * self.drafter.nodes > cache.capacity:
             needed = self.capacity([self.sequences[slot] for slot in self.unfinished()])
             self.rearrange(self.arranged([], shrink=True), [], min(needed, 2 * cache.capacity))
 
@@ -121,6 +151,8 @@ class Batch:
         if self.cache is None:
             whole = len(new) == len(prompts.sequences)
             self.cache = prompts.cache if whole else self.target.acquire_cache(len(new), self.room(sequences))
+            if self.ragged and isinstance(self.cache, KVCache):
+                self.cache = RaggedCache(self.cache, self.capacity(sequences))
             self.sequences, self.sampler = sequences, self.new_sampler(sequences)
             self.drafter.begin(len(new), self.cache.capacity, self.sampler.sampling)
         else:
@@ -174,17 +206,37 @@ class Batch:
                     cache.erase(slot)
         new = iter(arriving)
         self.sequences = [next(new) if old is None else self.sequences[old] for old in order]
-        capacity = self.kept_capacity(len(order)) if capacity is None else capacity
-        self.open_cache().reorder(order, capacity, self.max_cache_tokens)
+        cache = self.open_cache()
+        if isinstance(cache, RaggedCache):
+            most = self.max_cache_tokens
+            needs = [self.need(sequence) for sequence in self.sequences]
+            cache.reorder(order, needs, None if most is None else most - cache.entries - self.prompt_entries)
+            capacity = max(cache.capacity, *(needs[slot].room for slot, old in enumerate(order) if old is None), 0)
+        else:
+            capacity = self.kept_capacity(len(order)) if capacity is None else capacity
+            cache.reorder(order, capacity, self.max_cache_tokens)
         self.sampler = self.new_sampler(self.sequences)
         self.drafter.select_sequences(order, capacity, self.sampler.sampling)
         self.accepted = select(self.accepted, order)
 
     def new_prompt_cache(self, sequences: Sequence[SequenceState]) -> TargetCache:
-        """For sequences that are to join: the batch's own where there is none yet."""
-        if self.cache is None:
-            return self.target.acquire_cache(len(sequences), self.room(sequences))
+        """For sequences that are to join: the batch's own where there is none yet, or where there is none of their length."""
+        room, most = self.room(sequences), self.max_cache_tokens
+        asked = self.prompt_entries + len(sequences) * room
+        if most is not None and isinstance(self.cache, RaggedCache) and self.cache.entries + asked > most:
+            self.give_back()
+        if self.cache is None or self.ragged:
+            return self.target.acquire_cache(len(sequences), room)
         return self.target.new_cache(len(sequences), max(len(sequence.text) for sequence in sequences))
+
+    def give_back(self) -> None:
+        """The memory of finished sequences, and of slots that are free."""
+        assert isinstance(self.cache, RaggedCache)
+        self.drop_finished()
+        if self.unfinished():
+            self.cache.trim()
+        else:
+            self.sequences, self.cache = [], None
 
     def store_prefixes(self, prefixes: PrefixCache, namespace: int, stepped: Sequence[bool]) -> None:
         """Texts that have ended in this step go into the prefix cache: a conversation continues from them."""

@@ -6,7 +6,6 @@ model.generate(**inputs, custom_generate=as_custom_generate(target, drafter))
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
@@ -43,7 +42,7 @@ def as_custom_generate(target: Target, drafter: Drafter | None) -> Callable[...,
             raise ValueError(
                 f"speculative decoding does not do {', '.join(unknown)}: leave it out, or generate without"
             )
-        sampled, end = bool(generation_config.do_sample), generation_config.eos_token_id
+        end = generation_config.eos_token_id
         streamer = kwargs.get("streamer")
         # transformers has counted max_new_tokens into max_length by now, and filled in its own defaults.
         return generate(
@@ -52,7 +51,6 @@ def as_custom_generate(target: Target, drafter: Drafter | None) -> Callable[...,
             input_ids,
             kwargs.get("attention_mask"),
             generation_config,
-            seed=int(torch.randint(1 << 62, ())) if sampled else 0,
             streamer=None if streamer is None else WithoutPrompt(streamer),
             max_new_tokens=None,
             eos_token_id=-1 if end is None else end,

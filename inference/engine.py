@@ -46,22 +46,24 @@ class Engine:
         max_cache_tokens: int | None = None,
         prefill_chunk: int | None = None,
         prefixes: PrefixCache | None = None,
+        drafter_share: float = 0.0,
     ):
         """drafter: None is plain decoding. verifier: None is the coupled one, which is lossless (inference/verify.py).
         max_num_seqs: requests decoded at a time, others wait; None for no limit. timings: measure where the time goes.
-        max_cache_tokens: entries of the target's cache, sequences times capacity, beyond which requests wait as well.
+        max_cache_tokens: entries of the caches beyond which requests wait as well; drafter_share: which share of an entry's
+        bytes is the drafter's, whose cache is as wide as the longest text.
         prefill_chunk: most prompt tokens in one step, so that a long prompt does not stall the others; None takes all that
-        there are (as does a target that does not support trees). prefixes: where texts are kept that later ones may begin
-        with; None keeps none."""
+        there are (as does a target that takes no chains). prefixes: where texts are kept that later ones may begin with; None
+        keeps none."""
         self.target, self.drafter = target, as_supported(drafter or NoDrafter(), target)
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[SequenceState] = deque()
         self.prefilling: deque[Prompts] = deque()
         self.last_was_prefill = False
-        self.prefill_chunk = prefill_chunk if target.supports_trees else None
+        self.prefill_chunk = prefill_chunk if prefill_chunk is not None and target.supports_chunks else None
         self.prefixes = prefixes if target.supports_trees else None
         self.namespace = 0 if prefixes is None else prefixes.new_namespace()
-        self.batch = Batch(target, self.drafter, verifier or Coupled(), max_cache_tokens)
+        self.batch = Batch(target, self.drafter, verifier or Coupled(), max_cache_tokens, drafter_share)
         self.clock = Clock(target.device, timings)
 
     def add(self, request: Request) -> None:
@@ -84,7 +86,10 @@ class Engine:
             "logit_bias or bad_words_ids", (token for token, _ in request.params.logit_bias), self.target.vocab_size
         )
         sequence = SequenceState(request, list(request.prompt), StoppingCriteria(self.target, request))
-        if self.batch.max_cache_tokens is not None and self.batch.capacity([sequence]) > self.batch.max_cache_tokens:
+        if (
+            self.batch.max_cache_tokens is not None
+            and self.batch.most_entries([sequence]) > self.batch.max_cache_tokens
+        ):
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} need more than the "
                 f"{self.batch.max_cache_tokens} tokens that the cache has room for: ask for fewer"
@@ -160,6 +165,7 @@ class Engine:
     def forward(self, tree: TokenTree) -> TargetOutput:
         """The target's logits and aux hidden states of every node."""
         cache, layers = self.batch.open_cache(), self.drafter.layers
+        self.batch.sampler.note_tree(tree)
         function = partial(forward_nodes, self.target, cache, layers)
         output = cache.graphs(("forward", cache.kv_bucket, *layers), function, tree.tokens, tree.depths, tree.ancestors)
         self.clock.lap("forward")
@@ -216,19 +222,23 @@ class Engine:
         return bool(self.prefilling)
 
     def admit(self) -> None:
-        """Waiting requests for which there is room are prefilled together: as many as fit into one chunk, or one."""
+        """Waiting requests for which there is room are prefilled together: those like the first, as many as fit into one
+        chunk, or one."""
         sequences: list[SequenceState] = []
         longest = 0
         for one in islice(self.waiting, self.num_admissible()):
+            if not self.batch.are_alike(self.waiting[0], one):
+                continue
             longest = max(longest, len(one.text))
             if sequences and self.prefill_chunk is not None and (len(sequences) + 1) * longest > self.prefill_chunk:
                 break
             sequences.append(one)
         if sequences:
+            self.batch.prompt_entries = sum(one.cache.entries for one in self.prefilling)
             cache = self.batch.new_prompt_cache(sequences)  # may run out of memory: until then they wait
             self.prefilling.append(Prompts(sequences, self.target, self.drafter, cache))
-            for _ in sequences:
-                self.waiting.popleft()
+            admitted = {one.request for one in sequences}
+            self.waiting = deque(one for one in self.waiting if one.request not in admitted)
 
     def prefill(self) -> list[RequestOutput]:
         """Prompts, or a chunk of one, in turn; those that are done join the batch."""
@@ -239,6 +249,7 @@ class Engine:
         if last is None:
             self.prefilling.rotate(-1)
             return []
+        self.batch.prompt_entries = sum(one.cache.entries for one in self.prefilling)
         outputs = self.batch.join(prompts, last)
         self.prefilling.popleft()
         if self.prefixes is not None:
@@ -252,9 +263,7 @@ class Engine:
         free = max(0, free)
         if self.batch.max_cache_tokens is not None:
             sequences = [*busy, *islice(self.waiting, free)]
-            while len(sequences) > len(busy) and (
-                len(sequences) * self.batch.capacity(sequences) > self.batch.max_cache_tokens
-            ):
+            while len(sequences) > len(busy) and self.batch.most_entries(sequences) > self.batch.max_cache_tokens:
                 sequences.pop()
             free = len(sequences) - len(busy)
         return free

@@ -1,7 +1,7 @@
 """`generate`: whole texts in one call, a loop over the engine that takes transformers' settings."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from foredraft.heads.target import Target
+from foredraft.heads.target.sharding import all_equal
 from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.engine import Engine, RequestOutput
 from foredraft.inference.request import Request, budget
@@ -63,7 +64,7 @@ def generate(
     attention_mask: Tensor | None = None,
     generation_config: GenerationConfig | None = None,
     *,
-    seed: int | Sequence[int] = 0,
+    seed: int | Sequence[int] | None = None,
     streamer: Any = None,
     verifier: Verifier | None = None,
     timings: bool = False,
@@ -78,8 +79,9 @@ def generate(
     switches it off), pad_token_id, stop_strings; presence_penalty, frequency_penalty, logit_bias ({token: bias}) as
     OpenAI has them; and grammar (inference/grammar.py). Greedy unless do_sample is true or a temperature above 0 is given;
     what is not set is off (also top_k, which transformers sets to 50). seed: row r uses seed + r, or give one per row; a
-    row's text depends on its own prompt and seed alone. streamer: transformers' kind. verifier, timings: as in `Engine`.
-    progress: told after each step how many tokens it added to all sequences.
+    row's text depends on its own prompt and seed alone; None draws one from torch's generator, as transformers samples,
+    so that calls differ unless `torch.manual_seed` comes before each. streamer: transformers' kind. verifier, timings: as
+    in `Engine`. progress: told after each step how many tokens it added to all sequences.
 
     Raises ValueError for an empty or too long prompt, for a setting that is not known or not done here, and for logits
     that are not numbers.
@@ -87,10 +89,18 @@ def generate(
     prompts = unpad(input_ids, attention_mask)
     shared = read_settings(generation_config, settings, target, input_ids.shape[1])
     pad_token_id = shared.pop("pad_token_id")
+    if seed is None:
+        seed = target.broadcast(int(torch.randint(1 << 62, ()))) if shared["params"].temperature > 0 else 0
     seeds = [seed + row for row in range(len(prompts))] if isinstance(seed, int) else list(seed)
     if len(seeds) != len(prompts):
         raise ValueError(f"{len(seeds)} seeds were given for {len(prompts)} rows")
     requests = [Request(prompt, seed=seed, **shared) for prompt, seed in zip(prompts, seeds, strict=True)]
+    same = shared | {"params": replace(shared["params"], grammar=None)}  # which is no value
+    if target.is_collective and not all_equal([prompts, seeds, same, type(drafter).__name__]):
+        raise ValueError(
+            f"sharding={target.sharding}: its processes were given different prompts or settings, and all take part in "
+            "every forward: give them the same"
+        )
     longest, context = max(map(len, prompts)), target.context
     if context is not None and longest > context:
         raise ValueError(f"the prompt has {longest} tokens, the target {target.name} takes {context} at most")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.target import Target
+from foredraft.heads.target.device import HostCopy, upload
 
 MAX_SIZE = 2**16  # characters of a schema
 COMPILE_SECONDS = 5  # of a processor
@@ -151,22 +152,20 @@ class GrammarState:
 def allowed_tokens(
     states: Sequence[GrammarState | None],
     texts: Sequence[Sequence[int]],
-    tokens: Tensor,
-    parents: Tensor,
+    tree: HostCopy,
     vocab: int,
 ) -> tuple[Tensor, Tensor]:
     """Bits (batch, nodes, bytes) uint8 for `forbid`, all set for sequences without a state, and of which sequences the
-    grammar failed (batch,) bool; of trees (batch, nodes), whose tokens the host waits for."""
-    batch, nodes = tokens.shape
-    bits = torch.full((batch, nodes, (vocab + 31) // 32), -1, dtype=torch.int32)
-    host_tokens, host_parents = torch.stack([tokens, parents]).tolist()
+    grammar failed (batch,) bool; tree: tokens and parents, (2, batch, nodes)."""
+    host_tokens, host_parents = tree.wait().tolist()
+    bits = torch.full((len(texts), len(host_tokens[0]), (vocab + 31) // 32), -1, dtype=torch.int32)
     for row, state in enumerate(states):
         if state is not None and not state.failed:
             state.fill(bits[row], texts[row], host_tokens[row], host_parents[row])
             if state.failed:
                 bits[row] = -1
     failed = torch.tensor([state is not None and state.failed for state in states])
-    return bits.view(torch.uint8).to(tokens.device), failed.to(tokens.device)
+    return upload(bits.view(torch.uint8), tree.device), upload(failed, tree.device)
 
 
 def forbid(logits: Tensor, bits: Tensor) -> Tensor:

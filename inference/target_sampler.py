@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.target.cuda_graphs import CudaGraphs
+from foredraft.heads.target.device import HostCopy
 from foredraft.inference.grammar import GrammarState, allowed_tokens, forbid
 from foredraft.inference.request import SequenceState
 from foredraft.inference.sampling import Noise, Sampling
@@ -22,6 +23,7 @@ class TargetSampler:
         params = [one.request.params for one in sequences]
         self.verifier, self.sequences, self.vocab = verifier, sequences, vocab
         self.sampling = Sampling.of(params, vocab, device)
+        self.host_tree: HostCopy | None = None
         self.noise: Noise | None = None
         if verifier.noisy and self.sampling.temperature is not None:
             seeds = [one.request.seed if one.request.params.temperature > 0 else None for one in sequences]
@@ -48,6 +50,11 @@ class TargetSampler:
             real = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
             self.counts.scatter_add_(1, tokens.clamp(min=0), real.long())
             self.seen |= self.counts > 0
+
+    def note_tree(self, tree: TokenTree) -> None:
+        """Before the forward over a tree that `verify` is given then: grammars need not wait for the forward."""
+        if any(one.request.params.grammar for one in self.sequences):
+            self.host_tree = host_copy(tree)
 
     def verify(
         self, logits: Tensor, tree: TokenTree, gumbel: Tensor | None, depth: int, starts: Tensor, graphs: CudaGraphs
@@ -80,7 +87,12 @@ class TargetSampler:
         if not any(states):
             return None, None
         texts = [one.new_tokens for one in self.sequences]
-        return allowed_tokens(states, texts, tree.tokens, tree.parents, self.vocab)
+        copy, self.host_tree = self.host_tree or host_copy(tree), None
+        return allowed_tokens(states, texts, copy, self.vocab)
+
+
+def host_copy(tree: TokenTree) -> HostCopy:
+    return HostCopy(torch.stack([tree.tokens, tree.parents]))
 
 
 def choose_and_verify(

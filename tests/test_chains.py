@@ -280,6 +280,27 @@ def test_rows_of_a_batch_are_read_together(kind: str) -> None:
     assert max(row.num_uncommitted for row in cache.slots) > 3  # else nothing of the above was tried
 
 
+@pytest.mark.parametrize("kind", READING)
+def test_long_prompts_come_in_chunks(kind: str) -> None:
+    """Text and drafts are the same. longrope takes a text whole, as does what supports no chains."""
+    target, seen, prefills = pair(kind).target, [], []
+    torch.manual_seed(1)
+    drafter = DynamicTree(Eagle3Head.for_target(target, depth=2).eval(), target, nodes=3, depth=2, min_probability=0)
+    for chunk in (None, 6):
+        engine = Engine(target, drafter, prefill_chunk=chunk)
+        asked = [Request(text, max_new_tokens=9, trace=0) for text in PROMPTS]
+        written: dict[Request, list] = {request: [] for request in asked}
+        for request in asked:
+            engine.add(request)
+        prefills.append(0)
+        while engine.has_work:
+            for output in engine.step():
+                written[output.request] += [output.tokens, output.trace and output.trace.tokens]
+            prefills[-1] += engine.last_was_prefill
+        seen.append(list(written.values()))
+    assert seen[0] == seen[1] and (prefills[1] > 3) == target.supports_chunks and prefills[0] == 1
+
+
 def test_a_batch_costs_one_forward_a_step(monkeypatch) -> None:
     target, calls = pair("qwen3_5").target, []
     forward = target.model.forward

@@ -153,7 +153,7 @@ def test_suffixes_draft_a_tree_of_what_followed_and_more_of_a_longer_match():
 
 def test_suffixes_remember_past_outputs_but_not_past_prompts(small):
     drafter = SuffixDrafter()
-    settings = {"max_new_tokens": 41, "eos_token_id": -1, "temperature": 1.0}
+    settings = {"max_new_tokens": 41, "eos_token_id": -1, "temperature": 1.0, "seed": 0}
     ids = torch.tensor([prompt(9)])
     first, again = (generate(small, drafter, ids, **settings) for _ in range(2))
     assert again.new_tokens == first.new_tokens
@@ -248,7 +248,7 @@ def test_adaptive_length_follows_what_was_accepted(small):
     out = generate(small, drafter, ids, max_new_tokens=40, eos_token_id=-1)
     assert [step.nodes for step in out.steps][:4] == [2, 4, 6, 8]
     stranger = AdaptiveLength(DraftModel(random_model(8), small, nodes=8, depth=7, width=1), confidence=0.0)
-    out = generate(small, stranger, ids, max_new_tokens=20, eos_token_id=-1, temperature=1.0)
+    out = generate(small, stranger, ids, max_new_tokens=20, eos_token_id=-1, temperature=1.0, seed=0)
     nodes = [step.nodes for step in out.steps]
     assert nodes[0] == 8 and min(nodes) == 2 and all(a - b <= 1 for a, b in itertools.pairwise(nodes))
 

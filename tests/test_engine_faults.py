@@ -196,7 +196,7 @@ def test_finished_rows_leave_where_a_long_text_needs_their_room(target, most, ro
             engine.add(late)
         if step > 6:
             sizes.append(len(engine.batch.sequences))
-            assert most is None or engine.batch.cache.max_batch * engine.batch.cache.capacity <= most
+            assert most is None or engine.batch.cache.entries <= most
 
     texts, _ = run(engine, asked, between, late)
     assert texts == expected and sizes[0] == rows
@@ -223,7 +223,7 @@ def test_a_full_cache_lets_requests_wait(target, alone):
 
     def between(step: int) -> None:
         if engine.batch.cache is not None:
-            most.append(engine.batch.cache.max_batch * engine.batch.cache.capacity)
+            most.append(engine.batch.cache.entries)
 
     assert run(engine, requests(), between)[0] == alone
     assert max(most) <= 88 and len({*most}) > 1

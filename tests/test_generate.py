@@ -27,6 +27,18 @@ def test_other_seeds_give_other_texts(target):
     assert all(a != b for a, b in itertools.combinations(texts, 2))
 
 
+def test_without_a_seed_torch_s_generator_has_the_word(target):
+    settings = {"do_sample": True, "max_new_tokens": 20, "eos_token_id": -1}
+    texts = []
+    for seed in (1, 1):
+        torch.manual_seed(seed)
+        texts += [generate(target, None, prompt(9), **settings).new_tokens for _ in range(2)]
+    assert texts[:2] == texts[2:] and texts[0] != texts[1]
+    torch.manual_seed(1)
+    generate(target, None, prompt(9), max_new_tokens=2)  # greedy: it draws nothing
+    assert generate(target, None, prompt(9), **settings).new_tokens == texts[0]
+
+
 def test_end_tokens_inside_an_accepted_path_end_the_text(target):
     plain = generate(target, None, prompt(9), max_new_tokens=30, eos_token_id=-1)
     known, end = plain.sequences.tolist(), plain.new_tokens[0][16]
@@ -90,7 +102,7 @@ def test_bad_input_is_named(target):
 
 
 def test_settings_beyond_the_vocabulary_have_a_defined_result(target):
-    settings = {"temperature": 1.0, "max_new_tokens": 12, "eos_token_id": -1}
+    settings = {"temperature": 1.0, "max_new_tokens": 12, "eos_token_id": -1, "seed": 0}
     plain = generate(target, None, prompt(5), **settings).new_tokens
     assert generate(target, None, prompt(5), top_k=10_000, **settings).new_tokens == plain
     head = Eagle3Head.for_target(target, depth=3, draft_vocab_size=3, counts=torch.arange(target.vocab_size))

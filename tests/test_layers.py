@@ -129,3 +129,16 @@ def test_latent_attention_is_deepseeks(query: int | None, yarn: bool):
     expected, _ = theirs(x, DeepseekV3RotaryEmbedding(theirs_config)(x, positions), hidden)
     q, k, v, _ = ours.project(x, *Rotary(config)(positions, 64, x.dtype))
     torch.testing.assert_close(ours.project_out(attend(q, k, v, None)), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_position_keeps_its_angle_however_long_the_text():
+    """longrope, whose factors change at 16: keys in a cache are not rotated again."""
+    scale = {"short_factor": [1.0, 1.5], "long_factor": [4.0, 9.0], "original_max_position_embeddings": 16}
+    rope = {"rope_type": "longrope", "rope_theta": 100.0} | scale
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "head_dim": 4, "max_position_embeddings": 1024}
+    positions, rotary = torch.arange(24)[None], Rotary(LlamaConfig(**sizes, rope_parameters=rope))
+    short, long = (rotary(positions, longest, torch.float32) for longest in (24, 600))
+    assert torch.equal(torch.stack(short), torch.stack(long))
+    plain = Rotary(LlamaConfig(**sizes, rope_parameters=rope | {"long_factor": scale["short_factor"]}))
+    same = (torch.stack(plain(positions, 24, torch.float32)) == torch.stack(short)).all(-1).all(0)[0, 0]
+    assert same[:16].all() and not same[16:].any()

@@ -134,15 +134,16 @@ def test_a_full_queue_takes_all_of_a_request_or_nothing(target):
 
 
 def test_memory_of_both_caches_is_counted(target):
-    """6 layers of 2 heads of 8 numbers, keys and values; a draft model of the same size beside it; a plain engine."""
+    """6 layers of 2 heads of 8 numbers, keys and values; a draft model of the same size beside it; a plain engine. A fourth
+    of each target's is kept for growth, and twice the draft model's."""
     whole = 2 * 6 * 2 * 8 * 4
     model = DraftModel(target, target)
-    workers = [Worker(target, drafter, cache_gib=600 * whole / 2**30, prefix_cache_gib=0) for drafter in (None, model)]
+    workers = [Worker(target, drafter, cache_gib=1100 * whole / 2**30, prefix_cache_gib=0) for drafter in (None, model)]
     rooms = [[engine.batch.max_cache_tokens for engine in worker.engines] for worker in workers]
-    assert rooms == [[300, 300], [200, 200]]
-    kept = Worker(target, model, cache_gib=800 * whole / 2**30)
+    assert rooms == [[440, 440], [200, 200]]
+    kept = Worker(target, model, cache_gib=1100 * whole / 0.75 / 2**30)
     assert [engine.batch.max_cache_tokens for engine in kept.engines] == [200, 200]
-    assert kept.prefixes is not None and kept.prefixes.max_bytes == 200 * whole
+    assert kept.prefixes is not None and kept.prefixes.max_bytes == int(1100 / 3 * whole)
 
 
 def test_how_often_beginnings_were_known_is_told(target):

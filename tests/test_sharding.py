@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from foredraft.heads import Target
+from foredraft.heads.target import sharding
 from foredraft.heads.target.cache import KVCache
 from foredraft.heads.target.sharding import COLLECTIVE, arguments
 from foredraft.inference import generate
 from foredraft.inference.drafters import NgramDrafter
+from foredraft.inference.serve.worker import Worker
 
 
 def test_layers_may_lie_on_several_devices(target: Target, tiny_path: Path, tmp_path: Path):
@@ -18,8 +20,8 @@ def test_layers_may_lie_on_several_devices(target: Target, tiny_path: Path, tmp_
     places |= {f"model.layers.{i}": "disk" if i > 2 else "cpu" for i in range(target.num_layers)}
     tokens = torch.arange(12)[None]
     for how in ({"device_map": places, "offload_folder": str(tmp_path)}, {"sharding": "layers"}):
-        sharding = Target.from_pretrained(tiny_path, dtype="float32", **how)
-        ours, theirs = (t.forward(tokens, layers=[1, 5]) for t in (sharding, target))
+        apart = Target.from_pretrained(tiny_path, dtype="float32", **how)
+        ours, theirs = (t.forward(tokens, layers=[1, 5]) for t in (apart, target))
         torch.testing.assert_close(ours.logits, theirs.logits)
         torch.testing.assert_close(ours.aux_hidden_states, theirs.aux_hidden_states)
     assert arguments(str(tiny_path), "layers", None) == {"device_map": "auto"}
@@ -48,8 +50,31 @@ def test_each_device_holds_the_cache_of_its_own_layers_alone(target: Target):
     assert sizes == {"cpu": 2 * 2 * 16 * 8, "meta": 2 * 2 * 16 * 8}
 
 
+def test_processes_that_share_a_target_must_be_given_the_same(target: Target, monkeypatch):
+    """Else one would wait for ever for another that has ended. Here the second of two has another prompt, or the same."""
+    shared, others = Target(target.model, target.tokenizer, "shared"), [[6]]
+    shared.sharding = "fsdp"
+
+    def gather(values: list, value: list) -> None:
+        values[:] = [value, [others, *value[1:]]]
+
+    monkeypatch.setattr(sharding.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(sharding.dist, "all_gather_object", gather)
+    with pytest.raises(ValueError, match=r"^sharding=fsdp: its processes were given different prompts"):
+        generate(shared, None, torch.tensor([[5]]), max_new_tokens=3, seed=1)
+    others[0][0] = 5
+    assert (
+        len(generate(shared, None, torch.tensor([[5]]), max_new_tokens=3, seed=1, eos_token_id=-1).new_tokens[0]) == 3
+    )
+    with pytest.raises(ValueError, match=r"^target.sharding=fsdp: requests reach one process"):
+        Worker(shared, None)
+
+
 def test_a_cache_of_one_block_a_layer_decodes_the_same(target: Target, monkeypatch):
-    ids, settings = torch.tensor([[5, 7, 9, 11]]), {"max_new_tokens": 20, "eos_token_id": -1, "temperature": 1.0}
+    ids, settings = (
+        torch.tensor([[5, 7, 9, 11]]),
+        {"max_new_tokens": 20, "eos_token_id": -1, "temperature": 1.0, "seed": 1},
+    )
     together = generate(target, NgramDrafter(), ids, **settings).new_tokens
     apart = Target(target.model, target.tokenizer, target.name)
     monkeypatch.setitem(vars(apart), "on_one_device", False)

@@ -22,6 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from foredraft.heads.target.ragged_tensor import RaggedTensor
+
 NAME = "foredraft"
 # What a model may hand its attention beyond plain dot products; those calls go to transformers' own function.
 EXTRAS = ("softcap", "s_aux", "position_bias", "output_attentions")
@@ -112,6 +114,11 @@ def grouped_sdpa(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
         )
+    if isinstance(attention_mask, RaggedTensor) and isinstance(key, RaggedTensor) and isinstance(value, RaggedTensor):
+        out = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3])
+        for rows, keys, values, mask in zip(key.rows, key.parts, value.parts, attention_mask.parts, strict=True):
+            out[rows] = grouped_sdpa(module, query[rows], keys, values, mask, dropout, scaling)[0]
+        return out, None
     groups = query.shape[1] // key.shape[1]
     if groups > 1:  # all layers of a forward have one mask
         grouped = GROUPED.setdefault(attention_mask, {})

@@ -22,6 +22,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from foredraft.heads.target.cuda_graphs import CudaGraphs
+from foredraft.heads.target.device import upload
 
 MIN_BUCKET = 256  # columns that a forward of fixed shapes sees, at least
 BLOCKS = 4  # that layers of one shape share: while a cache grows, one of them is there twice
@@ -29,8 +30,7 @@ BLOCKS = 4  # that layers of one shape share: while a cache grows, one of them i
 
 def to_device(numbers: Any, device: torch.device) -> Tensor:
     """Whole numbers of the host, in lists of lists, as int64 on the device, without waiting for what runs there."""
-    tensor = torch.tensor(numbers, dtype=torch.int64)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return upload(torch.tensor(numbers, dtype=torch.int64), device)
 
 
 class CacheLayer(CacheLayerMixin):
@@ -110,11 +110,18 @@ class KVCache(Cache):
         self.all_slots = torch.arange(max_batch, device=self.device)[:, None]
         self.all_seq_lens = torch.zeros(max_batch, 1, dtype=torch.int64, device=self.device)
 
+    @property
+    def entries(self) -> int:
+        """That memory is reserved for."""
+        return self.max_batch * self.capacity
+
     def use(self, batch: int) -> None:
         """So many slots. What was captured for as many before stays."""
         self.batch, self.slots, self.static_seq_lens = batch, self.all_slots[:batch], self.all_seq_lens[:batch]
         for layer in self.layers:
             layer.is_initialized = False  # its views are of other slots
+            if isinstance(layer, CacheLayer):
+                layer.keys, layer.values = None, None  # type: ignore[assignment]  # or what they show would stay
 
     def reorder(self, slots: list[int | None], capacity: int, most: int | None = None) -> None:
         """The batch becomes these of its slots, None being an empty one, with room for `capacity` entries. A sequence is
@@ -125,15 +132,7 @@ class KVCache(Cache):
         if capacity != self.capacity or len(slots) > self.max_batch:
             max_batch = self.max_batch if len(slots) <= self.max_batch else max(len(slots), 2 * self.max_batch)
             max_batch = max_batch if most is None or max_batch * capacity <= most else len(slots)
-            for key, block in list(self.blocks.items()):
-                layers, pair, _, heads, _, dim = block.shape
-                grown = block.new_zeros(layers, pair, max_batch, heads, capacity, dim)
-                for new, (old, length) in enumerate(zip(slots, lengths, strict=True)):
-                    if old is not None:
-                        grown[:, :, new, :, :length] = block[:, :, old, :, :length]
-                self.blocks[key] = grown
-            self.allocate(max_batch, capacity)
-            self.use(len(slots))
+            self.resize(slots, capacity, max_batch)
         else:
             for block in self.blocks.values():
                 copies = [block[:, :, old, :, : lengths[new]].clone() for new, old in moved]
@@ -143,6 +142,20 @@ class KVCache(Cache):
                 self.use(len(slots))
         self.kv_bucket = None
         self.set_lengths(lengths)
+
+    def resize(self, slots: list[int | None], capacity: int, max_batch: int) -> None:
+        """Other memory, for `max_batch` slots of `capacity` entries, of which these become the first. Block by block, each of
+        which frees what it was: nothing may refer to that any more."""
+        self.allocate(max_batch, capacity)
+        self.use(len(slots))
+        for key in list(self.blocks):
+            block = self.blocks[key]
+            layers, pair, _, heads, _, dim = block.shape
+            self.blocks[key] = block.new_zeros(layers, pair, max_batch, heads, capacity, dim)
+            for new, old in enumerate(slots):
+                if old is not None:
+                    length = self.lengths[old]
+                    self.blocks[key][:, :, new, :, :length] = block[:, :, old, :, :length]
 
     def erase(self, slot: int) -> None:
         """Overwrite all that a slot holds."""
@@ -158,9 +171,19 @@ class KVCache(Cache):
         """These slots, which are empty, become these `others` of another cache."""
         lengths = [*self.lengths]
         for slot, theirs in zip(slots, others, strict=True):
-            self.copy_in(slot, [other.copy_out(theirs, 0, other.lengths[theirs])])
             lengths[slot] = other.lengths[theirs]
+            for key, block in other.blocks.items():
+                self.block_like(key, block[:, :, 0])[:, :, slot, :, : lengths[slot]] = block[
+                    :, :, theirs, :, : lengths[slot]
+                ]
         self.set_lengths(lengths)
+
+    def block_like(self, key: tuple, states: Tensor) -> Tensor:
+        """The block of this key, made where there is none yet, for states (layers, 1 or 2, heads, entries, dim)."""
+        if key not in self.blocks:
+            layers, pair, heads, _, dim = states.shape
+            self.blocks[key] = states.new_zeros(layers, pair, self.max_batch, heads, self.capacity, dim)
+        return self.blocks[key]
 
     def copy_out(self, slot: int, start: int, end: int) -> dict[tuple, Tensor]:
         """Copies of a slot's entries start .. end - 1, (layers, 1 or 2, heads, entries, dim) each."""
@@ -170,10 +193,7 @@ class KVCache(Cache):
         """Write what `copy_out` gave, piece after piece, from the slot's first entry on."""
         for key in pieces[0]:
             states = torch.cat([piece[key] for piece in pieces], dim=3)
-            if key not in self.blocks:
-                layers, pair, heads, _, dim = states.shape
-                self.blocks[key] = states.new_zeros(layers, pair, self.max_batch, heads, self.capacity, dim)
-            self.blocks[key][:, :, slot, :, : states.shape[3]] = states
+            self.block_like(key, states)[:, :, slot, :, : states.shape[3]] = states
 
     def clear(self) -> None:
         """Forget all text. What was captured stays."""
@@ -222,6 +242,12 @@ class KVCache(Cache):
         """(batch, new): where each slot's newest entries go."""
         return self.seq_lens + torch.arange(self.num_uncommitted, self.num_uncommitted + new, device=self.device)
 
+    def key_positions(self, positions: Tensor) -> Tensor:
+        """(batch, width) of all columns that a forward of new entries sees, of these positions (batch, new)."""
+        new = positions.shape[1]
+        columns = torch.arange(self.width(new), device=self.device).repeat(len(positions), 1)
+        return columns.scatter(1, self.columns(new), positions)
+
     def block(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """This layer's keys and values, a view into the block that layers of its shape share."""
         same = keys.shape[1:2] == values.shape[1:2] and keys.shape[3] == values.shape[3]
@@ -231,7 +257,7 @@ class KVCache(Cache):
             number, place = divmod(layer, self.layers_per_block)
             key = (states.shape[1], states.shape[3], states.dtype, states.device, name, number)
             if key not in self.blocks:
-                # A model that mixes shapes reserves its later layers twice; on a CPU pages are not touched until written.
+                # A model that mixes shapes reserves its later layers twice.
                 count = min(self.layers_per_block, len(self.layers) - number * self.layers_per_block)
                 size = (count, 2 if same else 1, self.max_batch, states.shape[1], self.capacity, states.shape[3])
                 self.blocks[key] = torch.zeros(size, dtype=states.dtype, device=states.device)

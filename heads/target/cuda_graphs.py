@@ -89,6 +89,10 @@ class CudaGraph:
 CAPTURES: dict[str, Callable[..., CapturedGraph]] = {"cuda": CudaGraph}  # by type of device; others run as they are
 
 
+def captures(device: torch.device, enabled: bool) -> bool:
+    return enabled and device.type in CAPTURES
+
+
 class CudaGraphs:
     """The captured graphs of one owner, by key and by its inputs' shapes."""
 

@@ -14,12 +14,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from foredraft.heads import packing
 from foredraft.heads.target import attention
 from foredraft.heads.target.cache import KVCache, to_device
+from foredraft.heads.target.cuda_graphs import captures
 from foredraft.heads.target.ends import load_ends, refuse
 from foredraft.heads.target.gguf import record_of
 from foredraft.heads.target.loading import load_model, load_tokenizer, loads_straight_to
 from foredraft.heads.target.locating import full_name, locate
 from foredraft.heads.target.masks import Masks
 from foredraft.heads.target.output import TargetOutput
+from foredraft.heads.target.ragged_cache import RaggedCache
 from foredraft.heads.target.sharding import COLLECTIVE, arguments, broadcast, full_tensor
 from foredraft.heads.target.state_cache import StateCache, supports_caching, supports_chains, supports_ragged
 from foredraft.heads.target.support import (
@@ -35,7 +37,7 @@ from foredraft.heads.target.support import (
 )
 
 T = TypeVar("T")
-TargetCache = KVCache | StateCache
+TargetCache = KVCache | RaggedCache | StateCache
 
 
 class Target:
@@ -196,6 +198,15 @@ class Target:
         """May its forwards be captured (heads/target/cuda_graphs.py)? A graph knows one process and one device."""
         return self.sharding is None and self.on_one_device
 
+    @property
+    def supports_ragged_cache(self) -> bool:
+        """May a batch's sequences lie in caches of their own (heads/target/ragged_cache.py)? Captured forwards know one, and
+        an attention that is not ours takes keys as one tensor."""
+        ours = self.model.config._attn_implementation == attention.NAME
+        return (
+            self.supports_trees and self.on_one_device and ours and not captures(self.device, self.supports_cuda_graphs)
+        )
+
     @cached_property
     def on_one_device(self) -> bool:
         return len({parameter.device for parameter in self.model.parameters()}) == 1
@@ -253,17 +264,17 @@ class Target:
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
-        mask: Tensor | None = None,
-        cache: KVCache | None = None,
+        mask: Any = None,
+        cache: KVCache | RaggedCache | None = None,
         layers: Sequence[int] = (),
         keep_logits: int = 0,
         key_positions: Tensor | None = None,
     ) -> TargetOutput:
         """One forward. Gradients reach nothing but an adapter (heads/adapter.py): all else is frozen.
 
-        tokens, positions: (batch, length) int64. mask: (batch, length, keys) bool, True where a token may look; None is
-        causal. key_positions: (batch, keys) int64, the position of each key, needed with a mask where the target has
-        sliding windows. keep_logits: 0 for all positions, n for the last n.
+        tokens, positions: (batch, length) int64. mask: (batch, length, keys) bool, True where a token may look, or what the
+        model takes for that (heads/target/masks.py); None is causal. key_positions: (batch, keys) int64, the position of each
+        key, needed with a bool mask where the target has sliding windows. keep_logits: 0 for all positions, n for the last n.
         """
         assert mask is None or self.supports_trees, self.why_no_trees
         if self.ends_only:
@@ -273,8 +284,10 @@ class Target:
         if cache is None:
             self.check_tokens(tokens)
         kwargs: dict[str, Any] = {"use_cache": cache is not None}
+        if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+            mask = self.masks(mask, self.dtype, positions, key_positions)
         if mask is not None:
-            kwargs["attention_mask"] = self.masks(mask, self.dtype, positions, key_positions)
+            kwargs["attention_mask"] = mask
         if cache is not None:
             kwargs["past_key_values"] = cache
         return self._forward(tokens, positions, layers, keep_logits, kwargs)[0]
@@ -333,9 +346,9 @@ class Target:
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int], cache: TargetCache, layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """A forward of prompts (batch, longest), padded on the right, or of a part of them, after what the cache holds; a
-        target without trees takes them whole. logits (batch, 1, vocab): of each prompt's last token; aux_hidden_states
-        (batch, longest, width), those of padding without meaning."""
+        """A forward of prompts (batch, longest), padded on the right, or where it `supports_chunks` of a part of them, after
+        what the cache holds. logits (batch, 1, vocab): of each prompt's last token; aux_hidden_states (batch, longest,
+        width), those of padding without meaning."""
         self.check_tokens(tokens)
         if isinstance(cache, StateCache):
             return cache.prefill(self, tokens, lengths, layers)
@@ -382,6 +395,11 @@ class Target:
         """Does one forward of chains after texts of several lengths give what one of each gives? Measured once."""
         return self.supports_caching and supports_ragged(self)
 
+    @property
+    def supports_chunks(self) -> bool:
+        """May a prompt be prefilled part by part?"""
+        return self.supports_trees or (self.rope_boundary is None and self.supports_chains)
+
     def generate_next(self, text: Tensor, kwargs: dict[str, Any] | None = None) -> tuple[TargetOutput, dict[str, Any]]:
         """The logits (1, 1, vocab) of the token after a text (1, length), by the steps of transformers' own generate, and
         the arguments that they keep for the text with that token."""
@@ -401,13 +419,13 @@ class Target:
         self,
         tokens: Tensor,
         positions: Tensor,
-        mask: Tensor | None,
+        mask: Tensor | list[Tensor] | None,
         cache: TargetCache,
         layers: Sequence[int] = (),
         keep_logits: int = 0,
     ) -> TargetOutput:
-        """A forward of draft tokens (batch, nodes) after the cached text; mask (batch, nodes, keys) bool, or None as by
-        `KVCache.causal_mask`. A target without trees takes them for a chain.
+        """A forward of draft tokens (batch, nodes) after the cached text; mask (batch, nodes, keys) bool, several as by
+        `RaggedCache.mask`, or None as by `KVCache.causal_mask`. A target without trees takes them for a chain.
 
         Nodes that nothing can come of (token -1, or beyond the context) are replaced by something harmless.
         """
@@ -416,9 +434,11 @@ class Target:
         if self.context is not None:
             positions = positions.clamp(max=self.context - 1)  # a learned position table ends there
         key_positions = None
-        if self.window is not None and mask is not None:
-            columns = torch.arange(mask.shape[-1], device=tokens.device).repeat(len(tokens), 1)
-            key_positions = columns.scatter(1, cache.columns(tokens.shape[1]), positions)
+        if isinstance(mask, list):
+            assert isinstance(cache, RaggedCache)
+            mask = cache.attention_mask(self.masks, mask, self.dtype, positions)
+        elif self.window is not None and mask is not None:
+            key_positions = cache.key_positions(positions)
         return self.forward(tokens.clamp(min=0), positions, mask, cache, layers, keep_logits, key_positions)
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -69,3 +69,10 @@ def broadcast(value: T) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def all_equal(value: Any) -> bool:
+    """Has every process the same, which may be anything that can be pickled? Every process must ask."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return all(one == values[0] for one in values)

@@ -10,7 +10,6 @@ side by side; no mask keeps padding out of them, so a state that padding went th
 Slots with too many uncommitted tokens compute as many as the least of them has, so that there is no padding.
 """
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -60,6 +59,18 @@ class SlotState:
     def num_uncommitted(self) -> int:
         return 0 if self.finished or self.text is None else self.text.shape[1] - self.num_computed_tokens
 
+    def extend(self, target: "Target", tokens: Tensor, layers: Sequence[int]) -> TargetOutput:
+        """A forward of text (1, length) that follows, and of what is not computed before it."""
+        assert self.text is not None
+        self.text = torch.cat([self.text, tokens], dim=1)
+        new = self.text[:, self.num_computed_tokens :]
+        output, self.state = target.forward_from(new, self.num_computed_tokens, self.state, layers, keep_logits=1)
+        if self.state is not None:
+            self.num_computed_tokens = self.text.shape[1]
+        if can_crop(self.state):
+            self.state.crop(0)  # a window drops what it no longer needs
+        return output._replace(aux_hidden_states=output.aux_hidden_states[:, -tokens.shape[1] :])
+
     def commit(self, count: int) -> None:
         """Keep the first `count` drafts of its newest forward."""
         assert self.text is not None and self.newest is not None
@@ -84,11 +95,30 @@ def stacks(state: Any, target: "Target") -> bool:
     return bool(kinds & RECURRENT) and kinds <= STACKED
 
 
-class BothLayer(LinearAttentionLayer, CacheLayer):
+class StateLayer(LinearAttentionLayer):
+    """States are replaced where transformers' layer writes into them: those from before need no copy. `supports_ragged` finds
+    models that write into them themselves."""
+
+    def __init__(self, own: LinearAttentionLayer):
+        self.__dict__.update(vars(own))  # what its states are
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any) -> Tensor:
+        before = self.conv_states[state_idx]
+        whole = torch.cat([before, conv_states.to(before.dtype)], dim=-1)
+        self.conv_states[state_idx] = whole[..., -before.shape[-1] :]
+        return whole
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        state = recurrent_states.to(self.recurrent_states[state_idx].dtype)
+        self.recurrent_states[state_idx] = state
+        return state
+
+
+class BothLayer(StateLayer, CacheLayer):
     """Of a layer that has attention and recurrence side by side."""
 
     def __init__(self, cache: KVCache, index: int, own: LinearAttentionLayer):
-        self.__dict__.update(vars(own))  # what its states are
+        StateLayer.__init__(self, own)
         CacheLayer.__init__(self, cache, index)
 
     def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:
@@ -106,7 +136,7 @@ class StackedCache(KVCache):
         self.recurrent: list[dict[int, Any]] = []  # every layer's tensors, (batch, ...)
         for number, layer in enumerate(own.layers):
             if isinstance(layer, LinearAttentionLayer):
-                mine = BothLayer(self, number, layer) if isinstance(layer, DynamicLayer) else copy.copy(layer)
+                mine = BothLayer(self, number, layer) if isinstance(layer, DynamicLayer) else StateLayer(layer)
                 mine.record_past = False
                 mine.conv_states, mine.recurrent_states = (
                     {key: None if state is None else state.new_zeros(batch, *state.shape[1:]) for key, state in states}
@@ -164,7 +194,7 @@ class StackedCache(KVCache):
         count = min((slot.num_uncommitted for slot in slots if slot.num_uncommitted > MAX_UNCOMMITTED), default=0)
         if count == 0:
             return
-        before, tokens = self.clone_states(), torch.zeros(len(slots), count, dtype=torch.int64, device=self.device)
+        before, tokens = self.states(), torch.zeros(len(slots), count, dtype=torch.int64, device=self.device)
         for number, slot in enumerate(slots):
             if slot.num_uncommitted >= count:
                 assert slot.text is not None
@@ -192,7 +222,7 @@ class StackedCache(KVCache):
                 new[number, slot.num_uncommitted : slot.num_uncommitted + nodes] = tokens[number]
         whole = [slot.finished or slot.num_uncommitted == wide for slot in slots]
         # Lone bonus tokens are always accepted, so what they do to the states may stay.
-        before = None if nodes == 1 and all(whole) else self.clone_states()
+        before = None if nodes == 1 and all(whole) else self.states()
         output = self.forward(target, new, slots, layers, wide + nodes - few)
         self.newest = before, tokens, whole
         where = torch.tensor(uncommitted, device=self.device)[:, None, None]
@@ -215,9 +245,6 @@ class StackedCache(KVCache):
                 slot.num_computed_tokens = slot.text.shape[1] if kept[number] else slot.num_computed_tokens
         self.restore(before, kept)
         self.set_lengths([slot.num_computed_tokens for slot in slots])
-
-    def clone_states(self) -> list[Tensor]:
-        return [state.clone() for state in self.states()]
 
     def restore(self, before: list[Tensor] | None, kept: list[bool]) -> None:
         """States of slots that are not kept become what they were."""

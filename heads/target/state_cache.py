@@ -50,6 +50,7 @@ class StateCache:
     """
 
     kv_bucket: int | None = None
+    entries = 0  # a state has no room to be counted
 
     def __init__(self, batch: int, capacity: int, device: torch.device | str):
         self.batch, self.capacity, self.device = batch, capacity, torch.device(device)
@@ -112,10 +113,15 @@ class StateCache:
     def prefill(
         self, target: "Target", tokens: Tensor, lengths: Sequence[int], layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """As `Target.prefill`."""
-        for number, (slot, length) in enumerate(zip(self.slots, lengths, strict=True)):
-            slot.text = tokens[number : number + 1, :length]
-        return as_batch([self.prefill_slot(slot, target, layers) for slot in self.slots], max(lengths))
+        """As `Target.prefill`: whole prompts, or of a target that supports chains a part of each."""
+        outputs = []
+        for slot, row, length in zip(self.slots, tokens, lengths, strict=True):
+            if slot.text is None:
+                slot.text = row[None, :length]
+                outputs.append(self.prefill_slot(slot, target, layers))
+            else:
+                outputs.append(slot.extend(target, row[None, :length], layers))
+        return as_batch(outputs, max(lengths))
 
     def prefill_slot(self, slot: SlotState, target: "Target", layers: Sequence[int] = ()) -> TargetOutput:
         """A forward of the whole text into a new state."""

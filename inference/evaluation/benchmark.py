@@ -142,7 +142,7 @@ class Benchmark:
         assert not isinstance(one.what, dict)
         ids = torch.tensor([text.tokens], device=self.target.device)
         settings: dict[str, Any] = {"max_new_tokens": self.new_tokens, "eos_token_id": -1, "temperature": temperature}
-        out = generate(self.target, one.what, ids, timings=True, **settings)
+        out = generate(self.target, one.what, ids, timings=True, seed=0, **settings)
         seconds = {stage: part / max(1, len(out.steps)) for stage, part in out.seconds.items()}
         self.lines.add({"kind": "stages", "decoder": one.name, "temperature": temperature, "seconds": seconds})
 

@@ -9,7 +9,6 @@ Other arguments are those of `lm_eval --model hf`. Only tasks that generate get 
 
 from typing import Any
 
-import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
@@ -31,7 +30,6 @@ class Foredraft(HFLM):
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
         """As HFLM's own: greedy unless a task samples, with torch's seed."""
-        sampled = bool(generation_kwargs.get("do_sample") or generation_kwargs.get("temperature"))
         return generate(
             self.decoded,
             self.drafter,
@@ -39,7 +37,6 @@ class Foredraft(HFLM):
             max_length=max_length,
             stop_strings=[one for one in stop if one],
             pad_token_id=self.tokenizer.pad_token_id,
-            seed=int(torch.randint(1 << 62, ())) if sampled else 0,
             **generation_kwargs,
         ).sequences
 

@@ -21,7 +21,7 @@ from itertools import islice
 import torch
 
 from foredraft.heads.target import Target
-from foredraft.heads.target.cache import KVCache
+from foredraft.heads.target.cache import BLOCKS, KVCache
 from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, share
 from foredraft.inference.engine import Engine, RequestOutput
 from foredraft.inference.prefix_cache import PrefixCache
@@ -81,6 +81,11 @@ class Worker(threading.Thread):
                 f"max_num_seqs={max_num_seqs} must be at least 1, max_waiting={max_waiting} at least 0, timeout={timeout} "
                 f"and cache_gib={cache_gib} above 0"
             )
+        if target.is_collective:
+            raise ValueError(
+                f"target.sharding={target.sharding}: requests reach one process, and all must take part in every forward: "
+                "take target.sharding=layers, or engine=vllm"
+            )
         if prefix_cache_gib is None:
             prefix_cache_gib = 1.0 if cache_gib is None else cache_gib / 4
         if prefix_cache_gib < 0 or (cache_gib is not None and prefix_cache_gib >= cache_gib):
@@ -92,10 +97,14 @@ class Worker(threading.Thread):
             raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1; null takes prompts whole")
         self.prefixes = PrefixCache(int(prefix_cache_gib * 2**30)) if prefix_cache_gib else None
         self.target = target
-        tokens = None
+        tokens, drafter_share = None, 0.0
         if cache_gib is not None:  # both engines may have so many
-            per_token = cache_bytes_per_token(target, drafter) + cache_bytes_per_token(target, None)
-            tokens = int((cache_gib - prefix_cache_gib) * 2**30 / per_token)
+            # While the target's cache grows, a block of it is there twice; of a drafter's small one all, and its prompts'.
+            plain = cache_bytes_per_token(target, None)
+            drafters = 3 * (cache_bytes_per_token(target, drafter) - plain)
+            plain = plain * (1 + 1 / BLOCKS)
+            tokens = int((cache_gib - prefix_cache_gib) * 2**30 / (2 * plain + drafters))
+            drafter_share = drafters / (plain + drafters)
         # The second decodes plainly, for requests that ask for it, to compare: a step of each in turn.
         self.engines = [
             Engine(
@@ -105,6 +114,7 @@ class Worker(threading.Thread):
                 max_cache_tokens=tokens,
                 prefill_chunk=prefill_chunk,
                 prefixes=self.prefixes,
+                drafter_share=drafter_share,
             )
             for one in (drafter, None)
         ]

@@ -1,0 +1,229 @@
+"""Sequences of very different lengths in one batch, so that none pays for the longest.
+
+Those of like length form a cohort, a KVCache as long as the longest of its own. A forward runs over all sequences together;
+attention alone goes cohort by cohort:
+
+    cohort 0   [ t t t t | n n . ]
+               [ t t t | n n . . ]
+    cohort 1   [ t t t t t t t t t t t t t t t | n n . ]
+
+A cohort grows alone, and whoever is prefilled where there is none of its length brings a cohort along: nothing is copied.
+Captured forwards know one width and one block of memory, so there a batch stays one KVCache.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from foredraft.heads.target.cache import CacheLayer, KVCache, to_device
+from foredraft.heads.target.cuda_graphs import CudaGraphs
+from foredraft.heads.target.masks import Masks
+from foredraft.heads.target.ragged_tensor import RaggedTensor
+
+SHORT, RATIO = 1024, 1.25  # entries that are alike whatever they are; above, the longest over the shortest of a cohort
+
+
+class Need(NamedTuple):
+    """Entries of one sequence."""
+
+    now: int  # for its next step
+    room: int  # that it gets when its cohort gets new memory
+    final: int  # that it may come to need
+
+    @property
+    def cohort(self) -> tuple[int, int]:
+        """Sequences of one are alike: now, and in what they may come to."""
+        return size_class(self.room), size_class(self.final)
+
+
+def size_class(entries: int) -> int:
+    return max(0, math.ceil(math.log(entries / SHORT, RATIO)))
+
+
+def most_entries(finals: Sequence[int]) -> int:
+    """Of all cohorts together, at any time, of sequences that may come to need so many."""
+    longest = max(finals, default=0)
+    return sum(min(math.ceil(SHORT * RATIO ** size_class(final)), longest) for final in finals)
+
+
+class RaggedLayer(CacheLayer):
+    cache: "RaggedCache"
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        cohorts, rows = self.cache.cohorts, self.cache.rows
+        if self.cache.is_one:
+            return cohorts[0].layers[self.index].update(key_states, value_states)
+        both = [
+            cohort.layers[self.index].update(key_states[mine], value_states[mine])
+            for cohort, mine in zip(cohorts, rows, strict=True)
+        ]
+        keys, values = ([*parts] for parts in zip(*both, strict=True))
+        return RaggedTensor(keys, rows, 2), RaggedTensor(values, rows, 2)
+
+
+class RaggedCache(Cache):
+    """The same interface as heads/target/cache.py's, as far as the engine uses it. lengths, seq_lens: as there."""
+
+    kv_bucket: int | None = None
+    needs_catch_up = False
+
+    def __init__(self, first: KVCache, final: int):
+        """first: the cohort that it begins with. final: entries that the longest of it may come to need."""
+        super().__init__(layers=[RaggedLayer(self, number) for number in range(len(first.layers))])
+        self.device, self.graphs = first.device, CudaGraphs(first.device, enabled=False)
+        self.cohorts, self.final_classes, self.members = [first], [size_class(final)], [[*range(first.batch)]]
+        self.awaited: list[int] = []  # slots of the batch that no cohort has
+        self.note_members()
+
+    def note_members(self) -> None:
+        """members: which slots the rows of each cohort are."""
+        self.batch = sum(map(len, self.members))
+        self.is_one = self.members == [[*range(self.batch)]]
+        self.rows = [to_device(slots, self.device) for slots in self.members]
+        self.places = {slot: (cohort, row) for cohort, slots in self.pairs() for row, slot in enumerate(slots)}
+        self.note_lengths()
+
+    def pairs(self) -> list[tuple[KVCache, list[int]]]:
+        return list(zip(self.cohorts, self.members, strict=True))
+
+    def note_lengths(self) -> None:
+        self.lengths = [0] * self.batch
+        for cohort, slots in self.pairs():
+            for slot, length in zip(slots, cohort.lengths, strict=True):
+                self.lengths[slot] = length
+        self.seq_lens = self.cohorts[0].seq_lens if self.is_one else to_device(self.lengths, self.device)[:, None]
+
+    @property
+    def entries(self) -> int:
+        """That memory is reserved for."""
+        return sum(cohort.entries for cohort in self.cohorts)
+
+    @property
+    def capacity(self) -> int:
+        return max((cohort.capacity for cohort in self.cohorts), default=0)
+
+    @property
+    def blocks(self) -> dict[Any, Tensor]:
+        return {(number, key): block for number, one in enumerate(self.cohorts) for key, block in one.blocks.items()}
+
+    def is_short(self, needs: Sequence[Need]) -> bool:
+        """Is there a sequence whose next step does not fit?"""
+        return any(needs[slot].now > cohort.capacity for slot, (cohort, _) in self.places.items())
+
+    def reorder(self, slots: list[int | None], needs: Sequence[Need], free: int | None = None) -> None:
+        """The batch becomes these of its slots, None being an arriving sequence. These join a cohort of like length, unless
+        there is none, or its memory would grow by more than `free` entries: then `copy_from` brings a new one."""
+        self.awaited, self.needs = [new for new, old in enumerate(slots) if old is None], needs
+        home = self.home(free)
+        cohorts: list[KVCache] = []
+        classes: list[int] = []
+        members: list[list[int]] = []
+        for cohort, final_class, mine in zip(self.cohorts, self.final_classes, self.members, strict=True):
+            rows = {slot: row for row, slot in enumerate(mine)}
+            new = [slot for slot, old in enumerate(slots) if old in rows or (old is None and cohort is home)]
+            if new:
+                order = [rows.get(old) for old in (slots[slot] for slot in new)]
+                capacity = cohort.capacity
+                if max(needs[slot].now for slot in new) > capacity:
+                    capacity = max(needs[slot].room for slot in new)
+                    if free is not None:
+                        self.trim()
+                cohort.reorder(order, capacity, None if free is None else 0)
+                cohorts.append(cohort)
+                classes.append(final_class)
+                members.append(new)
+        self.cohorts, self.final_classes, self.members = cohorts, classes, members
+        if home is not None:
+            self.awaited = []
+        if not self.awaited:
+            self.note_members()
+
+    def home(self, free: int | None) -> KVCache | None:
+        """The cohort of sequences like the awaited ones."""
+        if not self.awaited:
+            return None
+        mine = [self.needs[slot] for slot in self.awaited]
+        longest = Need(*map(max, zip(*mine, strict=True)))
+        for cohort, final_class, slots in zip(self.cohorts, self.final_classes, self.members, strict=True):
+            more = max(0, len(slots) + len(mine) - cohort.max_batch) * cohort.capacity
+            fits = free is None or more <= free
+            if (size_class(cohort.capacity), final_class) == longest.cohort and fits:
+                return cohort
+        return None
+
+    def trim(self) -> None:
+        """Give back the memory of slots that are not in use."""
+        for cohort in self.cohorts:
+            if cohort.max_batch > cohort.batch:
+                cohort.resize([*range(cohort.batch)], cohort.capacity, cohort.batch)
+
+    def copy_from(self, slots: list[int], other: KVCache, others: list[int]) -> None:
+        """These slots, which are empty, become these `others` of another cache. Where no cohort awaits them and all of it
+        comes, it becomes a cohort itself."""
+        if other in self.cohorts:  # the first one
+            return
+        if self.awaited:
+            longest, cohort = Need(*map(max, zip(*(self.needs[slot] for slot in slots), strict=True))), other
+            if others != [*range(other.batch)]:
+                cohort = KVCache(len(self.layers), len(others), longest.room, self.device)
+                cohort.copy_from([*range(len(others))], other, others)
+            elif longest.now > other.capacity:
+                other.reorder([*others], longest.room)
+            self.cohorts.append(cohort)
+            self.final_classes.append(size_class(longest.final))
+            self.members.append(slots)
+            self.awaited = []
+            return self.note_members()
+        for slot, theirs in zip(slots, others, strict=True):
+            cohort, row = self.places[slot]
+            cohort.copy_from([row], other, [theirs])
+        self.note_lengths()
+
+    def erase(self, slot: int) -> None:
+        cohort, row = self.places[slot]
+        cohort.erase(row)
+
+    def erase_uncommitted(self, slot: int) -> None:
+        cohort, row = self.places[slot]
+        cohort.erase_uncommitted(row)
+
+    def copy_out(self, slot: int, start: int, end: int) -> dict[tuple, Tensor]:
+        cohort, row = self.places[slot]
+        return cohort.copy_out(row, start, end)
+
+    def set_bucket(self, room: int) -> None:
+        """Nothing is captured here."""
+
+    def key_positions(self, positions: Tensor) -> Tensor:
+        """As `KVCache.key_positions`, of a lone cohort."""
+        return self.cohorts[0].key_positions(positions)
+
+    def mask(self, among: Tensor) -> Tensor | list[Tensor]:
+        """As `KVCache.mask`, of each cohort where there are several; among: (batch, new, new)."""
+        if self.is_one:
+            return self.cohorts[0].mask(among)
+        return [cohort.mask(among[mine]) for cohort, mine in zip(self.cohorts, self.rows, strict=True)]
+
+    def attention_mask(self, masks: Masks, parts: list[Tensor], dtype: torch.dtype, positions: Tensor) -> Any:
+        """What `masks` makes of `mask`'s for positions (batch, new)."""
+        made = []
+        for cohort, mine, part in zip(self.cohorts, self.rows, parts, strict=True):
+            keys = None if masks.window is None else cohort.key_positions(positions[mine])
+            made.append(masks(part, dtype, positions[mine], keys))
+        hidden = torch.finfo(dtype).min
+        if not isinstance(made[0], dict):
+            return RaggedTensor(made, self.rows, 3, hidden)
+        return {kind: RaggedTensor([one[kind] for one in made], self.rows, 3, hidden) for kind in made[0]}
+
+    def commit(self, path: list[list[int]], padded_path: Tensor, counts: Tensor) -> None:
+        """As `KVCache.commit`."""
+        for (cohort, slots), mine in zip(self.pairs(), self.rows, strict=True):
+            if self.is_one:
+                cohort.commit(path, padded_path, counts)
+            else:
+                cohort.commit([path[slot] for slot in slots], padded_path[mine], counts[mine])
+        self.note_lengths()

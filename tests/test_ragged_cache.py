@@ -1,0 +1,146 @@
+"""Texts of very different lengths in one batch: each is the plain one, and none pays for the longest."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from foredraft.heads import Target
+from foredraft.heads.target import ragged_cache
+from foredraft.heads.target.ragged_tensor import RaggedTensor
+from foredraft.inference import Engine, Request
+from foredraft.inference.drafters import NgramDrafter
+from foredraft.inference.serve.worker import Worker
+from tests.support.architectures import VOCAB, pair
+from tests.support.batches import prompt
+from tests.support.drafters import Random, drafters
+from tests.test_engine import requests
+
+LENGTHS = (60, 5, 33, 12, 47, 8, 21, 3)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Of a few tokens, texts are unlike already."""
+    monkeypatch.setattr(ragged_cache, "SHORT", 8)
+    monkeypatch.setattr("foredraft.inference.batch.ROOM", 3)
+
+
+def asked(new: int = 12) -> list[Request]:
+    texts = [[1 + token % (VOCAB - 1) for token in prompt(length, length)[0].tolist()] for length in LENGTHS]
+    return [Request(text, max_new_tokens=new + number % 3) for number, text in enumerate(texts)]
+
+
+def run(engine: Engine, requests: list[Request], note: Any = lambda: None) -> list[list[int]]:
+    texts: dict[Request, list[int]] = {request: [] for request in requests}
+    for number, request in enumerate(requests):
+        engine.add(request)
+        for output in engine.step() if number % 3 else ():
+            texts[output.request] += output.tokens
+    while engine.has_work:
+        for output in engine.step():
+            texts[output.request] += output.tokens
+        note()
+    return list(texts.values())
+
+
+def alone(target: Target, requests: list[Request]) -> list[list[int]]:
+    return [run(Engine(target), [request])[0] for request in requests]
+
+
+@pytest.mark.parametrize("name", ["random", "medusa", "eagle3", "draft model"])
+def test_texts_are_the_plain_ones(target, name, short):
+    """Greedy and sampled; they join and leave, and grow."""
+    expected, engine, cohorts = alone(target, requests()), Engine(target, drafters(target)[name], max_num_seqs=4), []
+    texts = run(engine, requests(), lambda: cohorts.append(len(engine.batch.cache.cohorts)))
+    assert texts == expected and max(cohorts) > 2
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text", "gpt2", "deepseek_v3", "gpt_neox"])
+def test_texts_of_every_kind_of_attention(family, short):
+    """Windows, learned positions, keys of two widths."""
+    model, cohorts = pair(family, "sdpa").target, []
+    expected, engine = alone(model, asked()), Engine(model, Random())
+    assert run(engine, asked(), lambda: cohorts.append(len(engine.batch.cache.cohorts))) == expected
+    assert max(cohorts) > 2
+
+
+def test_each_cohort_attends_to_its_own_length(target, short, monkeypatch):
+    """Nor is memory reserved for more."""
+    engine, keys, seen = Engine(target, NgramDrafter()), list[tuple[int, int]](), []
+    attention = F.scaled_dot_product_attention
+
+    def spy(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        keys.append((len(query), key.shape[2]))
+        return attention(query, key, value, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+
+    def note() -> None:
+        if len(engine.batch.unfinished()) == len(LENGTHS) and not engine.last_was_prefill:
+            tokens = sum(rows * width for rows, width in keys) / target.num_layers
+            seen.append((tokens / sum(engine.batch.cache.lengths), engine.batch.cache.entries))
+        keys.clear()
+
+    run(engine, asked(), note)
+    longest = max(LENGTHS) + 14
+    assert seen and max(ratio for ratio, _ in seen) < 1.5 < len(LENGTHS) * longest / (sum(LENGTHS) + 8 * 14)
+    assert max(entries for _, entries in seen) < 0.75 * len(LENGTHS) * longest
+
+
+def test_what_knows_no_cohorts_gets_one_tensor():
+    parts, rows = [torch.ones(1, 2, 3, 4), torch.full((2, 2, 5, 4), 2.0)], [torch.tensor([1]), torch.tensor([0, 2])]
+    ragged = RaggedTensor(parts, rows, 2, -9.0)
+    assert ragged.shape == (3, 2, 5, 4)
+    dense = ragged * 1
+    assert type(dense) is Tensor and dense[1, :, :3].unique().tolist() == [1] and dense[[0, 2]].unique().tolist() == [2]
+    assert dense[1, :, 3:].unique().tolist() == [-9]
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of caches that were there together: nothing else has as many dimensions as a block of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.ndim >= 5:
+                self.note(tensor.untyped_storage())
+        return out
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        size, key = storage.nbytes(), storage._cdata
+        if key not in self.known:
+            self.known.add(key)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self.free, key, size)
+
+    def free(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+@pytest.mark.parametrize("name", [None, "draft model"])
+def test_a_limit_bounds_all_that_is_ever_reserved(target, name, monkeypatch):
+    """Growth and prompts included. Entries are of 6 layers with 2 heads of 8 numbers, keys and values."""
+    monkeypatch.setattr("foredraft.inference.batch.ROOM", 4)
+    monkeypatch.setattr(ragged_cache, "SHORT", 16)
+    asked, limit, entry = requests(), 2**18 if name is None else 2**19, 6 * 2 * 8 * 2 * 4
+    expected, together = alone(target, asked), set()
+    worker = Worker(target, name and drafters(target)[name], cache_gib=limit / 2**30, prefix_cache_gib=0)
+    engine = worker.engines[0]
+    others = engine.batch.max_cache_tokens * entry * 5 // 4  # of the plain engine, which has nothing to do
+    with Peak() as peak:
+        texts = run(engine, asked, lambda: together.add(len(engine.batch.unfinished())))
+    assert texts == expected and max(together) > 1
+    assert (limit - others) / 3 < peak.most <= limit - others
