@@ -1,6 +1,6 @@
-"""Suffix counting where the text repeats itself, a head's tree elsewhere: in each step whichever promises more tokens per second.
+"""Suffix counting where the text repeats itself, a head's tree elsewhere: in each step what promises more tokens per second.
 
-A suffix that was found costs a look-up and a forward over few nodes; a head's tree costs the head as well. So the counts decide:
+A suffix that was found costs a look-up and a forward over few nodes; a head's tree costs the head as well. The counts decide:
 
     suffix     (1 + share * expected) / seconds(nodes)    expected: drafts that its counts say are right; share: that were
     head       gain / seconds, of the tree (or none) that AutoTree takes
