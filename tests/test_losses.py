@@ -41,6 +41,7 @@ def formulas(draft: Prediction, answer: Prediction) -> dict[str, torch.Tensor]:
         rows["l1"].append(sum((p[token] - q[token]).abs() for token in order))
         rows["label"].append(-q[answer.tokens[row]].log())
         rows["dspark"].append(0.9 * rows["l1"][-1] + 0.1 * rows["label"][-1])
+        rows["xpress"].append(0.9 * rows["total_variation"][-1] + 0.1 * rows["hard"][-1])
         divergence = sum(p[token] * (p[token] / q[token]).log() for token in order)
         share = torch.exp(-3 * overlap)
         rows["adaptive_lk"].append(share * divergence + (1 - share) * (1 - overlap))
