@@ -163,11 +163,18 @@ def check_fit(files: formats.HeadFiles, head: DraftHead, target: Target, strict:
     saved, now = files.config.get("foredraft", {}).get("target", {}), fingerprint(target)
     problems = [
         f"{name}: the head was trained for {saved[name]}, the target has {now[name]}"
-        for name in ("vocab_size", "hidden_size", "num_layers", "embedding_digest")
+        for name in ("vocab_size", "hidden_size", "num_layers")
         if name in saved and saved[name] != now[name]
     ]
     problems += head.incompatibilities(target)
     notes = [*files.notes, *head.differences(target)]
+    if saved.get("embedding_digest", now["embedding_digest"]) != now["embedding_digest"]:
+        other = (
+            f"it was trained for other weights than {target.name} has (embedding_digest {saved['embedding_digest']} and "
+            f"{now['embedding_digest']}): of a quantised file or a fine-tune of its target it may draft a little less well, of "
+            "another model hardly at all"
+        )
+        (problems if isinstance(head, Medusa2Head) else notes).append(other)  # whose adapter would change the target
     if strict and files.trained_here:
         problems += notes
     if problems:
