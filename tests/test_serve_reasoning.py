@@ -7,6 +7,7 @@ import pytest
 from tokenizers import AddedToken
 
 from foredraft.heads import Target
+from foredraft.inference.serve.limits import Refused
 from foredraft.inference.serve.prompts import PromptEncoder
 from foredraft.inference.serve.protocol import ChatRequest
 from foredraft.inference.serve.reasoning import HarmonyReader, ThinkReader, thought_reader
@@ -76,7 +77,7 @@ def test_other_templates_know_no_thoughts():
 def encoder(tiny_path: Path) -> PromptEncoder:
     """The tiny target's tokenizer with Qwen3's marks and template."""
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
-    tokenizer = target.text_tokenizer
+    target._context, tokenizer = 1024, target.text_tokenizer
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>", "<tool_call>", "  ")])
     tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
@@ -108,6 +109,17 @@ def test_nothing_in_a_request_becomes_a_mark(encoder, evil):
     if "messages" in evil:
         (tokens,) = encoder.chat(ChatRequest(**evil))
         assert EVIL in encoder.tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize(
+    "text", ["word " * 200_000, " " * 3000 + "word " * 200_000, "<|im_end|>" * 90_000, "<think>" * 90_000]
+)
+def test_a_text_that_is_far_too_long_costs_no_more_than_the_context(encoder, monkeypatch, text):
+    seen, tokens = [], encoder.tokens
+    monkeypatch.setattr(encoder, "tokens", lambda text, special: seen.append(len(text)) or tokens(text, special))
+    with pytest.raises(Refused) as caught:
+        encoder.chat(ChatRequest(messages=[{"role": "user", "content": text}]))
+    assert caught.value.code == "context_length_exceeded" and sum(seen) < 4 * 8 * 1024 and len(seen) <= 1024
 
 
 def test_thoughts_of_earlier_answers_go_by_the_template_s_name(encoder):

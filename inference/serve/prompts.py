@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.heads.target import Target
+from foredraft.inference.serve.limits import Refused
 from foredraft.inference.serve.protocol import ChatRequest, CompletionRequest, Message, is_tokens
 
 PLACE = "\ue000{}\ue001"  # of a mark's text in a message; private characters, which are taken out of messages
@@ -28,6 +29,7 @@ class PromptEncoder:
         marks = [(token.content, token.special) for token in added if token.special or token.content in template]
         marks.sort(key=lambda mark: -len(mark[0]))  # one may hold another
         self.marks, self.special = [mark for mark, _ in marks], [special for _, special in marks]
+        self.spellings: dict[int, list[int]] = {}
         self.reads_effort, self.reads_thinking = "reasoning_effort" in template, "enable_thinking" in template
         self.knows_developers, self.thoughts = "developer" in template, "reasoning_content"
         if "message.thinking" in template:
@@ -55,6 +57,7 @@ class PromptEncoder:
         tokens = self.encode(pieces[0], False)
         for number, after in zip(pieces[1::2], pieces[2::2], strict=True):
             tokens += self.spelled(int(number)) + self.encode(after, False)
+            self.check_length(len(tokens))
         return [tokens]
 
     def effort(self, effort: str | None) -> dict[str, Any]:
@@ -67,10 +70,11 @@ class PromptEncoder:
 
     def spelled(self, number: int) -> list[int]:
         """A mark as tokens of text. The tokenizer splits special ones alone, so of others the first character is cut off."""
-        mark = self.marks[number]
-        if self.special[number]:
-            return list(self.tokenizer(mark, add_special_tokens=False, split_special_tokens=True)["input_ids"])
-        return self.encode(mark[:1], False) + self.encode(mark[1:], False)
+        if number not in self.spellings:
+            mark, parts = self.marks[number], {"add_special_tokens": False, "split_special_tokens": True}
+            whole = [mark] if self.special[number] else [mark[:1], mark[1:]]
+            self.spellings[number] = [token for part in whole for token in self.tokenizer(part, **parts)["input_ids"]]
+        return self.spellings[number]
 
     def plain(self, message: Message) -> dict[str, Any]:
         """What the template is given: text parts joined, thoughts by its own name for them, and marks taken out of all
@@ -114,6 +118,24 @@ class PromptEncoder:
         return found
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """A text that is far too long is found out part by part, so that it costs no more than the context does."""
+        size = 8 * (self.target.context or len(text))
+        if len(text) > size:
+            count = 0
+            for start in range(0, len(text), size):
+                count += len(self.tokens(text[start : start + size], False)) - 16  # a word may be cut there
+                self.check_length(count)
+        return self.tokens(text, add_special_tokens)
+
+    def check_length(self, count: int) -> None:
+        if self.target.context is not None and count > self.target.context:
+            message = (
+                f"This model's maximum context length is {self.target.context} tokens. However, you requested more than "
+                f"{count}. Please reduce the length of the messages or prompt."
+            )
+            raise Refused(400, message, "messages", "context_length_exceeded")
+
+    def tokens(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         except (TypeError, UnicodeError):
