@@ -285,7 +285,10 @@ def test_long_prompts_come_in_chunks(kind: str) -> None:
     """Text and drafts are the same. longrope takes a text whole, as does what supports no chains."""
     target, seen, prefills = pair(kind).target, [], []
     torch.manual_seed(1)
-    drafter = DynamicTree(Eagle3Head.for_target(target, depth=2).eval(), target, nodes=3, depth=2, min_probability=0)
+    drafter: Any = NgramDrafter()
+    if kind not in ("mamba2", "bloom", "openai-gpt"):  # which shape no layer of a head
+        head = Eagle3Head.for_target(target, depth=2).eval()
+        drafter = DynamicTree(head, target, nodes=3, depth=2, min_probability=0)
     for chunk in (None, 6):
         engine = Engine(target, drafter, prefill_chunk=chunk)
         asked = [Request(text, max_new_tokens=9, trace=0) for text in PROMPTS]

@@ -20,7 +20,7 @@ def tensor_bytes() -> int:
     gc.collect()
     storages = {}
     for one in gc.get_objects():
-        if isinstance(one, torch.Tensor) and one.device.type == "cpu":
+        if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device.type == "cpu" and not one.is_mkldnn:
             storage = one.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -149,8 +149,8 @@ class RaggedCache(Cache):
         mine = [self.needs[slot] for slot in self.awaited]
         longest = Need(*map(max, zip(*mine, strict=True)))
         for cohort, final_class, slots in zip(self.cohorts, self.final_classes, self.members, strict=True):
-            more = max(0, len(slots) + len(mine) - cohort.max_batch) * cohort.capacity
-            fits = free is None or more <= free
+            capacity = cohort.capacity if longest.now <= cohort.capacity else longest.room
+            fits = free is None or (len(slots) + len(mine)) * capacity - cohort.entries <= free
             if (size_class(cohort.capacity), final_class) == longest.cohort and fits:
                 return cohort
         return None
