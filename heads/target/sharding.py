@@ -70,6 +70,13 @@ def node_group() -> dist.ProcessGroup:
     return dist.new_subgroups(node_size())[0]
 
 
+def largest(count: int) -> int:
+    """Of this number in all processes."""
+    counts = torch.tensor(count)
+    dist.all_reduce(counts, dist.ReduceOp.MAX)
+    return int(counts)
+
+
 def gather_rows(tensors: Sequence[Tensor]) -> tuple[list[Tensor], slice]:
     """Each of the tensors with the rows of all processes of the node, and which of them are this process's."""
     group, found = node_group(), []

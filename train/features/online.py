@@ -29,12 +29,14 @@ def forward_target(target: Target, text: PackedBatch, layers: list[int]) -> tupl
     In the target's own precision, as decoding reads it: a trainer's autocast would round the output of a float32 target."""
     rows = slice(None)
     if target.sharding == "tensor":  # its slices read one batch together: the rows of all processes of a node
-        gathered, rows = gather_rows(text[:4])
-        text = PackedBatch(*gathered)
+        (tokens, loss_mask, documents, positions), rows = gather_rows(text[:4])
+        text = PackedBatch(tokens, loss_mask, documents, positions)
     packed = several_documents(text) if text.multiple_documents is None else text.multiple_documents
     wanted = [*layers, target.num_layers]
     with torch.autocast(text.tokens.device.type, enabled=False):
-        if packed and (not target.supports_trees or text.tokens.shape[1] > MAX_MASK_LENGTH):
+        # Pieces are gathered by all processes together, whatever rows each has.
+        apart = packed or target.sharding == "fsdp"
+        if apart and (not target.supports_trees or text.tokens.shape[1] > MAX_MASK_LENGTH):
             reading = forward_documents(target, text.tokens, text.documents, wanted)
         else:
             mask = text.mask() if packed or (target.window and target.supports_trees) else None
