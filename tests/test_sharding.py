@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from torch._subclasses import FakeTensorMode
+from transformers import LlamaForCausalLM
 
 from foredraft.heads import Target
 from foredraft.heads.target import sharding
@@ -12,6 +15,9 @@ from foredraft.heads.target.sharding import COLLECTIVE, arguments
 from foredraft.inference import generate
 from foredraft.inference.drafters import NgramDrafter
 from foredraft.inference.serve.worker import Worker
+from tests.support import ROOT
+from tests.support.processes import end, torchrun
+from tests.support.tiny import tiny_config
 
 
 def test_layers_may_lie_on_several_devices(target: Target, tiny_path: Path, tmp_path: Path):
@@ -68,6 +74,22 @@ def test_processes_that_share_a_target_must_be_given_the_same(target: Target, mo
     )
     with pytest.raises(ValueError, match=r"^target.sharding=fsdp: requests reach one process"):
         Worker(shared, None)
+
+
+def test_logits_of_a_last_device_come_back_to_the_first():
+    """Shapes without numbers, but on the devices that they would be on, where mixing two is an error."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        target = Target(LlamaForCausalLM(tiny_config()))
+        head = target.model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(torch.empty(head.weight.shape, device="cuda:1"), requires_grad=False)
+        add_hook_to_module(head, AlignDevicesHook(execution_device="cuda:1"))  # as accelerate's dispatch does
+        assert target.logits(torch.empty(2, 3, target.hidden_size)).device.type == "cpu"
+
+
+@pytest.mark.nightly
+def test_a_target_is_spread_over_the_processes_of_a_node(tiny_path: Path, tmp_path: Path):
+    ended = end(torchrun(str(ROOT / "tests/support/sharding_probe.py"), str(tiny_path), cwd=tmp_path, processes=4))
+    assert ended.code == 0, ended.err[-3000:]
 
 
 def test_a_cache_of_one_block_a_layer_decodes_the_same(target: Target, monkeypatch):

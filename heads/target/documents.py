@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from foredraft.heads.target.output import TargetOutput
+from foredraft.heads.target.sharding import largest
 
 if TYPE_CHECKING:
     from foredraft.heads.target.model import Target
@@ -29,7 +30,10 @@ def forward_documents(target: "Target", tokens: Tensor, documents: Tensor, layer
     """The aux hidden states of a packed batch, tokens and documents (batch, length) as in heads.base.PackedBatch: what each
     document has on its own, 0 for padding. Its logits are not kept."""
     aux_hidden_states = None
-    for group in groups(spans(documents.tolist()), tokens.numel(), target.is_collective):
+    parts = groups(spans(documents.tolist()), tokens.numel())
+    if target.sharding == "fsdp":  # every process takes part in as many forwards as the others
+        parts += parts[-1:] * (largest(len(parts)) - len(parts))
+    for group in parts:
         longest = max(span.stop - span.start for span in group)
         part = tokens.new_zeros(len(group), longest)
         for number, span in enumerate(group):
@@ -52,12 +56,9 @@ def spans(documents: list[list[int]]) -> list[Span]:
     return runs
 
 
-def groups(runs: list[Span], most: int, together: bool) -> list[list[Span]]:
-    """Documents of like length, for one forward: no more than `most` tokens with their padding. together: in one group,
-    where every process must take part in as many forwards as the others."""
+def groups(runs: list[Span], most: int) -> list[list[Span]]:
+    """Documents of like length, for one forward: no more than `most` tokens with their padding."""
     ordered = sorted(runs, key=lambda span: span.start - span.stop)  # the longest first
-    if together:
-        return [ordered]
     parts: list[list[Span]] = []
     for span in ordered:
         longest = parts[-1][0].stop - parts[-1][0].start if parts else most

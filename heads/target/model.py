@@ -136,7 +136,7 @@ class Target:
                 model = model.to(device)
         tokenizer, reason = load_tokenizer(path, model, revision, trusted)
         target = cls(model, tokenizer, name, context)
-        if pack:
+        if pack and sharding not in COLLECTIVE:  # whose weights are pieces
             packing.pack(model)  # frozen by now
         target.checkpoint, target.gguf = path, record_of(path)
         target.quantization, target.sharding, target.no_tokenizer = quantization, sharding, reason

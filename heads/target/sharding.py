@@ -4,11 +4,15 @@
     fsdp     every process has a piece of every weight and gathers a layer when it is its turn; each has rows of its own
     tensor   every process computes its slice of every layer; all have the same rows, those of all of them
 
+Pieces and slices are those of one node, whose devices are near each other; every node has the whole of them.
+
 With the latter two every process must take part in every forward, in the same order, so that what decides about a forward
 must be the same in all of them: a clock is not. Both are transformers' own.
 """
 
+import functools
 import os
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -43,11 +47,45 @@ def arguments(path: str, sharding: str, quantization: str | None) -> dict[str, A
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    size = dist.get_world_size()
+    node = node_size()
     shape: dict[str, Any] = (
-        {"fsdp_size": size} if sharding == "fsdp" else {"tp_plan": left_whole(path), "tp_size": size}
+        {"fsdp_size": node} if sharding == "fsdp" else {"tp_plan": left_whole(path), "tp_size": node}
     )
-    return {"distributed_config": DistributedConfig(**shape)}
+    return {"distributed_config": DistributedConfig(**shape, dp_replicate_size=dist.get_world_size() // node)}
+
+
+def node_size() -> int:
+    """Processes of this node, which torchrun starts as many of on every one; ValueError where they do not divide all."""
+    size, node = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    if size % node:
+        raise ValueError(
+            f"target.sharding spreads a target over the {node} processes of a node, which do not divide {size}"
+        )
+    return node
+
+
+@functools.cache
+def node_group() -> dist.ProcessGroup:
+    """The processes of this node; every process of the run must ask at the same time."""
+    return dist.new_subgroups(node_size())[0]
+
+
+def largest(count: int) -> int:
+    """Of this number in all processes."""
+    counts = torch.tensor(count)
+    dist.all_reduce(counts, dist.ReduceOp.MAX)
+    return int(counts)
+
+
+def gather_rows(tensors: Sequence[Tensor]) -> tuple[list[Tensor], slice]:
+    """Each of the tensors with the rows of all processes of the node, and which of them are this process's."""
+    group, found = node_group(), []
+    for tensor in tensors:
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        found.append(torch.cat(parts))
+    first = len(tensors[0]) * dist.get_rank(group)
+    return found, slice(first, first + len(tensors[0]))
 
 
 def left_whole(path: str) -> dict[str, str]:

@@ -110,9 +110,10 @@ def program(*arguments: str, cwd: Path, real: bool = False, **environment: str) 
     return start(sys.executable, str(ROOT / "train" / "run.py"), *arguments, cwd=cwd, real=real, **environment)
 
 
-def torchrun(*arguments: str, cwd: Path) -> subprocess.Popen:
-    """Two processes on this machine, on a port that is free. torchrun itself is real, so that its children can be found."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+def torchrun(*arguments: str, cwd: Path, processes: int = 2) -> subprocess.Popen:
+    """Processes on this machine, on a port that is free. torchrun itself is real, so that its children can be found."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    command += ["--rdzv-backend", "c10d"]
     return start(*command, "--rdzv-endpoint", "localhost:0", *arguments, cwd=cwd, real=True)
 
 

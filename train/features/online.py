@@ -1,15 +1,14 @@
 """features=online: the target reads every batch in the training process."""
 
 import torch
-from accelerate.utils import gather
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.target import Target
 from foredraft.heads.target.documents import forward_documents
+from foredraft.heads.target.sharding import gather_rows
 from foredraft.train.data.packing import Packed
-from foredraft.train.runtime import distributed
 
 MAX_MASK_LENGTH = 4096  # tokens: the mask of longer rows, length x length in the target's dtype, is what would not fit
 
@@ -29,13 +28,15 @@ def forward_target(target: Target, text: PackedBatch, layers: list[int]) -> tupl
 
     In the target's own precision, as decoding reads it: a trainer's autocast would round the output of a float32 target."""
     rows = slice(None)
-    if target.sharding == "tensor":  # its slices read one batch together: the rows of all processes
-        rows = slice(len(text.tokens) * distributed.rank(), len(text.tokens) * (distributed.rank() + 1))
-        text = PackedBatch(*gather(tuple(text[:4])))
+    if target.sharding == "tensor":  # its slices read one batch together: the rows of all processes of a node
+        (tokens, loss_mask, documents, positions), rows = gather_rows(text[:4])
+        text = PackedBatch(tokens, loss_mask, documents, positions)
     packed = several_documents(text) if text.multiple_documents is None else text.multiple_documents
     wanted = [*layers, target.num_layers]
     with torch.autocast(text.tokens.device.type, enabled=False):
-        if packed and (not target.supports_trees or text.tokens.shape[1] > MAX_MASK_LENGTH):
+        # Pieces are gathered by all processes together, whatever rows each has.
+        apart = packed or target.sharding == "fsdp"
+        if apart and (not target.supports_trees or text.tokens.shape[1] > MAX_MASK_LENGTH):
             reading = forward_documents(target, text.tokens, text.documents, wanted)
         else:
             mask = text.mask() if packed or (target.window and target.supports_trees) else None

@@ -7,6 +7,7 @@ from foredraft.train.runtime import distributed
 from foredraft.train.runtime.cost import BITS, Body, Head, study
 
 GIB = 2**30
+NODE = 8  # GPUs of a node, over which a target is spread
 RESERVE = 1.5  # GiB per GPU for the driver's context, NCCL's buffers and the allocator's gaps
 SHARDS = {  # of a head's weights, gradients and optimizer state: which lie in pieces, one per process?
     "single": (False, False, False),
@@ -35,11 +36,12 @@ def memory_per_gpu(
     )
     whole = cfg.features.get("whole_target", True)
     sharding = cfg.target.sharding if n > 1 and whole else None
-    rows = cfg.rows * (n if sharding == "tensor" else 1)  # a slice of a layer has the rows of all
+    node = min(n, NODE)
+    rows = cfg.rows * (node if sharding == "tensor" else 1)  # a slice of a layer has the rows of all
     captured = rows * cfg.length * (layers + 1) * target.hidden_size * 2
     held = {
-        "fsdp": ((body.weights + body.ends) / n, f"one of {n} pieces on every GPU"),
-        "tensor": (body.weights / n + body.ends, f"one of {n} slices on every GPU, embedding and lm_head whole"),
+        "fsdp": ((body.weights + body.ends) / node, f"one of {node} pieces on every GPU"),
+        "tensor": (body.weights / node + body.ends, f"one of {node} slices on every GPU, embedding and lm_head whole"),
     }.get(str(sharding), (body.weights + body.ends, "whole on every GPU"))
     if not whole:
         held = body.ends, "of which embedding and lm_head are loaded"
