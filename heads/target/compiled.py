@@ -5,11 +5,13 @@ steps go on as before, and kept in the project's cache for the next run. Then it
 steps, and takes their place if both give the same and, with `auto`, if it is faster. What cannot be compiled runs as it is.
 """
 
+import inspect
 import sys
-import threading
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import cached_property
+from threading import Lock, Thread, main_thread
 from types import MethodType
 from typing import Any
 
@@ -22,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from foredraft.heads.target.attention import NAME
 from foredraft.heads.target.cache import KVCache
 from foredraft.heads.target.cuda_graphs import CudaGraphs
-from foredraft.heads.target.tracing import NOW, Call, LayerTrace, Untraceable, places, tensors_in
+from foredraft.heads.target.tracing import NOW, Call, LayerTrace, Place, Untraceable, places, tensors_in
 
 MODES = ("none", "layers", "auto")
 TOKENS = 64  # of a forward, all sequences together; beyond that products take so long that small kernels do not matter
@@ -54,7 +56,7 @@ class LayerCompiler:
         self.mode, self.on_cpu = mode, device.type == "cpu"
         self.graphs: dict[Hashable, Graph] = {}
         self.num_layers: dict[Hashable, int] = {}  # of each kind
-        self.compiling = threading.Lock()
+        self.compiling = Lock()
         self.said: set[str] = set()
 
     def say(self, text: str) -> None:
@@ -71,15 +73,18 @@ class LayerCompiler:
 
         def work() -> None:
             with self.compiling:
+                if not main_thread().is_alive():
+                    return
                 started = time.perf_counter()
                 try:
                     graph.function = trace.compile()
                 except Exception as error:  # whatever of a model's code, of inductor or of the C++ compiler
-                    self.give_up(graph, error)
+                    if main_thread().is_alive():  # else it is of a program that ends
+                        self.give_up(graph, error)
                 graph.seconds = time.perf_counter() - started
 
         if self.on_cpu:
-            threading.Thread(target=work, daemon=True).start()
+            Thread(target=work).start()  # the program waits for it at its end: torch cannot be left in it
         else:
             work()
 
@@ -105,54 +110,61 @@ class CompiledLayer:
 
     def __init__(self, layer: nn.Module, index: int, kind: Hashable, compiler: LayerCompiler):
         self.layer, self.index, self.kind, self.compiler = layer, index, kind, compiler
-        self.places, self.forward = places(layer), layer.forward
+        self.forward = layer.forward
+        self.names = list(inspect.signature(layer.forward).parameters)
+
+    @cached_property
+    def places(self) -> list[Place]:
+        return places(self.layer)  # at the first use, since a drafter that is loaded may pack more of the target
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo[id(self.layer)]
         return MethodType(type(copied).forward, copied)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        mask, cache = kwargs.get("attention_mask"), kwargs.get("past_key_values")
-        hidden = args[0] if args else kwargs["hidden_states"]
+        kwargs = dict(zip(self.names, args, strict=False)) | kwargs
+        mask, hidden = kwargs.get("attention_mask"), kwargs[self.names[0]]
+        name = next((name for name, one in kwargs.items() if isinstance(one, KVCache)), None)
         if (
-            not isinstance(cache, KVCache)
+            name is None
             or not isinstance(mask, Tensor)
             or hidden.shape[:-1].numel() > TOKENS
             or torch.is_grad_enabled()
         ):
-            return self.forward(*args, **kwargs)
-        others = kwargs | {"attention_mask": None, "past_key_values": None}
-        graph = self.graph(args, others, hidden)
+            return self.forward(**kwargs)
+        inputs = {one: value for one, value in kwargs.items() if value is not mask and one != name}
+        graph = self.graph(inputs, name)
         if graph is None or graph.function is None or graph.is_used is False:
-            return self.forward(*args, **kwargs)
-        NOW.call = Call(self.layer, self.index, cache, mask)
-        tensors = [*(table[name] for table, name in self.places), *tensors_in((args, others))]
+            return self.forward(**kwargs)
+        NOW.call = Call(self.layer, self.index, kwargs[name], mask)
+        tensors = [*(table[name] for table, name in self.places), *tensors_in(inputs)]
         if graph.is_used:
             return graph.function(*tensors)
         with _disable_current_modes():  # a capture (cuda_graphs.py) would see that the comparison waits
-            return self.compare(graph, tensors, args, kwargs)
+            return self.compare(graph, tensors, kwargs)
 
-    def graph(self, args: Any, kwargs: Any, hidden: Tensor) -> Graph | None:
+    def graph(self, inputs: dict[str, Any], cache_name: str) -> Graph | None:
         """For inputs of such shapes; None where there are too many."""
-        compiler, key = self.compiler, (self.kind, shapes(args), shapes(kwargs))
+        compiler, key = self.compiler, (self.kind, shapes(inputs))
         graph = compiler.graphs.get(key)
         if graph is None:
             if len(compiler.graphs) >= SHAPES:
                 return None
-            size = "1 token" if hidden.shape[:-1].numel() == 1 else f"{hidden.shape[0]} x {hidden.shape[1]} tokens"
-            graph = compiler.graphs[key] = Graph(size)
-        graph.seen += 1
-        if graph.seen == 1 + compiler.on_cpu * HOT * compiler.num_layers[self.kind]:
-            compiler.compile(graph, lambda: LayerTrace(self.layer, self.index, args, kwargs))
+            batch, new = inputs[self.names[0]].shape[:2]
+            graph = compiler.graphs[key] = Graph("1 token" if batch * new == 1 else f"{batch} x {new} tokens")
+        if graph.function is None and graph.is_used is None:
+            graph.seen += 1
+            if graph.seen == 1 + compiler.on_cpu * HOT * compiler.num_layers[self.kind]:
+                compiler.compile(graph, lambda: LayerTrace(self.layer, self.index, inputs, cache_name))
         return graph
 
-    def compare(self, graph: Graph, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+    def compare(self, graph: Graph, tensors: list[Tensor], kwargs: dict[str, Any]) -> Any:
         """The layer's own output, beside which the graph's is timed. Both write the same to the cache."""
         pairs = graph.trials.setdefault(self.index, [])
         outputs, seconds = [None, None], [0.0, 0.0]
         for one in (0, 1) if len(pairs) % 2 else (1, 0):
             started = time.perf_counter()
-            outputs[one] = graph.function(*tensors) if one else self.forward(*args, **kwargs)
+            outputs[one] = graph.function(*tensors) if one else self.forward(**kwargs)
             seconds[one] = time.perf_counter() - started
         CudaGraphs.num_captured += 1  # the step takes longer than those that follow
         own, its = (next(tensors_in(output)) for output in outputs)
@@ -202,7 +214,7 @@ def compile_layers(model: PreTrainedModel, mode: str) -> None:
         kind = kind_of(layer)
         if len(numbers) == 1 and model.config._attn_implementation == NAME:
             compiler.num_layers[kind] = compiler.num_layers.get(kind, 0) + 1
-            layer.forward = CompiledLayer(layer, numbers.pop(), kind, compiler)  # type: ignore[method-assign]
+            layer.forward = CompiledLayer(layer, numbers.pop(), kind, compiler)
     if not compiler.num_layers:
         compiler.say("layers run as they are: their attention takes no mask of ours, or they are of no known kind")
 

@@ -128,7 +128,7 @@ class Target:
         trusted = kwargs.setdefault("trust_remote_code", False)  # where nothing is said, transformers would ask
         if ends_only:
             model = load_ends(path, dtype, device, revision, trusted)
-            pack, sharding, quantization = False, None, None  # of layers
+            pack, sharding, quantization, compile = False, None, None, "none"  # of layers
         else:
             if sharding is not None:
                 kwargs |= arguments(path, sharding, quantization)

@@ -9,7 +9,6 @@ Any layer of transformers that hands new keys to its cache and what comes back t
 """
 
 import copy
-import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AttentionInterface, PreTrainedConfig
 
@@ -41,7 +41,7 @@ class Call(NamedTuple):
     """One call of a layer's forward, as its attention needs it."""
 
     layer: nn.Module
-    index: int  # of the layer in the cache
+    number: int  # of the layer in the cache
     cache: KVCache
     mask: Tensor
 
@@ -56,7 +56,7 @@ NOW = threading.local()  # call: that runs in this thread; traced: the cache of 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """(batch, rows, heads, dim) of query (batch, heads, rows, dim) over the cache, with the new key and value written."""
     call: Call = NOW.call
-    keys, values = call.cache.update(key, value, call.index)
+    keys, values = call.cache.update(key, value, call.number)
     return grouped_sdpa(call.layer, query, keys, values, call.mask, scaling=scale)[0]
 
 
@@ -68,9 +68,17 @@ OPERATORS = torch.library.Library(NAME, "DEF")
 OPERATORS.define("attend(Tensor query, Tensor key, Tensor value, float? scale) -> Tensor")
 OPERATORS.impl("attend", attend, "CompositeExplicitAutograd")
 OPERATORS.impl("attend", attended, "Meta")
-# A product with a packed weight. Inductor has one for weights that are constants of the graph, not inputs.
+
+
+def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+# A product with a packed weight that is an input: inductor takes oneDNN's own operator for constants of a graph only.
 OPERATORS.define("linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
+OPERATORS.impl("linear", linear, "CompositeExplicitAutograd")
 OPERATORS.impl("linear", lambda x, packed, bias: x.new_empty(*x.shape[:-1], packed.shape[0]), "Meta")
+LINEAR = torch.ops.foredraft.linear.default
 
 
 class TracedCache:
@@ -123,17 +131,17 @@ def places(layer: nn.Module) -> list[Place]:
 class LayerTrace:
     """A copy of a layer, without its weights, and inputs like those of a call: what can be compiled in another thread."""
 
-    def __init__(self, layer: nn.Module, index: int, args: tuple, kwargs: dict[str, Any]):
-        """args, kwargs: of the call, None in place of its cache and mask."""
-        self.index, self.args, self.kwargs = index, args, kwargs
-        with torch.inference_mode(False), FakeTensorMode():
-            tensors = [table[name] for table, name in places(layer)]
-            stand_ins = [stand_in(tensor) for tensor in tensors]
-            # `memo` is what is not copied.
-            memo: dict[int, Any] = {id(tensor): other for tensor, other in zip(tensors, stand_ins, strict=True)}
-            self.layer = copy.deepcopy(layer, memo)
-            self.examples = [*stand_ins, *(stand_in(tensor) for tensor in tensors_in((args, kwargs)))]
+    def __init__(self, layer: nn.Module, index: int, inputs: dict[str, Any], cache_name: str):
+        """inputs: the call's arguments but for its mask and its cache, which is called `cache_name`."""
+        self.index, self.inputs, self.cache_name = index, inputs, cache_name
+        tensors = [table[name] for table, name in places(layer)]
+        self.device = tensors[0].device
+        # What is not copied:
+        memo: dict[int, Any] = {id(tensor): as_meta(tensor) for tensor in tensors}
+        self.layer = copy.deepcopy(layer, memo)
+        self.examples = [as_meta(tensor) for tensor in (*tensors, *tensors_in(inputs))]
         for module in self.layer.modules():
+            module._forward_hooks.clear()  # transformers' collect hidden states, and would collect those of the trace
             if isinstance(config := vars(module).get("config"), PreTrainedConfig):
                 config._attn_implementation = TRACED
 
@@ -143,8 +151,8 @@ class LayerTrace:
         for table, name in mine:
             table[name] = next(given)
         NOW.traced = cache = TracedCache(self.index)
-        args, kwargs = with_tensors((self.args, self.kwargs), given)
-        out = self.layer(*args, **kwargs | {"attention_mask": cache.mask, "past_key_values": cache})
+        inputs = with_tensors(self.inputs, given) | {"attention_mask": cache.mask, self.cache_name: cache}
+        out = self.layer(**inputs)
         self.is_tuple = isinstance(out, tuple)
         out, *others = out if isinstance(out, tuple) else (out,)
         if not isinstance(out, Tensor) or any(other is not None for other in others):
@@ -153,30 +161,45 @@ class LayerTrace:
 
     def compile(self) -> Callable[..., Any]:
         """A function of weights and inputs that returns what the layer does. Raises what tracing or inductor raises."""
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_directory() / "inductor"))
-        from torch._inductor import standalone_compile
-
-        register_lowering()
+        with FakeTensorMode():
+            fake = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device) for x in self.examples]
         with torch.no_grad():
-            graph = make_fx(self)(*self.examples)
+            graph = make_fx(self)(*fake)
         for node in graph.graph.nodes:
             if node.target == torch.ops.mkldnn._linear_pointwise.default:
-                node.target, node.args = torch.ops.foredraft.linear.default, node.args[:3]
+                node.target, node.args = LINEAR, node.args[:3]
         graph.recompile()
         if sum(node.target == torch.ops.foredraft.attend.default for node in graph.graph.nodes) != 1:
             raise Untraceable("it does not attend once")
-        on_cpu = self.examples[0].device.type == "cpu"
-        options = {"config_patches": OPTIONS | {"cpp_wrapper": on_cpu}}
-        function = standalone_compile(graph, self.examples, dynamic_shapes="from_graph", options=options)
+        function = inductor(graph, fake)
         if self.is_tuple:
             return lambda *tensors: (*function(*tensors), None)
         return lambda *tensors: function(*tensors)[0]
 
 
-def stand_in(tensor: Tensor) -> Tensor:
-    """Of the same shape; it holds nothing under FakeTensorMode."""
-    strides = torch.empty(tensor.shape, device="meta").stride() if tensor.is_mkldnn else tensor.stride()
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+def inductor(graph: GraphModule, examples: list[Any]) -> Callable[..., Any]:
+    """The graph, compiled: found in the project's cache, or made and kept there."""
+    from torch._inductor import ir, lowering, mkldnn_ir, standalone_compile
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # Torch sets this when it is imported: what a user set is kept, what vanishes with /tmp is not.
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_directory() / "inductor")
+
+    def lower(x: Any, packed: Any, bias: Any) -> Any:
+        return ir.TensorBox.create(mkldnn_ir.LinearUnary.create(x, packed, bias, "none", [], ""))
+
+    if LINEAR not in lowering.lowerings:
+        lowering.register_lowering(LINEAR, type_promotion_kind=None)(lower)
+    patches = OPTIONS | {"cpp_wrapper": examples[0].device.type == "cpu"}
+    return standalone_compile(graph, examples, dynamic_shapes="from_graph", options={"config_patches": patches})
+
+
+def as_meta(tensor: Tensor) -> Tensor:
+    """Of the same shape, and without storage."""
+    if tensor.is_mkldnn:  # which has no strides
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -195,14 +218,3 @@ def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(value, dict):
         return {name: with_tensors(one, tensors) for name, one in value.items()}
     return type(value)(with_tensors(one, tensors) for one in value) if isinstance(value, tuple | list) else value
-
-
-@functools.cache
-def register_lowering() -> None:
-    """Tell inductor to call oneDNN for `foredraft::linear`."""
-    from torch._inductor import ir, lowering, mkldnn_ir
-
-    def lower(x: Any, packed: Any, bias: Any) -> Any:
-        return ir.TensorBox.create(mkldnn_ir.LinearUnary.create(x, packed, bias, "none", [], ""))
-
-    lowering.register_lowering(torch.ops.foredraft.linear.default, type_promotion_kind=None)(lower)
