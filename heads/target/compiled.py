@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from foredraft.heads.target.attention import NAME
 from foredraft.heads.target.cache import KVCache
 from foredraft.heads.target.cuda_graphs import CudaGraphs
+from foredraft.heads.target.ragged_cache import RaggedCache
 from foredraft.heads.target.tracing import NOW, Call, LayerTrace, Place, Untraceable, places, tensors_in
 
 MODES = ("none", "layers", "auto")
@@ -124,7 +125,7 @@ class CompiledLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = dict(zip(self.names, args, strict=False)) | kwargs
         mask, hidden = kwargs.get("attention_mask"), kwargs[self.names[0]]
-        name = next((name for name, one in kwargs.items() if isinstance(one, KVCache)), None)
+        name = next((name for name, one in kwargs.items() if isinstance(one, KVCache | RaggedCache)), None)
         if (
             name is None
             or not isinstance(mask, Tensor)

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, Cache, PreTrainedConfig
 
 from foredraft.heads.cache_directory import cache_directory
 from foredraft.heads.packing import PackedLinear
 from foredraft.heads.target.attention import EXTRAS, NAME, grouped_sdpa
-from foredraft.heads.target.cache import KVCache
 
 TRACED = f"{NAME}_traced"  # how a layer that is traced attends
 OPTIONS = {
@@ -42,7 +41,7 @@ class Call(NamedTuple):
 
     layer: nn.Module
     number: int  # of the layer in the cache
-    cache: KVCache
+    cache: Cache
     mask: Tensor
 
 
