@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -234,6 +235,7 @@ def collect(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float], ab
             "date": datetime.date.today().isoformat(),
             "prompts": about,
             "new_tokens": cfg.new_tokens,
+            "waited": median(lines.waited().values() or [0.0]),
             "command": " ".join(["python", *sys.argv]),
             "versions": versions(),
         },

@@ -294,6 +294,9 @@ def test_short_words_name_drafters(target, tiny_path):
     )
     assert isinstance(load(f"draft:{tiny_path}", tree="adaptive", confidence=0.3), AdaptiveLength)
     assert isinstance(load(f"draft:{tiny_path}", tree="auto", nodes=4), AutoTree)
+    assert isinstance(load(f"draft:{tiny_path}", reproducible=True), AutoTree)  # exact in float32 whatever a clock says
+    half = Target.from_pretrained(tiny_path, dtype="bfloat16", device="cpu")
+    assert isinstance(load_drafter(f"draft:{tiny_path}", half, reproducible=True), DraftModel)
 
 
 def test_bad_settings_are_named(target, tiny_path):

@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+import time
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from foredraft.inference.drafters.base import Accepted, Wrapper
 from foredraft.inference.evaluation.alignment import Alignment, Noted, guess_in_training, head_of
 from foredraft.inference.evaluation.benchmark import Lines, Text
 from foredraft.inference.evaluation.figures import Table, by_context, conditional, decoding, row, whole
+from foredraft.inference.evaluation.speed import Stopwatch, time_decoders
 from foredraft.inference.tree import TokenTree
 from foredraft.scripts import evaluate
 from foredraft.train.data import prompt_sets
@@ -247,3 +249,19 @@ def test_no_limit_is_every_prompt(run, tmp_path):
 def test_nothing_to_measure_is_named(given, sentence, run):
     ended = run(given)
     assert ended.code == 2 and sentence in ended.err
+
+
+def test_texts_that_others_held_up_are_timed_again(monkeypatch):
+    """The third of four texts takes long the first time, while another program has the core."""
+    waits = iter([0.0, 0.02, 0.9, 0.5, 0.05])
+    monkeypatch.setattr(Stopwatch, "stop", lambda watch: ((waited := next(waits)) + 1, waited))
+    decode = lambda ids, seed: (seed, None)  # noqa: E731
+    timing = time_decoders({"plain": decode}, [[1], [2], [3], [4]], torch.device("cpu"))["plain"]
+    assert timing.waited == [0.0, 0.02, 0.05, 0.5] and timing.seconds == [1.0, 1.02, 1.05, 1.5]  # a quarter, the worst
+    assert timing.tokens == [1, 2, 3, 4]
+
+
+def test_a_thread_that_sleeps_has_no_core():
+    watch = Stopwatch(torch.device("cpu"))
+    time.sleep(0.05)
+    assert watch.stop()[1] > 0.5 and Stopwatch(torch.device("cuda")).stop()[1] == 0

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 @pytest.fixture
 def everything_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also small layers, on any CPU."""
-    monkeypatch.setattr(packing, "SMALLEST", 1)
+    monkeypatch.setattr(packing, "SMALLEST", dict.fromkeys(packing.SMALLEST, 1))
     monkeypatch.setattr(packing, "is_faster", lambda dtype: True)
 
 

@@ -21,6 +21,7 @@ METRICS: dict = {
     "accepted_per_depth": [0.871, 0.742, 0.613],
     "tokens_per_second": 312.4,
     "plain_tokens_per_second": 138.2,
+    "waited": 0.061,
     "speedup": 2.2605,
     "identical_greedy": True,
     "identical_sampled": 1.0,
@@ -45,6 +46,7 @@ SHOWN = {
     "accepted_per_depth": "74.2 %",
     "tokens_per_second": "312",
     "plain_tokens_per_second": "138",
+    "waited": "6.1 %",
     "speedup": "2.26",
     "prompts": "57",
     "repetitive_prompts": "9",
@@ -362,6 +364,7 @@ def test_card_has_the_measured_numbers_and_no_others():
     shares = {"87.1", "74.2", "61.3"}
     step = {"4.1", "7.8", "0.4", "0.3", "0.9"}
     measured = {"4.54", "2.97", "4.87", "2.26", "312", "138", "57", "9", "3", "34", "6,543", "2.71", "3.41", "2025"}
+    measured |= {"6.1"}
     card = model_card(METRICS, HEAD, {"source": "stdlib", "tokens": 812_345})
     assert numbers(body(card).replace("2.26x", "2.26")) == shares | step | measured | {"812345"}
     assert "python train/run.py seed=0" in card and "cpu, test machine" in card and "bfloat16" in card

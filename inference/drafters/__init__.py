@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from foredraft.heads import adapter
 from foredraft.heads.base import BlockHead, DraftHead, ParallelHead, RecurrentHead
 from foredraft.heads.checkpoint import find, load_head, read_config
@@ -81,25 +83,32 @@ def drafter_for(
     accuracies: list[list[float]] | None = None,
     tree: str = "fixed",
     confidence: float | None = None,
+    reproducible: bool = False,
     **options: Any,
 ) -> Drafter:
-    """The tree that suits a head. accuracies: of its guesses per depth and rank, for a static tree; tree, confidence: see
-    `with_tree_policy`."""
+    """The tree that suits a head. accuracies: of its guesses per depth and rank, for a static tree; tree, confidence,
+    reproducible: see `with_tree_policy`."""
+    policy = target, tree, confidence, reproducible
     if isinstance(head, DraftModelHead):
-        return drafter_of(head, target, tree, confidence, **options)
+        return drafter_of(head, *policy, **options)
     if isinstance(head, RecurrentHead):
-        return with_tree_policy(DynamicTree(head, target, **options), target, tree, confidence)
+        return with_tree_policy(DynamicTree(head, target, **options), *policy)
     if isinstance(head, BlockHead):
-        return with_tree_policy(BlockTree(head, target, **options), target, tree, confidence)
+        return with_tree_policy(BlockTree(head, target, **options), *policy)
     assert isinstance(head, ParallelHead)
-    return with_tree_policy(StaticTree(head, target, accuracies=accuracies, **options), target, tree, confidence)
+    return with_tree_policy(StaticTree(head, target, accuracies=accuracies, **options), *policy)
 
 
 def drafter_of(
-    model: Target | DraftModelHead, target: Target, tree: str = "fixed", confidence: float | None = None, **options: Any
+    model: Target | DraftModelHead,
+    target: Target,
+    tree: str = "fixed",
+    confidence: float | None = None,
+    reproducible: bool = False,
+    **options: Any,
 ) -> Drafter:
-    """Drafts of a smaller model; tree, confidence: see `with_tree_policy`."""
-    return with_tree_policy(DraftModel(model, target, **options), target, tree, confidence)
+    """Drafts of a smaller model; tree, confidence, reproducible: see `with_tree_policy`."""
+    return with_tree_policy(DraftModel(model, target, **options), target, tree, confidence, reproducible)
 
 
 def tree_of(drafter: Drafter) -> HeadTree | None:
@@ -117,14 +126,17 @@ def chain_of(tree: HeadTree, target: Target, length: int) -> HeadTree:
     return type(tree)(tree.head, target, **settings)  # type: ignore[arg-type]  # each has a head of its own sort
 
 
-def with_tree_policy(inner: HeadTree, target: Target, tree: str, confidence: float | None = None) -> Drafter:
+def with_tree_policy(
+    inner: HeadTree, target: Target, tree: str, confidence: float | None = None, reproducible: bool = False
+) -> Drafter:
     """tree: "fixed" proposes the same size in every step; "auto" chooses it by measured cost and gain, `inner` being the
-    largest (auto.py); "adaptive" drafts as deep as it pays and stops below `confidence` (adaptive.py)."""
+    largest (auto.py); "adaptive" drafts as deep as it pays and stops below `confidence` (adaptive.py). reproducible: "auto"
+    is "fixed" in half precision, where a clock that chooses another number of nodes may decide a near-tie."""
     if tree not in ("fixed", "auto", "adaptive"):
         raise ValueError(f"tree={tree} is not one of fixed, auto, adaptive")
     if tree != "adaptive" and confidence is not None:
         raise ValueError(f"confidence={confidence} stops an adaptive tree only: tree=adaptive, not {tree}")
-    if tree == "fixed":
+    if tree == "fixed" or (tree == "auto" and reproducible and target.dtype != torch.float32):
         return inner
     if tree == "auto":
         return AutoTree(inner, target)

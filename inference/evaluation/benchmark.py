@@ -6,7 +6,6 @@ A decoder that fails is left out from there, with its reason; the others continu
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,14 @@ from tqdm.auto import tqdm
 
 from foredraft.heads.target import Target
 from foredraft.inference.drafters.base import Drafter
-from foredraft.inference.evaluation.speed import Decoder, FirstTokens, foredraft_decoder, transformers_decoder
+from foredraft.inference.evaluation.speed import (
+    Decoder,
+    FirstTokens,
+    Stopwatch,
+    foredraft_decoder,
+    held_up,
+    transformers_decoder,
+)
 from foredraft.inference.generation import generate
 
 PLAIN = "plain"
@@ -74,6 +80,14 @@ class Lines:
     def of(self, kind: str) -> list[Line]:
         return [line for line in self.lines if line["kind"] == kind]
 
+    def waited(self) -> dict[tuple[str, float, int, int], float]:
+        """By decoder, temperature, text and repeat: the share of the time as `Stopwatch` has it."""
+        return {
+            (line["decoder"], line["temperature"], line["text"], line["repeat"]): line["waited"]
+            for line in self.of("text")
+            if "waited" in line  # earlier versions did not look
+        }
+
 
 class Benchmark:
     def __init__(self, target: Target, contestants: list[Contestant], texts: list[Text], new_tokens: int, lines: Lines):
@@ -90,11 +104,25 @@ class Benchmark:
                 bar.set_postfix_str(one.name[-30:])
                 self.attempt(one.name, lambda *job: self.lines.add(self.decode(*job)), one, temperature, number, repeat)
                 bar.update()
+        self.time_again()
         known = {(line["decoder"], line["temperature"]) for line in self.lines.of("stages")}
         timed = [one for one in self.contestants if not (one.is_rival or one.once)]
         stages = [(one, t) for one in timed for t in temperatures if (one.name, t) not in known]
         for one, temperature in tqdm(stages, desc="stages of a step", unit="run"):
             self.attempt(one.name, self.time_stages, one, temperature)
+
+    def time_again(self) -> None:
+        """Texts during which other programs had this one's core: of two lines of a text the later counts (figures.py)."""
+        contestants = {one.name: one for one in self.contestants if one.name not in self.failed}
+        waited = {job: share for job, share in self.lines.waited().items() if job[0] in contestants}
+
+        def work(one: Contestant, *job: Any) -> None:
+            line = self.decode(one, *job)
+            if line["waited"] < waited[one.name, *job]:
+                self.lines.add(line)
+
+        for name, *job in tqdm(held_up(waited), desc="texts that were held up", unit="text", disable=None):
+            self.attempt(name, work, contestants[name], *job)
 
     def jobs(self, temperatures: list[float], repeats: int) -> Iterator[tuple[Contestant, float, int, int]]:
         """Contestants change fastest: what the machine does meanwhile meets all of them."""
@@ -122,11 +150,11 @@ class Benchmark:
         if one.name not in self.warm or (repeat == 0 and self.target.device.type == "cuda"):
             self.warm.add(one.name)
             decode(ids, number + 1)
-        start = time.perf_counter()
+        watch = Stopwatch(self.target.device)
         count, out = decode(ids, number + 1)
-        seconds = time.perf_counter() - start
+        seconds, waited = watch.stop()
         line = {"kind": "text", "decoder": one.name, "temperature": temperature, "text": number, "repeat": repeat}
-        line |= {"seconds": seconds, "tokens": count, "first_seconds": streamer.at - start}
+        line |= {"seconds": seconds, "tokens": count, "first_seconds": streamer.at - watch.started, "waited": waited}
         line |= {"first_tokens": streamer.count}
         if out is not None:
             line["accepted"] = [step.accepted[0] for step in out.steps]

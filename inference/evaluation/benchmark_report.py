@@ -13,6 +13,7 @@ from foredraft.inference.evaluation.figures import ALL, LOOPS, Spread
 from foredraft.inference.evaluation.pages import write_page
 from foredraft.inference.evaluation.plots import Bar, Series, depth_color
 from foredraft.inference.evaluation.report import Figure, Sample
+from foredraft.inference.evaluation.speed import SHARED
 
 TIMES = "\u00d7"
 
@@ -35,6 +36,11 @@ def warnings(results: Results) -> Iterator[str]:
         yield f"{name} failed and is left out: {reason}"
     for name, faults in results.alignment.items():
         yield from (f"{name}: {fault}" for fault in faults)
+    if (waited := results.about["waited"]) > SHARED:
+        yield (
+            f"other programs used this machine: half of the texts had no core for {waited:.0%} of their time or more, also "
+            "when they were timed again. Speeds vary with that; acceptance does not"
+        )
     for row in results.identity:
         if row["wrong"]:
             yield (

@@ -7,6 +7,7 @@ be resolved either way (`identical_in_dtype` counts that).
 
 import copy
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -161,6 +162,7 @@ def evaluate(
         "identical_in_dtype": round(sum(a.new_tokens == b.new_tokens for a, b in pairs) / len(pairs), 4),
         "prompts": len(rows),
         "timed_prompts": len(some),
+        "waited": round(median(share for speed in speeds for timing in speed.values() for share in timing.waited), 4),
         "new_tokens": max_new_tokens,
         "repetitive_prompts": sum(loops),
         "tree_nodes": max((step.nodes for g in greedy for step in g.steps), default=1),

@@ -111,8 +111,11 @@ def headline(metrics: dict) -> Iterator[Tile]:
 
 
 def prompt_notes(metrics: dict) -> list[str]:
-    """Loops flatter acceptance, so the page says how many there were and what they would have added."""
-    return noted(
+    """Loops flatter acceptance, so the page says how many there were and what they would have added; and speeds of a machine
+    that others use are worth little."""
+    waited = finite(metrics.get("waited"))
+    shared = [] if waited is None else [f"Other programs had the core in {percent(waited)} of a median text's time."]
+    return shared + noted(
         ("{:.0f} held-out prompts.", finite(metrics.get("prompts"))),
         ("{:.0f} repetitive ones counted apart.", finite(metrics.get("repetitive_prompts"))),
         ("Acceptance length with them: {:.2f}.", finite(metrics.get("acceptance_length_all"))),
