@@ -171,8 +171,8 @@ def check_fit(files: formats.HeadFiles, head: DraftHead, target: Target, strict:
     if saved.get("embedding_digest", now["embedding_digest"]) != now["embedding_digest"]:
         other = (
             f"it was trained for other weights than {target.name} has (embedding_digest {saved['embedding_digest']} and "
-            f"{now['embedding_digest']}): of a quantised file or a fine-tune of its target it may draft a little less well, of "
-            "another model hardly at all"
+            f"{now['embedding_digest']}): for a quantised file or a fine-tune it may draft a little less well, for another "
+            "model hardly at all"
         )
         (problems if isinstance(head, Medusa2Head) else notes).append(other)  # whose adapter would change the target
     if strict and files.trained_here:

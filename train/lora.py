@@ -40,7 +40,7 @@ def add(head: DraftHead, rank: int) -> None:
 def merge(head: DraftHead) -> None:
     """Plain weights again, for saving and decoding."""
     for layer in list(head.modules()):
-        if parametrize.is_parametrized(layer, "weight"):
+        if isinstance(layer, nn.Linear) and parametrize.is_parametrized(layer, "weight"):
             weight = layer.weight.detach()
             # Not `remove_parametrizations`: it takes away what other copies of the head still use, their class.
             layer.__class__ = parametrize.type_before_parametrizations(layer)

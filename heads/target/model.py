@@ -243,7 +243,7 @@ class Target:
         """Does one forward verify the branches of a tree, under our mask? Else it verifies chains (see `why_no_trees`)."""
         return self.why_no_trees is None
 
-    def new_cache(self, batch: int, capacity: int) -> TargetCache:
+    def new_cache(self, batch: int, capacity: int) -> KVCache | StateCache:
         if not self.supports_trees:
             return StateCache(batch, capacity, self.device)
         return KVCache(self.num_layers, batch, capacity, self.device, one_device=self.on_one_device)

@@ -97,7 +97,8 @@ class Worker(threading.Thread):
             raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1; null takes prompts whole")
         self.prefixes = PrefixCache(int(prefix_cache_gib * 2**30)) if prefix_cache_gib else None
         self.target = target
-        tokens, drafter_share = None, 0.0
+        tokens: int | None = None
+        drafter_share = 0.0
         if cache_gib is not None:  # both engines may have so many
             # While the target's cache grows, a block of it is there twice; of a drafter's small one all, and its prompts'.
             plain = cache_bytes_per_token(target, None)
