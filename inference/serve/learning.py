@@ -101,9 +101,8 @@ class Learning(threading.Thread):
         worker.on_reserve = self.hold
         self.live: deque[tuple[int, int]] = deque(maxlen=LIVE)  # gained and forwards of the newest texts
         self.since = time.monotonic()  # when the head that serves began
-        self.before: tuple[str, list[tuple[int, int]]] | None = (
-            None  # the head that it took the place of, and its `live`
-        )
+        # The head whose place it took, and the `live` of that; None where it need not be doubted.
+        self.before: tuple[str, list[tuple[int, int]]] | None = None
         self.stopped, self.lock = threading.Event(), threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
         self.allowed = self.goes = True  # whether its share of time lets the process run; whether it runs
@@ -148,7 +147,7 @@ class Learning(threading.Thread):
     def learn(self) -> None:
         """A round."""
         parent = self.worker.drafter_name
-        folder, seconds = self.traffic.begin(seed=len(self.names())), self.seconds
+        folder, seconds = self.traffic.begin(seed=int(time.time())), self.seconds
         run, verdict = folder / f"from-{parent}", folder / f"from-{parent}.json"
         given = [
             f"data.path={folder / 'train'}",
@@ -157,7 +156,7 @@ class Learning(threading.Thread):
         ]
         sets = [folder / "recent.jsonl", folder / "replay.jsonl"]
         heads = [self.directory / parent, run / "head"]
-        facts: dict[str, Any] = {"time": round(time.time()), "parent": parent, "outcome": "failed"}
+        facts: dict[str, Any] = {"parent": parent, "outcome": "failed"}
         if self.succeeds([*self.train, *given, f"output_dir={run}"]) and self.judged(heads, sets, verdict):
             (old, new), known = json.loads(verdict.read_text())
             difference, error = gain(old, new)
@@ -165,13 +164,12 @@ class Learning(threading.Thread):
             if known[0]:
                 facts["replay"] = [acceptance(known[0])[0], acceptance(known[1])[0]]
             if difference > ERRORS * error:
-                kept = "replay" not in facts or facts["replay"][1] >= (1 - MOST_LOST) * facts["replay"][0]
-                facts["outcome"] = (
-                    ("served" if parent == self.worker.drafter_name else "late") if kept else "forgot too much"
-                )
+                forgot = "replay" in facts and facts["replay"][1] < (1 - MOST_LOST) * facts["replay"][0]
+                late = parent != self.worker.drafter_name  # another head was chosen by hand meanwhile
+                facts["outcome"] = "forgot too much" if forgot else "late" if late else "served"
         facts["seconds"] = round(self.seconds - seconds, 1)
         if facts["outcome"] == "served":
-            facts["head"] = f"head-{max(int(name[5:]) for name in self.names()) + 1:04}"
+            facts["head"] = new_name(self.directory)
             before = parent, list(self.live)
             self.adopt(run / "head", facts)
             self.follow()
@@ -206,7 +204,7 @@ class Learning(threading.Thread):
             difference, error = gain(old, new)
             outcome = "back" if difference > ERRORS * error and now == self.worker.drafter_name else "stays"
             figures = {"recent": [acceptance(old)[0], acceptance(new)[0]], "error": error}
-            self.note({"time": round(time.time()), "parent": now, "head": before, "outcome": outcome, **figures})
+            self.note({"parent": now, "head": before, "outcome": outcome, **figures})
             if outcome == "back":
                 write(self.current, before)
         rows.unlink()
@@ -220,10 +218,7 @@ class Learning(threading.Thread):
     def note(self, facts: dict[str, Any]) -> None:
         log.info("learning", extra={"facts": facts})
         with self.history.open("a") as file:
-            file.write(json.dumps(facts) + "\n")
-
-    def names(self) -> list[str]:
-        return [path.name for path in self.directory.glob("head-*")]
+            file.write(json.dumps({"time": round(time.time()), **facts}) + "\n")
 
     # -- which head serves -------------------------------------------------------------------------------------------------
 
@@ -319,6 +314,11 @@ def newest_head(directory: str, spec: str) -> str:
     return str(Path(directory) / current.read_text().strip())
 
 
+def new_name(directory: Path) -> str:
+    numbers = [int(path.name.removeprefix("head-")) for path in directory.glob("head-*")]
+    return f"head-{max(numbers, default=0) + 1:04}"
+
+
 def is_in(directory: str | Path, head: str) -> bool:
     return Path(head).absolute().parent == Path(directory).absolute()
 
@@ -336,8 +336,7 @@ def keep_first(directory: Path, spec: str) -> None:
         shutil.copytree(found, part)
         if not (part / "README.md").exists():
             (part / "README.md").write_text(f"# A copy of {spec}\n")
-        part.rename(directory / "head-0001")
-        found = directory / "head-0001"
+        found = part.rename(directory / new_name(directory))
     write(directory / "current", found.name)
 
 

@@ -3,7 +3,8 @@
 A row is a text as accepted_log.py logs it, with the seed and temperature that drew it. Below the directory of the heads:
 
     new.jsonl, older.jsonl   rows since the last round; where they fill up before the next one, the oldest are lost
-    replay.jsonl             of the rows of all earlier rounds a sample, in which each is as likely as any other
+    replay.jsonl             of the rows of all earlier rounds a sample, in which each is as likely as any other; a file of
+                             accepted_log.py (log_text=true) may lie there before the first round
     round/                   what a round trains on (train/), and is judged by (recent.jsonl, replay.jsonl)
 
 As a program it is the judge, which decodes rows with some heads: see `judge`.
@@ -133,7 +134,7 @@ def lines(path: Path) -> list[bytes]:
 
 def is_row(line: bytes) -> bool:
     try:
-        return "ids" in json.loads(line)
+        return bool(json.loads(line).get("ids"))  # accepted_log.py may have none
     except ValueError:
         return False
 
@@ -171,8 +172,8 @@ def decode(target: Target, drafter: Drafter, rows: Sequence[dict[str, Any]]) -> 
     """Write the rows' texts again."""
     engine, found = Engine(target, drafter, max_num_seqs=8), dict[Request, list[int]]()
     for row in rows:
-        params = SamplingParams(temperature=row["temperature"])
-        request = Request(row["prompt_ids"], params, len(row["ids"]), row["seed"])
+        params = SamplingParams(temperature=row.get("temperature", 1.0))
+        request = Request(row["prompt_ids"], params, len(row["ids"]), row.get("seed", 0))
         found[request] = [0, 0]
         engine.add(request)
     while engine.has_work:
