@@ -5,10 +5,13 @@ engine=vllm starts vLLM with the exported head instead, engine=llamacpp llama.cp
 """
 
 import os
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from foredraft.inference.serve.address import check_address, check_exposed
 from foredraft.train.cli import entry
@@ -24,24 +27,44 @@ def main(cfg: DictConfig) -> None:
         raise ValueError("log_text=true adds texts to a log that there is not: give log_accepted=FILE")
     api_key = os.environ.get("FOREDRAFT_API_KEY")  # not a setting: those show in ps, and in --help
     check_exposed(cfg.host, api_key, cfg.insecure)
+    if cfg.learn.enabled and (cfg.engine != "foredraft" or "spec" not in cfg.drafter):
+        raise ValueError("learn=true trains the head that drafts: give drafter=DIRECTORY and engine=foredraft")
     if cfg.engine != "foredraft":
         return hand_over(cfg, api_key)
     check_address(cfg.host, cfg.port)
     try:
         from foredraft.inference.serve.accepted_log import AcceptedLog
         from foredraft.inference.serve.app import create_app, run
+        from foredraft.inference.serve.learning import Learning, newest_head, settings_of
         from foredraft.inference.serve.worker import Worker
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'foredraft[serve]'") from None
     log = None if cfg.log_accepted is None else AcceptedLog(cfg.log_accepted, cfg.log_text)
     target = instantiate(cfg.target)
+    if cfg.learn.enabled:
+        cfg.drafter.spec = newest_head(cfg.learn.directory, cfg.drafter.spec)
     drafter = instantiate(cfg.drafter, target=target)
     limits = cfg.max_num_seqs, cfg.max_waiting, cfg.timeout, cfg.cache_gib
     worker = Worker(target, drafter, *limits, cfg.prefill_chunk, cfg.prefix_cache_gib)
+    learning = None
+    if cfg.learn.enabled:
+        load = partial(instantiate, cfg.drafter, target=target)
+        given = {key: value for key, value in cfg.learn.items() if key not in ("enabled", "device", "train")}
+        learning = Learning(worker, load, cfg.drafter.spec, *trainer(cfg, settings_of(drafter)), **given)
     local_only = api_key is None and not cfg.insecure
     served = worker, model_name(cfg, target.name), cfg.max_tokens, cfg.max_body, api_key, log, local_only
-    app = create_app(*served, list(cfg.cors))
+    app = create_app(*served, list(cfg.cors), learning)
     run(app, cfg.host, cfg.port, cfg.drain)
+
+
+def trainer(cfg: DictConfig, head: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """How a head for the same target is trained, and what makes that target in another process."""
+    target = cast(dict[str, Any], OmegaConf.to_container(cfg.target, resolve=True))
+    overrides = HydraConfig.get().overrides.task
+    typed = [word for word in overrides if word.lstrip("+").partition("=")[0].partition(".")[0] == "target"]
+    if cfg.learn.device is not None:
+        typed, target["device"] = [*typed, f"target.device={cfg.learn.device}"], cfg.learn.device
+    return ["-m", "foredraft", "train", *typed, "data=accepted", "data.num_proc=1", *head, *cfg.learn.train], target
 
 
 def model_name(cfg: DictConfig, target: str) -> str:

@@ -210,6 +210,8 @@ def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> li
         return []  # DeepSpeed's launcher adds it; the variable LOCAL_RANK, which it sets too, says the same
     if key == "drafter" and several:
         return [f"drafters={value if value.startswith('[') else f'[{value}]'}"]
+    if key == "learn" and value in ("true", "false"):
+        return [f"learn.enabled={value}"]
     if key == "prompt" and value != "null" and value[:1] not in ("'", '"'):
         text = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # not OmegaConf's interpolation
         text = re.sub(r"(\\*)'", r"\1\1\\'", text)

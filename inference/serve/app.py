@@ -26,6 +26,7 @@ from foredraft.inference.min_tokens import MinTokens
 from foredraft.inference.serve import tools
 from foredraft.inference.serve.accepted_log import AcceptedLog
 from foredraft.inference.serve.completion import Answer, Echo
+from foredraft.inference.serve.learning import Learning
 from foredraft.inference.serve.limits import Gate, Refused, error_body, error_response
 from foredraft.inference.serve.metrics import Metrics
 from foredraft.inference.serve.prompts import PromptEncoder
@@ -74,11 +75,18 @@ class EventStream(StreamingResponse):
 class Service:
     """What the routes share."""
 
-    def __init__(self, worker: Worker, name: str, max_tokens: int | None, accepted_log: AcceptedLog | None):
+    def __init__(
+        self,
+        worker: Worker,
+        name: str,
+        max_tokens: int | None,
+        accepted_log: AcceptedLog | None,
+        learning: Learning | None,
+    ):
         """name: of the model, for clients. max_tokens: of an answer whose request names none; None: what the context has."""
-        self.accepted_log = accepted_log
+        self.accepted_log, self.learning = accepted_log, learning
         self.worker, self.name, self.max_tokens = worker, name, max_tokens
-        self.metrics = Metrics(worker)
+        self.metrics = Metrics(worker, learning)
         self.target = worker.target
         self.encoder, self.encoding = PromptEncoder(self.target), ThreadPoolExecutor(1, "tokenizer")
         # Of their own: a schema that takes seconds to compile holds up nobody.
@@ -183,6 +191,8 @@ class Service:
                 self.accepted_log.write(answer)
             except OSError as error:  # a full disk, say, which takes no answer from anybody
                 log.error("the log of accepted drafts cannot be written: %s", error)
+        if self.learning is not None and answer.asked.store is not False:
+            self.learning.write(answer)
         unended = "cancelled" if answer.failure is None else "error"
         reasons = [choice.finish_reason or unended for choice in answer.choices.values()]
         facts = {"id": answer.id, "path": path, "seconds": round(seconds, 3), "finish_reasons": reasons}
@@ -220,15 +230,20 @@ def create_app(
     accepted_log: AcceptedLog | None = None,
     local_only: bool = False,
     cors: Sequence[str] = (),
+    learning: Learning | None = None,
 ) -> FastAPI:
     """The application; it starts the worker and stops it. max_body: bytes of a request's body. cors: origins whose pages may
     ask. See `Service`, `Gate`."""
-    service = Service(worker, name, max_tokens, accepted_log)
+    service = Service(worker, name, max_tokens, accepted_log, learning)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         worker.start()
+        if learning is not None:
+            learning.start()
         yield
+        if learning is not None:
+            learning.stop()
         worker.stop()
 
     app = FastAPI(title="foredraft", lifespan=lifespan, docs_url=None, redoc_url=None)

@@ -6,13 +6,15 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from foredraft.inference.serve.completion import Answer
+from foredraft.inference.serve.learning import Learning
 from foredraft.inference.serve.worker import Worker
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Metrics:
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: Worker, learning: Learning | None = None):
+        self.worker = worker
         self.registry = CollectorRegistry()
         registry: dict[str, Any] = {"registry": self.registry, "namespace": "foredraft"}
         self.requests = Counter("requests", "Requests by path and status", ["path", "status"], **registry)
@@ -21,9 +23,11 @@ class Metrics:
         )
         self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **registry)
         self.completion_tokens = Counter("completion_tokens", "Tokens of answers", **registry)
-        self.forwards = Counter("forwards", "Target forwards over drafts, each sequence counted", **registry)
+        self.forwards = Counter(
+            "forwards", "Target forwards over drafts, each sequence counted, by head", ["head"], **registry
+        )
         self.gained = Counter(
-            "gained_tokens", "Tokens that these gave; divided by them, the acceptance length", **registry
+            "gained_tokens", "Tokens that these gave; divided by them, the acceptance length", ["head"], **registry
         )
         self.first = Histogram("first_token_seconds", "Time to the first token", buckets=SECONDS, **registry)
         self.seconds = Histogram("request_seconds", "Time to the end of the answer", buckets=SECONDS, **registry)
@@ -42,14 +46,18 @@ class Metrics:
                 lambda: prefixes.hits / max(1, prefixes.looked_up),
             )
             gauges["prefix_cache_bytes"] = ("Memory of the prefix cache", lambda: prefixes.bytes)
+        if learning is not None:
+            gauges["learning_seconds"] = ("Seconds that processes of learning ran", lambda: learning.seconds)
         for name, (meaning, value) in gauges.items():
             Gauge(name, meaning, **registry).set_function(value)
 
     def ended(self, answer: Answer, seconds: float) -> None:
         self.prompt_tokens.inc(answer.prompt_tokens)
         self.completion_tokens.inc(answer.completion_tokens)
-        self.forwards.inc(sum(len(choice.accepted) for choice in answer.choices.values()))
-        self.gained.inc(sum(choice.gained for choice in answer.choices.values()))
+        self.forwards.labels(self.worker.drafter_name).inc(
+            sum(len(choice.accepted) for choice in answer.choices.values())
+        )
+        self.gained.labels(self.worker.drafter_name).inc(sum(choice.gained for choice in answer.choices.values()))
         self.seconds.observe(seconds)
         if answer.failure is not None:
             self.failures.labels(answer.failure.status).inc()

@@ -124,6 +124,8 @@ class Worker(threading.Thread):
         self.jobs: dict[Request, Job] = {}
         self.scoring: deque[tuple[Future[list[Scored]], list[Scored], Iterator[list[Scored]]]] = deque()
         self.open = 0  # texts that have been reserved and not ended
+        self.on_reserve: Callable[[], None] = lambda: None  # when they are reserved
+        self.drafter_name = ""  # of the head, where they change (learning.py)
         self.lock = threading.Lock()
         self.dead = False
         self.on_death: Callable[[], object] = lambda: None  # called in the thread
@@ -141,6 +143,7 @@ class Worker(threading.Thread):
             if self.open + count > self.max_open:
                 raise QueueFull
             self.open += count
+        self.on_reserve()
 
     def release(self, count: int) -> None:
         with self.lock:

@@ -1,0 +1,297 @@
+"""`foredraft serve learn=true`: what is kept of the traffic, when another head serves, and that answers notice nothing."""
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from foredraft.heads import Target, save_head
+from foredraft.inference.drafters import load_drafter
+from foredraft.inference.serve import learning as learning_module
+from foredraft.inference.serve.learning import Learning, newest_head
+from foredraft.inference.serve.traffic import Traffic, acceptance, decode, gain, lines
+from foredraft.inference.serve.worker import Worker
+from tests.support.head_factory import make_head
+from tests.support.processes import script
+from tests.support.serving import Served, served
+
+PROMPT = "def add(self, other):"
+# A trainer: it copies the head that it begins with, and is killed so often as the file `kills` says.
+TRAIN = """
+import os, pathlib, shutil, sys
+given = dict(word.split("=", 1) for word in sys.argv[1:])
+kills = pathlib.Path("kills")
+if kills.exists() and (left := int(kills.read_text())):
+    kills.write_text(str(left - 1))
+    os.kill(os.getpid(), 9)
+shutil.copytree(given["init_from"], given["output_dir"] + "/head")
+"""
+# A judge: it finds what the file `found` says.
+JUDGE = "import json, shutil, sys; shutil.copy('found', json.loads(sys.argv[1])['output'])"
+BETTER, SAME, WORSE = ([[gained + i % 2, 10] for i in range(40)] for gained in (30, 20, 10))
+
+
+def answer(number: int, prompt: list[int], gained: int = 3, speculative: bool = True) -> Any:
+    """As Service has it at its end, of a text of one step that accepted two drafts."""
+    params = SimpleNamespace(temperature=0.0)
+    job = SimpleNamespace(request=SimpleNamespace(prompt=prompt, seed=number, params=params))
+    choice = SimpleNamespace(index=0, job=job, ids=[1, 2, 3, 4], accepted=[2], drafted=[4], gained=gained)
+    asked = SimpleNamespace(speculative=speculative)
+    return SimpleNamespace(id=f"a{number}", choices={0: choice}, asked=asked, began=time.monotonic())
+
+
+def test_the_traffic_keeps_within_its_limit_a_sample_of_all(tmp_path: Path):
+    limit, last = 80_000, 3000
+    traffic = Traffic(tmp_path, limit)
+    for number in range(last):
+        traffic.write(answer(number, [number, number + 1]))
+        if number % 500 == 499:
+            folder = traffic.begin(seed=number)
+            trained, held = lines(folder / "train" / "new.jsonl"), lines(folder / "recent.jsonl")
+            prompts = [{tuple(json.loads(line)["prompt_ids"]) for line in some} for some in (trained, held)]
+            assert held and len(trained) > len(held) and not prompts[0] & prompts[1]
+            known = lines(folder / "train" / "replay.jsonl")
+            assert bool(known) == (number > 500) and len(known) <= len(trained)
+            assert sum(path.stat().st_size for path in tmp_path.rglob("*.jsonl")) <= limit
+            traffic.end()
+    ids = [int(json.loads(line)["id"][1:-2]) for line in lines(traffic.replay)]
+    assert len(ids) > 50 and abs(sum(ids) / len(ids) - last / 2) < last / 8  # not the newest alone
+    assert traffic.replay.stat().st_size <= limit // 4 and not traffic.round.exists()
+    traffic.write(answer(1, [1], speculative=False))
+    assert traffic.count == 0
+
+
+def test_a_full_disk_is_a_warning_and_half_a_row_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    traffic = Traffic(tmp_path, 10**6)
+    traffic.new = tmp_path / "no folder" / "new.jsonl"
+    for number in range(3):
+        traffic.write(answer(number, [1]))
+    assert len(caplog.records) == 1 and "not kept" in caplog.text
+    traffic = Traffic(tmp_path, 10**6)
+    traffic.write(answer(1, [5]))
+    with traffic.new.open("ab") as file:
+        file.write(b'{"id": "a2-0", "ids": [1,\n')
+    traffic.write(answer(3, [6]))
+    assert Traffic(tmp_path, 10**6).count == 2
+    kept = [
+        json.loads(line)["id"] for part in ("train/new", "recent") for line in lines(traffic.begin(0) / f"{part}.jsonl")
+    ]
+    assert sorted(set(kept)) == ["a1-0", "a3-0"]
+
+
+def test_gains_are_compared_text_by_text():
+    torch.manual_seed(0)
+    old = [
+        [int(steps * rate), steps] for steps, rate in zip(range(20, 60), (1 + 4 * torch.rand(40)).tolist(), strict=True)
+    ]
+    new = [[gained + 2, steps] for gained, steps in old]  # texts differ by far more than heads do
+    difference, error = gain(old, new)
+    assert difference == pytest.approx(2 * 40 / sum(steps for _, steps in old)) and difference > 8 * error
+    assert acceptance(old)[1] > 3 * difference and gain(new, old)[0] == -difference
+
+
+def test_the_judge_writes_the_texts_that_were_served(target: Target):
+    rows = [{"prompt_ids": [5, 6, 7 + i], "ids": [0] * 20, "seed": i, "temperature": i % 2} for i in range(3)]
+    found = decode(target, load_drafter("ngram", target), rows)
+    assert len(found) == 3 and all(gained == 19 and 0 < steps <= 19 for gained, steps in found)
+
+
+@pytest.fixture
+def start(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Learning]]:
+    """A server's two threads with TRAIN and JUDGE in the place of the processes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(learning_module, "IDLE", 0.0)
+    monkeypatch.setattr(Learning, "judged", lambda self, *facts: self.succeeds(["-c", JUDGE, judge_facts(*facts)]))
+    save_head(make_head("eagle3", target), tmp_path / "given", target)
+    started: list[Learning] = []
+
+    def begin(found: Any = (), **given: Any) -> Learning:
+        Path("found").write_text(json.dumps(found))
+        spec = newest_head("learned", "given")
+        load = partial(load_drafter, target=target)
+        worker = Worker(target, load(spec))
+        one = Learning(worker, load, spec, ["-c", TRAIN], {}, "learned", rows=8, **given)
+        worker.start()
+        one.start()
+        started.append(one)
+        return one
+
+    yield begin
+    for one in started:
+        one.stop()
+        one.worker.stop()
+        one.worker.join()
+
+
+def judge_facts(heads: list[Path], rows: list[Path], verdict: Path) -> str:
+    assert all((head / "config.json").exists() for head in heads) and all(file.exists() for file in rows)
+    return json.dumps({"output": str(verdict)})
+
+
+def serve_some(one: Learning, gained: int = 3, first: int = 0) -> None:
+    for number in range(first, first + 40):
+        one.write(answer(number, [number], gained))
+
+
+def history() -> list[dict[str, Any]]:
+    file = Path("learned/history.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def until(condition: Callable[[], Any]) -> None:
+    while not condition():
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "found, outcome",
+    [
+        ([[SAME, BETTER], [SAME, SAME]], "served"),
+        ([[SAME, BETTER], [[], []]], "served"),  # the first round
+        ([[SAME, SAME], [SAME, SAME]], "no better"),
+        ([[SAME, WORSE], [SAME, BETTER]], "no better"),
+        ([[SAME, BETTER], [BETTER, SAME]], "forgot too much"),
+    ],
+)
+def test_a_head_serves_where_it_is_better_and_has_not_forgotten(start, found, outcome):
+    one = start(found)
+    serve_some(one)
+    until(lambda: history() and not one.traffic.round.exists())
+    (facts,) = history()
+    head = "head-0002" if outcome == "served" else "head-0001"
+    assert (
+        facts["outcome"] == outcome and one.worker.drafter_name == head == Path("learned/current").read_text().strip()
+    )
+    cards = sorted(path.parent.name for path in Path("learned").glob("head-*/README.md"))
+    assert cards == ["head-0001", "head-0002"][: int(head[-1])]
+    assert one.traffic.count == 0 and lines(one.traffic.replay)
+
+
+def test_a_trainer_that_is_killed_begins_again_and_one_that_fails_does_not(start, caplog):
+    Path("kills").write_text("2")
+    one = start([[SAME, BETTER], [[], []]])
+    serve_some(one)
+    until(lambda: history() and not one.traffic.round.exists())
+    assert [record.getMessage().split(": ")[1] for record in caplog.records if "ended with" in record.getMessage()] == [
+        "a process ended with -9"
+    ] * 2
+    one.train[:] = ["-c", "raise SystemExit('no space left')"]
+    serve_some(one)
+    until(lambda: len(history()) == 2 and not one.traffic.round.exists())
+    assert history()[1]["outcome"] == "failed" and "no space left" in caplog.text
+    assert one.worker.drafter_name == "head-0002" and one.is_alive()
+
+
+def test_the_head_before_comes_back_by_hand_or_where_acceptance_has_fallen(start, caplog):
+    one = start([[SAME, BETTER], [[], []]])
+    serve_some(one, gained=4)
+    until(lambda: one.worker.drafter_name == "head-0002" and not one.traffic.round.exists())
+    assert one.before is not None
+    one.rows = 10**6
+    Path("found").write_text(json.dumps([[SAME, SAME]]))
+    serve_some(one, gained=1, first=40)  # other texts: no reason to go back
+    until(lambda: len(history()) == 2)
+    assert history()[1]["outcome"] == "stays" and one.worker.drafter_name == "head-0002"
+    one.before = "head-0001", [(4, 1)] * 40
+    Path("found").write_text(json.dumps([[SAME, BETTER]]))
+    until(lambda: one.worker.drafter_name == "head-0001")
+    assert history()[2]["outcome"] == "back" and one.before is None
+    Path("learned/current").write_text("head-0002\n")
+    until(lambda: one.worker.drafter_name == "head-0002")
+    Path("learned/current").write_text("head-9\n")
+    until(lambda: "head-9 cannot serve" in caplog.text and Path("learned/current").read_text() == "head-0002\n")
+    assert (
+        newest_head("learned", "given") == "learned/head-0002"
+        and newest_head("learned", "learned/head-0001")[-1] == "1"
+    )
+
+
+def test_on_a_cpu_a_process_is_halted_while_something_is_served(start, monkeypatch):
+    one = start()
+    one.train[:] = ["-c", "import time; time.sleep(600)"]
+    serve_some(one)
+    until(lambda: one.process is not None)
+    state = Path(f"/proc/{one.process.pid}/stat")
+    one.worker.open += 1
+    one.worker.on_reserve()
+    until(lambda: state.read_text().split()[2] == "T")
+    ran = one.seconds
+    time.sleep(0.3)
+    assert one.seconds == ran
+    one.worker.open -= 1
+    until(lambda: state.read_text().split()[2] == "S")
+
+
+@pytest.fixture
+def folder(tiny_path: Path, target: Target, tmp_path: Path) -> Path:
+    save_head(make_head("eagle3", target), tmp_path / "given", target)
+    return tmp_path
+
+
+def facts(tiny_path: Path, *more: str) -> list[str]:
+    given = [f"target={tiny_path}", "target.dtype=float32", "target.device=cpu", "model=tiny", "drafter=given/"]
+    return [*given, "learn=true", *more]
+
+
+def text(server: Served, seed: int, **more: Any) -> str:
+    body = {"prompt": PROMPT, "max_tokens": 24, "seed": seed, **more}
+    status, _, said = server.post(json.dumps(body).encode(), "/v1/completions")
+    assert status == 200, said
+    return json.loads(said)["choices"][0]["text"]
+
+
+def test_the_command_swaps_continues_and_keeps_out_what_is_not_to_be_stored(tiny_path: Path, folder: Path):
+    learned = folder / "learned"
+    with served(folder, *facts(tiny_path), "log_accepted=log", "log_text=true") as server:
+        assert "token ids of prompts and answers are kept in learned" in server.log.read_text()
+        expected = [text(server, seed, speculative=False) for seed in range(4)]
+        text(server, 9, store=False)
+        shutil.copytree(learned / "head-0001", learned / "head-0002")
+        asked = text(server, 0)
+        (learned / "current").write_text("head-0002\n")
+        until(lambda: (learned / "current").exists() and text(server, 0) == expected[0] and served_by(server, 2))
+        assert [asked, *(text(server, seed) for seed in range(1, 4))] == expected
+        rows = (learned / "new.jsonl").read_text()
+        assert '"seed": 9' not in rows and rows.count("\n") == (folder / "log").read_text().count("\n")
+        server.process.send_signal(signal.SIGKILL)
+    with served(folder, *facts(tiny_path)) as server:
+        assert text(server, 3) == expected[3] and served_by(server, 2) and not served_by(server, 1)
+        assert (learned / "new.jsonl").read_text().startswith(rows)
+
+
+def served_by(server: Served, number: int) -> float:
+    return server.metric("foredraft_forwards_total", f'head="head-000{number}"')
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["drafter=ngram"], "learn=true trains the head that drafts: give drafter=DIRECTORY"),
+        (["drafter=given/", "engine=vllm"], "give drafter=DIRECTORY and engine=foredraft"),
+        (["drafter=given/", "learn.share=2"], "learn.share=2"),
+    ],
+)
+def test_what_cannot_learn_is_said_in_a_sentence(tiny_path: Path, folder: Path, arguments, sentence):
+    done = script("scripts/serve.py", f"target={tiny_path}", "learn=true", *arguments, cwd=folder)
+    assert done.code == 2 and sentence in done.err and not (folder / "learned" / "current").exists()
+
+
+@pytest.mark.nightly
+def test_a_round_by_the_real_trainer_and_judge(tiny_path: Path, folder: Path):
+    few = ["trainer.max_steps=2", "length=32", "trainer.per_device_train_batch_size=2", "evaluate.prompts=2"]
+    with served(folder, *facts(tiny_path, "learn.rows=24", f"learn.train={json.dumps(few)}")) as server:
+        for seed in range(30):
+            text(server, seed, prompt=f"{PROMPT}{seed}")
+        history = folder / "learned" / "history.jsonl"
+        until(history.exists)
+        (found,) = map(json.loads, history.read_text().splitlines())
+        assert found["outcome"] in ("served", "no better") and len(found["recent"]) == 2, server.log.read_text()
+        assert text(server, 3) == text(server, 3, speculative=False)
