@@ -102,9 +102,9 @@ class Worker(threading.Thread):
             # While the target's cache grows, a block of it is there twice; of a drafter's small one all, and its prompts'.
             plain = cache_bytes_per_token(target, None)
             drafters = 3 * (cache_bytes_per_token(target, drafter) - plain)
-            plain = plain * (1 + 1 / BLOCKS)
-            tokens = int((cache_gib - prefix_cache_gib) * 2**30 / (2 * plain + drafters))
-            drafter_share = drafters / (plain + drafters)
+            targets = plain * (1 + 1 / BLOCKS)
+            tokens = int((cache_gib - prefix_cache_gib) * 2**30 / (2 * targets + drafters))
+            drafter_share = drafters / (targets + drafters)
         # The second decodes plainly, for requests that ask for it, to compare: a step of each in turn.
         self.engines = [
             Engine(
