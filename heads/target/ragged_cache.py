@@ -219,11 +219,9 @@ class RaggedCache(Cache):
             return RaggedTensor(made, self.rows, 3, hidden)
         return {kind: RaggedTensor([one[kind] for one in made], self.rows, 3, hidden) for kind in made[0]}
 
-    def commit(self, path: list[list[int]], padded_path: Tensor, counts: Tensor) -> None:
+    def commit(self, path: list[list[int]], padded_path: Tensor | None = None, counts: Tensor | None = None) -> None:
         """As `KVCache.commit`."""
         for (cohort, slots), mine in zip(self.pairs(), self.rows, strict=True):
-            if self.is_one:
-                cohort.commit(path, padded_path, counts)
-            else:
-                cohort.commit([path[slot] for slot in slots], padded_path[mine], counts[mine])
+            both = [part if part is None or self.is_one else part[mine] for part in (padded_path, counts)]
+            cohort.commit([path[slot] for slot in slots], *both)
         self.note_lengths()
