@@ -24,7 +24,7 @@ SHORT = {"model": "tiny", "prompt": "class Pair:", "max_tokens": 12, "seed": 2}
 @pytest.fixture(scope="module")
 def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     facts = [f"target={tiny_path}", "target.dtype=float32", "target.device=cpu", "model=tiny"]
-    limits = ["max_num_seqs=2", "max_waiting=2", "max_body=100000", "cache_gib=0.00048", "log_accepted=accepted.jsonl"]
+    limits = ["max_num_seqs=2", "max_waiting=2", "max_body=100000", "cache_gib=0.0006", "log_accepted=accepted.jsonl"]
     with served(tmp_path_factory.mktemp("faults"), *facts, *limits, FOREDRAFT_API_KEY=KEY) as running:
         yield running
 
