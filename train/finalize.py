@@ -166,7 +166,7 @@ def by_set(target: Target, drafter: Drafter, data: Corpus, settings: Any) -> dic
 def sample(target: Target, drafter: Any, row: list[int], **settings: Any) -> Sample:
     """One continuation and where each of its tokens came from: 0 the target's own choice, d drafted at depth d."""
     ids = torch.tensor([row], device=target.device)
-    out = generate(target, drafter, ids, **settings)
+    out = generate(target, drafter, ids, seed=0, **settings)
     accepted, emitted = [step.accepted[0] for step in out.steps], [step.emitted[0] for step in out.steps]
     return Sample.of(target.text_tokenizer, row, out.new_tokens[0], accepted, emitted)
 

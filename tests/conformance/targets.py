@@ -82,7 +82,7 @@ def decode(target: Target, head: DraftHead, temperature: float, new_tokens: int)
     """Drafted text must be the target's own."""
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(3, target.vocab_size, (length,), generator=generator).tolist() for length in PROMPTS]
-    settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1, "temperature": temperature}
+    settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1, "temperature": temperature, "seed": 3}
     alone = generate(target, None, *padded(prompts), **settings).new_tokens
     drafted = generate(target, drafter_for(head, target), *padded(prompts), **settings).new_tokens
     check_texts(drafted, alone, head.kind)
