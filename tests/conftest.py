@@ -134,7 +134,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 
     def run(main: Callable[[], None], *arguments: str) -> Ended:
         capfd.readouterr()
-        monkeypatch.setattr(sys, "argv", ["train/run.py", *arguments, "hydra/job_logging=disabled"])
+        monkeypatch.setattr(sys, "argv", ["train/run.py", *arguments, "hydra/job_logging=none"])
         code = 0
         try:
             main()
