@@ -6,6 +6,8 @@ import random
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -251,17 +253,29 @@ def test_nothing_to_measure_is_named(given, sentence, run):
     assert ended.code == 2 and sentence in ended.err
 
 
+def where(device: str, is_collective: bool = False) -> Any:
+    """What a stopwatch reads of a target."""
+    return SimpleNamespace(device=torch.device(device), is_collective=is_collective)
+
+
 def test_texts_that_others_held_up_are_timed_again(monkeypatch):
     """The third of four texts takes long the first time, while another program has the core."""
     waits = iter([0.0, 0.02, 0.9, 0.5, 0.05])
     monkeypatch.setattr(Stopwatch, "stop", lambda watch: ((waited := next(waits)) + 1, waited))
     decode = lambda ids, seed: (seed, None)  # noqa: E731
-    timing = time_decoders({"plain": decode}, [[1], [2], [3], [4]], torch.device("cpu"))["plain"]
+    timing = time_decoders({"plain": decode}, [[1], [2], [3], [4]], where("cpu"))["plain"]
     assert timing.waited == [0.0, 0.02, 0.05, 0.5] and timing.seconds == [1.0, 1.02, 1.05, 1.5]  # a quarter, the worst
     assert timing.tokens == [1, 2, 3, 4]
 
 
 def test_a_thread_that_sleeps_has_no_core():
-    watch = Stopwatch(torch.device("cpu"))
+    watch = Stopwatch(where("cpu"))
     time.sleep(0.05)
-    assert watch.stop()[1] > 0.5 and Stopwatch(torch.device("cuda")).stop()[1] == 0
+    assert watch.stop()[1] > 0.5
+
+
+@pytest.mark.parametrize("device, is_collective", [("cuda", False), ("cpu", True)])
+def test_a_thread_that_waits_in_any_case_does_not_count_it(device: str, is_collective: bool):
+    watch = Stopwatch(where(device, is_collective))
+    time.sleep(0.05)
+    assert watch.stop()[1] == 0

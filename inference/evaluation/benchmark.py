@@ -150,7 +150,7 @@ class Benchmark:
         if one.name not in self.warm or (repeat == 0 and self.target.device.type == "cuda"):
             self.warm.add(one.name)
             decode(ids, number + 1)
-        watch = Stopwatch(self.target.device)
+        watch = Stopwatch(self.target)
         count, out = decode(ids, number + 1)
         seconds, waited = watch.stop()
         line = {"kind": "text", "decoder": one.name, "temperature": temperature, "text": number, "repeat": repeat}

@@ -142,7 +142,7 @@ def evaluate(
             name: foredraft_decoder(target, one, max_new_tokens, temperature, ends=ends)
             for name, one in (("plain", None), ("drafted", drafter), ("auto", auto))
         }
-        speeds.append(time_decoders(decoders, some, target.device))
+        speeds.append(time_decoders(decoders, some, target))
     rates = [(speed["drafted"].rate(), speed["plain"].rate(), speed["auto"].rate()) for speed in speeds]
     both = ("plain", "drafted")
     pairs = [pair for speed in speeds for pair in zip(*(speed[name].generations for name in both), strict=True)]

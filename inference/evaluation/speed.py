@@ -35,15 +35,16 @@ class Timing(NamedTuple):
 
 
 class Stopwatch:
-    """Seconds since it was made, and which share of them this thread had no core, because other programs had it; 0 on a GPU,
-    for which the thread waits in any case."""
+    """Seconds since it was made, and which share of them this thread had no core, because other programs had it. 0 where it
+    waits in any case: for a GPU, or for the other processes of a target in pieces, which all time the same texts again."""
 
-    def __init__(self, device: torch.device):
-        self.on_cpu, self.started, self.had_core = device.type == "cpu", time.perf_counter(), time.thread_time()
+    def __init__(self, target: Target):
+        self.waits = target.device.type != "cpu" or target.is_collective
+        self.started, self.had_core = time.perf_counter(), time.thread_time()
 
     def stop(self) -> tuple[float, float]:
         seconds, had_core = time.perf_counter() - self.started, time.thread_time() - self.had_core
-        return seconds, max(0.0, 1 - had_core / seconds) if self.on_cpu else 0.0
+        return seconds, 0.0 if self.waits else max(0.0, 1 - had_core / seconds)
 
 
 Job = TypeVar("Job")
@@ -109,21 +110,21 @@ def transformers_decoder(
     return decode
 
 
-def time_decoders(decoders: dict[str, Decoder], rows: list[list[int]], device: torch.device) -> dict[str, Timing]:
+def time_decoders(decoders: dict[str, Decoder], rows: list[list[int]], target: Target) -> dict[str, Timing]:
     """All decoders over all prompts; prompt i has seed i + 1. On a GPU each prompt is decoded once before it is timed: its
     lengths decide which CUDA graphs are captured, and capturing takes longer than decoding."""
     timings = {name: Timing([], [], [], []) for name in decoders}
     ticker = Ticker("measuring speed", len(rows), "prompts")
 
     def timed(name: str, number: int) -> tuple[int, Generation | None, float, float]:
-        ids = torch.tensor([rows[number]], device=device)
-        watch = Stopwatch(device)
+        ids = torch.tensor([rows[number]], device=target.device)
+        watch = Stopwatch(target)
         return *decoders[name](ids, number + 1), *watch.stop()
 
     for number, row in enumerate(rows):
-        if number == 0 or device.type == "cuda":
+        if number == 0 or target.device.type == "cuda":
             for decode in decoders.values():
-                decode(torch.tensor([row], device=device), number + 1)
+                decode(torch.tensor([row], device=target.device), number + 1)
         for name in decoders:
             count, generation, seconds, waited = timed(name, number)
             timings[name].seconds.append(seconds)

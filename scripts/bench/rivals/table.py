@@ -89,7 +89,7 @@ def in_this_process(cfg: DictConfig, target: Target, rows: list[list[int]]) -> t
     for one in rivals(target, {}):
         assert isinstance(one.what, dict)
         decoders[one.name] = transformers_decoder(target, one.what, cfg.new_tokens)
-    timings = time_decoders(decoders, rows, target.device)
+    timings = time_decoders(decoders, rows, target)
     texts = [out.new_tokens[0] for out in timings["plain"].generations]
     found: dict[str, Row] = {}
     for name, timing in timings.items():
