@@ -92,6 +92,21 @@ def test_fp8_keeps_three_binary_places_of_every_layer(target, tmp_path: Path):
     assert each * len(rows()) * 32 <= bytes_of["fp8"] <= each * len(rows()) * 32 + 4096 * 8
 
 
+@pytest.mark.parametrize("dtype", ["float32", "fp8"])
+def test_a_store_with_more_layers_serves_a_head_that_takes_some(target, tmp_path: Path, dtype: str):
+    more = [layer for layer in range(target.num_layers + 1) if layer not in LAYERS]
+    given = {"path": str(tmp_path), "dtype": dtype, "shard_rows": 2}
+    first = batch_of(disk.disk(rows(), target, LAYERS, 2, **given, also_layers=more))
+    for wanted in (LAYERS, more[:1], [LAYERS[0], more[0]]):
+        found = storage.unpack(batch_of(disk.disk(rows(), target, wanted, 2, **given)))
+        exact = online.forward_target(target, PackedBatch(**batch_of(rows())), wanted)
+        for ours, theirs in zip(found, exact, strict=True):
+            torch.testing.assert_close(ours.float(), theirs, atol=1e-5 if dtype == "float32" else 0.15, rtol=0.07)
+    assert first["features"].shape[-1] == len(LAYERS) * target.hidden_size
+    with pytest.raises(ValueError, match="layers is"):
+        disk.disk(rows(), target, [target.num_layers + 1], 2, **given)
+
+
 def test_the_best_logits_stand_for_all(target, tmp_path: Path):
     teacher = DistillationModel(head(target), target, losses.soft)
     everything = batch_of(stored(target, tmp_path / "all", top_k=target.vocab_size))
@@ -161,8 +176,8 @@ def test_another_targets_shard_is_named(target, whole: Path, tmp_path: Path):
 def test_other_data_and_other_layers_are_refused(target, whole: Path):
     with pytest.raises(ValueError, match=r"data_hash is"):
         stored(target, whole, packed=Packed(documents(40, 25, 33, 60, 21, 50, 44), length=32, seed=1))
-    with pytest.raises(ValueError, match=r"layers is \[1, 2, 3\] there, \[2\] here"):
-        disk.disk(rows(), target, [2], 2, str(whole), dtype="float32", shard_rows=2)
+    with pytest.raises(ValueError, match=r"layers is \[1, 2, 3\] there, \[2, 4\] here"):
+        disk.disk(rows(), target, [2, 4], 2, str(whole), dtype="float32", shard_rows=2)
 
 
 def test_a_full_disk_is_said_before_anything_is_written(target, tmp_path: Path, monkeypatch, capsys):

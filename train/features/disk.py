@@ -55,12 +55,14 @@ def disk(
     shard_rows: int = 256,
     verify: bool = True,
     whole_target: bool = True,
+    also_layers: list[int] | None = None,
 ) -> "StoredRows":
     """The rows with what the target makes of them, read from `path`, where they are written first if need be.
 
     dtype: float32, bf16 or fp8 (e4m3, a scale per position). top_k: keep so many logits in place of the last hidden state,
     which is smaller where the hidden size is above 3 * top_k. verify: compare a shard with its checksum when it is
     first read. whole_target: keep the target's layers, which nothing but measurements need once all is stored.
+    also_layers: hidden states to store beside those of `layers`, so that heads that take them read the same files.
 
     Raises ValueError that names what does not fit: the target, the layers, the data, a shard.
     """
@@ -76,10 +78,10 @@ def disk(
             "read together"
         )
     directory = Path(path)
-    facts = describe(packed, target, layers, dtype, top_k, shard_rows)
+    facts = describe(packed, target, sorted({*layers, *(also_layers or [])}), dtype, top_k, shard_rows)
     distributed.check_shared(directory, "features.path")
     if (directory / MANIFEST).exists():
-        compare(json.loads((directory / MANIFEST).read_text()), facts, directory)
+        compare(json.loads((directory / MANIFEST).read_text()), facts | {"layers": layers}, directory)
     else:
         rank = distributed.rank()
         write(packed, target, facts, directory, batch, rank, distributed.world_size())
@@ -92,7 +94,7 @@ def disk(
         wait_for([directory / MANIFEST])
     if not whole_target and not target.ends_only:
         drop_layers(target)
-    return StoredRows(packed, directory, verify)
+    return StoredRows(packed, directory, layers, verify)
 
 
 def describe(
@@ -135,8 +137,10 @@ def hash_of(weights: Mapping[str, Tensor], numbers: int) -> str:
 
 
 def compare(manifest: dict, facts: dict, directory: Path) -> None:
-    """Raise ValueError where stored features are not those that this run needs."""
+    """Raise ValueError where stored features are not those that this run needs. There may be more layers of them."""
     left_out = {"target"} if facts["target_hash"] else {"target", "target_hash"}  # not known of ends alone
+    if set(facts["layers"]) <= set(manifest.get("layers", [])):
+        left_out.add("layers")
     names = [name for name in facts if name not in left_out and manifest.get(name) != facts[name]]
     if names:
         different = "; ".join(f"{name} is {manifest.get(name)} there, {facts[name]} here" for name in names)
@@ -281,9 +285,10 @@ def remember(file: Path, name: Path, sha256: str) -> None:
 class StoredRows(Dataset):
     """Packed rows with their features as they are stored: only what is indexed is read."""
 
-    def __init__(self, packed: Packed, directory: Path, verify: bool):
+    def __init__(self, packed: Packed, directory: Path, layers: list[int], verify: bool):
         manifest = json.loads((directory / MANIFEST).read_text())
         self.packed, self.manifest, self.verify = packed, manifest, verify
+        self.columns = [manifest["layers"].index(layer) for layer in layers]
         self.files = [directory / entry["file"] for entry in manifest["shards"]]
         for file in self.files:
             if not file.exists():
@@ -300,7 +305,13 @@ class StoredRows(Dataset):
             while len(self.opened) >= OPEN:
                 self.opened.pop(next(iter(self.opened))).file.close()  # the first one that was opened
             self.opened[number] = self.checked(number)
-        return dict(self.packed[row]) | self.opened[number].row(place)
+        stored = self.opened[number].row(place)
+        if len(self.columns) < len(self.manifest["layers"]):
+            parts = stored["features"].unflatten(-1, (len(self.manifest["layers"]), -1))
+            stored["features"] = parts[..., self.columns, :].flatten(-2)
+            if "features_scale" in stored:
+                stored["features_scale"] = stored["features_scale"][..., self.columns]
+        return dict(self.packed[row]) | stored
 
     def checked(self, number: int) -> Shard:
         """Raises ValueError where a shard is damaged, or belongs to others."""
