@@ -94,7 +94,7 @@ def label(draft: Prediction, teacher: Prediction) -> Tensor:
 
 def weighted_sum(draft: Prediction, teacher: Prediction, weights: dict[str, float]) -> Tensor:
     """The losses of these names, each times its weight. Raises ValueError for one that is not here."""
-    known = {loss.__name__: loss for loss in (hard, soft, reverse_kl, total_variation, l1, lk, top_k, label)}
+    known = {loss.__name__: loss for loss in (hard, soft, reverse_kl, total_variation, l1, lk, coupled, top_k, label)}
     unknown = sorted(weights.keys() - known.keys())
     if unknown or not weights:
         raise ValueError(f"loss.weights names {unknown or 'nothing'}: it weighs some of {', '.join(known)}")
@@ -115,6 +115,21 @@ def lk(draft: Prediction, teacher: Prediction) -> Tensor:
     that it learns from a bad start too, where total variation has hardly any gradient."""
     q, p = exact(draft.logits).log_softmax(-1), teacher.log_probabilities
     return -torch.minimum(q, p).logsumexp(-1)
+
+
+def coupled(draft: Prediction, teacher: Prediction, temperature: float = 1.0) -> Tensor:
+    """-log of the chance that draft and target choose the same token at this temperature by the same noise, as the verifier
+    has them do. With shared Gumbel noise token i wins both races with probability 1 / sum_j max(p_j / p_i, q_j / q_i), so
+    no noise need be drawn: sorted by q / p, each such sum is a part of p's and a part of q's cumulative sum. Ours."""
+    log_q = (exact(draft.logits) / temperature).log_softmax(-1)
+    log_p = teacher.log_probabilities if temperature == 1 else (exact(teacher.logits) / temperature).log_softmax(-1)
+    order = (log_q.detach() - log_p).argsort(-1)
+    log_p, log_q = log_p.gather(-1, order), log_q.gather(-1, order)
+    tiny = torch.finfo(log_q.dtype).tiny
+    below = log_p.exp().cumsum(-1).clamp(min=tiny).log()
+    q = log_q.exp()
+    above = (q.flip(-1).cumsum(-1).flip(-1) - q).clamp(min=tiny).log()
+    return -(log_p + log_q - torch.logaddexp(below + log_q, above + log_p)).logsumexp(-1)
 
 
 def top_k(draft: Prediction, teacher: Prediction, k: int = 10) -> Tensor:
