@@ -37,8 +37,8 @@ def formulas(draft: Prediction, answer: Prediction) -> dict[str, torch.Tensor]:
         overlap = sum(min(p[token], q[token]) for token in order)
         rows["total_variation"].append(1 - overlap)
         rows["lk"].append(-overlap.log())
-        worst = lambda i: sum(max(p[j] / p[i], q[j] / q[i]) for j in order)  # noqa: E731
-        rows["coupled"].append(-sum(1 / worst(token) for token in order).log())
+        races = [[max(p[j] / p[i], q[j] / q[i]) for j in order] for i in order]
+        rows["coupled"].append(-sum(1 / sum(race) for race in races).log())
         rows["top_k"].append(sum(-p[token] * q[token].log() for token in order[:10]))
         rows["l1"].append(sum((p[token] - q[token]).abs() for token in order))
         rows["label"].append(-q[answer.tokens[row]].log())

@@ -33,6 +33,7 @@ from foredraft.heads.hub.card import size
 from foredraft.heads.llama_config import probe_tokens
 from foredraft.heads.target import Target
 from foredraft.heads.target.ends import drop_layers, refuse
+from foredraft.inference.evaluation.progress import Ticker
 from foredraft.train.data.packing import Packed
 from foredraft.train.features.online import forward_target
 from foredraft.train.features.shard import AGAIN, Shard
@@ -175,12 +176,15 @@ def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: i
             f"features.path={directory} has {size(free)} free and the features take {size(need)}: store them as "
             "fp8 or with top_k, take fewer rows or another disk, or features=online"
         )
+    ticker = Ticker("features stored", facts["rows"] if processes == 1 else None)
     for number, name in list(enumerate(names(facts)))[rank::processes]:
         if name in present:
             check_owner(Shard(directory / name), facts)
+            ticker.total = None  # fewer are left
             continue
         start = number * facts["shard_rows"]
-        tensors = shard(packed, target, facts, range(start, min(start + facts["shard_rows"], facts["rows"])), batch)
+        rows = range(start, min(start + facts["shard_rows"], facts["rows"]))
+        tensors = shard(packed, target, facts, rows, batch, ticker if rank == 0 else None)
         half = directory / f"{name}.{os.getpid()}.part"
         save_file(tensors, half, metadata={"foredraft": json.dumps({name: facts[name] for name in OWNER})})
         with half.open("rb") as opened:
@@ -200,7 +204,9 @@ def check_owner(shard: Shard, facts: dict) -> None:
 
 
 @torch.no_grad()
-def shard(packed: Packed, target: Target, facts: dict, rows: range, batch: int) -> dict[str, Tensor]:
+def shard(
+    packed: Packed, target: Target, facts: dict, rows: range, batch: int, ticker: Ticker | None
+) -> dict[str, Tensor]:
     found: dict[str, list[Tensor]] = {}
     for start in range(rows.start, rows.stop, batch):
         items = [packed[row] for row in range(start, min(start + batch, rows.stop))]
@@ -219,6 +225,8 @@ def shard(packed: Packed, target: Target, facts: dict, rows: range, batch: int) 
         for name, tensor in kept.items():
             for key, stored in store(name, tensor, facts["dtype"], len(facts["layers"])).items():
                 found.setdefault(key, []).append(stored.cpu())
+        if ticker is not None:
+            ticker.add(len(items))
     return {name: torch.cat(parts).contiguous() for name, parts in found.items()}
 
 
