@@ -2,9 +2,9 @@
 
     python scripts/bench/coupled.py TARGET PROMPTS.jsonl HEAD [HEAD ...] [limit=16] [new_tokens=64] [chain=4]
 
-Tokens per forward on the same prompts and seeds at T = 0.3, 0.7 and 1. The first two columns are "sample and match", as serving
-engines draft: a chain of the head's likeliest tokens, or of sampled ones, which the target's own samples may hit. All columns
-write the same text.
+Tokens per forward on the same prompts and seeds at T = 0.3, 0.7 and 1. The first two columns are "sample and match", as
+serving engines draft: a chain of the head's likeliest tokens, or of sampled ones, which the target's own samples may hit. All
+columns write the same text.
 """
 
 import sys
