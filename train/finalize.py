@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import TrainerState
 
 from foredraft.heads import adapter
-from foredraft.heads.base import DraftHead, ParallelHead
+from foredraft.heads.base import DraftHead, PackedBatch, ParallelHead
 from foredraft.heads.checkpoint import published_dtype, read_head
 from foredraft.heads.hub.card import model_card
 from foredraft.heads.target import Target
@@ -111,8 +111,9 @@ def rank_accuracies(distillation: DistillationModel, texts: Held, length: int, r
     data = Packed(tokenize(target.text_tokenizer, texts), length, seed=0)
     hits, counts = torch.zeros(head.depth, ranks), torch.zeros(head.depth)
     for row in range(min(len(data), 24)):
-        batch = {name: value[None].to(target.device) for name, value in data[row].items()}
-        for depth, guesses, best in distillation.guesses(**batch, ranks=ranks):
+        on_device: dict[str, Any] = {name: value[None].to(target.device) for name, value in data[row].items()}
+        text = PackedBatch(**on_device)
+        for depth, guesses, best in distillation.guesses(text, *distillation.forward_target(text), ranks=ranks):
             hits[depth - 1] += (guesses == best[:, None]).sum(0).cpu()
             counts[depth - 1] += len(best)
     return [[round(value, 5) for value in row] for row in (hits / counts[:, None].clamp(min=1)).tolist()]

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.heads.base import PackedBatch, draft_loss_mask
+from foredraft.inference.evaluation.progress import Ticker
 from foredraft.inference.generation import Generation
 from foredraft.train.data.corpus import Corpus, tokenize
 from foredraft.train.data.documents import Documents
@@ -82,13 +83,16 @@ def agreement(distillation: DistillationModel, rows: Sequence[dict[str, Tensor]]
     distillation.num_items = torch.stack([mask.sum(1) for mask in counted]).sum(0)
     loss, hits = 0.0, torch.zeros(head.depth)
     gained: list[int] = []
+    ticker = Ticker("held-out agreement", len(texts))
     for text, mask in zip(texts, counted, strict=True):
-        loss += distillation.compute_loss(text, *distillation.forward_target(text)).loss.item()
+        states = distillation.forward_target(text)
+        loss += distillation.compute_loss(text, *states).loss.item()
         grid = torch.zeros_like(mask)
-        for depth, guesses, best in distillation.guesses(*text[:4], ranks=1):
+        for depth, guesses, best in distillation.guesses(text, *states, ranks=1):
             grid[depth - 1, mask[depth - 1]] = guesses[:, 0] == best
         hits += grid.sum(1).cpu()
         gained += steps(grid.cpu(), mask.cpu())
+        ticker.add()
     shares = (hits / distillation.num_items.cpu().clamp(min=1)).tolist()
     return Agreement(loss, shares, sum(gained) / max(1, len(gained)))
 

@@ -173,14 +173,13 @@ class DistillationModel(nn.Module):
 
     @torch.no_grad()
     def guesses(
-        self, tokens: Tensor, loss_mask: Tensor, documents: Tensor, positions: Tensor, ranks: int
+        self, text: PackedBatch, aux_hidden_states: Tensor, last: Tensor, ranks: int
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Per depth: its best guesses (n, ranks) and the target's tokens (n,), as target ids."""
-        text = PackedBatch(tokens, loss_mask, documents, positions)
-        aux_hidden_states, last = self.forward_target(text)
+        """Per depth: its best guesses (n, ranks) and the target's tokens (n,), as target ids. aux_hidden_states, last: as
+        `forward_target` gives them."""
         best = torch.cat([self.target.logits(part).argmax(-1) for part in last.flatten(0, 1).split(self.chunk)])
-        best = best.view_as(tokens).roll(-1, dims=1)
-        for depth, out in enumerate(self.head(aux_hidden_states, self.target.embed(tokens), text), start=1):
+        best = best.view_as(text.tokens).roll(-1, dims=1)
+        for depth, out in enumerate(self.head(aux_hidden_states, self.target.embed(text.tokens), text), start=1):
             mask = draft_loss_mask(text, depth)
             guesses = [self.head.logits(part, depth).topk(ranks).indices for part in out[mask].split(self.chunk)]
             yield depth, self.head.to_target_ids(torch.cat(guesses)), best[mask]
