@@ -101,16 +101,19 @@ def decode_there(
 
 
 @contextmanager
-def serving(trained: str | Path, target: Target, file: Path, depth: int) -> Iterator[str]:
-    """The address of llama.cpp's server, which drafts with this head in float32 until the block is left."""
+def serving(trained: str | Path, target: Target, file: Path, depth: int, exact: bool = True) -> Iterator[str]:
+    """The address of llama.cpp's server, which drafts with this head until the block is left; "none" drafts nothing. exact:
+    head, keys and values in float32, else in its usual half precision."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = llamacpp.serve_command(target, str(file), str(trained), "parity", "127.0.0.1", port, 1, dtype="f32")
-    command[command.index("--spec-draft-n-max") + 1] = str(depth)
+    place, dtype = ("parity", "127.0.0.1", port, 1), "f32" if exact else "f16"
+    command = llamacpp.serve_command(target, str(file), str(trained), *place, dtype=dtype)
+    if "--spec-draft-n-max" in command:
+        command[command.index("--spec-draft-n-max") + 1] = str(depth)
     address = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+") as log:
         threads = ["-t", str(torch.get_num_threads()), "--poll", "0"]  # polling threads take cores from others
-        program = [*llamacpp.find_llamacpp(), *command, *EXACT, *threads, "--metrics"]
+        program = [*llamacpp.find_llamacpp(), *command, *(EXACT if exact else []), *threads, "--metrics"]
         process = subprocess.Popen(program, stdout=log, stderr=subprocess.STDOUT)
         try:
             deadline = time.monotonic() + PATIENCE

@@ -1,0 +1,116 @@
+"""llama.cpp plain and with an exported head, beside foredraft, prompt by prompt in turn; and what its forwards cost:
+
+    python scripts/bench/laptop.py HEAD PROMPTS.jsonl TARGET.gguf [TARGET.gguf ...] [limit=4] [new_tokens=64]
+
+Greedy, with as many threads as OMP_NUM_THREADS says. foredraft decodes the same file's dequantised weights, in the dtype
+that is faster here. Needs `pip install xllamacpp`, or llama-server on the PATH.
+"""
+
+import json
+import sys
+import time
+from collections import defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foredraft import Target, generate, load_drafter
+from foredraft.inference.drafters import Drafter, chain_of, tree_of
+from foredraft.train.data.prompt_sets import questions, tokenize
+from foredraft.train.gguf_gate import ask, serving
+
+LENGTHS, DEPTHS = (1, 2, 4, 8), (1, 2, 3)
+PLAIN = "plain"
+
+
+def forward_seconds(address: str, row: list[int]) -> list[float]:
+    """Of prompts of `LENGTHS` tokens, the least of five."""
+    found = []
+    for length in LENGTHS:
+        body = {"prompt": row[:length], "n_predict": 1, "cache_prompt": False}
+        found.append(
+            min(json.loads(ask(f"{address}/completion", body))["timings"]["prompt_ms"] for _ in range(5)) / 1e3
+        )
+    return found
+
+
+def decode_there(address: str, row: list[int], new_tokens: int) -> tuple[float, int]:
+    """Seconds without the prompt's, and tokens."""
+    body: dict[str, Any] = {"prompt": row, "n_predict": new_tokens, "temperature": 0, "top_k": 1, "ignore_eos": True}
+    timings = json.loads(ask(f"{address}/completion", body | {"cache_prompt": False}))["timings"]
+    return timings["predicted_ms"] / 1e3, timings["predicted_n"]
+
+
+class FirstToken:
+    """A streamer that notes when the prompt is done with."""
+
+    def __init__(self) -> None:
+        self.puts, self.at = 0, 0.0
+
+    def put(self, tokens: Any) -> None:
+        self.puts += 1
+        if self.puts == 2:  # first comes the prompt itself
+            self.at = time.perf_counter()
+
+    def end(self) -> None:
+        pass
+
+
+def decode_here(target: Target, drafter: Drafter | None, row: list[int], new_tokens: int) -> tuple[float, int]:
+    streamer, ids = FirstToken(), torch.tensor([row], device=target.device)
+    out = generate(target, drafter, ids, max_new_tokens=new_tokens, eos_token_id=-1, streamer=streamer)
+    return time.perf_counter() - streamer.at, len(out.new_tokens[0])
+
+
+def measure(head: str, prompts: str, file: Path, limit: int, new_tokens: int) -> None:
+    target = Target.from_pretrained(str(file))
+    first = [one._replace(turns=one.turns[:1]) for one in questions(prompts, limit)]
+    rows = [one.tokens for one in tokenize(first, target.text_tokenizer, 1024, lambda ids: [])]
+    tree = tree_of(load_drafter(head, target, tree="fixed"))
+    assert tree is not None
+    ours = {
+        PLAIN: None,
+        "chain of 3": chain_of(tree, target, 3),
+        "suffix and head": load_drafter(f"{head}+suffix", target),
+    }
+    found: dict[str, list[tuple[float, int]]] = defaultdict(list)
+    with ExitStack() as stack:
+        servers = {f"llama.cpp, {PLAIN}": stack.enter_context(serving("none", target, file, 0, exact=False))}
+        for depth in DEPTHS:
+            servers[f"llama.cpp, chain of {depth}"] = stack.enter_context(
+                serving(head, target, file, depth, exact=False)
+            )
+        costs = forward_seconds(servers[f"llama.cpp, {PLAIN}"], rows[0])
+        for number, row in enumerate(rows):
+            for name, drafter in ours.items():
+                if number == 0:  # what is captured or measured at a first use is no part of decoding
+                    decode_here(target, drafter, row, new_tokens)
+                found[f"foredraft, {name}"].append(decode_here(target, drafter, row, new_tokens))
+            for name, address in servers.items():
+                found[name].append(decode_there(address, row, new_tokens))
+    print(f"\n{file.name}, foredraft in {target.dtype}; {len(rows)} prompts, {new_tokens} tokens each\n")
+    print("| engine | tokens/s | over its plain decoding |\n|---|---|---|")
+    rates = {name: sum(n for _, n in runs) / sum(seconds for seconds, _ in runs) for name, runs in found.items()}
+    for name, rate in rates.items():
+        plain = rates[f"{name.split(',')[0]}, {PLAIN}"]
+        print(f"| {name} | {rate:.1f} | {rate / plain:.2f} |")
+    shown = ", ".join(f"{n} {seconds / costs[0]:.2f}" for n, seconds in zip(LENGTHS, costs, strict=True))
+    print(
+        f"\nA forward of llama.cpp over n tokens, in units of one over a single token ({1e3 * costs[0]:.1f} ms): {shown}"
+    )
+
+
+def main() -> None:
+    options = {"limit": "4", "new_tokens": "64"}
+    options |= dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
+    given = [argument for argument in sys.argv[1:] if "=" not in argument]
+    if len(given) < 3 or len(options) > 2:
+        sys.exit(__doc__)
+    for file in given[2:]:
+        measure(given[0], given[1], Path(file), int(options["limit"]), int(options["new_tokens"]))
+
+
+if __name__ == "__main__":
+    main()
