@@ -30,6 +30,16 @@ def states(head, target: Target, text: PackedBatch) -> list[torch.Tensor]:
     return [head.logits(out, depth) for depth, out in enumerate(outs, start=1)]
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "p_eagle"])
+def test_a_new_head_is_sure_of_nothing(tiny_path, kind: str):
+    """Of a target whose logits are large: its first loss is the vocabulary's, or its first steps only make them smaller."""
+    target = Target.from_pretrained(tiny_path)
+    target.model.get_output_embeddings().weight.data *= 50
+    head, text = make_head(kind, target), batch(12)
+    for logits in states(head, target, text):
+        assert logits.float().std(-1).mean() < 6  # 112 without
+
+
 # -- the alignment rule -----------------------------------------------------------------------------------------------
 
 
