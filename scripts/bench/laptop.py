@@ -104,9 +104,9 @@ def measure(head: str, prompts: str, file: Path, limit: int, new_tokens: int) ->
 
 def main() -> None:
     options = {"limit": "4", "new_tokens": "64"}
-    options |= dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
-    given = [argument for argument in sys.argv[1:] if "=" not in argument]
-    if len(given) < 3 or len(options) > 2:
+    given = [argument for argument in sys.argv[1:] if argument.split("=")[0] not in options]
+    options |= dict(argument.split("=", 1) for argument in sys.argv[1:] if argument not in given)
+    if len(given) < 3:
         sys.exit(__doc__)
     for file in given[2:]:
         measure(given[0], given[1], Path(file), int(options["limit"]), int(options["new_tokens"]))

@@ -70,10 +70,9 @@ def figure(gains: Gains, error: bool = False) -> str:
 
 def main() -> None:
     options = {"limit": "12", "new_tokens": "64", "chain": "4", "temperatures": "0,1"}
-    known = len(options)
-    options |= dict(argument.split("=", 1) for argument in sys.argv[1:] if "=" in argument)
-    given = [argument for argument in sys.argv[1:] if "=" not in argument]
-    if len(given) < 3 or len(options) > known:
+    given = [argument for argument in sys.argv[1:] if argument.split("=")[0] not in options]
+    options |= dict(argument.split("=", 1) for argument in sys.argv[1:] if argument not in given)
+    if len(given) < 3:
         sys.exit(__doc__)
     new_tokens, length = int(options["new_tokens"]), int(options["chain"])
     target = Target.from_pretrained(given[0])
