@@ -95,6 +95,7 @@ class DraftHead(nn.Module, ABC):
     depth: int  # deepest draft that it was trained for
     config: LlamaConfig | None = None  # of its decoder layers, where it has any
     limit: int | None = None  # deepest draft that it can make; None for no limit
+    forwards: int = 1  # of the target, in a step with its drafts
     pruned: bool = False  # does it draft from a part of the vocabulary?
     imported: bool = False  # was it trained elsewhere?
     d2t: Tensor

@@ -34,6 +34,7 @@ class RequestOutput(NamedTuple):
     finish_reason: str | None  # as a SequenceState has it
     trace: Trace | None = None  # where the request asks for one
     depth: int = 0  # most levels that the step's tree may have
+    forwards: int = 1  # of the target
 
 
 class Batch:

@@ -6,8 +6,8 @@
         for output in engine.step(): ...
 
 A step is one forward of the target: either over prompts of requests that are to join (inference/prefill.py), or over a tree
-of drafts after every sequence's text. Where there is both to do, they take turns. On a GPU the stages of a decoding step are
-captured as CUDA graphs (heads/target/cuda_graphs.py); the step does not know.
+of drafts after every sequence's text (with UNO's drafter, a second one). Where there is both to do, they take turns. On a GPU
+the stages of a decoding step are captured as CUDA graphs (heads/target/cuda_graphs.py); the step does not know.
 """
 
 import time
@@ -155,7 +155,8 @@ class Engine:
         cache = self.batch.open_cache()
         self.depth = self.drafter.depth
         gumbel = self.batch.sampler.gumbel(cache.seq_lens + 1, self.depth + 1) if self.depth else None
-        tree = self.drafter.propose(self.batch.accepted, gumbel)
+        tree = self.drafter.propose(self.batch.accepted._replace(cache=cache), gumbel)
+        self.forwards = self.drafter.forwards
         if cache.graphs.active:  # few sizes, so few graphs
             tree = padded(tree, 1 << (tree.tokens.shape[1] - 1).bit_length())
             cache.set_bucket(tree.tokens.shape[1])
@@ -204,7 +205,8 @@ class Engine:
         for one, count, new in zip(sequences, counts, tokens, strict=True):
             if count:
                 added = one.extend(new[:count])
-                outputs.append(RequestOutput(one.request, added, count - 1, nodes, one.finish_reason, depth=self.depth))
+                output = RequestOutput(one.request, added, count - 1, nodes, one.finish_reason)
+                outputs.append(output._replace(depth=self.depth, forwards=self.forwards))
         if self.prefixes is not None:
             self.batch.store_prefixes(self.prefixes, self.namespace, [count > 0 for count in counts])
         texts = [one.text for one in sequences]

@@ -32,11 +32,12 @@ OFF_AT_ONE |= {"encoder_repetition_penalty", "guidance_scale"}
 
 
 class Step(NamedTuple):
-    """What one target forward gained."""
+    """What one step gained."""
 
     accepted: list[int]  # per sequence that was still writing: drafts accepted (the bonus token not counted)
     emitted: list[int]  # per such sequence: tokens added to its text, the bonus counted, less what the end cut off
     nodes: int  # of the tree, the bonus token counted
+    forwards: int = 1  # of the target
 
 
 @dataclass
@@ -52,8 +53,14 @@ class Generation:
     @property
     def acceptance_length(self) -> float:
         """Tokens gained per target forward and sequence, the bonus token counted; the prompt's forward is left out."""
-        forwards = sum(len(step.emitted) for step in self.steps)
-        return sum(sum(step.emitted) for step in self.steps) / forwards if forwards else 0.0
+        return tokens_per_forward([self])
+
+
+def tokens_per_forward(generations: "Sequence[Generation]") -> float:
+    """`Generation.acceptance_length` of several."""
+    steps = [step for generation in generations for step in generation.steps]
+    forwards = sum(step.forwards * len(step.emitted) for step in steps)
+    return sum(sum(step.emitted) for step in steps) / max(1, forwards)
 
 
 @torch.inference_mode()
@@ -138,7 +145,7 @@ def generate(
 
 def as_step(outputs: list[RequestOutput]) -> Step:
     accepted = [output.accepted for output in outputs if output.accepted is not None]
-    return Step(accepted, [len(output.tokens) for output in outputs], outputs[0].nodes)
+    return Step(accepted, [len(output.tokens) for output in outputs], outputs[0].nodes, outputs[0].forwards)
 
 
 def read_settings(

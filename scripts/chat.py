@@ -14,6 +14,7 @@ from rich.text import Text
 
 from foredraft.heads import Target
 from foredraft.inference import Drafter, Engine, Request, SamplingParams
+from foredraft.inference.batch import RequestOutput
 from foredraft.inference.serve.detokenizer import Detokenizer
 from foredraft.train.cli import entry
 
@@ -88,7 +89,7 @@ class Chat:
                 for output in engine.step():
                     if output.finish_reason == "error":
                         raise ValueError("the target gave logits that are not numbers: try another dtype")
-                    writing.push(output.tokens, output.accepted)
+                    writing.push(output)
             engine.close()
         except KeyboardInterrupt:
             self.console.print(" (stopped)", style="dim", end="")
@@ -106,14 +107,15 @@ class Writing:
 
     def __init__(self, target: Target, console: Console, drafted: str):
         self.detokenizer, self.console, self.drafted = Detokenizer(target.text_tokenizer), console, drafted
-        self.text, self.tokens, self.gained, self.steps = "", 0, 0, 0
+        self.text, self.tokens, self.gained, self.forwards = "", 0, 0, 0
         self.began = time.perf_counter()
 
-    def push(self, tokens: list[int], accepted: int | None) -> None:
+    def push(self, output: RequestOutput) -> None:
+        tokens, accepted = output.tokens, output.accepted
         if accepted is None:
             self.began = time.perf_counter()  # the prefill is done
         else:
-            self.steps, self.gained = self.steps + 1, self.gained + len(tokens)
+            self.forwards, self.gained = self.forwards + output.forwards, self.gained + len(tokens)
         self.tokens += len(tokens)
         for index, token in enumerate(tokens):
             self.show(self.detokenizer.push(token), self.drafted if index < (accepted or 0) else "")
@@ -126,7 +128,7 @@ class Writing:
         """The whole text, after a line about its cost."""
         self.show(self.detokenizer.flush())
         seconds = max(time.perf_counter() - self.began, 1e-9)
-        length = f", acceptance length {self.gained / self.steps:.2f}" if self.steps else ""
+        length = f", acceptance length {self.gained / self.forwards:.2f}" if self.forwards else ""
         speed = f"{self.tokens} tokens, {self.gained / seconds:.1f} tokens/s{length}"
         self.console.print(f"\n{speed}", style="dim")
         return self.text

@@ -50,7 +50,7 @@ def main(cfg: DictConfig) -> None:
         answer = generate(target, drafter, ids.to(target.device), mask, **settings)
         tokens += sum(map(len, answer.new_tokens))
         gained += sum(sum(step.emitted) for step in answer.steps)
-        forwards += sum(len(step.emitted) for step in answer.steps)
+        forwards += sum(step.forwards * len(step.emitted) for step in answer.steps)
         if streamer is None:
             texts = tokenizer.batch_decode(answer.new_tokens, skip_special_tokens=True)
             write(cfg.output, [{"prompt": prompt, "text": text} for prompt, text in zip(batch, texts, strict=True)])

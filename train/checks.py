@@ -17,6 +17,7 @@ from foredraft.train import parity_gate
 from foredraft.train.data.corpus import Corpus, prompts
 from foredraft.train.data.documents import Document
 
+ONLINE = "foredraft.train.features.online.online"
 GATE_TOKENS = 48  # of the text that the parity gate drafts from
 
 
@@ -69,11 +70,21 @@ def save_checked(
     return parity_gate.check(head.to(torch.float32), target, text[:GATE_TOKENS], saved=directory)
 
 
+def check_features(cfg: DictConfig) -> None:
+    """Raises ValueError for stored features of a target whose layers are trained."""
+    if cfg.criterion._target_.rpartition(".")[2] in ("JointDistillation", "UnoDistillation") and (
+        cfg.features._target_ != ONLINE
+    ):
+        raise ValueError(
+            "features=disk and server store what a target gave, and this head trains in its layers: take features=online"
+        )
+
+
 def check_fresh_text(cfg: DictConfig, target: Target) -> None:
     """Raises ValueError where `fresh_text=true` cannot be."""
     if not cfg.self_generated_tokens:
         raise ValueError("fresh_text=true writes text anew, and self_generated_tokens=0 lets the target write none")
-    if cfg.features._target_ != "foredraft.train.features.online.online":
+    if cfg.features._target_ != ONLINE:
         raise ValueError("fresh_text=true trains on text that is not there at the start: take features=online")
     if target.is_collective:
         raise ValueError(

@@ -12,10 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import TrainerState
 
-from foredraft.heads import adapter
 from foredraft.heads.base import DraftHead, PackedBatch, ParallelHead
 from foredraft.heads.checkpoint import published_dtype, read_head
 from foredraft.heads.hub.card import model_card
+from foredraft.heads.medusa2 import Medusa2Head
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import load_drafter
 from foredraft.inference.drafters.base import Drafter
@@ -185,7 +185,7 @@ def write_results(directory: Path, head: DraftHead, data: Corpus, record: RunRec
         "draft_vocab_size": None if head.draft_ids is None else len(head.draft_ids),
         "license": None,
         "format": head.format,
-        "adapter": (directory / "head" / adapter.CONFIG).is_file(),
+        "adapter": isinstance(head, Medusa2Head),
     }
     head_directory = directory / "head"
     (head_directory / "README.md").write_text(model_card(metrics, facts, dict(data_card.lines(data.card))))

@@ -94,7 +94,7 @@ def agreement(distillation: DistillationModel, rows: Sequence[dict[str, Tensor]]
         gained += steps(grid.cpu(), mask.cpu())
         ticker.add()
     shares = (hits / distillation.num_items.cpu().clamp(min=1)).tolist()
-    return Agreement(loss, shares, sum(gained) / max(1, len(gained)))
+    return Agreement(loss, shares, sum(gained) / max(1, head.forwards * len(gained)))
 
 
 def steps(hits: Tensor, counted: Tensor) -> list[int]:

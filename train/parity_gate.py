@@ -18,6 +18,7 @@ from torch import Tensor
 from foredraft.heads.base import BlockHead, DraftHead, PackedBatch, RecurrentHead
 from foredraft.heads.checkpoint import load_head
 from foredraft.heads.target import Target
+from foredraft.heads.uno import UnoHead
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.sampling import Sampling, SamplingParams
@@ -58,8 +59,12 @@ def drafted_logits(head: DraftHead, target: Target, prompt: list[int], bonus: in
 
     tokens = torch.tensor([prompt], device=target.device)
     text = [*prompt, bonus]
-    states = read(target, tokens, drafter.layers)
-    accepted = Accepted(torch.tensor([text[1:]], device=target.device), states, [len(prompt)], [text])
+    states, cache = read(target, tokens, drafter.layers), None
+    if isinstance(head, UnoHead):
+        cache = target.new_cache(1, len(text) + head.depth)
+        target.prefill(tokens, [len(prompt)], cache)
+        cache.set_lengths([len(prompt)])
+    accepted = Accepted(torch.tensor([text[1:]], device=target.device), states, [len(prompt)], [text], cache=cache)
     drafter.begin(1, len(prompt) + 2 * head.depth + 2, Sampling.of([SamplingParams()], target.vocab_size))
     setattr(head, name, record)
     try:

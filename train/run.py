@@ -28,7 +28,7 @@ from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import acceptance, limited
 from foredraft.inference.evaluation.measure import run as decode
 from foredraft.train import held_out, lora
-from foredraft.train.checks import check_fresh_text, check_lora, check_saving, check_settings
+from foredraft.train.checks import check_features, check_fresh_text, check_lora, check_saving, check_settings
 from foredraft.train.cli import entry
 from foredraft.train.data import data_card
 from foredraft.train.data.corpus import Corpus, Packed, count_tokens, has_chats, prompts
@@ -88,6 +88,7 @@ def start_process(cfg: DictConfig) -> None:
     strategy.check(cfg.strategy.name, cfg.optimizer._target_)
     loggers.check(cfg.trainer.report_to)
     check_lora(cfg)
+    check_features(cfg)
     if cfg.trainer.max_steps == 0:
         raise ValueError(
             "trainer.max_steps=0 trains nothing: give a number of steps, or -1 for trainer.num_train_epochs"

@@ -64,6 +64,7 @@ class Format(ABC):
     is_default: ClassVar[bool] = False  # does training save heads of this kind in it?
     # Names of the weights' files; a .pt only where an engine insists on it.
     weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors",)
+    own_file: ClassVar[str] = "model.safetensors"  # that training writes
 
     @classmethod
     @abstractmethod

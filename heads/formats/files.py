@@ -22,7 +22,8 @@ from foredraft.heads.formats.unsupported import check_supported_drafter
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 # In this order: where a directory has both, pickles are never read.
-SAFE = ("model.safetensors", INDEX, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's
+SAFE = ("model.safetensors", INDEX, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors", ADAPTER)
 PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 LARGEST_JSON = 2**24  # bytes; configs have some thousand
 
@@ -48,6 +49,8 @@ def read(directory: Path) -> HeadFiles:
 def read_config(directory: Path, name: str = "") -> dict:
     """config.json, refused where it is of a drafter that is not known here, or names code. name: for errors."""
     path = directory / CONFIG
+    if not path.is_file() and (directory / ADAPTER_CONFIG).is_file():
+        path = directory / ADAPTER_CONFIG  # UNO's authors publish nothing else
     if not path.is_file():
         raise ValueError(f"{directory} holds no {CONFIG}: give the directory that training wrote (<output_dir>/head)")
     config = read_json(path)

@@ -5,10 +5,11 @@ steps go on as before, and kept in the project's cache for the next run. Then it
 steps, and takes their place if both give the same and, with `auto`, if it is faster. What cannot be compiled runs as it is.
 """
 
+import contextlib
 import inspect
 import sys
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock, Thread, main_thread
@@ -58,6 +59,7 @@ class LayerCompiler:
         self.graphs: dict[Hashable, Graph] = {}
         self.num_layers: dict[Hashable, int] = {}  # of each kind
         self.compiling = Lock()
+        self.paused = False
         self.said: set[str] = set()
 
     def say(self, text: str) -> None:
@@ -131,6 +133,7 @@ class CompiledLayer:
             or not isinstance(mask, Tensor)
             or hidden.shape[:-1].numel() > TOKENS
             or torch.is_grad_enabled()
+            or self.compiler.paused
         ):
             return self.forward(**kwargs)
         inputs = {one: value for one, value in kwargs.items() if value is not mask and one != name}
@@ -218,6 +221,20 @@ def compile_layers(model: PreTrainedModel, mode: str) -> None:
             layer.forward = CompiledLayer(layer, numbers.pop(), kind, compiler)
     if not compiler.num_layers:
         compiler.say("layers run as they are: their attention takes no mask of ours, or they are of no known kind")
+
+
+@contextlib.contextmanager
+def paused(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, layers run as they are: their graphs know no hooks."""
+    layers = (vars(layer).get("forward") for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer))
+    compilers = {id(one.compiler): one.compiler for one in layers if isinstance(one, CompiledLayer)}
+    for compiler in compilers.values():
+        compiler.paused = True
+    try:
+        yield
+    finally:
+        for compiler in compilers.values():
+            compiler.paused = False
 
 
 def as_they_are(model: PreTrainedModel) -> None:

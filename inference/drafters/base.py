@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from foredraft.heads.target import TargetCache
 from foredraft.heads.target.cache import to_device
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree, chain, from_parents
@@ -27,6 +28,8 @@ class Accepted(NamedTuple):
     text: list[list[int]]  # each sequence's whole text on the host, bonus token included
     counts_on_device: Tensor | None = None  # (batch, 1) int64, where the device has them
     needs_catch_up: bool = False  # does the target's state lag so far that a step is to be spent on that?
+    # The target's own, of the text but for the bonus tokens. What is written after it is lost with the next forward.
+    cache: TargetCache | None = None
 
     @property
     def device_counts(self) -> Tensor:
@@ -40,6 +43,7 @@ class Drafter(ABC):
     depth: int  # most levels of the next tree that it proposes
     nodes: int  # most nodes of any tree that it proposes, the bonus token counted
     branches: bool = True  # may its trees be more than chains?
+    forwards: int = 1  # of the target, in the step of the last proposal: its verification, and what drafting it took
 
     @abstractmethod
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
@@ -83,6 +87,10 @@ class Wrapper(Drafter):
 
     def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
         self.inner.select_sequences(slots, capacity, sampling)
+
+    @property
+    def forwards(self) -> int:  # type: ignore[override]
+        return self.inner.forwards
 
     @property
     def cached_drafters(self) -> "Sequence[GrownTree]":
@@ -161,7 +169,7 @@ def concatenate(pieces: Sequence[Accepted]) -> Accepted:
         longest = max(counts)
         index = to_device([real + [0] * (longest - len(real)) for real in columns], tokens.device)
         tokens, hidden = tokens.gather(1, index), hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1]))
-    return Accepted(tokens, hidden, counts, last.text)
+    return Accepted(tokens, hidden, counts, last.text, cache=last.cache)
 
 
 def bonus_only(accepted: Accepted) -> TokenTree:

@@ -50,10 +50,14 @@ class BlockTree(GrownTree):
         self.cached_pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        parents = 1
-        for _ in range(self.levels):  # made before anything is captured: they come from the host
-            parents = min(self.width, self.nodes - 1, len(self.pairs(parents)[0]))
+        self.make_pairs()
         return super().propose(accepted, gumbel)
+
+    def make_pairs(self) -> None:
+        """Before anything is captured: they come from the host."""
+        parents = 1
+        for _ in range(self.levels):
+            parents = min(self.width, self.nodes - 1, len(self.pairs(parents)[0]))
 
     def pairs(self, parents: int) -> tuple[Tensor, Tensor]:
         """Which guesses of which of so many parents can be among the best nodes of a level, (n,) each, on the device."""
@@ -69,8 +73,11 @@ class BlockTree(GrownTree):
     def expand(
         self, cache: KVCache, hidden: Tensor, bonus: Tensor, gumbel: Tensor | None, sampling: Sampling
     ) -> tuple[Tensor, Tensor, Tensor]:
-        block = self.head.draft_block(hidden, cache)[:, : self.levels]
+        block = self.draft_block(hidden, cache)[:, : self.levels]
         return self.best_paths(BlockScorer(self, block, gumbel, sampling), bonus)
+
+    def draft_block(self, hidden: Tensor, cache: KVCache) -> Tensor:
+        return self.head.draft_block(hidden, cache)
 
     def best_paths(self, scorer: "BlockScorer", bonus: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         most, candidates, parents = self.nodes - 1, [bonus], [torch.zeros_like(bonus)]

@@ -49,6 +49,10 @@ class Switch(Drafter):
         self.promised = self.auto.promised_speed()
 
     @property
+    def forwards(self) -> int:  # type: ignore[override]
+        return 1 if self.by_suffix else self.auto.forwards
+
+    @property
     def cached_drafters(self) -> Sequence[GrownTree]:
         return self.auto.cached_drafters
 

@@ -96,7 +96,12 @@ def spread(values: list[float]) -> Spread | None:
 def acceptance(lines: list[Line]) -> float | None:
     """Tokens per forward of the target."""
     emitted = [count for line in lines for count in line.get("emitted", [])]
-    return sum(emitted) / len(emitted) if emitted else None
+    return sum(emitted) / sum(sum(forwards(line)) for line in lines) if emitted else None
+
+
+def forwards(line: Line) -> list[int]:
+    """Of the target, in each step."""
+    return line.get("forwards") or [1] * len(line.get("emitted", []))
 
 
 def conditional(lines: list[Line]) -> list[float]:
@@ -109,13 +114,14 @@ def conditional(lines: list[Line]) -> list[float]:
 
 def by_context(table: Table, lines: list[Line]) -> dict[str, float]:
     """Tokens per forward by the length of the text at that step, in ranges up to 256, 512, 1024, ... tokens."""
-    counts: dict[int, list[int]] = defaultdict(list)
+    counts: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for line in lines:
         length = len(table.texts[line["text"]].tokens) + line.get("first_tokens", 1)
-        for count in line.get("emitted", []):
-            counts[max(256, 1 << (length - 1).bit_length())].append(count)
-            length += count
-    return {str(end): sum(found) / len(found) for end, found in sorted(counts.items())}
+        for pair in zip(line.get("emitted", []), forwards(line), strict=True):
+            counts[max(256, 1 << (length - 1).bit_length())].append(pair)
+            length += pair[0]
+    sums = {end: [sum(part) for part in zip(*counts[end], strict=True)] for end in sorted(counts)}
+    return {str(end): gained / used for end, (gained, used) in sums.items()}
 
 
 def row(table: Table, decoder: str, category: str, rivals: list[str], chain: str | None) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from foredraft.inference.drafters.auto import AutoTree, HeadTree
 from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.evaluation.progress import Ticker
 from foredraft.inference.evaluation.speed import foredraft_decoder, time_decoders
-from foredraft.inference.generation import Generation, generate
+from foredraft.inference.generation import Generation, generate, tokens_per_forward
 
 BATCH = 16  # prompts decoded together where speed is not what is measured
 NOT_PROVEN: dict[str, float | None] = {"identical_greedy": None, "identical_sampled": None}
@@ -109,8 +109,7 @@ def limited(max_new_tokens: int, ends: bool) -> dict[str, Any]:
 
 def acceptance(generations: list[Generation]) -> float:
     """Tokens per target forward over all of them (without the prompts' prefill)."""
-    emitted = [count for g in generations for step in g.steps for count in step.emitted]
-    return sum(emitted) / max(1, len(emitted))
+    return tokens_per_forward(generations)
 
 
 def per_depth(generations: list[Generation], depth: int) -> list[float]:

@@ -34,7 +34,7 @@ def as_forward_func(target: Target, drafter: Drafter | None, temperature: float 
             temperature=temperature,
             seed=seed,
         )
-        gained = [step.emitted[0] for step in out.steps]
-        return out.sequences, len(out.new_tokens[0]), len(out.steps), gained
+        gained = [count for step in out.steps for count in (step.emitted[0], *[0] * (step.forwards - 1))]  # per forward
+        return out.sequences, len(out.new_tokens[0]), len(gained), gained
 
     return forward

@@ -57,7 +57,7 @@ class Choice:
         self.calls: list[dict[str, Any]] = []
         self.reasoning, self.text, self.logprobs = "", "", list[dict[str, Any]]()
         self.ids, self.accepted, self.drafted = list[int](), list[int](), list[int]()  # see accepted_log.py
-        self.gained = 0
+        self.gained = self.forwards = 0  # in the steps after the prompt's
         self.finish_reason: str | None = None
 
     def push(self, output: RequestOutput) -> Piece:
@@ -73,6 +73,7 @@ class Choice:
             self.accepted.append(output.accepted)
             self.drafted.append(min(output.depth, output.nodes - 1))
             self.gained += len(output.tokens)
+            self.forwards += output.forwards
         reasoning, text = self.read_thoughts(text)
         if self.tools is not None:
             text = self.tools.push(text)
@@ -121,7 +122,8 @@ class Choice:
         """Each token's text and whether it was drafted; and the step's tree, where it drafted one."""
         accepted = output.accepted or 0
         entry: dict[str, Any] = {
-            "tokens": [{"text": text, "drafted": number < accepted} for number, text in enumerate(pieces)]
+            "tokens": [{"text": text, "drafted": number < accepted} for number, text in enumerate(pieces)],
+            "forwards": output.forwards,
         }
         if output.trace is not None and output.accepted is not None:
             entry["tree"] = {
@@ -184,13 +186,13 @@ class Answer:
 
     def usage(self) -> dict[str, Any]:
         """acceptance_length: tokens gained per target forward, the prompt's left out; null where there was none."""
-        steps = sum(len(choice.accepted) for choice in self.choices.values())
+        forwards = sum(choice.forwards for choice in self.choices.values())
         gained = sum(choice.gained for choice in self.choices.values())
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "acceptance_length": gained / steps if steps else None,
+            "acceptance_length": gained / forwards if forwards else None,
         }
 
     def whole(self) -> dict[str, Any]:

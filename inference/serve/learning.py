@@ -30,7 +30,9 @@ from typing import Any
 
 from foredraft.heads import adapter
 from foredraft.heads.base import BlockHead
+from foredraft.heads.checkpoint import read_config
 from foredraft.heads.hub import find
+from foredraft.heads.uno import UnoHead
 from foredraft.inference.drafters import Drafter, tree_of
 from foredraft.inference.serve.completion import Answer
 from foredraft.inference.serve.traffic import Traffic, acceptance, gain
@@ -114,9 +116,7 @@ class Learning(threading.Thread):
     def write(self, answer: Answer) -> None:
         """An answer has ended."""
         if answer.began > self.since:
-            self.live += [
-                (choice.gained, len(choice.accepted)) for choice in answer.choices.values() if choice.accepted
-            ]
+            self.live += [(choice.gained, choice.forwards) for choice in answer.choices.values() if choice.accepted]
         self.traffic.write(answer)
 
     def hold(self) -> None:
@@ -326,7 +326,7 @@ def is_in(directory: str | Path, head: str) -> bool:
 def keep_first(directory: Path, spec: str) -> None:
     """The head that serves is one of `directory`. Raises ValueError for one that cannot learn."""
     found = find(spec, None)
-    if (found / adapter.CONFIG).exists():
+    if (found / adapter.CONFIG).exists() and read_config(found).get("foredraft", {}).get("kind") != UnoHead.kind:
         raise ValueError(
             f"learn=true: {spec} changes the target's text, which none may while it serves: take another head"
         )

@@ -54,9 +54,7 @@ class Metrics:
     def ended(self, answer: Answer, seconds: float) -> None:
         self.prompt_tokens.inc(answer.prompt_tokens)
         self.completion_tokens.inc(answer.completion_tokens)
-        self.forwards.labels(self.worker.drafter_name).inc(
-            sum(len(choice.accepted) for choice in answer.choices.values())
-        )
+        self.forwards.labels(self.worker.drafter_name).inc(sum(choice.forwards for choice in answer.choices.values()))
         self.gained.labels(self.worker.drafter_name).inc(sum(choice.gained for choice in answer.choices.values()))
         self.seconds.observe(seconds)
         if answer.failure is not None:

@@ -180,7 +180,7 @@ def decode(target: Target, drafter: Drafter, rows: Sequence[dict[str, Any]]) -> 
         for output in engine.step():
             if output.accepted is not None:
                 found[output.request][0] += len(output.tokens)
-                found[output.request][1] += 1
+                found[output.request][1] += output.forwards
     return [counts for counts in found.values() if counts[1]]
 
 

@@ -65,6 +65,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "medusa": {"depth": 3, "blocks": 2, "draft_vocab_size": 250},
     "medusa2": {"depth": 3, "rank": 4},
     "p_eagle": {"depth": 4, "num_layers": 2, "draft_vocab_size": 200},
+    "uno": {"depth": 4, "rank": 4, "alpha": 8},
     "xpress": {"block_size": 4, "num_layers": 2, "xpress_rank": 6, "xpress_mlp_hidden": 12},
     "xpress pruned, anchor first": {
         "kind": "xpress",
@@ -82,7 +83,7 @@ KINDS = sorted({*names("head"), *OVERRIDES})
 BLOCK_KINDS = [
     name
     for name in KINDS
-    if name.split()[0] in ("dflash", "dflash2", "jetspec", "dspark", "domino", "lilicorr", "p_eagle", "xpress")
+    if name.split()[0] in ("dflash", "dflash2", "jetspec", "dspark", "domino", "lilicorr", "p_eagle", "uno", "xpress")
 ]
 
 
