@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from foredraft.heads.target.loading import has_bfloat16_products
 
+ADAPTERS = ("adapter.", "head.loras.")  # Medusa-2's and UNO's
+
 
 class Float32Muon(torch.optim.Muon):
     """torch's Muon orthogonalises in bfloat16 whatever the weights are; this one in float32, with the same state.
@@ -85,6 +87,8 @@ def muon(
     projections to a vocabulary are known. head_multiplier: the target's adapter, if it has one, learns at
     learning_rate / head_multiplier."""
     named, adapter = split(module)
+    if not named:  # of a head that is an adapter (UNO) no matrix is for Muon
+        return adamw(module, vocabularies, learning_rate, betas, weight_decay, epsilon, head_multiplier)
     matrices = [p for p in named if p.ndim == 2 and p.shape[0] not in vocabularies]
     others = [p for p in named if p.ndim != 2 or p.shape[0] in vocabularies]
     parts = groups(others, adapter, learning_rate / head_multiplier, weight_decay)
@@ -107,7 +111,7 @@ def adamw(
     """AdamW for all of it, as the papers train; the arguments as in `muon`."""
     named, adapter = split(module)
     parts = groups(named, adapter, learning_rate / head_multiplier, weight_decay)
-    return torch.optim.AdamW(parts, learning_rate, betas, epsilon, weight_decay=0.0, fused=fused(named))
+    return torch.optim.AdamW(parts, learning_rate, betas, epsilon, weight_decay=0.0, fused=fused([*named, *adapter]))
 
 
 def fused(parameters: list[nn.Parameter]) -> bool | None:
@@ -117,10 +121,10 @@ def fused(parameters: list[nn.Parameter]) -> bool | None:
 
 
 def split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trained parameters: the head's, and those of the target's adapter (train/joint.py)."""
+    """The trained parameters: the head's, and those of an adapter of the target (train/joint.py, heads/uno.py)."""
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    parts = [parameter for name, parameter in named if not name.startswith("adapter.")]
-    return parts, [parameter for name, parameter in named if name.startswith("adapter.")]
+    parts = [parameter for name, parameter in named if not name.startswith(ADAPTERS)]
+    return parts, [parameter for name, parameter in named if name.startswith(ADAPTERS)]
 
 
 def groups(
