@@ -30,6 +30,7 @@ from foredraft.inference.drafters import (
     SuffixDrafter,
     Switch,
     Union,
+    UnoTree,
     drafter_for,
 )
 from foredraft.inference.drafters.base import Accepted, bonus_only, chains, concatenate, trees
@@ -37,6 +38,7 @@ from foredraft.inference.drafters.union import merge
 from foredraft.inference.evaluation.lossless import PaddedDrafter
 from foredraft.inference.sampling import Sampling, SamplingParams
 from tests.support.drafters import SETTINGS, OneBranch, drafters
+from tests.support.head_factory import make_head
 from tests.support.small_targets import eagle, prompt, random_model
 
 
@@ -63,6 +65,8 @@ DRAFTERS = {
         [DraftModel(random_model(seed), target, min_probability=0) for seed in (3, 1)]
     ),
     "ngram and heads": lambda target: Union([NgramDrafter(), eagle(target), medusa(target)]),
+    "uno": lambda target: UnoTree(make_head("uno", target), target, nodes=6),
+    "uno, auto": lambda target: AutoTree(UnoTree(make_head("uno", target), target, nodes=6), target),
     "lookahead and suffix": lambda target: Union([Lookahead(), SuffixDrafter()]),
     "a suffix or a head": lambda target: Switch(SuffixDrafter(), AutoTree(eagle(target), target)),
     "auto beside ngram": lambda target: Union([AutoTree(medusa(target), target), NgramDrafter()]),
