@@ -150,7 +150,9 @@ def test_compiled_layers_stand_aside_for_the_lora_and_for_nothing_else(fresh, un
 
 
 def test_targets_that_it_cannot_act_in_are_said(tiny_path):
-    with pytest.raises(ValueError, match="head=uno drafts beside the target's text, and model_type qwen3_5_text has linear"):
+    with pytest.raises(
+        ValueError, match="head=uno drafts beside the target's text, and model_type qwen3_5_text has linear"
+    ):
         UnoHead.for_target(hybrid("qwen3_5").target)
     with pytest.raises(ValueError, match="model_type gpt2 has none: choose another head"):
         UnoHead.for_target(pair("gpt2", "sdpa").target)

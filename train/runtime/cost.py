@@ -74,9 +74,7 @@ class ConfigOnlyTarget(Target):
     def forward(
         self, tokens: Tensor, *args: Any, layers: Sequence[int] = (), keep_logits: Any = 0, **kwargs: Any
     ) -> TargetOutput:
-        if (
-            args
-        ):  # by UNO's head, which learns in the target's layers: they run, and what they keep for gradients is counted
+        if args:  # UNO's head, which learns in these layers: what they keep for gradients is counted
             return super().forward(tokens, *args)
         rows, length = tokens.shape
         kept = keep_logits if isinstance(keep_logits, int) and keep_logits else length
