@@ -5,6 +5,7 @@ engine=vllm starts vLLM with the exported head instead, engine=llamacpp llama.cp
 """
 
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -29,30 +30,39 @@ def main(cfg: DictConfig) -> None:
     check_exposed(cfg.host, api_key, cfg.insecure)
     if cfg.learn.enabled and (cfg.engine != "foredraft" or "spec" not in cfg.drafter):
         raise ValueError("learn=true trains the head that drafts: give drafter=DIRECTORY and engine=foredraft")
+    check_tenants(cfg)
     if cfg.engine != "foredraft":
         return hand_over(cfg, api_key)
     check_address(cfg.host, cfg.port)
     try:
         from foredraft.inference.serve.accepted_log import AcceptedLog
         from foredraft.inference.serve.app import create_app, run
-        from foredraft.inference.serve.learning import Learning, newest_head, settings_of
+        from foredraft.inference.serve.background import Background
+        from foredraft.inference.serve.learned import newest_head, settings_of
+        from foredraft.inference.serve.learning import InWorker, Learning
         from foredraft.inference.serve.worker import Worker
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'foredraft[serve]'") from None
     log = None if cfg.log_accepted is None else AcceptedLog(cfg.log_accepted, cfg.log_text)
     target = instantiate(cfg.target)
-    if cfg.learn.enabled:
-        cfg.drafter.spec = newest_head(cfg.learn.directory, cfg.drafter.spec)
-    drafter = instantiate(cfg.drafter, target=target)
+    names = list(cfg.learn.tenants) or [model_name(cfg, target.name)]
+    folders = [Path(cfg.learn.directory, tenant) for tenant in cfg.learn.tenants or [""]]
+    specs = [newest_head(folder, cfg.drafter.spec) for folder in folders] if cfg.learn.enabled else [None]
+    load = partial(instantiate, cfg.drafter, target=target)
+    drafter, *others = [load() if spec is None else load(spec=spec) for spec in specs]
     limits = cfg.max_num_seqs, cfg.max_waiting, cfg.timeout, cfg.cache_gib
-    worker = Worker(target, drafter, *limits, cfg.prefill_chunk, cfg.prefix_cache_gib)
-    learning = None
+    worker = Worker(target, drafter, *limits, cfg.prefill_chunk, cfg.prefix_cache_gib, others)
+    learning = list[Learning]()
     if cfg.learn.enabled:
-        load = partial(instantiate, cfg.drafter, target=target)
-        given = {key: value for key, value in cfg.learn.items() if key not in ("enabled", "device", "train")}
-        learning = Learning(worker, load, cfg.drafter.spec, *trainer(cfg, settings_of(drafter)), **given)
+        device = str(cfg.learn.device or target.device)
+        background = Background(lambda: worker.open > 0, device.startswith("cuda"), cfg.learn.budget, cfg.learn.share)
+        train, given = trainer(cfg, settings_of(drafter)), (cfg.learn.rows, cfg.learn.keep, cfg.learn.limit_mib)
+        for number, (folder, spec) in enumerate(zip(folders, specs, strict=True)):
+            serving = InWorker(worker, number, names[number] if others else "", load)
+            learning.append(Learning(serving, background, str(spec), *train, folder, *given))
+        worker.on_reserve = background.hold
     local_only = api_key is None and not cfg.insecure
-    served = worker, model_name(cfg, target.name), cfg.max_tokens, cfg.max_body, api_key, log, local_only
+    served = worker, names, cfg.max_tokens, cfg.max_body, api_key, log, local_only
     app = create_app(*served, list(cfg.cors), learning)
     run(app, cfg.host, cfg.port, cfg.drain)
 
@@ -65,6 +75,14 @@ def trainer(cfg: DictConfig, head: list[str]) -> tuple[list[str], dict[str, Any]
     if cfg.learn.device is not None:
         typed, target["device"] = [*typed, f"target.device={cfg.learn.device}"], cfg.learn.device
     return ["-m", "foredraft", "train", *typed, "data=accepted", "data.num_proc=1", *head, *cfg.learn.train], target
+
+
+def check_tenants(cfg: DictConfig) -> None:
+    names = list(cfg.learn.tenants)
+    if names and (not cfg.learn.enabled or cfg.model is not None or len(set(names)) < len(names)):
+        raise ValueError(f"learn.tenants={names}: models of different names, with learn=true and without model=")
+    if unusable := [name for name in names if not re.fullmatch(r"\w[\w.-]*", name)]:
+        raise ValueError(f"learn.tenants={unusable}: a name is a folder too: letters, digits, '_', '.' and '-'")
 
 
 def model_name(cfg: DictConfig, target: str) -> str:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from openai import OpenAI
 
-from foredraft.inference.serve.learning import write
+from foredraft.inference.serve.learned import write
 from foredraft.inference.serve.traffic import Gains, acceptance, gain, lines
 from foredraft.train.cli import SCRIPTS
 
