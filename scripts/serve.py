@@ -8,7 +8,7 @@ import os
 import re
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
@@ -16,6 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from foredraft.inference.serve.address import check_address, check_exposed
 from foredraft.train.cli import entry
+
+if TYPE_CHECKING:
+    from foredraft.inference.serve.background import Background
 
 ENGINES = {"foredraft": "foredraft", "vllm": "vLLM", "llamacpp": "llama.cpp"}
 
@@ -28,17 +31,18 @@ def main(cfg: DictConfig) -> None:
         raise ValueError("log_text=true adds texts to a log that there is not: give log_accepted=FILE")
     api_key = os.environ.get("FOREDRAFT_API_KEY")  # not a setting: those show in ps, and in --help
     check_exposed(cfg.host, api_key, cfg.insecure)
-    if cfg.learn.enabled and (cfg.engine != "foredraft" or "spec" not in cfg.drafter):
-        raise ValueError("learn=true trains the head that drafts: give drafter=DIRECTORY and engine=foredraft")
+    if cfg.learn.enabled and (cfg.engine == "llamacpp" or "spec" not in cfg.drafter):
+        raise ValueError("learn=true trains the head that drafts: give drafter=DIRECTORY and engine=foredraft or vllm")
     check_tenants(cfg)
-    if cfg.engine != "foredraft":
+    if cfg.engine != "foredraft" and not cfg.learn.enabled:
         return hand_over(cfg, api_key)
     check_address(cfg.host, cfg.port)
+    if cfg.engine == "vllm":
+        return stand_before_vllm(cfg, api_key)
     try:
         from foredraft.inference.serve.accepted_log import AcceptedLog
         from foredraft.inference.serve.app import create_app, run
-        from foredraft.inference.serve.background import Background
-        from foredraft.inference.serve.learned import newest_head, settings_of
+        from foredraft.inference.serve.learned import head_of, newest_head, settings_of
         from foredraft.inference.serve.learning import InWorker, Learning
         from foredraft.inference.serve.worker import Worker
     except ModuleNotFoundError as error:
@@ -54,17 +58,58 @@ def main(cfg: DictConfig) -> None:
     worker = Worker(target, drafter, *limits, cfg.prefill_chunk, cfg.prefix_cache_gib, others)
     learning = list[Learning]()
     if cfg.learn.enabled:
-        device = str(cfg.learn.device or target.device)
-        background = Background(lambda: worker.open > 0, device.startswith("cuda"), cfg.learn.budget, cfg.learn.share)
-        train, given = trainer(cfg, settings_of(drafter)), (cfg.learn.rows, cfg.learn.keep, cfg.learn.limit_mib)
+        background = background_for(cfg, worker, str(target.device))
+        train = trainer(cfg, settings_of(head_of(drafter)))
         for number, (folder, spec) in enumerate(zip(folders, specs, strict=True)):
             serving = InWorker(worker, number, names[number] if others else "", load)
-            learning.append(Learning(serving, background, str(spec), *train, folder, *given))
+            learning.append(Learning(serving, background, str(spec), *train, folder, *kept(cfg)))
         worker.on_reserve = background.hold
     local_only = api_key is None and not cfg.insecure
     served = worker, names, cfg.max_tokens, cfg.max_body, api_key, log, local_only
     app = create_app(*served, list(cfg.cors), learning)
     run(app, cfg.host, cfg.port, cfg.drain)
+
+
+def stand_before_vllm(cfg: DictConfig, api_key: str | None) -> None:
+    """Keep what vLLM serves, and give it every better head."""
+    import torch
+
+    from foredraft.heads.checkpoint import read_head
+    from foredraft.inference.serve import vllm
+    from foredraft.inference.serve.app import run
+    from foredraft.inference.serve.learned import newest_head, settings_of
+    from foredraft.inference.serve.learning import Learning
+    from foredraft.inference.serve.vllm_learning import InVllm, create_proxy
+
+    if cfg.learn.tenants or cfg.log_accepted is not None:
+        raise ValueError(
+            "engine=vllm has one head for all, and tells nobody which drafts it rejected: leave out "
+            f"learn.tenants={list(cfg.learn.tenants)} and log_accepted={cfg.log_accepted}"
+        )
+    program = vllm.find_vllm()
+    target = instantiate(cfg.target, ends_only=True, device="cpu")  # vLLM has the layers
+    folder = Path(cfg.learn.directory)
+    spec = newest_head(folder, cfg.drafter.spec)
+    where = model_name(cfg, target.name), cfg.host, cfg.port, cfg.max_num_seqs
+    serving = InVllm(program, partial(vllm.serve_command, target, spec, *where), partial(vllm.export, target))
+    background = background_for(cfg, serving, cfg.target.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    learning = Learning(
+        serving, background, spec, *trainer(cfg, settings_of(read_head(spec, target))), folder, *kept(cfg)
+    )
+    limits = cfg.max_body, api_key, api_key is None and not cfg.insecure, list(cfg.cors)
+    run(create_proxy(serving, learning, *limits), cfg.host, cfg.port, cfg.drain)
+
+
+def background_for(cfg: DictConfig, serving: Any, device: str) -> "Background":
+    """serving: has `open`, the number of texts or requests that have not ended. device: where nothing else is said."""
+    from foredraft.inference.serve.background import Background
+
+    on_gpu = (cfg.learn.device or device).startswith("cuda")
+    return Background(lambda: serving.open > 0, on_gpu, cfg.learn.budget, cfg.learn.share)
+
+
+def kept(cfg: DictConfig) -> tuple[int, int, float]:
+    return cfg.learn.rows, cfg.learn.keep, cfg.learn.limit_mib
 
 
 def trainer(cfg: DictConfig, head: list[str]) -> tuple[list[str], dict[str, Any]]:

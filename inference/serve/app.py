@@ -64,10 +64,7 @@ def create_app(
     def seen(path: str, status: int) -> None:
         service.metrics.requests.labels(path if path in PATHS else "other", status).inc()
 
-    app.add_middleware(Gate, api_key=api_key, max_body=max_body, seen=seen, local_only=local_only)
-    if cors:  # outermost: a preflight has no key
-        app.add_middleware(CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"])
-    add_error_handlers(app)
+    protect(app, cors, api_key=api_key, max_body=max_body, seen=seen, local_only=local_only)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(asked: ChatRequest, request: Request) -> Response:
@@ -99,6 +96,14 @@ def create_app(
         return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"content-security-policy": PAGE_POLICY})
 
     return app
+
+
+def protect(app: FastAPI, cors: Sequence[str], **gate: Any) -> None:
+    """What surrounds the routes. gate: see `Gate`."""
+    app.add_middleware(Gate, **gate)
+    if cors:  # outermost: a preflight has no key
+        app.add_middleware(CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"])
+    add_error_handlers(app)
 
 
 def add_error_handlers(app: FastAPI) -> None:

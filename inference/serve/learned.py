@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from foredraft.heads import adapter
-from foredraft.heads.base import BlockHead
+from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.hub import find
 from foredraft.inference.drafters import Drafter, tree_of
 
@@ -71,11 +71,16 @@ def prune(directory: Path, keep: int, needed: set[str]) -> None:
         shutil.rmtree(head)
 
 
-def settings_of(drafter: Drafter) -> list[str]:
-    """Of `foredraft train`, for a head that goes on. Raises ValueError for a drafter that is no head."""
+def head_of(drafter: Drafter) -> DraftHead:
+    """Raises ValueError for a drafter that is no head."""
     tree = tree_of(drafter)
     if tree is None:
         raise ValueError("learn=true trains the head that drafts: give drafter=DIRECTORY")
-    more = ["data.rejection_weight=1"] if isinstance(tree.head, BlockHead) else []
+    return tree.head
+
+
+def settings_of(head: DraftHead) -> list[str]:
+    """Of `foredraft train`, for a head that goes on."""
+    more = ["data.rejection_weight=1"] if isinstance(head, BlockHead) else []
     few = ["evaluate.eval_steps=0", "evaluate.prompts=16", "evaluate.new_tokens=64", "evaluate.timed_prompts=1"]
-    return [f"head={tree.head.kind}", f"head.depth={tree.head.depth}", *more, *few, "evaluate.proof=false"]
+    return [f"head={head.kind}", f"head.depth={head.depth}", *more, *few, "evaluate.proof=false"]

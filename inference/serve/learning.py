@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -126,6 +126,10 @@ class Learning(threading.Thread):
                 (choice.gained, len(choice.accepted)) for choice in answer.choices.values() if choice.accepted
             ]
         self.traffic.write(answer)
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Rows of an answer of another engine, which does not tell what it accepted."""
+        self.traffic.add(rows)
 
     def stop(self) -> None:
         self.background.stopped.set()

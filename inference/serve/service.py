@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -99,7 +99,7 @@ class Service:
         if asked.stream:
             return EventStream(answer, ended)
         try:
-            stayed = await read_whole(answer, request)
+            stayed = await unless_gone(request, read(answer))
             return JSONResponse(answer.whole()) if stayed else Response(status_code=499)
         finally:
             ended()
@@ -189,23 +189,24 @@ class Service:
         log.info("request", extra={"facts": {**facts, **answer.usage()}})
 
 
-async def read_whole(answer: Answer, request: Request) -> bool:
-    """Wait for the whole answer; False if the client has gone meanwhile. Raises Failed."""
-
-    async def read() -> None:
-        async for _ in answer.pieces():
-            pass
+async def unless_gone(request: Request, awaited: Coroutine[Any, Any, None]) -> bool:
+    """Wait; False if the client has gone meanwhile. Raises what is raised there."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    reading, leaving = asyncio.ensure_future(read()), asyncio.ensure_future(disconnected())
+    waiting, leaving = asyncio.ensure_future(awaited), asyncio.ensure_future(disconnected())
     try:
-        await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if reading.done():
-            reading.result()
-        return reading.done()
+        await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            waiting.result()
+        return waiting.done()
     finally:
-        reading.cancel()
+        waiting.cancel()
         leaving.cancel()
+
+
+async def read(answer: Answer) -> None:
+    async for _ in answer.pieces():
+        pass
