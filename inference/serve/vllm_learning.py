@@ -153,6 +153,7 @@ class Proxy:
             asked = to_learn_from(body)
             body = body if asked is None else json.dumps({**asked, "return_token_ids": True}).encode()
         kinds = {name: request.headers[name] for name in ("content-type", "accept") if name in request.headers}
+        kinds["accept-encoding"] = "identity"
         url = httpx2.URL(path=path, query=request.url.query.encode())
         sent = self.client.build_request(request.method, url, content=body, headers=kinds)
         answers = list[httpx2.Response]()
@@ -194,7 +195,8 @@ class Relay(StreamingResponse):
     def __init__(
         self, answer: httpx2.Response, asked: dict[str, Any] | None, learning: Learning, ended: Callable[[], None]
     ):
-        super().__init__(self.relay(), answer.status_code, media_type=answer.headers.get("content-type"))
+        kept = {name: answer.headers[name] for name in ("content-type", "content-length") if name in answer.headers}
+        super().__init__(self.relay(), answer.status_code, kept)
         self.answer, self.asked, self.learning, self.ended = answer, asked, learning, ended
         self.came = b""
 
