@@ -5,9 +5,10 @@ engine=vllm starts vLLM with the exported head instead, engine=llamacpp llama.cp
 """
 
 import os
+import re
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
@@ -15,6 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from foredraft.inference.serve.address import check_address, check_exposed
 from foredraft.train.cli import entry
+
+if TYPE_CHECKING:
+    from foredraft.inference.serve.background import Background
 
 ENGINES = {"foredraft": "foredraft", "vllm": "vLLM", "llamacpp": "llama.cpp"}
 
@@ -27,34 +31,85 @@ def main(cfg: DictConfig) -> None:
         raise ValueError("log_text=true adds texts to a log that there is not: give log_accepted=FILE")
     api_key = os.environ.get("FOREDRAFT_API_KEY")  # not a setting: those show in ps, and in --help
     check_exposed(cfg.host, api_key, cfg.insecure)
-    if cfg.learn.enabled and (cfg.engine != "foredraft" or "spec" not in cfg.drafter):
-        raise ValueError("learn=true trains the head that drafts: give drafter=DIRECTORY and engine=foredraft")
-    if cfg.engine != "foredraft":
+    if cfg.learn.enabled and (cfg.engine == "llamacpp" or "spec" not in cfg.drafter):
+        raise ValueError("learn=true trains the head that drafts: give drafter=DIRECTORY and engine=foredraft or vllm")
+    check_tenants(cfg)
+    if cfg.engine != "foredraft" and not cfg.learn.enabled:
         return hand_over(cfg, api_key)
     check_address(cfg.host, cfg.port)
+    if cfg.engine == "vllm":
+        return stand_before_vllm(cfg, api_key)
     try:
         from foredraft.inference.serve.accepted_log import AcceptedLog
         from foredraft.inference.serve.app import create_app, run
-        from foredraft.inference.serve.learning import Learning, newest_head, settings_of
+        from foredraft.inference.serve.learned import head_of, newest_head, settings_of
+        from foredraft.inference.serve.learning import InWorker, Learning
         from foredraft.inference.serve.worker import Worker
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'foredraft[serve]'") from None
     log = None if cfg.log_accepted is None else AcceptedLog(cfg.log_accepted, cfg.log_text)
     target = instantiate(cfg.target)
-    if cfg.learn.enabled:
-        cfg.drafter.spec = newest_head(cfg.learn.directory, cfg.drafter.spec)
-    drafter = instantiate(cfg.drafter, target=target)
+    names = list(cfg.learn.tenants) or [model_name(cfg, target.name)]
+    folders = [Path(cfg.learn.directory, tenant) for tenant in cfg.learn.tenants or [""]]
+    specs = [newest_head(folder, cfg.drafter.spec) for folder in folders] if cfg.learn.enabled else [None]
+    load = partial(instantiate, cfg.drafter, target=target)
+    drafter, *others = [load() if spec is None else load(spec=spec) for spec in specs]
     limits = cfg.max_num_seqs, cfg.max_waiting, cfg.timeout, cfg.cache_gib
-    worker = Worker(target, drafter, *limits, cfg.prefill_chunk, cfg.prefix_cache_gib)
-    learning = None
+    worker = Worker(target, drafter, *limits, cfg.prefill_chunk, cfg.prefix_cache_gib, others)
+    learning = list[Learning]()
     if cfg.learn.enabled:
-        load = partial(instantiate, cfg.drafter, target=target)
-        given = {key: value for key, value in cfg.learn.items() if key not in ("enabled", "device", "train")}
-        learning = Learning(worker, load, cfg.drafter.spec, *trainer(cfg, settings_of(drafter)), **given)
+        background = background_for(cfg, worker, str(target.device))
+        train = trainer(cfg, settings_of(head_of(drafter)))
+        for number, (folder, spec) in enumerate(zip(folders, specs, strict=True)):
+            serving = InWorker(worker, number, names[number] if others else "", load)
+            learning.append(Learning(serving, background, str(spec), *train, folder, *kept(cfg)))
+        worker.on_reserve = background.hold
     local_only = api_key is None and not cfg.insecure
-    served = worker, model_name(cfg, target.name), cfg.max_tokens, cfg.max_body, api_key, log, local_only
+    served = worker, names, cfg.max_tokens, cfg.max_body, api_key, log, local_only
     app = create_app(*served, list(cfg.cors), learning)
     run(app, cfg.host, cfg.port, cfg.drain)
+
+
+def stand_before_vllm(cfg: DictConfig, api_key: str | None) -> None:
+    """Keep what vLLM serves, and give it every better head."""
+    import torch
+
+    from foredraft.heads.checkpoint import read_head
+    from foredraft.inference.serve import vllm
+    from foredraft.inference.serve.app import run
+    from foredraft.inference.serve.learned import newest_head, settings_of
+    from foredraft.inference.serve.learning import Learning
+    from foredraft.inference.serve.vllm_learning import InVllm, create_proxy
+
+    if cfg.learn.tenants or cfg.log_accepted is not None:
+        raise ValueError(
+            "engine=vllm has one head for all, and tells nobody which drafts it rejected: leave out "
+            f"learn.tenants={list(cfg.learn.tenants)} and log_accepted={cfg.log_accepted}"
+        )
+    program = vllm.find_vllm()
+    target = instantiate(cfg.target, ends_only=True, device="cpu")  # vLLM has the layers
+    folder = Path(cfg.learn.directory)
+    spec = newest_head(folder, cfg.drafter.spec)
+    where = model_name(cfg, target.name), cfg.host, cfg.port, cfg.max_num_seqs
+    serving = InVllm(program, partial(vllm.serve_command, target, spec, *where), partial(vllm.export, target))
+    background = background_for(cfg, serving, cfg.target.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    learning = Learning(
+        serving, background, spec, *trainer(cfg, settings_of(read_head(spec, target))), folder, *kept(cfg)
+    )
+    limits = cfg.max_body, api_key, api_key is None and not cfg.insecure, list(cfg.cors)
+    run(create_proxy(serving, learning, *limits), cfg.host, cfg.port, cfg.drain)
+
+
+def background_for(cfg: DictConfig, serving: Any, device: str) -> "Background":
+    """serving: has `open`, the number of texts or requests that have not ended. device: where nothing else is said."""
+    from foredraft.inference.serve.background import Background
+
+    on_gpu = (cfg.learn.device or device).startswith("cuda")
+    return Background(lambda: serving.open > 0, on_gpu, cfg.learn.budget, cfg.learn.share)
+
+
+def kept(cfg: DictConfig) -> tuple[int, int, float]:
+    return cfg.learn.rows, cfg.learn.keep, cfg.learn.limit_mib
 
 
 def trainer(cfg: DictConfig, head: list[str]) -> tuple[list[str], dict[str, Any]]:
@@ -65,6 +120,14 @@ def trainer(cfg: DictConfig, head: list[str]) -> tuple[list[str], dict[str, Any]
     if cfg.learn.device is not None:
         typed, target["device"] = [*typed, f"target.device={cfg.learn.device}"], cfg.learn.device
     return ["-m", "foredraft", "train", *typed, "data=accepted", "data.num_proc=1", *head, *cfg.learn.train], target
+
+
+def check_tenants(cfg: DictConfig) -> None:
+    names = list(cfg.learn.tenants)
+    if names and (not cfg.learn.enabled or cfg.model is not None or len(set(names)) < len(names)):
+        raise ValueError(f"learn.tenants={names}: models of different names, with learn=true and without model=")
+    if unusable := [name for name in names if not re.fullmatch(r"\w[\w.-]*", name)]:
+        raise ValueError(f"learn.tenants={unusable}: a name is a folder too: letters, digits, '_', '.' and '-'")
 
 
 def model_name(cfg: DictConfig, target: str) -> str:

@@ -3,6 +3,7 @@
 import re
 import shlex
 import tomllib
+from pathlib import Path
 
 import yaml
 from omegaconf import OmegaConf
@@ -62,6 +63,21 @@ def test_compose_starts_the_same_command():
     drain = OmegaConf.load(ROOT / "conf" / "serve.yaml").drain
     assert int(service["stop_grace_period"].removesuffix("s")) > drain
     assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+
+
+def test_pods_keep_what_they_fetch_and_may_have_a_token():
+    _, job = yaml.safe_load_all((ROOT / "scripts" / "kubernetes.yaml").read_text())
+    spec = job["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    settings = {entry["name"]: entry for entry in container["env"]}
+    claimed = {volume["name"] for volume in spec["volumes"] if "persistentVolumeClaim" in volume}
+    kept = [Path(mount["mountPath"]) for mount in container["volumeMounts"] if mount["name"] in claimed]
+    assert any(path in Path(settings["HF_HOME"]["value"]).parents for path in kept)
+    assert settings["HF_TOKEN"]["valueFrom"]["secretKeyRef"]["optional"]
+    given = (word.partition("=")[2] for word in container["args"] if word.startswith(("data.path=", "output_dir=")))
+    assert all(any(path in Path(one).parents for path in kept) for one in given)
+    experiment = next(word.partition("=")[2] for word in container["args"] if word.startswith("experiment="))
+    assert (ROOT / "conf" / "experiment" / f"{experiment}.yaml").is_file()
 
 
 def check(command: list[str]) -> None:

@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,10 @@ import torch
 
 from foredraft.heads import Target, save_head
 from foredraft.inference.drafters import load_drafter
-from foredraft.inference.serve import learning as learning_module
-from foredraft.inference.serve.learning import Learning, newest_head
+from foredraft.inference.serve import background as background_module
+from foredraft.inference.serve.background import Background
+from foredraft.inference.serve.learned import newest_head
+from foredraft.inference.serve.learning import InWorker, Learning
 from foredraft.inference.serve.traffic import Traffic, acceptance, decode, gain, lines
 from foredraft.inference.serve.worker import Worker
 from tests.support.head_factory import make_head
@@ -108,17 +111,21 @@ def test_the_judge_writes_the_texts_that_were_served(target: Target):
 def start(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Learning]]:
     """A server's two threads with TRAIN and JUDGE in the place of the processes."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(learning_module, "IDLE", 0.0)
+    monkeypatch.setattr(background_module, "IDLE", 0.0)
     monkeypatch.setattr(Learning, "judged", lambda self, *facts: self.succeeds(["-c", JUDGE, judge_facts(*facts)]))
     save_head(make_head("eagle3", target), tmp_path / "given", target)
     started: list[Learning] = []
 
     def begin(found: Any = (), **given: Any) -> Learning:
         Path("found").write_text(json.dumps(found))
-        spec = newest_head("learned", "given")
+        learned = Path("learned")
+        spec = newest_head(learned, "given")
         load = partial(load_drafter, target=target)
         worker = Worker(target, load(spec))
-        one = Learning(worker, load, spec, ["-c", TRAIN], {}, "learned", rows=8, **given)
+        background = Background(lambda: worker.open > 0, on_gpu=False)
+        serving = InWorker(worker, 0, "", load)
+        one = Learning(serving, background, spec, ["-c", TRAIN], {}, learned, rows=8, **given)
+        worker.on_reserve = background.hold
         worker.start()
         one.start()
         started.append(one)
@@ -127,8 +134,8 @@ def start(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     yield begin
     for one in started:
         one.stop()
-        one.worker.stop()
-        one.worker.join()
+        one.serving.worker.stop()
+        one.serving.worker.join()
 
 
 def judge_facts(heads: list[Path], rows: list[Path], verdict: Path) -> str:
@@ -167,9 +174,7 @@ def test_a_head_serves_where_it_is_better_and_has_not_forgotten(start, found, ou
     until(lambda: history() and not one.traffic.round.exists())
     (facts,) = history()
     head = "head-0002" if outcome == "served" else "head-0001"
-    assert (
-        facts["outcome"] == outcome and one.worker.drafter_name == head == Path("learned/current").read_text().strip()
-    )
+    assert facts["outcome"] == outcome and one.serving.head == head == Path("learned/current").read_text().strip()
     cards = sorted(path.parent.name for path in Path("learned").glob("head-*/README.md"))
     assert cards == ["head-0001", "head-0002"][: int(head[-1])]
     assert one.traffic.count == 0 and lines(one.traffic.replay)
@@ -187,30 +192,30 @@ def test_a_trainer_that_is_killed_begins_again_and_one_that_fails_does_not(start
     serve_some(one)
     until(lambda: len(history()) == 2 and not one.traffic.round.exists())
     assert history()[1]["outcome"] == "failed" and "no space left" in caplog.text
-    assert one.worker.drafter_name == "head-0002" and one.is_alive()
+    assert one.serving.head == "head-0002" and one.is_alive()
 
 
 def test_the_head_before_comes_back_by_hand_or_where_acceptance_has_fallen(start, caplog):
     one = start([[SAME, BETTER], [[], []]])
     serve_some(one, gained=4)
-    until(lambda: one.worker.drafter_name == "head-0002" and not one.traffic.round.exists())
+    until(lambda: one.serving.head == "head-0002" and not one.traffic.round.exists())
     assert one.before is not None
     one.rows = 10**6
     Path("found").write_text(json.dumps([[SAME, SAME]]))
     serve_some(one, gained=1, first=40)  # other texts: no reason to go back
     until(lambda: len(history()) == 2)
-    assert history()[1]["outcome"] == "stays" and one.worker.drafter_name == "head-0002"
+    assert history()[1]["outcome"] == "stays" and one.serving.head == "head-0002"
     one.before = "head-0001", [(4, 1)] * 40
     Path("found").write_text(json.dumps([[SAME, BETTER]]))
-    until(lambda: one.worker.drafter_name == "head-0001")
+    until(lambda: one.serving.head == "head-0001")
     assert history()[2]["outcome"] == "back" and one.before is None
     Path("learned/current").write_text("head-0002\n")
-    until(lambda: one.worker.drafter_name == "head-0002")
+    until(lambda: one.serving.head == "head-0002")
     Path("learned/current").write_text("head-9\n")
     until(lambda: "head-9 cannot serve" in caplog.text and Path("learned/current").read_text() == "head-0002\n")
     assert (
-        newest_head("learned", "given") == "learned/head-0002"
-        and newest_head("learned", "learned/head-0001")[-1] == "1"
+        newest_head(Path("learned"), "given") == "learned/head-0002"
+        and newest_head(Path("learned"), "learned/head-0001")[-1] == "1"
     )
 
 
@@ -218,16 +223,52 @@ def test_on_a_cpu_a_process_is_halted_while_something_is_served(start, monkeypat
     one = start()
     one.train[:] = ["-c", "import time; time.sleep(600)"]
     serve_some(one)
-    until(lambda: one.process is not None)
-    state = Path(f"/proc/{one.process.pid}/stat")
-    one.worker.open += 1
-    one.worker.on_reserve()
+    background, worker = one.background, one.serving.worker
+    until(lambda: background.process is not None)
+    state = Path(f"/proc/{background.process.pid}/stat")
+    worker.open += 1
+    worker.on_reserve()
     until(lambda: state.read_text().split()[2] == "T")
-    ran = one.seconds
+    ran = background.seconds
     time.sleep(0.3)
-    assert one.seconds == ran
-    one.worker.open -= 1
+    assert background.seconds == ran
+    worker.open -= 1
     until(lambda: state.read_text().split()[2] == "S")
+
+
+def test_the_oldest_heads_go_but_none_that_serves_or_may_come_back(start):
+    one = start([[SAME, BETTER], [[], []]], keep=2)
+    for number in range(2, 5):
+        serve_some(one, gained=4)
+        until(lambda number=number: len(history()) == number - 1 and not one.traffic.round.exists())
+    until(lambda: sorted(path.name for path in Path("learned").glob("head-*")) == ["head-0003", "head-0004"])
+    assert one.serving.head == "head-0004" and one.before[0] == "head-0003"
+    one.rows = 10**6
+    Path("learned/current").write_text("head-0003\n")
+    until(lambda: one.serving.head == "head-0003")
+    one.rows = 8
+    serve_some(one)
+    until(lambda: len(history()) == 4 and not one.traffic.round.exists())
+    until(lambda: sorted(path.name for path in Path("learned").glob("head-*")) == ["head-0003", "head-0005"])
+
+
+def test_a_deleted_current_is_written_again_and_said_once(start, caplog):
+    one = start([[SAME, BETTER], [[], []]])
+    current = Path("learned/current")
+    for _ in range(2):
+        current.unlink()
+        until(current.exists)
+    assert current.read_text() == "head-0001\n" and caplog.text.count("was gone, and is written again") == 2
+    current.write_text("")  # as a shell leaves it before it writes
+    serve_some(one)
+    until(lambda: history() and not one.traffic.round.exists())
+    assert history()[0]["outcome"] == "served" and one.serving.head == "head-0002"
+    assert "learning: F" not in caplog.text and "cannot serve" not in caplog.text
+    current.unlink()
+    one.background.stopped.set()
+    one.join()
+    current.unlink(missing_ok=True)
+    assert newest_head(Path("learned"), "given") == "learned/head-0002"  # not the first one once more
 
 
 @pytest.fixture
@@ -267,8 +308,28 @@ def test_the_command_swaps_continues_and_keeps_out_what_is_not_to_be_stored(tiny
         assert (learned / "new.jsonl").read_text().startswith(rows)
 
 
-def served_by(server: Served, number: int) -> float:
-    return server.metric("foredraft_forwards_total", f'head="head-000{number}"')
+def served_by(server: Served, number: int, tenant: str = "") -> float:
+    return server.metric("foredraft_forwards_total", f'head="{tenant}head-000{number}"')
+
+
+def test_each_tenant_has_texts_and_a_head_of_its_own(tiny_path: Path, folder: Path):
+    more = [word for word in facts(tiny_path) if not word.startswith("model=")]
+    with served(folder, *more, "learn.tenants=[one,two]", "cache_gib=1") as server:
+        assert [model.id for model in server.client().models.list()] == ["one", "two"]
+        expected = text(server, 3, speculative=False)
+        learned = folder / "learned"
+        shutil.copytree(learned / "two" / "head-0001", learned / "two" / "head-0002")
+        (learned / "two" / "current").write_text("head-0002\n")
+        until(lambda: text(server, 3, model="two") == expected and served_by(server, 2, "two/"))
+        with ThreadPoolExecutor(8) as pool:
+            asked = list(pool.map(lambda number: text(server, 3, model=("one", "two")[number % 2]), range(8)))
+        assert asked == [expected] * 8
+        assert served_by(server, 1, "one/") and not served_by(server, 2, "one/")
+        rows = {tenant: (learned / tenant / "new.jsonl").read_text().count("\n") for tenant in ("one", "two")}
+        assert rows["one"] == 4 and rows["two"] > 4
+        body = json.dumps({"prompt": PROMPT, "model": "three"}).encode()
+        status, _, said = server.post(body, "/v1/completions")
+        assert status == 404 and b"'one', 'two'" in said
 
 
 @pytest.mark.parametrize(
@@ -277,6 +338,9 @@ def served_by(server: Served, number: int) -> float:
         (["drafter=ngram"], "learn=true trains the head that drafts: give drafter=DIRECTORY"),
         (["drafter=given/", "engine=vllm"], "give drafter=DIRECTORY and engine=foredraft"),
         (["drafter=given/", "learn.share=2"], "learn.share=2"),
+        (["drafter=given/", "learn.keep=1"], "learn.keep=1"),
+        (["drafter=given/", "learn.tenants=[a,a]"], "models of different names"),
+        (["drafter=given/", "learn.tenants=[../a]"], "a name is a folder too"),
     ],
 )
 def test_what_cannot_learn_is_said_in_a_sentence(tiny_path: Path, folder: Path, arguments, sentence):

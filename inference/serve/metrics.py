@@ -1,6 +1,6 @@
 """What the server tells Prometheus at /metrics: counts and times, never a text or a key."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -13,7 +13,7 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Metrics:
-    def __init__(self, worker: Worker, learning: Learning | None = None):
+    def __init__(self, worker: Worker, learning: Sequence[Learning] = ()):
         self.worker = worker
         self.registry = CollectorRegistry()
         registry: dict[str, Any] = {"registry": self.registry, "namespace": "foredraft"}
@@ -46,16 +46,21 @@ class Metrics:
                 lambda: prefixes.hits / max(1, prefixes.looked_up),
             )
             gauges["prefix_cache_bytes"] = ("Memory of the prefix cache", lambda: prefixes.bytes)
-        if learning is not None:
-            gauges["learning_seconds"] = ("Seconds that processes of learning ran", lambda: learning.seconds)
+        if learning:
+            gauges["learning_seconds"] = (
+                "Seconds that processes of learning ran",
+                lambda: learning[0].background.seconds,  # which all tenants share
+            )
         for name, (meaning, value) in gauges.items():
             Gauge(name, meaning, **registry).set_function(value)
 
     def ended(self, answer: Answer, seconds: float) -> None:
         self.prompt_tokens.inc(answer.prompt_tokens)
         self.completion_tokens.inc(answer.completion_tokens)
-        self.forwards.labels(self.worker.drafter_name).inc(sum(choice.forwards for choice in answer.choices.values()))
-        self.gained.labels(self.worker.drafter_name).inc(sum(choice.gained for choice in answer.choices.values()))
+        for job, choice in answer.choices.items():
+            head = self.worker.heads.get(job.engine, "")
+            self.forwards.labels(head).inc(choice.forwards)
+            self.gained.labels(head).inc(choice.gained)
         self.seconds.observe(seconds)
         if answer.failure is not None:
             self.failures.labels(answer.failure.status).inc()

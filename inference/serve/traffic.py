@@ -47,7 +47,8 @@ class Traffic:
         self.count = len(lines(self.new)) + len(lines(self.older))  # rows since the last round
 
     def write(self, answer: Answer) -> None:
-        """Never raises: a full disk is a warning."""
+        if not answer.asked.speculative:
+            return
         rows = [
             {
                 "id": f"{answer.id}-{choice.index}",
@@ -61,7 +62,11 @@ class Traffic:
             for choice in answer.choices.values()
             if choice.accepted
         ]
-        if not rows or not answer.asked.speculative:
+        self.add(rows)
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Never raises: a full disk is a warning."""
+        if not rows:
             return
         written = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
         try:

@@ -21,20 +21,25 @@ def find_vllm() -> str:
     return found
 
 
-def serve_command(target: Target, drafter: str, name: str, host: str, port: int, max_num_seqs: int) -> list[str]:
-    """The arguments of vLLM, after the head named `drafter` has been written to a new temporary folder in the layout that it
-    reads; "none" decodes plainly. Raises ValueError for a drafter that vLLM does not have."""
+def export(target: Target, drafter: str | Path, folder: str | Path) -> list[str]:
+    """Write the head named `drafter` in the layout that vLLM reads; the command that loads it. Raises ValueError for a
+    drafter that vLLM does not have."""
+    if "/" not in str(drafter) and not Path(drafter).is_dir():
+        raise ValueError(f"drafter.spec={drafter}: engine=vllm drafts with a head (drafter=head) or not (drafter=none)")
+    head = read_head(drafter, target)
+    found = vllm(head, target)
+    write_head(head, folder, target, found.layout, found.layout.weight_files)
+    return shlex.split(found.command(head, shlex.quote(target.checkpoint), str(folder)))
+
+
+def serve_command(
+    target: Target, drafter: str, name: str, host: str, port: int, max_num_seqs: int, folder: Path | None = None
+) -> list[str]:
+    """The arguments of vLLM, after the head named `drafter` has been written to `folder`, or a new temporary one; "none"
+    decodes plainly. Raises ValueError as `export`."""
     command = ["vllm", "serve", target.checkpoint]
     if drafter != "none":
-        if "/" not in drafter and not Path(drafter).is_dir():
-            raise ValueError(
-                f"drafter.spec={drafter}: engine=vllm drafts with a head (drafter=head) or not (drafter=none)"
-            )
-        head = read_head(drafter, target)
-        export = vllm(head, target)
-        folder = tempfile.mkdtemp(prefix="foredraft-vllm-")
-        write_head(head, folder, target, export.layout, export.layout.weight_files)
-        command = shlex.split(export.command(head, shlex.quote(target.checkpoint), folder))
+        command = export(target, drafter, folder or tempfile.mkdtemp(prefix="foredraft-vllm-"))
     dtype = str(target.dtype).removeprefix("torch.")
     rest = {"dtype": dtype, "served-model-name": name, "host": host, "port": port, "max-num-seqs": max_num_seqs}
     return command + [word for key, value in rest.items() for word in (f"--{key}", str(value))]

@@ -21,11 +21,11 @@ from itertools import islice
 import torch
 
 from foredraft.heads.target import Target
-from foredraft.heads.target.cache import BLOCKS, KVCache
-from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, share
+from foredraft.inference.drafters import Drafter
 from foredraft.inference.engine import Engine, RequestOutput
 from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request
+from foredraft.inference.serve.cache_room import cache_room
 from foredraft.inference.serve.scoring import Scored, score
 
 log = logging.getLogger("foredraft.serve")
@@ -70,11 +70,12 @@ class Worker(threading.Thread):
         cache_gib: float | None = None,
         prefill_chunk: int | None = 512,
         prefix_cache_gib: float | None = None,
+        others: Sequence[Drafter] = (),
     ):
         """max_num_seqs: requests decoded at a time. max_waiting: more are refused. timeout: seconds of a request, its
         time in the queue included. cache_gib: most memory of the caches of target and drafter and of prefixes; half of it is
         for requests that are decoded plainly. prefill_chunk: as in `Engine`. prefix_cache_gib: most memory of prefixes; 0
-        keeps none; None is 1, or a quarter of cache_gib."""
+        keeps none; None is 1, or a quarter of cache_gib. others: drafters of further tenants, whose requests name them."""
         super().__init__(name="engine", daemon=True)
         if max_num_seqs < 1 or max_waiting < 0 or timeout <= 0 or (cache_gib is not None and cache_gib <= 0):
             raise ValueError(
@@ -97,16 +98,11 @@ class Worker(threading.Thread):
             raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1; null takes prompts whole")
         self.prefixes = PrefixCache(int(prefix_cache_gib * 2**30)) if prefix_cache_gib else None
         self.target = target
-        tokens: int | None = None
-        drafter_share = 0.0
-        if cache_gib is not None:  # both engines may have so many
-            # While the target's cache grows, a block of it is there twice; of a drafter's small one all, and its prompts'.
-            plain = cache_bytes_per_token(target, None)
-            drafters = 3 * (cache_bytes_per_token(target, drafter) - plain)
-            growing = plain * (1 + 1 / BLOCKS)
-            tokens = int((cache_gib - prefix_cache_gib) * 2**30 / (2 * growing + drafters))
-            drafter_share = drafters / (growing + drafters)
-        # The second decodes plainly, for requests that ask for it, to compare: a step of each in turn.
+        tokens, drafter_share = None, 0.0
+        if cache_gib is not None:
+            size = int((cache_gib - prefix_cache_gib) * 2**30)
+            tokens, drafter_share = cache_room(target, drafter, size, 1 + len(others))
+        # One per tenant; the last decodes plainly, for requests that ask for it, to compare. A step of each in turn.
         self.engines = [
             Engine(
                 target,
@@ -117,7 +113,7 @@ class Worker(threading.Thread):
                 prefixes=self.prefixes,
                 drafter_share=drafter_share,
             )
-            for one in (drafter, None)
+            for one in (drafter, *others, None)
         ]
         self.max_num_seqs, self.max_open, self.timeout = max_num_seqs, max_num_seqs + max_waiting, timeout
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -125,7 +121,7 @@ class Worker(threading.Thread):
         self.scoring: deque[tuple[Future[list[Scored]], list[Scored], Iterator[list[Scored]]]] = deque()
         self.open = 0  # texts that have been reserved and not ended
         self.on_reserve: Callable[[], None] = lambda: None  # when they are reserved
-        self.drafter_name = ""  # of the head, where they change (learning.py)
+        self.heads: dict[Engine, str] = {}  # names of those that serve, where they change (learning.py)
         self.lock = threading.Lock()
         self.dead = False
         self.on_death: Callable[[], object] = lambda: None  # called in the thread
@@ -149,10 +145,10 @@ class Worker(threading.Thread):
         with self.lock:
             self.open -= count
 
-    def submit(self, requests: list[Request], speculative: bool = True) -> list[Job]:
-        """What has been reserved; all of them or none. Raises ValueError for what could never be taken, Failed as
-        `reserve`."""
-        engine = self.engines[0 if speculative else 1]
+    def submit(self, requests: list[Request], speculative: bool = True, tenant: int = 0) -> list[Job]:
+        """What has been reserved; all of them or none. tenant: the number of the engine. Raises ValueError for what could
+        never be taken, Failed as `reserve`."""
+        engine = self.engines[tenant if speculative else -1]
         for request in requests:
             engine.check(request)  # it changes nothing, so any thread may
         deadline, loop = time.monotonic() + self.timeout, asyncio.get_running_loop()
@@ -167,7 +163,7 @@ class Worker(threading.Thread):
 
     def context(self, speculative: bool = True) -> int | None:
         """Most tokens of a text, its prompt included: the target's context, or what the cache has room for."""
-        batch = self.engines[0 if speculative else 1].batch
+        batch = self.engines[0 if speculative else -1].batch
         room = None if batch.max_cache_tokens is None else batch.max_cache_tokens - 2 * batch.drafter.nodes
         return min((most for most in (self.target.context, room) if most is not None), default=None)
 
@@ -307,23 +303,3 @@ class Worker(threading.Thread):
         engine.max_num_seqs = max(1, len(tried) // 2)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-@torch.inference_mode()
-def cache_bytes_per_token(target: Target, drafter: Drafter | None) -> int:
-    """Of all layers of the target and the drafter, measured by a forward of one token. Raises ValueError for a target that
-    keeps more than keys and values."""
-    drafter, cache = drafter or NoDrafter(), target.new_cache(1, 1)
-    if not isinstance(cache, KVCache):
-        raise ValueError(
-            f"cache_gib: {target.name} keeps a state per text, which is not counted; max_num_seqs limits it"
-        )
-    token = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
-    accepted = Accepted(token, target.forward(token, cache=cache, layers=drafter.layers).aux_hidden_states, [1], [[0]])
-    caches = [cache]
-    for cached in drafter.cached_drafters:
-        caches.append(cached.new_cache(1, 1))
-        cached.prefill(share(accepted, drafter.layers, cached.layers), caches[-1])
-    return sum(
-        block.numel() * block.element_size() // cache.capacity for cache in caches for block in cache.blocks.values()
-    )

@@ -1,97 +1,243 @@
-"""Traffic that shifts, for `foredraft serve learn=true` beside a frozen head:
+"""Traffic that shifts, for `foredraft serve learn=true` beside a frozen head and one that knew all topics before:
 
-    python scripts/bench/shift.py HEAD FOLDER code.jsonl gsm8k.jsonl chat.jsonl -- target.dtype=float32
+    python scripts/bench/shift.py HEAD FOLDER code.jsonl gsm8k.jsonl chat.jsonl -- 'learn.train=["trainer.max_steps=60"]'
 
-Each file is a topic, of lines {"prompt": TEXT}. Of each in turn, 2 * 48 questions are asked of both servers, four at a time;
-after 48 the learning one is left alone until its round is over. At last come 48 new questions of every topic. The first three
-trainings are killed in the middle, and in the fourth the server is.
+HEAD is an EAGLE-3 head. Each file is a topic, of 5 * BURST lines {"prompt": TEXT}, half of which are answered at
+temperature 1. The last 2 * BURST of all are answered first, and a copy of HEAD is trained on these answers. Then 2 * BURST of
+each topic in turn are asked of all three servers, one after the other, four at a time; after each BURST the learning one is
+left alone until its round is over. At last come BURST new questions of every topic, and BURST texts during which heads are
+swapped all the time. The first three trainings are killed in the middle, and in the fourth the server is. While it trains, a
+client asks for plain texts in pairs: the first after a pause, in which training goes on, the second at once, so before it
+goes on again. FOLDER/shift.svg is a picture. What follows -- are settings of `foredraft serve`.
 """
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from statistics import quantiles
+from threading import Event
+from typing import Any, NamedTuple
 
 from openai import OpenAI
 
+from foredraft.inference.serve.learned import write
+from foredraft.inference.serve.traffic import Gains, acceptance, gain, lines
 from foredraft.train.cli import SCRIPTS
 
-BURST, TOKENS = 48, 48
+BURST, TOKENS = 64, 64
+PAIRS, PAUSE = 16, 0.6  # of plain texts per round; seconds before each pair
+STEPS = 180  # of the head that knows all topics
+COLOURS = {"learning": "#1a56c4", "frozen": "#767680", "knew": "#2b8a3e"}
+
+
+class Asked(NamedTuple):
+    gains: Gains  # of each text
+    texts: list[str]
+    rate: float  # tokens/s
 
 
 class Server:
-    def __init__(self, log: Path, *arguments: str):
-        self.log, self.command = log, [sys.executable, str(SCRIPTS / "serve.py"), "port=0", "model=m", *arguments]
+    def __init__(self, folder: Path, name: str, *arguments: str):
+        self.folder, self.name, self.starts, self.latencies = folder, name, 0, defaultdict[str, list[float]](list)
+        self.command = [sys.executable, str(SCRIPTS / "serve.py"), "port=0", "model=m", *arguments]
         self.start()
 
     def start(self) -> None:
-        with self.log.open("w") as opened:
+        log = self.folder / f"{self.name}-{self.starts}.log"
+        self.starts += 1
+        with log.open("w") as opened:
             self.process = subprocess.Popen(self.command, stdout=opened, stderr=opened)
-        while not (found := re.search(r"running on (http://[\d.:]+)", self.log.read_text())):
-            assert self.process.poll() is None, self.log.read_text()
+        while not (found := re.search(r"running on (http://[\d.:]+)", log.read_text())):
+            assert self.process.poll() is None, log.read_text()
             time.sleep(0.2)
         self.client = OpenAI(base_url=f"{found[1]}/v1", api_key="none", max_retries=0, timeout=600)
 
-    def ask(self, prompts: Sequence[str], **more: Any) -> tuple[float, list[str]]:
-        """Tokens per forward, and the texts."""
-        settings: dict[str, Any] = {"model": "m", "max_tokens": TOKENS, "temperature": 0, "seed": 1, "extra_body": more}
+    def ask(self, prompts: Sequence[str], **more: Any) -> Asked:
+        def one(number: int) -> Any:
+            settings: Any = {"temperature": number % 2, "seed": number, "extra_body": more}
+            return self.client.completions.create(
+                model="m", prompt=prompts[number], max_tokens=TOKENS, timeout=600, **settings
+            )
+
+        began = time.monotonic()
         with ThreadPoolExecutor(4) as pool:
-            answers = list(pool.map(lambda one: self.client.completions.create(prompt=one, **settings), prompts))
-        used = [usage for answer in answers if (usage := answer.usage.model_dump())["acceptance_length"]]
-        gained = [usage["completion_tokens"] - 1 for usage in used]
-        forwards = [count / usage["acceptance_length"] for count, usage in zip(gained, used, strict=True)]
-        return sum(gained) / max(1.0, sum(forwards)), [answer.choices[0].text for answer in answers]
+            answers = list(pool.map(one, range(len(prompts))))
+        used = [answer.usage.model_dump() for answer in answers]
+        gained = [[usage["completion_tokens"] - 1, usage["acceptance_length"]] for usage in used]
+        gains = [[count, round(count / length)] for count, length in gained if count and length]
+        tokens = sum(usage["completion_tokens"] for usage in used)
+        return Asked(gains, [answer.choices[0].text for answer in answers], tokens / (time.monotonic() - began))
 
-    def trainer(self) -> int:
-        children = [path.read_text() for path in Path(f"/proc/{self.process.pid}/task").glob("*/children")]
-        return int(" ".join(children))
+    def time_pair(self, prompt: str, state: str) -> None:
+        """Seconds of a plain text after a pause, and at once after that."""
+        time.sleep(PAUSE)
+        for place in ("after a pause", "at once"):
+            began, more = time.perf_counter(), {"speculative": False, "store": False}
+            self.client.completions.create(model="m", prompt=prompt, max_tokens=32, temperature=0, extra_body=more)
+            self.latencies[f"{state}, {place}"].append(time.perf_counter() - began)
+
+    def children(self) -> list[int]:
+        found = [path.read_text() for path in Path(f"/proc/{self.process.pid}/task").glob("*/children")]
+        return [int(word) for word in " ".join(found).split()]
+
+    def warnings(self) -> list[str]:
+        logs = "\n".join(path.read_text() for path in sorted(self.folder.glob(f"{self.name}-*.log")))
+        said = [json.loads(line)["message"] for line in logs.splitlines() if line.startswith("{")]
+        return [message for message in said if message.startswith("learning: ")]
 
 
-def round_of(server: Server, learned: Path, number: int) -> dict[str, Any]:
+def rounds(learned: Path) -> list[dict[str, Any]]:
+    file = learned / "history.jsonl"
+    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [one for one in found if one["outcome"] not in ("back", "stays")]
+
+
+def wait_for_round(server: Server, learned: Path, number: int, prompt: str) -> dict[str, Any]:
     """What became of it."""
-    history, kill = learned / "history.jsonl", number <= 4
-    while not history.exists() or len(history.read_text().splitlines()) < number:
+    kill, pairs = number <= 4, 0
+    while len(rounds(learned)) < number:
         if kill and any(learned.glob("round/from-*/checkpoints/checkpoint-*")):
-            subprocess.run(["kill", "-9", str(server.trainer() if number <= 3 else server.process.pid)], check=True)
             kill = False
+            os.kill(server.children()[0] if number <= 3 else server.process.pid, signal.SIGKILL)
             if number == 4:
                 server.process.wait()
                 server.start()
+        if pairs < PAIRS and server.children():
+            server.time_pair(prompt, "training")
+            pairs += 1
         time.sleep(0.1)
-    found = json.loads(history.read_text().splitlines()[-1])
+    found = rounds(learned)[-1]
     return {key: found[key] for key in ("outcome", "recent", "error", "replay", "seconds") if key in found}
+
+
+def train(head: str, folder: Path, rows: Path, given: Sequence[str]) -> Path:
+    """A copy of the head that has learned from these rows."""
+    target = [word for word in given if word.startswith("target")]
+    words = ["head=eagle3", "data=accepted", f"data.path={rows}", f"init_from={head}", f"output_dir={folder}"]
+    few = [f"trainer.max_steps={STEPS}", "evaluate.eval_steps=0", "evaluate.prompts=4", "evaluate.proof=false"]
+    with (folder.parent / "train.log").open("w") as log:
+        command = [sys.executable, "-m", "foredraft", "train", *words, *target, *few]
+        subprocess.run(command, check=True, stdout=log, stderr=log)
+    return folder / "head"
+
+
+def swap_all_the_time(current: Path, names: Sequence[str], over: Event) -> int:
+    """Swaps that were asked for, one a second."""
+    count = 0
+    while not over.wait(1):
+        write(current, names[count % len(names)])
+        count += 1
+    return count
+
+
+def differing(some: Sequence[str], others: Sequence[str]) -> int:
+    return sum(one != other for one, other in zip(some, others, strict=True))
+
+
+def picture(points: Sequence[tuple[float, str, dict[str, float]]], served: Sequence[float]) -> str:
+    """points: minute, topic and acceptance by arm. served: minutes in which another head began."""
+    last = points[-1][0] + 0.5
+    most = max(max(values.values()) for *_, values in points) + 0.2
+    least = min(min(values.values()) for *_, values in points) - 0.2
+
+    def at(minute: float, value: float) -> str:
+        return f"{50 + 640 * minute / last:.1f},{300 - 270 * (value - least) / (most - least):.1f}"
+
+    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 350" font-family="sans-serif" font-size="11">']
+    parts.append('<title>Tokens per forward over time</title><rect width="720" height="350" fill="#fff"/>')
+    for value in range(int(least * 2) + 1, int(most * 2) + 1):
+        x, y = at(0, value / 2).split(",")
+        parts.append(f'<path d="M{x},{y}H690" stroke="#ddd"/><text x="44" y="{y}" text-anchor="end">{value / 2}</text>')
+    for minute in served:
+        x = at(minute, least).split(",")[0]
+        parts.append(f'<path d="M{x},30V300" stroke="{COLOURS["learning"]}" stroke-dasharray="3 3"/>')
+    for number, (arm, colour) in enumerate(COLOURS.items()):
+        line = " ".join(at(minute, values[arm]) for minute, _, values in points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="{60 + 90 * number}" y="20" fill="{colour}">{arm}</text>')
+    for minute, topic, _ in points:
+        parts.append(f'<text x="{at(minute, least).split(",")[0]}" y="316" text-anchor="middle">{topic}</text>')
+    parts.append('<text x="370" y="340" text-anchor="middle">minutes; a dotted line is a better head</text></svg>')
+    return "\n".join(parts)
 
 
 def main() -> None:
     split = sys.argv.index("--")
     head, folder, files, given = sys.argv[1], Path(sys.argv[2]), sys.argv[3:split], sys.argv[split + 1 :]
     topics = {
-        Path(file).stem: [json.loads(line)["prompt"] for line in Path(file).read_text().splitlines()] for file in files
+        Path(file).stem: [json.loads(row)["prompt"] for row in Path(file).read_text().splitlines()][: 5 * BURST]
+        for file in files
     }
-    common = ["drafter=head", f"drafter.spec={head}", "drafter.tree=fixed", *given]
-    learned, began, number = folder / "learned", time.monotonic(), 0
-    frozen = Server(folder / "frozen.log", *common)
-    learning = Server(folder / "learning.log", *common, "learn=true", f"learn.directory={learned}", "learn.rows=44")
-    print("minute  topic   serves     learning  frozen  texts that differ from frozen, plain", flush=True)
+    folder.mkdir(parents=True)
+    common, served = ["drafter=head", "drafter.tree=fixed"], [word for word in given if not word.startswith("learn.")]
+    learned, seen, current = folder / "learned", folder / "seen.jsonl", folder / "learned" / "current"
+    logged = [f"log_accepted={seen}", "log_text=true"]
+    frozen = Server(folder, "frozen", *common, f"drafter.spec={head}", *served, *logged)
+    for prompts in topics.values():
+        frozen.ask(prompts[3 * BURST :])
+    knowing = train(head, folder / "knew", seen, given)
+    knew = Server(folder, "knew", *common, f"drafter.spec={knowing}", *served)
+    learn = ["learn=true", f"learn.directory={learned}", f"learn.rows={BURST - 4}"]
+    learning = Server(folder, "learning", *common, f"drafter.spec={head}", *given, *learn)
+    arms = {"frozen": frozen, "knew": knew, "learning": learning}
+    print(
+        "minute  topic   serves     tokens per forward, tokens/s: frozen, knew, learning   texts unlike frozen, plain"
+    )
+    began, number, stored, points, better = time.monotonic(), 0, 0, list[Any](), list[float]()
     for topic, part in [*((topic, part) for topic in topics for part in (0, 1)), *((topic, 2) for topic in topics)]:
-        prompts, name = topics[topic][BURST * part : BURST * (part + 1)], (learned / "current").read_text().strip()
-        with ThreadPoolExecutor(2) as pool:
-            asked = [pool.submit(server.ask, prompts, store=part < 2) for server in (learning, frozen)]
-            (ours, texts), (theirs, others) = (one.result() for one in asked)
-        plain = frozen.ask(prompts[::8], speculative=False)[1]
-        differ = [sum(a != b for a, b in zip(x, y, strict=True)) for x, y in ((texts, others), (texts[::8], plain))]
-        minute = (time.monotonic() - began) / 60
-        number += part < 2
-        found = round_of(learning, learned, number) if part < 2 else ""
-        print(f"{minute:6.1f}  {topic:6}  {name}  {ours:8.2f}  {theirs:6.2f}  {differ}  {found}", flush=True)
-    for server in (frozen, learning):
+        prompts, name = topics[topic][BURST * part : BURST * (part + 1)], current.read_text().strip()
+        for _ in range(PAIRS if part < 2 else 0):
+            learning.time_pair(prompts[0], "not training")
+        asked = {arm: server.ask(prompts, store=part < 2) for arm, server in arms.items()}
+        plain = learning.ask(prompts, speculative=False, store=False)
+        minute, texts = (time.monotonic() - began) / 60, asked["learning"].texts
+        values = {arm: acceptance(one.gains) for arm, one in asked.items()}
+        points.append((minute, topic, {arm: value for arm, (value, _) in values.items()}))
+        figures = "  ".join(f"{value:.2f}±{error:.2f} {asked[arm].rate:5.0f}" for arm, (value, error) in values.items())
+        unlike = [differing(texts, asked["frozen"].texts), differing(texts, plain.texts)]
+        print(f"{minute:6.1f}  {topic:6}  {name}  {figures}  {unlike} of {len(texts)}", flush=True)
+        if part == 2:
+            difference, error = gain(asked["frozen"].gains, asked["learning"].gains)
+            share = 100 / values["frozen"][0]
+            print(f"        {topic}, new questions: {share * difference:+.1f} % ± {share * error:.1f} % of frozen")
+            continue
+        stored, number = stored + len(texts), number + 1
+        found = wait_for_round(learning, learned, number, prompts[0])
+        print(f"        round {number}: {found}", flush=True)
+        if found["outcome"] == "served":
+            better.append((time.monotonic() - began) / 60)
+    minutes, seconds = (time.monotonic() - began) / 60, sum(one["seconds"] for one in rounds(learned))
+    print(f"training and judging: {seconds / 60:.1f} of {minutes:.1f} minutes, {100 * seconds / 60 / minutes:.0f} %")
+    rows = {row for name in ("replay", "new", "older") for row in lines(learned / f"{name}.jsonl")}
+    print(f"rows kept: {len(rows)} of {stored} texts that were served to be learned from")
+    swap(learning, plain.texts, prompts, learned)
+    for state, times in learning.latencies.items():
+        cut = [1000 * value for value in quantiles(times, n=20)]
+        print(f"a plain text of 32 tokens, {state}: p50 {cut[9]:.0f} ms, p95 {cut[18]:.0f} ms, {len(times)} texts")
+    print("\n".join(learning.warnings()))
+    (folder / "shift.svg").write_text(picture(points, better))
+    for server in arms.values():
         server.process.terminate()
         server.process.wait()
+
+
+def swap(server: Server, plain: Sequence[str], prompts: Sequence[str], learned: Path) -> None:
+    """The same texts once more while heads are swapped all the time."""
+    over, names = Event(), [learned.joinpath("current").read_text().strip(), "head-0001"]
+    with ThreadPoolExecutor(1) as pool:
+        swaps = pool.submit(swap_all_the_time, learned / "current", names, over)
+        asked = [server.ask(prompts, store=False) for _ in range(3)]
+        over.set()
+    unlike = sum(differing(one.texts, plain) for one in asked)
+    print(f"{swaps.result()} swaps while {3 * len(prompts)} texts were decoded: {unlike} unlike plain")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,88 @@
+"""The directory of the heads that have served: which one does, and which are kept.
+
+head-0001/ ..   each with its card; the first is a copy of drafter=
+current         the name of the one that serves: whoever writes another into it changes it
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from foredraft.heads import adapter
+from foredraft.heads.base import BlockHead, DraftHead
+from foredraft.heads.checkpoint import read_config
+from foredraft.heads.hub import find
+from foredraft.heads.uno import UnoHead
+from foredraft.inference.drafters import Drafter, tree_of
+
+
+def write(file: Path, text: str) -> None:
+    """Completely or not at all."""
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(f"{text}\n")
+    os.replace(part, file)
+
+
+def heads_in(directory: Path) -> list[Path]:
+    """From the oldest to the newest."""
+    heads = [path for path in directory.glob("head-*") if path.name.removeprefix("head-").isdecimal()]
+    return sorted(heads, key=lambda path: int(path.name.removeprefix("head-")))
+
+
+def new_name(directory: Path) -> str:
+    heads = heads_in(directory)
+    return f"head-{int(heads[-1].name.removeprefix('head-')) + 1 if heads else 1:04}"
+
+
+def newest_head(directory: Path, spec: str) -> str:
+    """What to serve with: `spec` where it is one of the heads in `directory` or there are none, else the one that served
+    last, or the newest where `current` does not say."""
+    heads, current = heads_in(directory), directory / "current"
+    if is_in(directory, spec) or not heads:
+        return spec
+    name = current.read_text().strip() if current.exists() else ""
+    return str(directory / name if (directory / name) in heads else heads[-1])
+
+
+def is_in(directory: Path, head: str) -> bool:
+    return Path(head).absolute().parent == directory.absolute()
+
+
+def keep_first(directory: Path, spec: str) -> None:
+    """The head that serves is one of `directory`. Raises ValueError for one that cannot learn."""
+    found = find(spec, None)
+    if (found / adapter.CONFIG).exists() and read_config(found).get("foredraft", {}).get("kind") != UnoHead.kind:
+        raise ValueError(
+            f"learn=true: {spec} changes the target's text, which none may while it serves: take another head"
+        )
+    directory.mkdir(0o700, parents=True, exist_ok=True)  # texts are nobody else's
+    if not is_in(directory, spec):
+        part = directory / "part"
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(found, part)
+        if not (part / "README.md").exists():
+            (part / "README.md").write_text(f"# A copy of {spec}\n")
+        found = part.rename(directory / new_name(directory))
+    write(directory / "current", found.name)
+
+
+def prune(directory: Path, keep: int, needed: set[str]) -> None:
+    """Remove the oldest heads beyond `keep`, but none that is needed."""
+    spare = [head for head in heads_in(directory) if head.name not in needed]
+    for head in spare[: max(0, len(heads_in(directory)) - keep)]:
+        shutil.rmtree(head)
+
+
+def head_of(drafter: Drafter) -> DraftHead:
+    """Raises ValueError for a drafter that is no head."""
+    tree = tree_of(drafter)
+    if tree is None:
+        raise ValueError("learn=true trains the head that drafts: give drafter=DIRECTORY")
+    return tree.head
+
+
+def settings_of(head: DraftHead) -> list[str]:
+    """Of `foredraft train`, for a head that goes on."""
+    more = ["data.rejection_weight=1"] if isinstance(head, BlockHead) else []
+    few = ["evaluate.eval_steps=0", "evaluate.prompts=16", "evaluate.new_tokens=64", "evaluate.timed_prompts=1"]
+    return [f"head={head.kind}", f"head.depth={head.depth}", *more, *few, "evaluate.proof=false"]

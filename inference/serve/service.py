@@ -1,0 +1,212 @@
+"""A client's request on its way: prompts encoded, texts submitted to the worker's thread, and its answer sent."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from foredraft import inference as decoding
+from foredraft.inference.grammar import Grammar, Grammars
+from foredraft.inference.min_tokens import MinTokens
+from foredraft.inference.serve import tools
+from foredraft.inference.serve.accepted_log import AcceptedLog
+from foredraft.inference.serve.completion import Answer, Echo
+from foredraft.inference.serve.learning import Learning
+from foredraft.inference.serve.limits import Refused, error_body
+from foredraft.inference.serve.metrics import Metrics
+from foredraft.inference.serve.prompts import PromptEncoder
+from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, CompletionRequest
+from foredraft.inference.serve.worker import Failed, Worker
+
+log = logging.getLogger("foredraft.serve")
+ENDLESS = 2**16  # tokens of an answer of a target without a context, whose request and config name none
+BUG = "the server met an error of its own; see its log"
+
+
+class EventStream(StreamingResponse):
+    """Ends its answer however it ends itself: also where the client has gone before the first byte."""
+
+    def __init__(self, answer: Answer, ended: Any):
+        super().__init__(self.events(answer), media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self.ended = ended
+
+    async def events(self, answer: Answer) -> AsyncIterator[str]:
+        try:
+            async for chunk in answer.chunks():
+                yield f"data: {json.dumps(chunk)}\n\n"
+            yield "data: [DONE]\n\n"
+        except Failed as failed:
+            yield f"data: {json.dumps(error_body(str(failed), failed.status))}\n\n"
+        except Exception:
+            log.exception("a stream failed")
+            answer.failure = Failed(BUG)
+            yield f"data: {json.dumps(error_body(BUG, 500))}\n\n"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.ended()
+
+
+class Service:
+    """What the routes share."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        names: Sequence[str],
+        max_tokens: int | None,
+        accepted_log: AcceptedLog | None,
+        learning: Sequence[Learning],
+    ):
+        """names: of the model, for clients, one per tenant. max_tokens: of an answer whose request names none; None: what the
+        context has. learning: of each tenant, or empty."""
+        self.accepted_log, self.learning = accepted_log, learning
+        self.worker, self.names, self.max_tokens = worker, names, max_tokens
+        self.metrics = Metrics(worker, learning)
+        self.target = worker.target
+        self.encoder, self.encoding = PromptEncoder(self.target), ThreadPoolExecutor(1, "tokenizer")
+        # Of their own: a schema that takes seconds to compile holds up nobody.
+        self.grammars: Grammars | None = None
+        self.compiling = ThreadPoolExecutor(4, "grammar")
+
+    def model(self, name: str) -> dict[str, Any]:
+        facts = {"id": name, "object": "model", "created": 0, "owned_by": "foredraft"}
+        return {**facts, "max_model_len": self.worker.context()}
+
+    def tenant(self, name: str | None) -> int:
+        """Its number. Raises Refused for an unknown model."""
+        if name is not None and name not in self.names:
+            served = ", ".join(map(repr, self.names))
+            message = f"The model {name!r} does not exist; served here: {served}"
+            raise Refused(404, message, "model", "model_not_found")
+        return 0 if name is None else self.names.index(name)
+
+    async def answer(self, asked: ChatRequest | CompletionRequest, request: Request) -> Response:
+        tenant = self.tenant(asked.model)
+        answer = await self.begin(asked, tenant)
+        ended = partial(self.ended, answer, request.url.path, tenant)
+        if asked.stream:
+            return EventStream(answer, ended)
+        try:
+            stayed = await unless_gone(request, read(answer))
+            return JSONResponse(answer.whole()) if stayed else Response(status_code=499)
+        finally:
+            ended()
+
+    async def begin(self, asked: ChatRequest | CompletionRequest, tenant: int) -> Answer:
+        """Submit its texts. They are counted before anything is made of them, so only so many wait to be encoded."""
+        encode: Any = self.encoder.chat if isinstance(asked, ChatRequest) else self.encoder.completion
+        loop, submitted = asyncio.get_running_loop(), False
+        try:
+            self.worker.reserve(asked.num_texts)
+            try:
+                prompts = await loop.run_in_executor(self.encoding, encode, asked)
+                grammar = await loop.run_in_executor(self.compiling, self.grammar, asked) if asked.has_grammar else None
+                requests = self.requests(asked, prompts, grammar)
+                echoes = await self.echoes(asked, prompts)
+                jobs = self.worker.submit(requests, asked.speculative, tenant)
+                submitted = True
+            finally:
+                if not submitted:
+                    self.worker.release(asked.num_texts)
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+        return Answer(self.worker, jobs, asked, self.names[tenant], sum(map(len, prompts)), echoes)
+
+    async def echoes(self, asked: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
+        """The prompts, where they stand before their texts, with their log-probabilities where these were asked for."""
+        if isinstance(asked, ChatRequest) or not asked.echo:
+            return []
+        loop, found = asyncio.get_running_loop(), []
+        for prompt in prompts:
+            top = asked.logprobs
+            scored = [] if top is None else await asyncio.wrap_future(self.worker.score(prompt, top))
+            found.append(await loop.run_in_executor(self.encoding, Echo.of, self.encoder.tokenizer, prompt, scored))
+        return found
+
+    def grammar(self, asked: CommonRequest) -> Grammar | None:
+        self.grammars = self.grammars or Grammars(self.target)
+        return tools.grammar(asked, self.target.text_tokenizer.chat_template, self.grammars)
+
+    def requests(
+        self, asked: CommonRequest, prompts: list[list[int]], grammar: Grammar | None
+    ) -> list[decoding.Request]:
+        unknown = [token for token in asked.stop_token_ids if not 0 <= token < self.target.vocab_size]
+        if unknown:
+            raise ValueError(f"stop_token_ids names {unknown}: tokens are 0 to {self.target.vocab_size - 1}")
+        ends = frozenset([*self.target.eos_token_ids, *asked.stop_token_ids])
+        rule = MinTokens(asked.min_tokens, ends) if asked.min_tokens else grammar
+        params, seed = asked.sampling(self.target.vocab_size, rule), asked.first_seed()
+        trace = asked.top_tokens if asked.top_tokens is not None else 0 if asked.trace else None
+        rooms = [self.room(asked, len(prompt)) for prompt in prompts]
+        return [
+            decoding.Request(prompt, params, most, seed + index, ends, asked.stop_strings, trace)
+            for index, (prompt, most) in enumerate(
+                pair for pair in zip(prompts, rooms, strict=True) for _ in range(asked.n)
+            )
+        ]
+
+    def room(self, asked: CommonRequest, prompt: int) -> int:
+        """Tokens that the answer to a prompt of so many may have. Raises Refused, in OpenAI's words: clients search them."""
+        context, most = self.worker.context(asked.speculative), asked.budget
+        if context is None:
+            return most or self.max_tokens or ENDLESS
+        if prompt + (most or 1) > context:
+            where = "messages" if isinstance(asked, ChatRequest) else "prompt"
+            message = (
+                f"This model's maximum context length is {context} tokens. However, you requested {prompt + (most or 1)} "
+                f"tokens ({prompt} in the {where}, {most or 1} in the completion). Please reduce the length of the {where} "
+                "or completion."
+            )
+            raise Refused(400, message, where, "context_length_exceeded")
+        return most or min(context - prompt, self.max_tokens or context)
+
+    def ended(self, answer: Answer, path: str, tenant: int) -> None:
+        answer.close()
+        seconds = time.monotonic() - answer.began
+        self.metrics.ended(answer, seconds)
+        if self.accepted_log is not None and answer.asked.store is not False:
+            try:
+                self.accepted_log.write(answer)
+            except OSError as error:  # a full disk, say, which takes no answer from anybody
+                log.error("the log of accepted drafts cannot be written: %s", error)
+        if self.learning and answer.asked.store is not False:
+            self.learning[tenant].write(answer)
+        unended = "cancelled" if answer.failure is None else "error"
+        reasons = [choice.finish_reason or unended for choice in answer.choices.values()]
+        facts = {"id": answer.id, "path": path, "seconds": round(seconds, 3), "finish_reasons": reasons}
+        log.info("request", extra={"facts": {**facts, **answer.usage()}})
+
+
+async def unless_gone(request: Request, awaited: Coroutine[Any, Any, None]) -> bool:
+    """Wait; False if the client has gone meanwhile. Raises what is raised there."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    waiting, leaving = asyncio.ensure_future(awaited), asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            waiting.result()
+        return waiting.done()
+    finally:
+        waiting.cancel()
+        leaving.cancel()
+
+
+async def read(answer: Answer) -> None:
+    async for _ in answer.pieces():
+        pass
