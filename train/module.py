@@ -70,12 +70,14 @@ class DistillationModel(nn.Module):
         multiple_documents: bool | None = None,
         label_positions: Tensor | None = None,
         weights: Tensor | None = None,
+        images: dict[str, Tensor] | None = None,
         **stored: Tensor,
     ) -> Outcome:
         """multiple_documents, label_positions: as `prepare` gives them. weights: (batch, length) float32, of each token's
-        drafts in the loss. stored: the aux hidden states of the batch, from disk (train/features/disk.py)."""
+        drafts in the loss. images: as in heads.base.PackedBatch. stored: the aux hidden states of the batch, from disk
+        (train/features/disk.py)."""
         self.weights, self.label_positions = weights, label_positions
-        text = PackedBatch(tokens, loss_mask, documents, positions, anchors, multiple_documents)
+        text = PackedBatch(tokens, loss_mask, documents, positions, anchors, multiple_documents, images)
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.bf16):
             return self.learn(text, stored)
 
@@ -172,15 +174,12 @@ class DistillationModel(nn.Module):
         return Teacher(Prediction(logits[..., ids], last), best, draftable)
 
     @torch.no_grad()
-    def guesses(
-        self, tokens: Tensor, loss_mask: Tensor, documents: Tensor, positions: Tensor, ranks: int
-    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def guesses(self, text: PackedBatch, ranks: int) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Per depth: its best guesses (n, ranks) and the target's tokens (n,), as target ids."""
-        text = PackedBatch(tokens, loss_mask, documents, positions)
         aux_hidden_states, last = self.forward_target(text)
         best = torch.cat([self.target.logits(part).argmax(-1) for part in last.flatten(0, 1).split(self.chunk)])
-        best = best.view_as(tokens).roll(-1, dims=1)
-        for depth, out in enumerate(self.head(aux_hidden_states, self.target.embed(tokens), text), start=1):
+        best = best.view_as(text.tokens).roll(-1, dims=1)
+        for depth, out in enumerate(self.head(aux_hidden_states, self.target.embed(text.tokens), text), start=1):
             mask = draft_loss_mask(text, depth)
             guesses = [self.head.logits(part, depth).topk(ranks).indices for part in out[mask].split(self.chunk)]
             yield depth, self.head.to_target_ids(torch.cat(guesses)), best[mask]

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -33,7 +34,7 @@ from foredraft.heads.hub.card import size
 from foredraft.heads.llama_config import probe_tokens
 from foredraft.heads.target import Target
 from foredraft.heads.target.ends import drop_layers, refuse
-from foredraft.train.data.packing import Packed
+from foredraft.train.data.packing import Packed, collate
 from foredraft.train.features.online import forward_target
 from foredraft.train.features.shard import AGAIN, Shard
 from foredraft.train.features.storage import DTYPES, store
@@ -200,8 +201,7 @@ def shard(packed: Packed, target: Target, facts: dict, rows: range, batch: int) 
     found: dict[str, list[Tensor]] = {}
     for start in range(rows.start, rows.stop, batch):
         items = [packed[row] for row in range(start, min(start + batch, rows.stop))]
-        given: dict[str, Any] = {name: torch.stack([x[name] for x in items]).to(target.device) for name in items[0]}
-        text = PackedBatch(**given)
+        text = PackedBatch(**send_to_device(collate(items), target.device))
         aux_hidden_states, last = forward_target(target, text, facts["layers"])
         kept = {"features": aux_hidden_states}
         if facts["top_k"] is None:
@@ -300,7 +300,8 @@ class StoredRows(Dataset):
             while len(self.opened) >= OPEN:
                 self.opened.pop(next(iter(self.opened))).file.close()  # the first one that was opened
             self.opened[number] = self.checked(number)
-        return dict(self.packed[row]) | self.opened[number].row(place)
+        text = {name: value for name, value in self.packed[row].items() if name != "images"}  # they are in the features
+        return text | self.opened[number].row(place)
 
     def checked(self, number: int) -> Shard:
         """Raises ValueError where a shard is damaged, or belongs to others."""
