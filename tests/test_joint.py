@@ -20,6 +20,7 @@ from foredraft.train.losses import soft
 from foredraft.train.module import DistillationModel
 from foredraft.train.optimizer import adamw, muon
 from tests.support.batches import PROMPT, batch
+from tests.support.processes import complaint
 
 IDS = torch.tensor([PROMPT])
 
@@ -107,6 +108,10 @@ def test_heads_learn_faster_than_the_adapter(fresh):
         rates = {id(p): (group["lr"], "nesterov" in group) for group in optimizer.param_groups for p in group["params"]}
         assert {rates[number] for number in ids} == {(2.5e-4, False)}
         assert len(rates) == len(list(distillation.parameters()))
+
+
+def test_stored_features_of_a_frozen_target_are_refused_at_the_start(here):
+    assert "this head trains in its layers: take features=online" in complaint(here("head=medusa2", "features=disk"))
 
 
 def test_joint_training_needs_an_adapter(fresh):
