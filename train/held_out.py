@@ -129,6 +129,6 @@ def steps(hits: Tensor, counted: Tensor) -> list[int]:
 def standard_error(generations: list[Generation]) -> float:
     """Of their acceptance length, over the steps."""
     gained = torch.tensor(
-        [count for g in generations for step in g.steps for count in step.emitted], dtype=torch.float64
+        [count / step.forwards for g in generations for step in g.steps for count in step.emitted], dtype=torch.float64
     )
     return round(gained.std().item() / len(gained) ** 0.5, 4) if len(gained) > 1 else 0.0
