@@ -9,7 +9,7 @@ import torch
 from foredraft.heads import Target
 from foredraft.heads.target import cuda_graphs
 from foredraft.inference import generate
-from foredraft.inference.drafters import Lookahead, SuffixDrafter, Union, drafter_for
+from foredraft.inference.drafters import drafter_for
 from tests.support.architectures import VOCAB, every_family, pair
 from tests.support.batches import prompt
 from tests.support.drafters import SETTINGS, Random, drafters
@@ -70,11 +70,10 @@ def test_the_text_is_the_same(target, name, monkeypatch, taped):
     settings = SETTINGS[name] | LIMITS
     plain = generate(target, None, prompt(9), **settings)
     recorded = again(target)
-    known = drafters(recorded) | {"suffix": SuffixDrafter(), "lookahead": Lookahead()}
+    known = drafters(recorded)
     blocks = ("dflash", "p_eagle", "dflash2", "dspark", "jetspec", "domino", "lilicorr", "xpress")
     for kind in ("eagle", "hydra_pp", "mtp", *blocks):
         known[kind] = drafter_for(make_head(kind, recorded), recorded, nodes=8, min_probability=0)
-    known["union"] = Union([known["eagle3"], known["ngram"]])
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing of ours may be left to run kernel by kernel
         for drafter in (None, *known.values()):
