@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, MinLengthLogitsProcessor, pipeline, set_seed
 
-from foredraft.inference import generate
 from foredraft.inference.custom_generate import as_custom_generate
 from foredraft.inference.drafters import NgramDrafter
 
@@ -56,10 +55,3 @@ def test_what_it_does_not_know_is_refused(target):
         target.model.generate(**inputs(target), do_sample=False, logits_processor=processors, custom_generate=ours)
     with pytest.raises(ValueError, match="num_beams=2"):
         target.model.generate(**inputs(target), do_sample=False, num_beams=2, custom_generate=ours)
-
-
-def test_sequences_are_laid_out_as_transformers_lays_them(target):
-    common = inputs(target)
-    out = generate(target, None, common["input_ids"], common["attention_mask"], max_new_tokens=20, eos_token_id=-1)
-    plain = target.model.generate(**common, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert torch.equal(out.sequences, plain)

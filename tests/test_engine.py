@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GenerationConfig, MinPLogitsWarper
+from transformers import GenerationConfig
 
 from foredraft.heads import Target
 from foredraft.heads.target import cuda_graphs
@@ -82,21 +82,6 @@ def test_a_prompt_that_cannot_be_read_is_refused_before_it_joins(target):
     assert not engine.has_work
 
 
-def test_an_end_token_gives_its_reason(target):
-    text = generate(target, None, torch.tensor([prompt(5, 3)]), max_new_tokens=8, eos_token_id=-1).new_tokens[0]
-    out = generate(target, None, torch.tensor([prompt(5, 3)] * 2), max_new_tokens=8, eos_token_id=text[4])
-    assert out.finish_reasons == ["stop"] * 2 and out.new_tokens[0] == text[: text.index(text[4]) + 1]
-    assert generate(target, None, torch.tensor([prompt(5, 3)]), max_new_tokens=4, eos_token_id=-1).finish_reasons == [
-        "length"
-    ]
-
-
-def test_min_p_is_transformers_own():
-    logits = torch.randn(4, 50)
-    ours = Sampling.of([SamplingParams(temperature=1.0, min_p=0.1)] * 4, 50).warp(logits[:, None])[:, 0]
-    assert torch.equal(ours, MinPLogitsWarper(0.1)(torch.zeros(4, 1).long(), logits))
-
-
 def test_penalties_count_the_new_text_alone():
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
     logits, counts = torch.zeros(1, 1, 4), torch.tensor([[[0, 1, 2, 3]]])
@@ -174,18 +159,6 @@ def test_settings_that_are_off_are_no_settings(target):
 def test_text_in_the_place_of_ids_is_named(target):
     with pytest.raises(ValueError, match="input_ids is str"):
         generate(target, None, "def main():")
-
-
-def test_a_streamer_ends_where_there_is_nothing_to_write(target):
-    ended = []
-
-    class Streamer:
-        def put(self, tokens): ...
-        def end(self):
-            ended.append(True)
-
-    out = generate(target, None, torch.tensor([prompt(4, 0)]), max_new_tokens=0, streamer=Streamer())
-    assert ended == [True] and out.new_tokens == [[]] and out.sequences.shape == (1, 4)
 
 
 def test_a_row_that_fills_the_context_writes_nothing_alone_and_in_a_batch(target):

@@ -78,15 +78,6 @@ def test_round_trips_are_equal_to_the_bit(deep, tmp_path, kind, name):
         assert torch.equal(next(iter(read_head(other, deep).parameters())), next(iter(head.parameters())))
 
 
-def test_both_numberings_of_fused_layers_are_written(deep, tmp_path):
-    """vLLM reads the first, SGLang the second, and each counts in its own way."""
-    save_head(ours("eagle3", deep), tmp_path, deep)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config[IDS] == [2, 4, 5] and config["eagle_config"][IDS] == [1, 3, 4]
-    assert config["rope_theta"] == golden.ROPE == config["rope_parameters"]["rope_theta"]
-    assert config["max_position_embeddings"] == 256 and config["norm_before_residual"] is False
-
-
 def test_a_layer_of_qwen3s_form_is_named_for_the_one_class_that_reads_it(deep, tmp_path):
     save_head(ours("eagle3 qk_norm", deep), tmp_path / "vllm", deep)
     config = json.loads((tmp_path / "vllm" / "config.json").read_text())

@@ -99,7 +99,7 @@ def drafters(target) -> dict[str, Drafter]:
     def tree() -> DynamicTree:
         return DynamicTree(head, target, nodes=10, depth=4, width=3, min_probability=0)
 
-    block = DFlashHead.for_target(target, block_size=4, num_layers=2).eval()
+    block = DFlashHead.for_target(target, block_size=4, num_layers=2, layers=[1]).eval()
     medusa = MedusaHead.for_target(target, depth=3)
     for stack in medusa.stacks:
         torch.nn.init.normal_(stack[-1].weight, std=0.5)
