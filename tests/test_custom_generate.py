@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LogitsProcessorList, MinLengthLogitsProcessor, pipeline, set_seed
 
+from foredraft.inference import generate
 from foredraft.inference.custom_generate import as_custom_generate
 from foredraft.inference.drafters import NgramDrafter
 
@@ -26,6 +27,7 @@ def test_generate_writes_the_same(target):
         common = inputs(target) | {"do_sample": False, "pad_token_id": 17} | settings
         plain = target.model.generate(**common)
         assert torch.equal(target.model.generate(**common, custom_generate=ours), plain)
+        assert torch.equal(generate(target, NgramDrafter(), **common).sequences, plain)
 
 
 def test_sampling_obeys_set_seed_and_the_warpers(target):
