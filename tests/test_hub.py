@@ -251,7 +251,7 @@ def test_words_of_other_errors_are_told_without_the_token(server, folder, monkey
         raise OSError(f"no proxy takes Bearer {TOKEN}")
 
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fail)
-    with pytest.raises(ValueError, match="did not take org/a-head: no proxy takes Bearer <token>$"):
+    with pytest.raises(ValueError, match=r"did not take org/a-head: no proxy takes Bearer <token>$"):
         push(folder)
 
 

@@ -60,9 +60,9 @@ def test_argmax_of_logits_and_noise_has_the_softmax_law():
 def test_warpers_are_transformers_own():
     logits, ids = torch.randn(3, 50), torch.randint(0, 50, (3, 6))
     seen = torch.zeros(3, 50, dtype=torch.bool).scatter(1, ids, True)
-    warper = Sampling.of([SamplingParams(0.7, top_k=12, top_p=0.8, min_p=0.02, repetition_penalty=1.4)] * 3, 50)
+    warper = Sampling.of([SamplingParams(0.7, top_k=12, top_p=0.8, min_p=0.3, repetition_penalty=1.4)] * 3, 50)
     ours = warper.warp(warper.process(logits[:, None], None, seen[:, None]))[:, 0]
     theirs = RepetitionPenaltyLogitsProcessor(1.4)(ids, logits) / 0.7
-    for warp in (TopKLogitsWarper(12), TopPLogitsWarper(0.8), MinPLogitsWarper(0.02)):
+    for warp in (TopKLogitsWarper(12), TopPLogitsWarper(0.8), MinPLogitsWarper(0.3)):
         theirs = warp(ids, theirs)
     torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1))

@@ -331,6 +331,17 @@ def eagle_drafts(
     return drafts
 
 
+def medusa_drafts(config: dict, weights: dict[str, Tensor], last: Tensor, lm_head: Tensor) -> list[Tensor]:
+    """Logits (vocabulary,) of each depth. last: (H,), the newest hidden state."""
+    w, blocks, found = {key: tensor.float() for key, tensor in weights.items()}, config.get("medusa_num_layers", 2), []
+    while f"{len(found)}.0.linear.weight" in w:
+        x, i = last, len(found)
+        for j in range(blocks):
+            x = x + torch.nn.functional.silu(w[f"{i}.{j}.linear.weight"] @ x + w[f"{i}.{j}.linear.bias"])
+        found.append(w.get(f"{i}.{blocks}.weight", lm_head) @ x)
+    return found
+
+
 def hydra_draft(config: dict, weights: dict[str, Tensor], last: Tensor, behind: list[Tensor]) -> Tensor:
     """Logits of depth len(behind). last: the target's last hidden states (length, H); behind: the embeddings (H,) of the root
     and of the tokens drafted so far."""
