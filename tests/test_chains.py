@@ -32,6 +32,7 @@ from foredraft.inference.drafters.auto import PLAIN
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.drafters.chain import CatchUp, as_supported
 from foredraft.inference.drafters.ngram import NgramDrafter
+from foredraft.inference.evaluation.measure import padded
 from foredraft.inference.generation import Generation
 from foredraft.inference.tree import TokenTree
 from foredraft.train.features.online import forward_target
@@ -46,10 +47,7 @@ READING = [kind for kind in CONFIGS if kind != "mamba"]
 
 
 def batch(rows: list[int]) -> tuple[Tensor, Tensor]:
-    longest = max(len(PROMPTS[row]) for row in rows)
-    ids = [[0] * (longest - len(PROMPTS[row])) + PROMPTS[row] for row in rows]
-    mask = [[0] * (longest - len(PROMPTS[row])) + [1] * len(PROMPTS[row]) for row in rows]
-    return torch.tensor(ids), torch.tensor(mask)
+    return padded([PROMPTS[row] for row in rows])
 
 
 CASES = [(kind, 0.0) for kind in CONFIGS] + [(kind, 1.0) for kind in ("qwen3_5", "lfm2", "deepseek_v32", "mamba")]

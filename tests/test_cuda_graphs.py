@@ -117,22 +117,6 @@ def test_drafts_are_those_of_running_it_kernel_by_kernel(target, name, monkeypat
     assert proposed(again(target)) == plain and len(plain) > 80
 
 
-def test_a_ragged_batch_and_rows_that_finish_early(target, taped):
-    rows = torch.zeros(4, 21, dtype=torch.int64)
-    mask = torch.zeros_like(rows)
-    for row, length in enumerate((3, 21, 8, 15)):
-        rows[row, -length:], mask[row, -length:] = prompt(length, row)[0], 1
-    for drafter in (None, *(drafters(target)[name] for name in ("random", "medusa", "eagle3 auto", "draft model"))):
-        facts = {"max_new_tokens": 24, "temperature": 1.0, "seed": 2, "eos_token_id": list(range(0, 300, 25))}
-        recorded = again(target)
-        out = generate(recorded, drafter, rows, mask, **facts)
-        assert len({len(new) for new in out.new_tokens}) > 1
-        for row, length in enumerate((3, 21, 8, 15)):
-            alone = generate(recorded, drafter, rows[row : row + 1, -length:], **facts | {"seed": 2 + row})
-            assert out.new_tokens[row] == alone.new_tokens[0]
-    assert taped
-
-
 def test_a_second_generation_records_nothing_new(target, taped):
     recorded = again(target)
     drafter = drafters(recorded)["eagle3"]
