@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from foredraft.heads import Target, save_head
 from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import read_head
-from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats import engines
 from foredraft.heads.hydra import HydraHead
 from foredraft.train import publish
@@ -51,6 +50,10 @@ CHANGES = {
     "medusa": WHOLE,
     "hydra": WHOLE,
     "hydra_pp": WHOLE | {"mlp_layers": 2},
+    "eagle3 of other layers": {"kind": "eagle3", "layers": [1, 3, 5]},
+    "eagle3 of two layers": {"kind": "eagle3", "layers": [1, 5]},
+    "eagle3 of the embedding": {"kind": "eagle3", "layers": [0, 3, 5]},
+    "eagle3 from layer 1 on": {"kind": "eagle3", "layers": [1, 4, 6]},
     "medusa pruned": {"kind": "medusa", "draft_vocab_size": 250},
 }
 ROUND = [(kind, name) for kind, formats in FORMATS.items() for name in formats.split()]
@@ -130,6 +133,10 @@ REFUSED = [
     ("xpress pruned, anchor first", "vllm", "vLLM's xPress knows no pruned vocabulary"),
     ("xpress uneven", "speculators", "head.xpress_mlp_hidden=10 to be a multiple of head.xpress_rank=6"),
     ("p_eagle", "sglang", "SGLang reads no p_eagle"),
+    ("eagle3 of other layers", "eagle", r"takes hidden states \[2, 4, 5\] .* this head takes \[1, 3, 5\]"),
+    ("eagle3 of two layers", "sglang", "fuses three layers"),
+    ("eagle3 of the embedding", "sglang", "hidden state 0"),
+    ("eagle3 from layer 1 on", "sglang", "SGLang takes layer ids that start with 1"),
 ]
 
 
@@ -137,16 +144,6 @@ REFUSED = [
 def test_what_an_engine_cannot_draft_with_is_not_written(deep, kind, name, message):
     with pytest.raises(ValueError, match=message):
         getattr(engines, name)(ours(kind, deep), deep)
-
-
-def test_layers_that_an_engine_does_not_read_are_said(deep):
-    head = Eagle3Head.for_target(deep, 3, [1, 3, 5])
-    with pytest.raises(ValueError, match=r"takes hidden states \[2, 4, 5\] .* this head takes \[1, 3, 5\]"):
-        engines.eagle(head, deep)
-    with pytest.raises(ValueError, match="fuses three layers"):
-        engines.sglang(Eagle3Head.for_target(deep, 3, [1, 5]), deep)
-    with pytest.raises(ValueError, match="hidden state 0"):
-        engines.sglang(Eagle3Head.for_target(deep, 3, [0, 3, 5]), deep)
 
 
 def test_layers_that_zankners_code_would_tie_are_not_written(deep):
