@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
-
+from foredraft.heads import Target
 from foredraft.inference import Engine, Request, SamplingParams
+from tests.support import batches
 
 PARAMS = [
     SamplingParams(),
@@ -17,7 +17,7 @@ PARAMS = [
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    return torch.randint(1, 300, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return batches.prompt(length, seed)[0].tolist()
 
 
 def requests() -> list[Request]:
@@ -44,6 +44,6 @@ def run(
     return list(texts.values()), list(reasons.values())
 
 
-def alone(target, asked: Sequence[Request]) -> list[list[int]]:
+def alone(target: Target, asked: Sequence[Request]) -> list[list[int]]:
     """Each request's text, decoded plainly and by itself."""
     return [run(Engine(target), [request])[0][0] for request in asked]
