@@ -13,7 +13,7 @@ With the wrong one of the two every draft is off by one. Inside a block attentio
 JetSpec; and in sliding layers, as SpecForge, SGLang and vLLM have them).
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,8 @@ class DFlashHead(BlockHead):
     """Weights are named as z-lab, SpecForge and DeepSpec name them: fc, hidden_norm, layers.{i}.*, norm."""
 
     kind, projector = "dflash", "dflash"
+    architecture: ClassVar[str] = "DFlashDraftModel"
+    own_names: ClassVar[tuple[str, ...]] = ()  # of a kind's arguments beside DFlash's, which stand in `dflash_config`
     config: LlamaConfig
     target: Target
 
@@ -151,19 +153,24 @@ class DFlashHead(BlockHead):
             window=config["sliding_window"],
             layer_types=config["layer_types"],
             draft_vocab_size=config["draft_vocab_size"],
-            **cls.own_settings(own),
+            **cls.own_arguments(own),
         )
 
     @classmethod
-    def own_settings(cls, config: dict) -> dict[str, Any]:
-        """Arguments of the constructor that this kind has beside DFlash's, from `dflash_config`."""
+    def own_arguments(cls, config: dict) -> dict[str, Any]:
+        """Of the constructor, from `dflash_config`."""
+        return {name: config[name] for name in cls.own_names}
+
+    @property
+    def own_settings(self) -> dict[str, Any]:
+        """What this kind says in `dflash_config` beside DFlash's."""
         return {}
 
     def to_config(self) -> dict:
         """z-lab's config.json; layers are numbered by their outputs, from 0."""
         sliding = self.window is not None
         return llama_config.to_json(self.config) | {
-            "architectures": ["DFlashDraftModel"],
+            "architectures": [self.architecture],
             "model_type": "qwen3",
             "num_hidden_layers": self.cache_layers,
             "block_size": self.block_size,
@@ -180,6 +187,7 @@ class DFlashHead(BlockHead):
                 # vLLM's name, then JetSpec's. Left out where it is not so: vLLM would take a no for sliding layers too, and
                 # they are causal.
                 **({"causal": True, "causal_head": True} if self.causal else {}),
+                **self.own_settings,
             },
         }
 

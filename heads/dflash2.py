@@ -83,6 +83,8 @@ class DFlash2Head(DFlashHead):
     """Weights are named as z-lab and vLLM name them: DFlash's, layers.{i}.{attention,mlp}_conv.*, candidate_selector.*."""
 
     kind = projector = "dflash2"
+    architecture = "DFlash2DraftModel"
+    own_names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
     def __init__(
         self,
@@ -110,20 +112,9 @@ class DFlash2Head(DFlashHead):
         """Its sliding layers look both ways inside a block, as all others."""
         return self.causal, super().masking(layer)[1]
 
-    @classmethod
-    def own_settings(cls, config: dict) -> dict[str, Any]:
-        names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-        return {name: config[name] for name in names}
-
-    def to_config(self) -> dict:
-        config = super().to_config()
-        config["dflash_config"] |= {
-            "conv_kernel_size": self.taps,
-            "conv_group_size": self.group,
-            "selector_rank": self.correction,
-            "selector_top_k": self.candidates,
-        }
-        return config | {"architectures": ["DFlash2DraftModel"]}
+    @property
+    def own_settings(self) -> dict[str, Any]:
+        return dict(zip(self.own_names, (self.taps, self.group, self.correction, self.candidates), strict=True))
 
     def condition(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         selector = self.candidate_selector

@@ -16,6 +16,8 @@ class DominoHead(DFlashHead):
     """Weights are named as SpecForge names them: DFlash's, prefix_gru.*, embed_proj.{0,2}."""
 
     kind = projector = "domino"
+    architecture = "DominoDraftModel"
+    own_names = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
 
     def __init__(
         self, *args: Any, emb_dim: int = 256, gru_hidden_dim: int = 1024, pure_draft_prefix_len: int = 1, **kwargs: Any
@@ -33,19 +35,10 @@ class DominoHead(DFlashHead):
         self.embed_proj = nn.Sequential(nn.Linear(self.width + gru_hidden_dim, emb_dim, bias=False), nn.SiLU(), up)
         nn.init.zeros_(up.weight)  # no correction at first
 
-    @classmethod
-    def own_settings(cls, config: dict) -> dict[str, Any]:
-        return {name: config[name] for name in ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")}
-
-    def to_config(self) -> dict:
-        config = super().to_config()
-        config["dflash_config"] |= {
-            "emb_dim": self.embed_proj[0].out_features,
-            "gru_hidden_dim": self.memory,
-            "pure_draft_prefix_len": self.pure,
-            "shift_label": self.sample_from_anchor,
-        }
-        return config | {"architectures": ["DominoDraftModel"]}
+    @property
+    def own_settings(self) -> dict[str, Any]:
+        values = self.embed_proj[0].out_features, self.memory, self.pure
+        return dict(zip(self.own_names, values, strict=True)) | {"shift_label": self.sample_from_anchor}
 
     def condition(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         gru, inputs = self.prefix_gru, self.target.embed(tokens).to(hidden.dtype).flatten(0, -2)

@@ -55,6 +55,8 @@ class DSparkHead(DFlashHead):
     """Weights are named as DeepSpec and SpecForge name them: DFlash's, markov_head.*, confidence_head.proj."""
 
     kind = projector = "dspark"
+    architecture = "DSparkDraftModel"
+    own_names = ("markov_rank", "markov_head_type", "enable_confidence_head")
 
     def __init__(
         self,
@@ -77,19 +79,10 @@ class DSparkHead(DFlashHead):
         self.markov_head = MarkovHead(markov_head_type, *sizes)
         self.confidence_head = ConfidenceHead(self.width + markov_rank) if enable_confidence_head else None
 
-    @classmethod
-    def own_settings(cls, config: dict) -> dict[str, Any]:
-        return {name: config[name] for name in ("markov_rank", "markov_head_type", "enable_confidence_head")}
-
-    def to_config(self) -> dict:
-        config = super().to_config()
-        config["dflash_config"] |= {
-            "markov_rank": self.rank,
-            "markov_head_type": self.markov_head.variant,
-            "enable_confidence_head": self.confident,
-            "confidence_head_with_markov": True,
-        }
-        return config | {"architectures": ["DSparkDraftModel"]}
+    @property
+    def own_settings(self) -> dict[str, Any]:
+        values = self.rank, self.markov_head.variant, self.confident
+        return dict(zip(self.own_names, values, strict=True)) | {"confidence_head_with_markov": True}
 
     def condition(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         previous = self.markov_head.markov_w1(tokens)

@@ -27,6 +27,8 @@ from foredraft.heads.dflash2 import OUT, ConvLayer
 from foredraft.heads.layers import RMSNorm
 
 FEATURES = 5  # of a candidate: log-probability, probability, distance to the best, rank, is it the best
+SIZES = ("candidate_topk", "hidden_size", "num_layers", "num_heads", "mlp_ratio", "factor_dim")
+CONVOLUTIONS = ("conv_kernel_size", "conv_group_size")
 BLOCKS = 32  # that are looked at at a time in training: their logits are made again in the backward pass
 
 
@@ -125,6 +127,8 @@ class LiLiCorrHead(DFlashHead):
     """Weights are named as SGLang and vLLM name them: DFlash's, DFlash-2's convolutions where it has them, lilicorr.*."""
 
     kind = projector = "lilicorr"
+    architecture = "LiLiCorrDraftModel"
+    own_names = tuple(f"lilicorr_{name}" for name in (*SIZES, "vector_eps", "logit_scale"))
 
     def __init__(
         self,
@@ -176,19 +180,13 @@ class LiLiCorrHead(DFlashHead):
         return ConvLayer(self.config, self.taps, self.group, self.block_size)
 
     @classmethod
-    def own_settings(cls, config: dict) -> dict[str, Any]:
-        names = ("candidate_topk", "hidden_size", "num_layers", "num_heads", "mlp_ratio", "factor_dim")
-        required = {f"lilicorr_{name}": config[f"lilicorr_{name}"] for name in (*names, "vector_eps", "logit_scale")}
-        return required | {name: config.get(name) for name in ("conv_kernel_size", "conv_group_size")}
+    def own_arguments(cls, config: dict) -> dict[str, Any]:
+        return super().own_arguments(config) | {name: config.get(name) for name in CONVOLUTIONS}
 
-    def to_config(self) -> dict:
-        config = super().to_config()
-        config["dflash_config"] |= {"lilicorr_enabled": True} | {
-            f"lilicorr_{key}": own for key, own in self.own.items()
-        }
-        if self.taps is not None:
-            config["dflash_config"] |= {"conv_kernel_size": self.taps, "conv_group_size": self.group}
-        return config | {"architectures": ["LiLiCorrDraftModel"]}
+    @property
+    def own_settings(self) -> dict[str, Any]:
+        convolutions = {} if self.taps is None else dict(zip(CONVOLUTIONS, (self.taps, self.group), strict=True))
+        return {"lilicorr_enabled": True, **{f"lilicorr_{key}": own for key, own in self.own.items()}, **convolutions}
 
     def carry(self, embeddings: Tensor, context: Tensor) -> Tensor:
         return torch.cat([embeddings.to(context.dtype), context], dim=-1)

@@ -74,6 +74,8 @@ class XPressHead(DFlashHead):
     """Weights are named as the authors' code for vLLM names them: DFlash's, xpress_head.*."""
 
     kind = projector = "xpress"
+    architecture = "Qwen3XPressModel"
+    own_names = ("xpress_rank", "xpress_mlp_hidden", "xpress_num_passes")
 
     def __init__(
         self,
@@ -96,13 +98,8 @@ class XPressHead(DFlashHead):
         self.xpress_head = Refiner(*sizes)
         self.width += (2 if self.sample_from_anchor else 4) * xpress_rank
 
-    @classmethod
-    def own_settings(cls, config: dict) -> dict[str, Any]:
-        return {name: config[name] for name in ("xpress_rank", "xpress_mlp_hidden", "xpress_num_passes")}
-
     def to_config(self) -> dict:
         return super().to_config() | {
-            "architectures": ["Qwen3XPressModel"],
             "xpress_rank": self.correction,
             "xpress_mlp_hidden": self.inner,
             "xpress_num_passes": self.passes,

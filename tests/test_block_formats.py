@@ -231,11 +231,3 @@ def test_a_window_that_vllm_would_take_for_another_is_refused(deep, tmp_path):
     config["sliding_window_non_causal"] = True
     with pytest.raises(ValueError, match="sliding_window_non_causal=True"):
         read_head(golden.write(tmp_path, config, weights, file), deep)
-
-
-def test_layers_are_numbered_as_each_layout_does(deep):
-    head = make_head("dflash", deep)
-    assert head.layers == [2, 6]
-    assert head.to_config()["dflash_config"]["target_layer_ids"] == [1, 5]
-    speculators = export_of("speculators", head, deep).layout.export_config(head, deep)
-    assert speculators["aux_hidden_state_layer_ids"] == [2, 6] and speculators["sample_from_anchor"] is False

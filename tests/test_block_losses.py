@@ -6,8 +6,7 @@ import torch
 from foredraft.train.block_losses import LatticeDistillation, SelfFedDistillation
 from foredraft.train.blocks import Drafts
 from foredraft.train.losses import label, soft
-from tests.support.batches import batch
-from tests.support.head_factory import criterion, make_head
+from tests.support.head_factory import make_head
 
 
 @torch.no_grad()
@@ -75,14 +74,3 @@ def test_each_is_for_heads_of_its_own(target):
             SelfFedDistillation(make_head(kind, target), target, soft)
     with pytest.raises(ValueError, match=r"criterion\.rounds=0"):
         SelfFedDistillation(make_head("xpress", target), target, soft, rounds=0)
-
-
-@pytest.mark.parametrize("kind", ["lilicorr", "xpress"])
-def test_gradients_do_not_depend_on_the_size_of_parts(target, kind):
-    head, text, found = make_head(kind, target), batch(20, 12), []
-    made = criterion(kind, head, target)
-    for made.chunk in (1000, 5):
-        made.zero_grad()
-        made(*text).loss.backward()
-        found.append([parameter.grad for parameter in head.parameters()])
-    torch.testing.assert_close(*found)

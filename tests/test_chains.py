@@ -32,10 +32,11 @@ from foredraft.inference.drafters.auto import PLAIN
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.drafters.chain import CatchUp, as_supported
 from foredraft.inference.drafters.ngram import NgramDrafter
+from foredraft.inference.evaluation.measure import padded
 from foredraft.inference.generation import Generation
 from foredraft.inference.tree import TokenTree
 from foredraft.train.features.online import forward_target
-from tests.support import architectures
+from tests.support import architectures, decoding
 from tests.support.architectures import VOCAB
 from tests.support.drafters import Oracle, Random
 from tests.support.hybrids import CONFIGS, WINDOW, pair
@@ -46,10 +47,7 @@ READING = [kind for kind in CONFIGS if kind != "mamba"]
 
 
 def batch(rows: list[int]) -> tuple[Tensor, Tensor]:
-    longest = max(len(PROMPTS[row]) for row in rows)
-    ids = [[0] * (longest - len(PROMPTS[row])) + PROMPTS[row] for row in rows]
-    mask = [[0] * (longest - len(PROMPTS[row])) + [1] * len(PROMPTS[row]) for row in rows]
-    return torch.tensor(ids), torch.tensor(mask)
+    return padded([PROMPTS[row] for row in rows])
 
 
 CASES = [(kind, 0.0) for kind in CONFIGS] + [(kind, 1.0) for kind in ("qwen3_5", "lfm2", "deepseek_v32", "mamba")]
@@ -341,20 +339,10 @@ def test_texts_below_the_boundary_of_longrope_are_drafted_for_by_trees() -> None
 def test_requests_join_a_batch_that_is_read_together_and_leave_it(kind: str) -> None:
     target, prompts = pair(kind).target, [*PROMPTS, PROMPTS[0][:9]]
     budgets = [30, 6, 17, 12]
-    alone = [
-        generate(target, None, torch.tensor([prompt]), max_new_tokens=budget, eos_token_id=-1).new_tokens[0]
-        for prompt, budget in zip(prompts, budgets, strict=True)
-    ]
-    engine = Engine(target, NgramDrafter(), max_num_seqs=2)
     requests = [Request(prompt, max_new_tokens=budget) for prompt, budget in zip(prompts, budgets, strict=True)]
-    for request in requests:
-        engine.add(request)
-    texts: dict[Request, list[int]] = {request: [] for request in requests}
-    while engine.has_work:
-        for output in engine.step():
-            texts[output.request] += output.tokens
-        engine.batch.drop_finished()
-    assert [texts[request] for request in requests] == alone
+    engine = Engine(target, NgramDrafter(), max_num_seqs=2)
+    texts, _ = decoding.run(engine, requests, lambda step: step and engine.batch.drop_finished())
+    assert texts == decoding.alone(target, requests)
 
 
 def packed_batch() -> PackedBatch:

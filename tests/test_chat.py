@@ -2,6 +2,7 @@
 
 import pytest
 
+from foredraft.scripts.preview import runs
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.layouts import SkippedRow, cut_off, turns
 from tests.support.chats import CHATML, TAGGED, form_of, tokenizer
@@ -12,19 +13,8 @@ TWO = [*ONE, {"role": "user", "content": "more"}, {"role": "assistant", "content
 
 def shown(form: ChatFormat, messages: list[dict]) -> list[str]:
     """Each document's text, with every run of supervised tokens in ⟦ ⟧."""
-    found = []
-    for document in form.documents(messages):
-        pieces, inside = [], False
-        runs: list[list[int]] = []
-        for token, flag in zip(document.tokens, document.loss_mask, strict=True):
-            if flag != inside or not runs:
-                runs.append([])
-                pieces.append(flag)
-                inside = flag
-            runs[-1].append(token)
-        texts = [form.tokenizer.decode(run) for run in runs]
-        found.append("".join(f"⟦{text}⟧" if flag else text for flag, text in zip(pieces, texts, strict=True)))
-    return found
+    each = (runs(form.tokenizer, document) for document in form.documents(messages))
+    return ["".join(f"⟦{text}⟧" if flag else text for flag, text in stretches) for stretches in each]
 
 
 def test_what_a_template_marks_is_learned_and_nothing_else():

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from openai.types.chat import ChatCompletion
 
+from foredraft.scripts.preview import runs
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.encoding import Encoder
 from foredraft.train.data.generation_clients import Server
@@ -104,16 +105,7 @@ CASES = [(model, name) for model, wrote in WROTE.items() for name in wrote]
 
 def learned(form: ChatFormat, documents: list) -> list[str]:
     """Each stretch of tokens in the loss, as text."""
-    found = []
-    for tokens, mask, _ in documents:
-        before = False
-        for token, flag in zip(tokens, mask, strict=True):
-            if flag and not before:
-                found.append([])
-            if flag:
-                found[-1].append(token)
-            before = flag
-    return [form.tokenizer.decode(tokens) for tokens in found]
+    return [text for document in documents for flag, text in runs(form.tokenizer, document) if flag]
 
 
 def begins(documents: list) -> list[list[int]]:

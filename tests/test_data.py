@@ -7,13 +7,9 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.inference import generate
-from foredraft.train import losses
 from foredraft.train.data import corpus, self_generated, stdlib
 from foredraft.train.data.documents import Document, Documents
-from foredraft.train.data.packing import Packed
-from foredraft.train.module import DistillationModel
 from tests.support.tiny import TEXT
 
 
@@ -77,20 +73,6 @@ def test_the_target_writes_its_own_training_text(target, tmp_path):
     assert list(again.train) == list(written.train) and again.card == written.card
 
 
-def test_no_beginning_is_continued_greedily_twice(target, tmp_path):
-    text = Document(torch.randint(1, 300, (48,)).tolist(), [True] * 48)  # three beginnings
-    data = corpus.Corpus(Documents.of([text]), [], [], {"source": "a test"})
-    written = self_generated.self_generate(
-        target, data, 12 * 20, 1, tmp_path / "own.safetensors", begin=16, new=20
-    ).train
-    assert len(written) == 12 and len({tuple(document.tokens) for document in written}) == 12
-    plain = [
-        generate(target, None, torch.tensor([text.tokens[at : at + 16]]), max_new_tokens=20).new_tokens[0]
-        for at in (0, 16, 32)
-    ]
-    assert sum(document.tokens[16:] in plain for document in written) == 2  # rows 0 and 2
-
-
 @pytest.fixture
 def with_bos(target):
     """The tokenizer of most real models: a text begins with its bos token, unless it is told not to."""
@@ -113,30 +95,12 @@ def test_texts_begin_as_the_model_expects(target, with_bos, tmp_path):
 
 
 def test_the_target_continues_texts_that_begin_with_its_bos(target, with_bos, tmp_path, monkeypatch):
-    given: list[list[int]] = []
     monkeypatch.setattr(target, "tokenizer", with_bos)
-    plain = self_generated.continue_rows
-    monkeypatch.setattr(self_generated, "continue_rows", lambda t, rows, **s: given.extend(rows) or plain(t, rows, **s))
-    text = corpus.tokenize(with_bos, [TEXT])
-    self_generated.write(target, text, 20 * 20, 0, begin=16, new=20)
-    assert len(given) == 20 and {len(row) for row in given} <= {16, 17}
-    assert all(row.count(with_bos.bos_token_id) == 1 and row[0] == with_bos.bos_token_id for row in given)
-
-
-def test_chunks_do_not_change_loss_or_gradient(target):
-    head = Eagle3Head.for_target(target, depth=3, draft_vocab_size=100, counts=torch.arange(target.vocab_size))
-    documents = [Document(torch.randint(1, 300, (length,)).tolist(), [True] * length) for length in (30, 18, 21)]
-    packed = Packed(documents, 23, seed=0)
-    batch = {name: torch.stack([packed[row][name] for row in range(3)]) for name in packed[0]}
-    results = []
-    for chunk in (1 << 20, 7):
-        distillation = DistillationModel(head, target, losses.soft, chunk=chunk)
-        outcome = distillation(**batch)
-        head.zero_grad()
-        outcome.loss.backward()
-        results.append((outcome, {name: p.grad.clone() for name, p in head.named_parameters()}))
-    (one, grads), (other, more) = results
-    torch.testing.assert_close(one.loss, other.loss)
-    assert torch.equal(one.hits, other.hits) and torch.equal(one.counts, other.counts)
-    for name, gradient in grads.items():
-        torch.testing.assert_close(gradient, more[name], atol=1e-5, rtol=1e-4)
+    text = Document(corpus.tokenize(with_bos, [TEXT])[0].tokens[:40], [True] * 40)  # which begins at 0 and at 16
+    rows = self_generated.write(target, Documents.of([text] * 10), 20 * 20, 0, begin=16, new=20)
+    prompts = [row.tokens[: row.loss_mask.index(True)] for row in rows]
+    assert len(rows) == 20 and {len(prompt) for prompt in prompts} == {16, 17}
+    assert all(prompt.count(with_bos.bos_token_id) == 1 and prompt[0] == with_bos.bos_token_id for prompt in prompts)
+    for prompt, row in zip(prompts[:10], rows):  # of a batch of both lengths, the greedy half comes first
+        alone = generate(target, None, torch.tensor([prompt]), max_new_tokens=20).new_tokens[0]
+        assert row.tokens[len(prompt) :] == alone

@@ -52,12 +52,8 @@ def medusa(target: Target) -> StaticTree:
 
 
 DRAFTERS = {
-    "ngram": lambda target: NgramDrafter(),
     "ngram, frequent": lambda target: NgramDrafter(match="frequent"),
-    "suffix": lambda target: SuffixDrafter(),
-    "lookahead": lambda target: Lookahead(),
     "lookahead of one column": lambda target: Lookahead(window=1, ngram=2, guesses=1),
-    "draft model": lambda target: DraftModel(random_model(3), target, min_probability=0),
     "draft model, auto": lambda target: AutoTree(DraftModel(random_model(3), target, min_probability=0), target),
     "draft chain, adaptive": lambda target: AdaptiveLength(DraftModel(random_model(3), target, 6, 5, 1)),
     "head, adaptive": lambda target: AdaptiveLength(eagle(target), confidence=0.5),

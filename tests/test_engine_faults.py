@@ -12,12 +12,10 @@ from foredraft.inference import Engine, Request, SamplingParams
 from foredraft.inference.drafters import Drafter, DraftModel, DynamicTree, NgramDrafter
 from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import StoppingCriteria
-from tests.support.batches import prompt
+from tests.support import decoding
+from tests.support.decoding import prompt as ids
+from tests.support.decoding import run
 from tests.support.tape import Tape
-
-
-def ids(length: int, seed: int) -> list[int]:
-    return prompt(length, seed)[0].tolist()
 
 
 def requests(count: int = 4, **facts) -> list[Request]:
@@ -29,27 +27,9 @@ def drafters(target: Target) -> list[Drafter]:
     return [NgramDrafter(), DraftModel(target, target, nodes=5, depth=3, width=2, min_probability=0)]
 
 
-def run(
-    engine: Engine, asked: list[Request], between=lambda step: None, *late: Request
-) -> tuple[list[list[int]], list[str | None]]:
-    """Texts and reasons; between(step) is called before each step, and adds those that come late."""
-    texts, reasons = {request: [] for request in (*asked, *late)}, dict.fromkeys((*asked, *late))
-    for request in asked:
-        engine.add(request)
-    step = 0
-    while engine.has_work:
-        between(step)
-        if engine.has_work:
-            for output in engine.step():
-                texts[output.request] += output.tokens
-                reasons[output.request] = output.finish_reason
-        step += 1
-    return list(texts.values()), list(reasons.values())
-
-
 @pytest.fixture(scope="module")
 def alone(target) -> list[list[int]]:
-    return [run(Engine(target), [request])[0][0] for request in requests()]
+    return decoding.alone(target, requests())
 
 
 @pytest.mark.parametrize("number", range(2))
@@ -188,7 +168,7 @@ def test_finished_rows_leave_where_a_long_text_needs_their_room(target, most, ro
     target = Target(target.model, target.tokenizer, target.name)  # without the cache that another engine gave back
     asked = [Request(ids(5, row), max_new_tokens=tokens) for row, tokens in enumerate((20, 20, 20, 3, 3))]
     late, sizes = Request(ids(20, 3), max_new_tokens=24), []
-    expected = [run(Engine(target), [request])[0][0] for request in (*asked, late)]
+    expected = decoding.alone(target, [*asked, late])
     engine = Engine(target, max_cache_tokens=most)
 
     def between(step: int) -> None:
@@ -205,7 +185,7 @@ def test_finished_rows_leave_where_a_long_text_needs_their_room(target, most, ro
 def test_a_batch_of_mostly_finished_rows_shrinks_when_one_joins(target):
     asked = [Request(ids(5, row), max_new_tokens=20 if row == 2 else 3) for row in range(6)]
     late, sizes = Request(ids(7, 9), max_new_tokens=6), []
-    expected = [run(Engine(target), [request])[0][0] for request in (*asked, late)]
+    expected = decoding.alone(target, [*asked, late])
     engine = Engine(target, NgramDrafter())
 
     def between(step: int) -> None:
@@ -294,11 +274,7 @@ def test_a_request_for_which_memory_ran_out_still_waits(target, alone, monkeypat
         with pytest.raises(MemoryError):
             engine.step()
     assert [one.request for one in engine.waiting] == asked
-    texts = {request: list[int]() for request in asked}
-    while engine.has_work:
-        for output in engine.step():
-            texts[output.request] += output.tokens
-    assert [*texts.values()] == alone
+    assert run(engine, [], lambda step: None, *asked)[0] == alone
 
 
 def test_tokens_that_the_target_does_not_have_are_refused(target):

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import random
 import time
 from functools import partial
 from pathlib import Path
@@ -28,8 +27,6 @@ from foredraft.train.data.prompt_sets import questions, tokenize
 from tests.support import typed
 from tests.support.head_factory import make_head
 
-WORDS = ["def", "self", "return", "other", "value", "class", "Pair", "pass", "add", "import"]
-
 
 @pytest.fixture
 def run(call, tiny_path):
@@ -39,24 +36,14 @@ def run(call, tiny_path):
 
 
 @pytest.fixture
-def texts(tmp_path) -> str:
-    """Raw text to hold prompts out of."""
-    draw, folder = random.Random(0), tmp_path / "texts"
-    folder.mkdir()
-    for number in range(12):  # each a document of its own
-        (folder / f"{number}.py").write_text(" ".join(draw.choices(WORDS, k=400)))
-    return f"data.path={folder}"
-
-
-@pytest.fixture
 def head(target, tmp_path) -> Path:
     save_head(make_head("eagle3", target), tmp_path / "head", target)
     return tmp_path / "head"
 
 
-def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_path, texts, head):
+def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_path, folder, head):
     output = tmp_path / "out"
-    given = ["data=text", texts, "prompt_tokens=24", "temperature=[0,1]"]
+    given = ["data=text", f"data.path={folder}", "prompt_tokens=24", "temperature=[0,1]"]
     given += [f"drafter=[{head},ngram,nonsense,{{_target_: tests.test_evaluate.shifted, name: wrong}}]"]
     run(*given, "repeats=1")
     first = (output / "lines.jsonl").read_text()

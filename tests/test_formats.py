@@ -50,30 +50,28 @@ GOLDEN = (*EAGLE3, *EAGLE, *MEDUSA, *HYDRA)
 # -- import ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EAGLE3)
-def test_eagle3_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
-    config, weights, file = golden.make(name, deep)
-    root = 7
-    chain, ours = drafted(golden.write(tmp_path, config, weights, file), deep, root, DEPTHS)
-    with torch.no_grad():
-        embedded, after = deep.embed(torch.tensor([*PROMPT[1:], root])), deep.embed(torch.tensor(chain[: DEPTHS - 1]))
-        layers = [2, golden.N // 2, golden.N - 3]
-        theirs = golden.eagle3_drafts(config, weights, states(deep, layers), embedded, after)
-    assert len(ours) == DEPTHS
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+@torch.no_grad()
+def theirs(name: str, deep: Target, config: dict, weights: dict, root: int, chain: list[int]) -> list[Tensor]:
+    """The logits of each depth as the layout's authors compute them."""
+    last = states(deep, [golden.N])[0]
+    if name in MEDUSA:
+        return golden.medusa_drafts(config, weights, last[-1], deep.model.get_output_embeddings().weight)
+    if name in HYDRA:
+        behind = list(deep.embed(torch.tensor([root, *chain[:-1]])))
+        return [golden.hydra_draft(config, weights, last, behind[:depth]) for depth in range(1, len(chain) + 1)]
+    embedded, after = deep.embed(torch.tensor([*PROMPT[1:], root])), deep.embed(torch.tensor(chain[:-1]))
+    if name in EAGLE:
+        return [deep.logits(hidden) for hidden in golden.eagle_drafts(config, weights, last, embedded, after)]
+    return golden.eagle3_drafts(config, weights, states(deep, [2, golden.N // 2, golden.N - 3]), embedded, after)
 
 
-@pytest.mark.parametrize("name", EAGLE)
-def test_eagle1_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
+@pytest.mark.parametrize("name", GOLDEN)
+def test_heads_of_others_draft_as_their_layout_says(deep, tmp_path, name):
     config, weights, file = golden.make(name, deep)
-    root = 7
-    chain, ours = drafted(golden.write(tmp_path, config, weights, file), deep, root, DEPTHS)
-    embedded, after = deep.embed(torch.tensor([*PROMPT[1:], root])), deep.embed(torch.tensor(chain[: DEPTHS - 1]))
-    theirs = [
-        deep.logits(h) for h in golden.eagle_drafts(config, weights, states(deep, [golden.N])[0], embedded, after)
-    ]
-    assert len(ours) == DEPTHS
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    depth = MEDUSA.get(name, DEPTHS)  # the first of Medusa's says two in its config and stores five
+    chain, ours = drafted(golden.write(tmp_path, config, weights, file), deep, 7, None if name in MEDUSA else DEPTHS)
+    assert len(ours) == depth
+    torch.testing.assert_close(ours, theirs(name, deep, config, weights, 7, chain[:depth]), atol=1e-4, rtol=1e-4)
 
 
 def test_a_head_without_aux_hidden_states_takes_the_last_one_as_it_is(deep, tmp_path):
@@ -100,42 +98,6 @@ def test_a_head_without_aux_hidden_states_takes_the_last_one_as_it_is(deep, tmp_
     for engine in ("sglang", "speculators"):
         with pytest.raises(ValueError, match=r"use_aux_hidden_state=false|SGLang fuses three layers"):
             write_export(engine, head, deep, tmp_path / "d")
-
-
-def test_the_output_norm_is_seen_from_depth_2_on(deep, tmp_path):
-    """What the comparison above must be able to see: without norm_output the first depth is the same, the second not."""
-    config, weights, file = golden.make("specforge", deep)
-    _, normed = drafted(golden.write(tmp_path / "a", config, weights, file), deep, 7, DEPTHS)
-    _, plain = drafted(golden.write(tmp_path / "b", config | {"norm_output": False}, weights, file), deep, 7, DEPTHS)
-    assert torch.equal(normed[0], plain[0]) and not torch.allclose(normed[1], plain[1], atol=1e-2)
-
-
-@pytest.mark.parametrize("name", MEDUSA)
-def test_medusa_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
-    config, weights, file = golden.make(name, deep)
-    _, ours = drafted(golden.write(tmp_path, config, weights, file), deep, root=7)
-    w = {key: tensor.float() for key, tensor in weights.items()}
-    last = states(deep, [golden.N])[0][-1]
-    assert len(ours) == MEDUSA[name]  # the first says two in its config and stores five
-    for i, logits in enumerate(ours):
-        x = last
-        for j in range(config.get("medusa_num_layers", 2)):
-            x = x + torch.nn.functional.silu(w[f"{i}.{j}.linear.weight"] @ x + w[f"{i}.{j}.linear.bias"])
-        rows = w.get(f"{i}.{config.get('medusa_num_layers')}.weight")
-        rows = deep.model.get_output_embeddings().weight if rows is None else rows
-        torch.testing.assert_close(logits, rows @ x, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", HYDRA)
-def test_hydra_of_others_drafts_as_its_layout_says(deep, tmp_path, name):
-    config, weights, file = golden.make(name, deep)
-    head, root = load_head(golden.write(tmp_path, config, weights, file), deep, dtype=torch.float32), 7
-    chain, ours = parity_gate.drafted_logits(head, deep, PROMPT, root)
-    last = states(deep, [golden.N])[0]
-    for depth, logits in enumerate(ours, start=1):
-        behind = list(deep.embed(torch.tensor([root, *chain[: depth - 1]])))
-        torch.testing.assert_close(logits, golden.hydra_draft(config, weights, last, behind), atol=1e-4, rtol=1e-4)
-    assert len(ours) == 3
 
 
 @pytest.mark.parametrize("name", GOLDEN)

@@ -18,7 +18,7 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats import engines
 from foredraft.heads.formats.files import read
 from foredraft.heads.formats.gguf.layout import DTYPES
-from foredraft.heads.formats.gguf.tensors import FILE, interleave, separate
+from foredraft.heads.formats.gguf.tensors import FILE
 from foredraft.heads.mtp import MTPHead
 from foredraft.train import gguf_gate, publish
 from tests.support.gguf_heads import EMBEDDED, GOLDEN, OUTTYPES, SMALL, contents, gguf_head, write_qwen, write_target
@@ -89,13 +89,6 @@ def test_rows_that_blocks_do_not_divide_are_in_half_precision(embedded, tmp_path
     write(head, embedded, tmp_path, dtype="q4_0")
     tensors = contents(tmp_path / FILE)["tensors"]
     assert tensors["markov_w1.weight"][0] == "F16" and tensors["fc.weight"][0] == "Q4_0"
-
-
-def test_rows_of_a_head_are_interleaved_and_come_back():
-    weight = torch.arange(8.0)[:, None].repeat(1, 3)
-    assert interleave(weight, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    assert torch.equal(separate(interleave(weight, 2), 2), weight)
-    assert not torch.equal(interleave(interleave(weight, 1), 1), weight)
 
 
 def test_a_gguf_of_the_target_gives_its_tokenizer(embedded, tmp_path):

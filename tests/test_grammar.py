@@ -1,6 +1,5 @@
 """Texts that follow a grammar: the same with drafts and without, and what the mask of every prefix allows."""
 
-import json
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from foredraft.inference import Engine, Grammars, Request, SamplingParams, gener
 from foredraft.inference.drafters import DraftModel, DynamicTree, NgramDrafter
 from foredraft.inference.verify import TypicalAcceptance
 from tests.support.batches import prompt
+from tests.support.decoding import alone, run
 from tests.support.head_factory import make_head
 
 PAIR = {
@@ -55,18 +55,6 @@ def test_text_is_the_same_with_drafts(target, grammars, drafters, name, settings
     assert accepted or name != "the target itself"
 
 
-def test_a_text_that_ended_is_of_the_schema(target, grammars):
-    ended = 0
-    for seed in range(3):
-        answer = written(target, None, grammars.json_schema(PAIR), seed, 80, temperature=1.0)
-        if answer.finish_reasons == ["stop"]:
-            found = json.loads(target.text_tokenizer.decode(answer.new_tokens[0], skip_special_tokens=True))
-            assert found.keys() == {"kind", "many"} and found["kind"] in PAIR["properties"]["kind"]["enum"]
-            assert len(found["many"]) <= 3 and all(-20 <= number <= 400 for number in found["many"])
-            ended += 1
-    assert ended
-
-
 def test_greedy_text_is_the_likeliest_that_every_prefix_allows(target, grammars):
     """Against a loop that knows nothing of trees, caches and states."""
     grammar = grammars.json_schema(PAIR)
@@ -90,20 +78,14 @@ def test_rows_of_a_batch_have_grammars_of_their_own(target, grammars):
         ends = frozenset(target.eos_token_ids)
         return [Request(prompt(4 + i, i)[0].tolist(), one, 24, i, ends) for i, one in enumerate(params)]
 
-    def texts(engine: Engine, asked: list[Request]) -> list[list[int]]:
-        found: dict[Request, list[int]] = {request: [] for request in asked}
-        for request in asked:
-            engine.add(request)
-        while engine.has_work:
-            for output in engine.step():
-                found[output.request] += output.tokens
-            if len(engine.batch.sequences) == 3 and engine.waiting:
-                engine.preempt()  # what was written is read anew
-        return [*found.values()]
-
     drafter = DraftModel(target, target, depth=3)
-    together = texts(Engine(target, drafter, max_num_seqs=3), requests())
-    assert together == [texts(Engine(target), [request])[0] for request in requests()]
+    engine = Engine(target, drafter, max_num_seqs=3)
+
+    def between(step: int) -> None:
+        if step and len(engine.batch.sequences) == 3 and engine.waiting:
+            engine.preempt()  # what was written is read anew
+
+    assert run(engine, requests(), between)[0] == alone(target, requests())
 
 
 def test_after_the_end_only_ends_come(target, grammars):
@@ -137,15 +119,9 @@ def test_a_grammar_that_leaves_no_token_ends_its_text_alone(target, grammars):
     params = SamplingParams(grammar=grammars.json_schema(PAIR), logit_bias=bans)
     engine = Engine(target, DraftModel(target, target, depth=3))
     asked = [Request(prompt(5, 1)[0].tolist(), one, 12) for one in (params, SamplingParams())]
-    for request in asked:
-        engine.add(request)
-    reasons, texts = {}, {request: [] for request in asked}
-    while engine.has_work:
-        for output in engine.step():
-            texts[output.request] += output.tokens
-            reasons[output.request] = output.finish_reason
-    assert [reasons[request] for request in asked] == ["error", "length"]
-    assert texts[asked[1]] == generate(target, None, prompt(5, 1), max_new_tokens=12).new_tokens[0]
+    texts, reasons = run(engine, asked)
+    assert reasons == ["error", "length"]
+    assert texts[1] == generate(target, None, prompt(5, 1), max_new_tokens=12).new_tokens[0]
 
 
 def deep(levels: int) -> dict:

@@ -8,15 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from foredraft.heads import Target, load_head, save_head, vocab
+from foredraft.heads import Target, eagle3, hydra, layer_head, load_head, save_head, vocab
 from foredraft.heads import step_attention as steps
 from foredraft.heads.base import PackedBatch, draft_loss_mask
 from foredraft.heads.draft_model import DraftModelHead
-from foredraft.heads.eagle3 import paper_layers
 from foredraft.heads.lilicorr import LiLiCorrHead
 from foredraft.train import parity_gate
-from foredraft.train.losses import soft
-from foredraft.train.module import DistillationModel
 from foredraft.train.runtime.cost import Live
 from tests.support.batches import PROMPT, batch
 from tests.support.head_factory import criterion, make_head
@@ -131,13 +128,41 @@ def test_layers_are_not_tied_by_accident(head):
 # -- pitfalls: each is broken on purpose and seen -----------------------------------------------------------------------
 
 
-def test_gate_sees_positions_one_off(target, monkeypatch):
-    head = make_head("eagle3", target)
-    original = type(head).draft_step
-    monkeypatch.setattr(
-        type(head), "draft_step", lambda self, h, e, positions, m, c: original(self, h, e, positions + 1, m, c)
-    )
-    with pytest.raises(ValueError, match="parity gate: at depth 2"):
+def ahead(step):
+    return lambda self, h, e, positions, m, c: step(self, h, e, positions + 1, m, c)
+
+
+def rolled(forward):
+    return lambda self, *text: [out.roll(1, 1) for out in forward(self, *text)]
+
+
+def one_more(attend):
+    return lambda q, *rest: tuple(found.roll(-1, 2) for found in attend(q.roll(1, 2), *rest))
+
+
+def everything(attend):
+    """The whole row, the future included."""
+    return lambda q, keys, values, _: F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+
+
+# name -> kind, the depth at which it shows, where the function is that is changed, and how
+FAULTS = {
+    "positions one off": ("eagle3", 2, eagle3.Eagle3Head, "draft_step", ahead),
+    "a draft model one position off": ("draft_model", 1, DraftModelHead, "forward", rolled),
+    "training steps that look at text they have not got": ("eagle3", 2, steps, "text_by_document", one_more),
+    "a prefix layer that reads other text": ("hydra_pp", 1, steps, "attend_text", everything),
+}
+MOVES = {"eagle3": eagle3, "hass": layer_head, "hydra": hydra, "hydra_pp": hydra}
+for moved, module in MOVES.items():
+    FAULTS[f"hidden states that are not moved, {moved}"] = moved, 2, module, "shift_right", lambda _: lambda x, steps: x
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_gate_sees(target, name, monkeypatch):
+    kind, depth, place, function, change = FAULTS[name]
+    head = make_head(kind, target)
+    monkeypatch.setattr(place, function, change(getattr(place, function)))
+    with pytest.raises(ValueError, match=f"parity gate: at depth {depth}"):
         parity_gate.check(head, target, PROMPT)
 
 
@@ -159,34 +184,6 @@ def test_gate_sees_other_hidden_states_in_training(target, kind, wrong, monkeypa
         parity_gate.check(head, target, PROMPT)
 
 
-MOVES = {
-    "eagle3": "foredraft.heads.eagle3",
-    "hass": "foredraft.heads.layer_head",
-    "hydra": "foredraft.heads.hydra",
-    "hydra_pp": "foredraft.heads.hydra",
-}
-
-
-@pytest.mark.parametrize("kind", MOVES)
-def test_gate_sees_hidden_states_that_are_not_moved(target, kind, monkeypatch):
-    head = make_head(kind, target)
-    monkeypatch.setattr(f"{MOVES[kind]}.shift_right", lambda x, steps: x)
-    with pytest.raises(ValueError, match="parity gate: at depth 2"):
-        parity_gate.check(head, target, PROMPT)
-
-
-def test_gate_sees_a_prefix_layer_that_reads_other_text(target, monkeypatch):
-    """Hydra++'s layer looks at the whole row in training, the future included, and at the past alone in drafting."""
-    head = make_head("hydra_pp", target)
-
-    def everything(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
-
-    monkeypatch.setattr("foredraft.heads.step_attention.attend_text", everything)
-    with pytest.raises(ValueError, match="parity gate: at depth 1"):
-        parity_gate.check(head, target, PROMPT)
-
-
 def test_a_draft_model_does_not_begin_with_packed_layers(fresh):
     layer = fresh.model.model.layers[0].mlp.down_proj
     layer.weight = torch.nn.Parameter(layer.weight.to(torch.float8_e4m3fn), requires_grad=False)
@@ -194,26 +191,6 @@ def test_a_draft_model_does_not_begin_with_packed_layers(fresh):
         ValueError, match=r"layers\.0\.mlp\.down_proj\.weight is packed: load the target unquantised, or give"
     ):
         DraftModelHead.for_target(fresh, num_layers=1)
-
-
-def test_gate_sees_a_draft_model_one_position_off(target, monkeypatch):
-    head = make_head("draft_model", target)
-    forward = type(head).forward
-    monkeypatch.setattr(type(head), "forward", lambda self, *batch: [out.roll(1, 1) for out in forward(self, *batch)])
-    with pytest.raises(ValueError, match="parity gate: at depth 1"):
-        parity_gate.check(head, target, PROMPT)
-
-
-def test_gate_sees_training_steps_that_look_at_text_they_have_not_got(target, monkeypatch):
-    head = make_head("eagle3", target)
-    read = steps.text_by_document
-
-    def one_more(q: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(found.roll(-1, 2) for found in read(q.roll(1, 2), *rest))
-
-    monkeypatch.setattr(steps, "text_by_document", one_more)
-    with pytest.raises(ValueError, match="parity gate: at depth 2"):
-        parity_gate.check(head, target, PROMPT)
 
 
 def test_gate_sees_a_lost_rope_theta(target, tmp_path):
@@ -268,22 +245,6 @@ def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
     monkeypatch.setattr(head, "logits", record)
     for once, again in zip(drafts([(0, 20)]), drafts([(0, 12), (12, 17), (17, 20)]), strict=True):
         torch.testing.assert_close(once, again, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "hass"])
-def test_a_training_step_does_not_depend_on_the_blocks_it_is_read_in(target, kind, monkeypatch):
-    distillation, text, found = DistillationModel(make_head(kind, target), target, soft), batch(20, 12), []
-    for by_document, block in ((True, 256), (False, 256), (False, 7)):
-        monkeypatch.setattr(
-            "foredraft.heads.step_attention.by_document", lambda q, by_document=by_document: by_document
-        )
-        monkeypatch.setattr("foredraft.heads.step_attention.BLOCK", block)
-        distillation.zero_grad()
-        outcome = distillation(*text)
-        outcome.loss.backward()
-        found.append([outcome.loss.detach(), *(parameter.grad for parameter in distillation.parameters())])
-    for other in found[1:]:
-        torch.testing.assert_close(found[0], other, atol=1e-5, rtol=1e-4)
 
 
 def plainly(q, parts, mask):
@@ -400,5 +361,5 @@ def test_offsets_and_ids_are_inverse():
 
 
 def test_layers_of_the_paper():
-    assert paper_layers(32) == [2, 16, 29] and paper_layers(80) == [2, 40, 77]
-    assert paper_layers(6) == [1, 3, 4] and paper_layers(2) == [1]
+    assert eagle3.paper_layers(32) == [2, 16, 29] and eagle3.paper_layers(80) == [2, 40, 77]
+    assert eagle3.paper_layers(6) == [1, 3, 4] and eagle3.paper_layers(2) == [1]

@@ -14,7 +14,7 @@ from foredraft.inference import generate
 from foredraft.inference.drafters import drafter_for, load_drafter
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.sampling import Sampling, SamplingParams
-from foredraft.train import module, parity_gate
+from foredraft.train import parity_gate
 from foredraft.train.losses import Prediction
 from foredraft.train.module import DistillationModel
 from tests.support import ROOT, typed
@@ -50,20 +50,6 @@ def test_the_loss_compares_with_just_the_supervised_tokens(fresh, head):
     for answers, count in answers_of(head, fresh):
         assert count == 6
         torch.testing.assert_close(answers, states[9:15])
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "hydra", "medusa"])
-def test_a_mask_that_is_not_shifted_is_seen(target, kind, monkeypatch):
-    """The same with supervision left where the tokens are: the two first drafts behind the prompt are never learnt."""
-
-    def unshifted(text: PackedBatch, depth: int) -> torch.Tensor:
-        slots = torch.arange(text.tokens.shape[1])
-        return text.loss_mask & (slots + 2 < len(slots))
-
-    monkeypatch.setattr(module, "draft_loss_mask", unshifted)
-    states = target.forward(torch.tensor([PROMPT[:16]]), layers=[target.num_layers]).aux_hidden_states[0]
-    for answers, count in answers_of(make_head(kind, target), target):
-        assert count == 4 and torch.allclose(answers, states[11:15], atol=1e-5)
 
 
 # -- what is drafted --------------------------------------------------------------------------------------------------

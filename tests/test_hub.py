@@ -246,6 +246,15 @@ def test_what_the_hub_refuses_is_said_in_a_sentence(server, folder, capfd, statu
     assert not (server.repos.get(NAME) and server.repos[NAME].commits)
 
 
+def test_words_of_other_errors_are_told_without_the_token(server, folder, monkeypatch):
+    def fail(*args, **kwargs) -> None:
+        raise OSError(f"no proxy takes Bearer {TOKEN}")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fail)
+    with pytest.raises(ValueError, match=r"did not take org/a-head: no proxy takes Bearer <token>$"):
+        push(folder)
+
+
 def test_a_head_works_offline_once_it_was_pulled(server, folder, target, monkeypatch):
     push(folder)
     first = load_head(NAME, target)

@@ -1,6 +1,5 @@
 """scripts/lossless.py as it is typed: what is lossless is said to be, and a verifier that lets drafts through is caught."""
 
-import random
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,12 +16,8 @@ from tests.support.batches import prompt
 
 
 @pytest.fixture
-def run(tiny_path, tmp_path, call):
-    words = ["def", "self", "return", "other", "value", "class", "Pair", "pass", "add", "import"]
-    luck = random.Random(0)
-    for number in range(12):  # each a document of its own
-        (tmp_path / f"{number}.py").write_text(" ".join(luck.choices(words, k=400)))
-    given = f"target=hf target.path={tiny_path} data=text data.path={tmp_path} prompts=2 prompt_tokens=24 new_tokens=16"
+def run(tiny_path, folder, call):
+    given = f"target=hf target.path={tiny_path} data=text data.path={folder} prompts=2 prompt_tokens=24 new_tokens=16"
     return partial(call, lossless.main, *typed(given))
 
 

@@ -268,12 +268,6 @@ def test_an_export_names_the_layers_that_both_engines_read(tmp_path, layers, gpt
     assert load_head(tmp_path, target).layers == layers
 
 
-def test_layers_that_sglang_cannot_be_told_are_refused():
-    target = tiny_target(8)
-    with pytest.raises(ValueError, match="SGLang takes layer ids that start with 1"):
-        engines.sglang(Eagle3Head.for_target(target, 3, [1, 4, 6]), target)
-
-
 # -- flags and weights ------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,8 @@
 """Texts of very different lengths in one batch: each is the plain one, and none pays for the longest."""
 
+import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,16 +12,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from foredraft.heads import Target
 from foredraft.heads.target import ragged_cache
 from foredraft.heads.target.ragged_tensor import RaggedTensor
 from foredraft.inference import Engine, Request
 from foredraft.inference.drafters import NgramDrafter
 from foredraft.inference.serve.worker import Worker
+from tests.support import decoding
 from tests.support.architectures import VOCAB, pair
 from tests.support.batches import prompt
+from tests.support.decoding import alone, requests
 from tests.support.drafters import Random, drafters
-from tests.test_engine import requests
 
 LENGTHS = (60, 5, 33, 12, 47, 8, 21, 3)
 
@@ -36,21 +38,17 @@ def asked(new: int = 12) -> list[Request]:
     return [Request(text, max_new_tokens=new + number % 3) for number, text in enumerate(texts)]
 
 
-def run(engine: Engine, requests: list[Request], note: Any = lambda: None) -> list[list[int]]:
-    texts: dict[Request, list[int]] = {request: [] for request in requests}
-    for number, request in enumerate(requests):
-        engine.add(request)
-        for output in engine.step() if number % 3 else ():
-            texts[output.request] += output.tokens
-    while engine.has_work:
-        for output in engine.step():
-            texts[output.request] += output.tokens
-        note()
-    return list(texts.values())
+def run(engine: Engine, requests: list[Request], note: Callable[[], object]) -> list[list[int]]:
+    """They come in the first steps, two in each; note() is called after every step."""
+    coming = iter(requests[1:])
 
+    def between(step: int) -> None:
+        for request in itertools.islice(coming, 2):
+            engine.add(request)
+        if step:
+            note()
 
-def alone(target: Target, requests: list[Request]) -> list[list[int]]:
-    return [run(Engine(target), [request])[0] for request in requests]
+    return decoding.run(engine, requests[:1], between, *requests[1:])[0]
 
 
 @pytest.mark.parametrize("name", ["random", "medusa", "eagle3", "draft model"])

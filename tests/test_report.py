@@ -4,7 +4,6 @@ import ast
 import math
 import re
 import xml.etree.ElementTree as ET
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -80,51 +79,26 @@ RUN = RunRecord("eagle3 for a/target", METRICS, HISTORY + EVALS, [SAMPLE, SAMPLE
 HEAD = {"kind": "eagle3", "target": "org/target", "parameters": 3_412_000, "depth": 3, "license": "apache-2.0"}
 
 
-class Page(HTMLParser):
-    """Reads a page, or fails where a tag is not closed in order."""
+class Page:
+    """A page, read as XML: it fails where a tag is not closed in order."""
 
     def __init__(self, source: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.words: list[str] = []
-        self.tokens: list[list[tuple[str, str, str]]] = []  # per <pre>: (class, title, text) of each <span>
-        self.feed(source)
-        self.close()
-        assert not self.open, f"never closed: {self.open}"
-        self.text = "".join(self.words)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-        if tag == "meta":
-            return
-        self.open.append(tag)
-        if tag == "pre":
-            self.tokens.append([])
-        if tag == "span" and "pre" in self.open:
-            self.tokens[-1].append((dict(attrs).get("class", ""), dict(attrs).get("title", ""), ""))
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag, f"</{tag}> closes nothing"
-
-    def handle_data(self, data):
-        if "style" not in self.open:
-            self.words.append(data)
-        if "pre" in self.open and "span" in self.open:
-            kind, title, text = self.tokens[-1].pop()
-            self.tokens[-1].append((kind, title, text + data))
+        root = ET.fromstring(re.sub("<meta ([^>]*)>", r"<meta \1/>", source.removeprefix("<!doctype html>")))
+        self.tags = [node.tag for node in root.iter()]
+        self.attributes = [pair for node in root.iter() for pair in node.items()]
+        # Per <pre>: (class, title, text) of each <span>.
+        self.tokens = [
+            [(span.get("class", ""), span.get("title", ""), span.text or "") for span in pre.iter("span")]
+            for pre in root.iter("pre")
+        ]
+        for style in root.iter("style"):
+            style.text = ""
+        self.text = "".join(root.itertext())
 
 
 def read(path: Path, run: RunRecord) -> Page:
     write_report(path / "report.html", run)
-    source = (path / "report.html").read_bytes().decode("utf-8")
-    return Page(source.replace("\r\n", "\n").replace("\r", "\n"))  # what a browser does before it parses
+    return Page((path / "report.html").read_bytes().decode("utf-8"))
 
 
 @pytest.mark.parametrize("run", [RUN, RunRecord("empty", {}, [], [], ""), RUN._replace(samples=[Sample("", [])])])

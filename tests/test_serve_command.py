@@ -1,6 +1,7 @@
 """`foredraft serve` as a command: what it hands over to vLLM and llama.cpp, and what it refuses."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,47 +24,49 @@ def serve(cwd: Path, *arguments: str, path: Path | None = None, **environment: s
     return script("scripts/serve.py", *arguments, cwd=cwd, PATH=str(path or cwd), **environment)
 
 
-def test_vllm_gets_the_target_and_the_exported_head(tiny_path, target, tmp_path):
+@pytest.fixture
+def handed_over(tmp_path) -> Callable[..., list[str]]:
+    """handed_over("vllm", ...): serves by a stand-in for this command; the words that it is started with."""
+
+    def run(command: str, *arguments: str) -> list[str]:
+        fake = tmp_path / "bin" / command
+        fake.parent.mkdir()
+        fake.write_text(FAKE)
+        fake.chmod(0o755)
+        facts = ["drafter=head", f"drafter.spec={tmp_path / 'head'}", "port=7", "max_num_seqs=3", *arguments]
+        environment = {"RECORD": str(tmp_path / "record"), "FOREDRAFT_API_KEY": "a-key", "TMPDIR": str(tmp_path)}
+        done = serve(tmp_path, *facts, path=fake.parent, **environment)
+        assert done.code == 0, done.err
+        words = (tmp_path / "record").read_text().splitlines()
+        assert "a-key" not in words and (tmp_path / "record.key").read_text() == "a-key"
+        return words
+
+    return run
+
+
+def test_vllm_gets_the_target_and_the_exported_head(tiny_path, target, tmp_path, handed_over):
     save_head(make_head("eagle3", target), tmp_path / "head", target)
-    fake = tmp_path / "bin" / "vllm"
-    fake.parent.mkdir()
-    fake.write_text(FAKE)
-    fake.chmod(0o755)
-    facts = [f"target={tiny_path}", "target.device=cpu", "drafter=head", f"drafter.spec={tmp_path / 'head'}", "port=7"]
-    environment = {"RECORD": str(tmp_path / "record"), "FOREDRAFT_API_KEY": "a-key", "TMPDIR": str(tmp_path)}
-    done = serve(tmp_path, "engine=vllm", *facts, "model=tiny", "max_num_seqs=3", path=fake.parent, **environment)
-    assert done.code == 0, done.err
-    words = (tmp_path / "record").read_text().splitlines()
+    words = handed_over("vllm", "engine=vllm", f"target={tiny_path}", "target.device=cpu", "model=tiny")
     assert words[:3] == ["serve", str(tiny_path), "--speculative-config"]
     config = json.loads(words[3])
     assert config["method"] == "eagle3" and config["num_speculative_tokens"] >= 1
     rest = dict(zip(words[4::2], words[5::2], strict=True))
     assert rest["--port"] == "7" and rest["--served-model-name"] == "tiny" and rest["--max-num-seqs"] == "3"
-    assert rest["--dtype"] == "float32" and "a-key" not in words and (tmp_path / "record.key").read_text() == "a-key"
+    assert rest["--dtype"] == "float32"
     assert json.loads((Path(config["model"]) / "config.json").read_text())["architectures"]
     with safe_open(Path(config["model"]) / "model.safetensors", "pt") as weights:
         assert any("midlayer" in name for name in weights.keys())  # noqa: SIM118  (it is no dict)
 
 
-def test_llamacpp_gets_the_targets_file_and_the_exported_head(tmp_path):
+def test_llamacpp_gets_the_targets_file_and_the_exported_head(tmp_path, handed_over):
     gguf = pytest.importorskip("gguf")
     embedded = Target.from_pretrained(EMBEDDED, dtype="float32", device="cpu")
     save_head(make_head("eagle3", embedded), tmp_path / "head", embedded)
     file = write_target(tmp_path / "target.gguf", embedded.vocab_size)
-    fake = tmp_path / "bin" / "llama-server"
-    fake.parent.mkdir()
-    fake.write_text(FAKE)
-    fake.chmod(0o755)
-    facts = ["drafter=head", f"drafter.spec={tmp_path / 'head'}", "port=7", "model=small", "max_num_seqs=3"]
-    facts += [f"target_gguf={file}", "engine=llamacpp"]
-    environment = {"RECORD": str(tmp_path / "record"), "FOREDRAFT_API_KEY": "a-key", "TMPDIR": str(tmp_path)}
-    done = serve(tmp_path, *facts, path=fake.parent, **environment)
-    assert done.code == 0, done.err
-    words = (tmp_path / "record").read_text().splitlines()
+    words = handed_over("llama-server", "engine=llamacpp", f"target_gguf={file}", "model=small")
     given = dict(zip(words[::2], words[1::2], strict=True))
     assert given["-m"] == str(file) and given["--spec-type"] == "draft-eagle3"
     assert given["--port"] == "7" and given["--alias"] == "small" and given["-np"] == "3"
-    assert "a-key" not in words and (tmp_path / "record.key").read_text() == "a-key"
     assert gguf.GGUFReader(given["-md"]).fields["general.architecture"].contents() == "eagle3"
 
 

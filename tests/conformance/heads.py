@@ -15,6 +15,7 @@ from foredraft.heads.base import DraftHead
 from foredraft.inference import drafter_for, generate
 from tests.conformance.checks import check_texts
 from tests.conformance.shrink import CONTEXT, DROPPED, HIDDEN, VOCAB
+from tests.support.golden import linear, random
 
 MLP, DRAFT = 64, 100
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -126,14 +127,6 @@ def weights(config: dict[str, Any]) -> dict[str, Tensor]:
     return eagle1(config)
 
 
-def random(*shape: int) -> Tensor:
-    return (torch.randn(*shape) * 0.2).to(torch.float16)
-
-
-def linear(name: str, rows: int, width: int = HIDDEN) -> dict[str, Tensor]:
-    return {f"{name}.weight": random(rows, width), f"{name}.bias": random(rows)}
-
-
 def layer(config: dict[str, Any], prefix: str, width: int) -> dict[str, Tensor]:
     heads = config.get("num_attention_heads") or LLAMA["num_attention_heads"]
     dim, kv = config.get("head_dim") or HIDDEN // heads, config.get("num_key_value_heads") or heads
@@ -226,7 +219,7 @@ def medusa(config: dict[str, Any]) -> dict[str, Tensor]:
     blocks = config["medusa_num_layers"]
     for i in range(config["medusa_num_heads"]):
         for j in range(blocks):
-            found |= linear(f"{i}.{j}.linear", HIDDEN)
+            found |= linear(f"{i}.{j}.linear", HIDDEN, HIDDEN)
         found[f"{i}.{blocks}.weight"] = random(VOCAB, HIDDEN)
     return found
 
@@ -237,10 +230,10 @@ def hydra(config: dict[str, Any]) -> dict[str, Tensor]:
     for i in range(config["hydra_num_heads"]):
         for name in ("linear", "res_connection"):
             found |= linear(f"hydra_mlp.{i}.1.{name}", HIDDEN, (i + 2) * HIDDEN)
-        tied = linear("linear", HIDDEN)
+        tied = linear("linear", HIDDEN, HIDDEN)
         for j in range(3, 2 * config["hydra_num_layers"], 2):
             found |= {f"hydra_mlp.{i}.{j}.{name}": tensor.clone() for name, tensor in tied.items()}
-        found |= linear(f"hydra_lm_head.{i}.1", VOCAB)
+        found |= linear(f"hydra_lm_head.{i}.1", VOCAB, HIDDEN)
     if "prefix" in config.get("hydra_head_arch", ""):
         prefix = layer(LLAMA, "layers.0", HIDDEN) | {"layers.0.input_layernorm.weight": random(HIDDEN)}
         prefix |= {"norm.weight": random(HIDDEN), "embed_tokens.weight": random(VOCAB, HIDDEN)}

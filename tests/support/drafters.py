@@ -8,9 +8,20 @@ from hydra.utils import instantiate
 from torch import Tensor
 
 from foredraft.heads import Target
+from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
-from foredraft.inference.drafters import AutoTree, DraftModel, DynamicTree, NgramDrafter, StaticTree
+from foredraft.inference.drafters import (
+    AutoTree,
+    BlockTree,
+    DraftModel,
+    DynamicTree,
+    Lookahead,
+    NgramDrafter,
+    StaticTree,
+    SuffixDrafter,
+    Union,
+)
 from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, chains
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import from_parents
@@ -84,18 +95,29 @@ class Oracle(Drafter):
 
 def drafters(target) -> dict[str, Drafter]:
     head = Eagle3Head.for_target(target, depth=4, draft_vocab_size=200, counts=torch.arange(target.vocab_size)).eval()
+
+    def tree() -> DynamicTree:
+        return DynamicTree(head, target, nodes=10, depth=4, width=3, min_probability=0)
+
+    block = DFlashHead.for_target(target, block_size=4, num_layers=2, layers=[1]).eval()
     medusa = MedusaHead.for_target(target, depth=3)
     for stack in medusa.stacks:
         torch.nn.init.normal_(stack[-1].weight, std=0.5)
     return {
         "random": Random(),
         "ngram": NgramDrafter(),
+        "suffix": SuffixDrafter(),
+        "lookahead": Lookahead(),
         "medusa": StaticTree(medusa.eval(), target, nodes=9),
-        "eagle3": DynamicTree(head, target, nodes=10, depth=4, width=3, min_probability=0),
-        "eagle3 auto": AutoTree(DynamicTree(head, target, nodes=12, depth=4, width=3, min_probability=0), target),
+        "eagle3": tree(),
+        "eagle3 auto": AutoTree(tree(), target),
         "medusa auto": AutoTree(StaticTree(medusa.eval(), target, nodes=9), target),
-        "draft model": DraftModel(random_model(5), target, min_probability=0),
+        "draft model": DraftModel(random_model(5, device=target.device), target, min_probability=0),
+        "itself": DraftModel(target, target, nodes=5, depth=3, width=2, min_probability=0),
         "eagle3 chain": DynamicTree(head, target, nodes=5, depth=4, width=1, min_probability=0),
+        "dflash": BlockTree(block, target, nodes=8),
+        "union": Union([tree(), NgramDrafter()]),
+        "union of auto": Union([AutoTree(tree(), target), NgramDrafter(depth=2)]),
     }
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.heads import Target
+from tests.support.equations import mlp, rms
 
 H, MLP, V, VD = 32, 64, 320, 200  # hidden, MLP width, vocabulary, draft vocabulary
 HEADS, KV, HD = 4, 2, 8  # query heads, key and value heads, head dim
@@ -260,10 +261,6 @@ def write(directory: Path, config: Any, weights: Weights, file: str = SAFE) -> P
 # -- what these heads draft, computed without our head classes ------------------------------------------------------------
 
 
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    return x * (x.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
-
-
 def llama_layer(weights: dict[str, Tensor], prefix: str, x: Tensor, residual: Tensor, config: dict) -> Tensor:
     """One decoder layer, causally, of x (length, width) with positions from 0."""
     w = {name.removeprefix(f"{prefix}."): tensor for name, tensor in weights.items() if name.startswith(f"{prefix}.")}
@@ -286,9 +283,7 @@ def llama_layer(weights: dict[str, Tensor], prefix: str, x: Tensor, residual: Te
     scores = (q @ k.transpose(1, 2) / HD**0.5).masked_fill(~torch.ones(length, length).tril().bool(), -torch.inf)
     attended = (scores.softmax(-1) @ v).transpose(0, 1).reshape(length, HEADS * HD)
     hidden = residual + attended @ w["self_attn.o_proj.weight"].T
-    inner = rms(hidden, w["post_attention_layernorm.weight"])
-    gated = torch.nn.functional.silu(inner @ w["mlp.gate_proj.weight"].T) * (inner @ w["mlp.up_proj.weight"].T)
-    return hidden + gated @ w["mlp.down_proj.weight"].T
+    return hidden + mlp(hidden, w, "")
 
 
 def eagle3_drafts(
@@ -329,6 +324,17 @@ def eagle_drafts(
         if token is not None:
             last, embedded = torch.cat([last, drafts[-1][None]]), torch.cat([embedded, token[None]])
     return drafts
+
+
+def medusa_drafts(config: dict, weights: dict[str, Tensor], last: Tensor, lm_head: Tensor) -> list[Tensor]:
+    """Logits (vocabulary,) of each depth. last: (H,), the newest hidden state."""
+    w, blocks, found = {key: tensor.float() for key, tensor in weights.items()}, config.get("medusa_num_layers", 2), []
+    while f"{len(found)}.0.linear.weight" in w:
+        x, i = last, len(found)
+        for j in range(blocks):
+            x = x + torch.nn.functional.silu(w[f"{i}.{j}.linear.weight"] @ x + w[f"{i}.{j}.linear.bias"])
+        found.append(w.get(f"{i}.{blocks}.weight", lm_head) @ x)
+    return found
 
 
 def hydra_draft(config: dict, weights: dict[str, Tensor], last: Tensor, behind: list[Tensor]) -> Tensor:

@@ -1,5 +1,6 @@
 """A server as users start it, in a process of its own on a free loopback port."""
 
+import http.client
 import json
 import re
 import signal
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,12 +39,13 @@ class Served:
         self, body: bytes, path: str = "/v1/chat/completions", **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
         with self.raw(body, path, Connection="close", **headers) as connection:
-            return parsed(read_all(connection))
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
 
     def metric(self, name: str, label: str = "") -> float:
-        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
-            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            lines = parsed(read_all(connection))[2].decode().splitlines()
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
         return sum(
             float(line.rpartition(" ")[2])
             for line in lines
@@ -51,20 +54,6 @@ class Served:
 
     def logged(self) -> list[dict]:
         return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
-
-
-def read_all(connection: socket.socket) -> bytes:
-    parts = []
-    while part := connection.recv(65536):
-        parts.append(part)
-    return b"".join(parts)
-
-
-def parsed(answer: bytes) -> tuple[int, dict[str, str], bytes]:
-    head, _, body = answer.partition(b"\r\n\r\n")
-    first, *lines = head.decode().split("\r\n")
-    headers = dict(line.lower().split(": ", 1) for line in lines)
-    return int(first.split(" ")[1]), headers, body
 
 
 @contextmanager

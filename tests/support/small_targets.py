@@ -14,9 +14,10 @@ from foredraft.inference.drafters import DynamicTree
 from tests.support.tiny import tiny_config
 
 
-def random_model(seed: int, layers: int = 2, **changes) -> Target:
+def random_model(seed: int, layers: int = 2, device: torch.device | str = "cpu", **changes) -> Target:
     torch.manual_seed(seed)
-    return Target(LlamaForCausalLM(tiny_config(num_hidden_layers=layers, **changes)), None, f"random {seed}")
+    model = LlamaForCausalLM(tiny_config(num_hidden_layers=layers, **changes)).to(device)
+    return Target(model, None, f"random {seed}")
 
 
 def eagle(target: Target) -> DynamicTree:

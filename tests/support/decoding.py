@@ -1,0 +1,49 @@
+"""Requests, and an engine that decodes them to their end."""
+
+from collections.abc import Callable, Sequence
+
+from foredraft.heads import Target
+from foredraft.inference import Engine, Request, SamplingParams
+from tests.support import batches
+
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_k=20),
+    SamplingParams(temperature=1.0, top_p=0.9, min_p=0.02),
+    SamplingParams(temperature=1.0, repetition_penalty=1.3, presence_penalty=0.4),
+    SamplingParams(frequency_penalty=0.6, logit_bias=((7, 2.0), (9, float("-inf")))),
+]
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return batches.prompt(length, seed)[0].tolist()
+
+
+def requests() -> list[Request]:
+    """Six of different lengths, budgets and settings."""
+    sizes = zip((3, 11, 1, 7, 5, 9), (12, 30, 5, 18, 1, 24), PARAMS, strict=True)
+    return [Request(prompt(length, i), params, new, seed=i) for i, (length, new, params) in enumerate(sizes)]
+
+
+def run(
+    engine: Engine, asked: Sequence[Request], between: Callable[[int], object] = lambda step: None, *late: Request
+) -> tuple[list[list[int]], list[str | None]]:
+    """Texts and reasons; between(step) is called before each step, and adds those that come late."""
+    texts, reasons = {request: [] for request in (*asked, *late)}, dict.fromkeys((*asked, *late))
+    for request in asked:
+        engine.add(request)
+    step = 0
+    while engine.has_work:
+        between(step)
+        if engine.has_work:
+            for output in engine.step():
+                texts[output.request] += output.tokens
+                reasons[output.request] = output.finish_reason
+        step += 1
+    return list(texts.values()), list(reasons.values())
+
+
+def alone(target: Target, asked: Sequence[Request]) -> list[list[int]]:
+    """Each request's text, decoded plainly and by itself."""
+    return [run(Engine(target), [request])[0][0] for request in asked]
