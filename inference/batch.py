@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from foredraft.heads.target import Target, TargetCache
-from foredraft.heads.target.cache import KVCache, to_device
+from foredraft.heads.target.cache import KVCache, bucket, to_device
+from foredraft.heads.target.cuda_graphs import captures, power_of_two
 from foredraft.heads.target.ragged_cache import Need, RaggedCache, most_entries
-from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, select
+from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, select, widened
 from foredraft.inference.prefill import LastPositions, Prompts
 from foredraft.inference.prefix_cache import PrefixCache
-from foredraft.inference.request import Request, SequenceState
+from foredraft.inference.request import Request, SequenceState, StoppingCriteria
 from foredraft.inference.target_sampler import TargetSampler
 from foredraft.inference.trace import Trace, trace_sequences
 from foredraft.inference.verify import Validity, Verifier, to_host
@@ -53,6 +53,10 @@ class Batch:
         self.cache: TargetCache | None = None
         # May sequences of different lengths lie in memory of their own (heads/target/ragged_cache.py)?
         self.ragged = target.supports_ragged_cache
+        self.captured = target.supports_trees and captures(target.device, target.supports_cuda_graphs)
+        # Where steps are captured, a batch has a power of two of slots, of which this takes those that no sequence has.
+        nothing = Request([0], max_new_tokens=0)
+        self.padding = SequenceState(nothing, [0], StoppingCriteria(target, nothing), finish_reason="padding")
         self.prompt_entries = 0  # of the target's cache, in which prompts are prefilled
         self.sampler: TargetSampler
         self.accepted: Accepted  # what the drafter gets next
@@ -96,7 +100,14 @@ class Batch:
     def room(self, sequences: Sequence[SequenceState]) -> int:
         """Entries that each gets for now."""
         longest = max(len(sequence.text) for sequence in sequences)
-        return min(self.capacity(sequences), longest + 2 * self.drafter.nodes + ROOM)
+        room = min(self.capacity(sequences), longest + 2 * self.drafter.nodes + ROOM)
+        return self.rounded(room, len(sequences))
+
+    def rounded(self, capacity: int, count: int) -> int:
+        """Entries for each of so many sequences. What was captured is lost whenever they change, so there they are a power of
+        two if memory allows that."""
+        rounded, most = bucket(capacity), self.max_cache_tokens
+        return rounded if self.captured and (most is None or count * rounded <= most) else capacity
 
     def make_room(self) -> None:
         """Before a step: twice as many entries, where the next tree may not fit, and no finished sequences. What was captured
@@ -104,10 +115,11 @@ class Batch:
         cache = self.open_cache()
         if isinstance(cache, RaggedCache):
             if cache.is_short([self.need(sequence) for sequence in self.sequences]):
-                self.rearrange(self.arranged([], shrink=True), [])
+                self.rearrange(self.arranged([]), [])
         elif max(cache.lengths) + 2 * self.drafter.nodes > cache.capacity:
             needed = self.capacity([self.sequences[slot] for slot in self.unfinished()])
-            self.rearrange(self.arranged([], shrink=True), [], min(needed, 2 * cache.capacity))
+            order = self.arranged([])
+            self.rearrange(order, [], self.rounded(min(needed, 2 * cache.capacity), len(order)))
 
     def open_cache(self) -> TargetCache:
         assert self.cache is not None, "a step without a sequence"
@@ -148,7 +160,7 @@ class Batch:
         their bonus tokens."""
         sequences = [prompts.sequences[number] for number in new]
         order = self.arranged(sequences)
-        slots = [slot for slot, old in enumerate(order) if old is None]
+        slots = [slot for slot, old in enumerate(order) if old is None][: len(new)]
         if self.cache is None:
             whole = len(new) == len(prompts.sequences)
             self.cache = prompts.cache if whole else self.target.acquire_cache(len(new), self.room(sequences))
@@ -163,27 +175,27 @@ class Batch:
                 mine.copy_from(slots, theirs, new)
         bonus_tokens = aux_hidden_states.new_tensor([[one.text[-1]] for one in sequences], dtype=torch.int64)
         fresh = Accepted(bonus_tokens, aux_hidden_states[new], [1] * len(new), [one.text for one in sequences])
-        if self.open_cache().graphs.active:  # as wide as what a step gives: one graph drafts after both
-            fresh = widened(fresh, 1 + self.drafter.depth)
-        self.accepted = fresh if len(new) == len(order) else placed(self.accepted, slots, fresh)
+        self.accepted = fresh if len(new) == len(self.sequences) else placed(self.accepted, slots, fresh)
 
     def caches(self) -> list[Any]:
         """The target's, and those of its drafters that have one."""
         return [self.cache, *(drafter.cache for drafter in self.drafter.cached_drafters)]
 
-    def arranged(self, arriving: Sequence[SequenceState], shrink: bool = False) -> list[int | None]:
+    def arranged(self, arriving: Sequence[SequenceState]) -> list[int | None]:
         """Which of its sequences the batch will be by slot, None being an arriving one: these take the slots of finished
-        ones, and the last sequences take those that are left. Where steps are captured, for each size of the batch, finished
-        ones stay in these, unless they would be half of the batch, take memory that there is not, or are to go (`shrink`)."""
+        ones, and the last sequences take those that are left. Where steps are captured, for each size of the batch, a power
+        of two of slots is filled up with None, unless there is no memory for it."""
         order = [None if one.finish_reason else slot for slot, one in enumerate(self.sequences)]
-        surplus, most = order.count(None) - len(arriving), self.max_cache_tokens
-        if surplus <= 0:
-            return order + [None] * -surplus
-        fits = most is None or len(order) * self.room([*self.sequences, *arriving]) <= most
-        if self.open_cache().graphs.active and 2 * surplus < len(order) and fits and not shrink:
-            finished = [slot for slot, old in enumerate(order) if old is None]
-            return [slot if slot in finished[len(arriving) :] else old for slot, old in enumerate(order)]
-        for _ in range(surplus):
+        count, most = len(order) - order.count(None) + len(arriving), self.max_cache_tokens
+        if (
+            self.captured
+            and count
+            and (most is None or power_of_two(count) * self.room([*self.sequences, *arriving]) <= most)
+        ):
+            count = power_of_two(count)
+        if count >= len(order):
+            return order + [None] * (count - len(order))
+        for _ in range(len(order) - count):
             last = order.pop()
             if last is not None:
                 order[order.index(None)] = last
@@ -193,20 +205,21 @@ class Batch:
     def drop_finished(self) -> None:
         """Before a step: finished sequences leave."""
         order = self.arranged([])
-        if order and order != list(range(len(self.sequences))):
+        same = [None if one is self.padding else slot for slot, one in enumerate(self.sequences)]
+        if order and order != same:
             self.rearrange(order, [])
 
     def rearrange(
         self, order: list[int | None], arriving: Sequence[SequenceState], capacity: int | None = None
     ) -> None:
-        """The batch becomes that of these of its slots, None being an arriving sequence, with room for `capacity` entries
-        each, or what there is."""
+        """The batch becomes that of these of its slots, None being an arriving sequence or none, with room for `capacity`
+        entries each, or what there is."""
         for slot, one in enumerate(self.sequences):
             if one.finish_reason == "error" and slot not in order:  # a NaN, which no mask hides from who comes here
                 for cache in self.caches():
                     cache.erase(slot)
         new = iter(arriving)
-        self.sequences = [next(new) if old is None else self.sequences[old] for old in order]
+        self.sequences = [next(new, self.padding) if old is None else self.sequences[old] for old in order]
         cache = self.open_cache()
         if isinstance(cache, RaggedCache):
             most = self.max_cache_tokens
@@ -218,7 +231,7 @@ class Batch:
             cache.reorder(order, capacity, self.max_cache_tokens)
         self.sampler = self.new_sampler(self.sequences)
         self.drafter.select_sequences(order, capacity, self.sampler.sampling)
-        self.accepted = select(self.accepted, order)
+        self.accepted = select(self.accepted, order)._replace(text=[one.text for one in self.sequences])
 
     def new_prompt_cache(self, sequences: Sequence[SequenceState]) -> TargetCache:
         """For sequences that are to join: the batch's own where there is none yet, or where there is none of their length."""
@@ -265,14 +278,6 @@ class Batch:
 
     def new_sampler(self, sequences: Sequence[SequenceState]) -> TargetSampler:
         return TargetSampler(self.verifier, sequences, self.target.vocab_size, self.target.device)
-
-
-def widened(accepted: Accepted, width: int) -> Accepted:
-    """Padded on the right."""
-    more = max(0, width - accepted.tokens.shape[1])
-    return accepted._replace(
-        tokens=pad(accepted.tokens, (0, more)), aux_hidden_states=pad(accepted.aux_hidden_states, (0, 0, 0, more))
-    )
 
 
 def placed(accepted: Accepted, slots: Sequence[int], fresh: Accepted) -> Accepted:

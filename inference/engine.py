@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.target import Target, TargetCache, TargetOutput
-from foredraft.heads.target.cuda_graphs import CudaGraphs
+from foredraft.heads.target.cuda_graphs import CudaGraphs, power_of_two
 from foredraft.inference.batch import Batch, RequestOutput
 from foredraft.inference.clock import Clock
 from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter
@@ -153,12 +153,14 @@ class Engine:
         self.batch.drop_finished()
         self.batch.make_room()
         cache = self.batch.open_cache()
-        self.depth = self.drafter.depth
+        self.levels = self.depth = self.drafter.depth
+        if cache.graphs.active:  # few sizes, so few graphs
+            self.depth = power_of_two(self.levels + 1) - 1
         gumbel = self.batch.sampler.gumbel(cache.seq_lens + 1, self.depth + 1) if self.depth else None
         tree = self.drafter.propose(self.batch.accepted._replace(cache=cache), gumbel)
         self.forwards = self.drafter.forwards
-        if cache.graphs.active:  # few sizes, so few graphs
-            tree = padded(tree, 1 << (tree.tokens.shape[1] - 1).bit_length())
+        if cache.graphs.active:
+            tree = padded(tree, power_of_two(tree.tokens.shape[1]))
             cache.set_bucket(tree.tokens.shape[1])
         self.clock.lap("draft")
         return tree, gumbel
@@ -196,7 +198,7 @@ class Engine:
         for slot, is_valid in enumerate(valid):
             if is_valid == Validity.REJECTED_NAN:
                 cache.erase_uncommitted(slot)
-        width = self.depth + 1 if captured else max(counts)
+        width = self.levels + 1 if captured else max(counts)
         kept = verification.path[:, :width, None].expand(-1, -1, aux_hidden_states.shape[-1])
         aux_hidden_states = aux_hidden_states.gather(1, kept)
         new_tokens = verification.tokens[:, :width]
@@ -206,7 +208,7 @@ class Engine:
             if count:
                 added = one.extend(new[:count])
                 output = RequestOutput(one.request, added, count - 1, nodes, one.finish_reason)
-                outputs.append(output._replace(depth=self.depth, forwards=self.forwards))
+                outputs.append(output._replace(depth=self.levels, forwards=self.forwards))
         if self.prefixes is not None:
             self.batch.store_prefixes(self.prefixes, self.namespace, [count > 0 for count in counts])
         texts = [one.text for one in sequences]

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from foredraft.heads.target.cuda_graphs import power_of_two
 from foredraft.inference.grammar import Grammar
 
 MULTIPLIERS_32 = (0x7FEB352D, 0x846CA68B)  # of a 32-bit finaliser (Wellons, Prospecting for Hash Functions, 2018)
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the finaliser of SplitMix64 (Steele et al., 2014)
 GOLDEN = 0x9E3779B97F4A7C15
+SMALL_K = 64  # the best of so many logits cost as much as fewer, and what is captured differs with their number
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,7 @@ class Sampling(NamedTuple):
     presence_penalty: Tensor | None
     frequency_penalty: Tensor | None
     bias: Tensor | None  # (batch, 1, vocab)
-    mixed: bool  # are some sequences greedy and some not?
-    largest_k: int  # a power of two, at least the largest top_k of those that use it
+    largest_k: int  # a power of two, at least SMALL_K and the largest top_k of those that use it
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device | str = "cpu") -> "Sampling":
@@ -102,22 +103,21 @@ class Sampling(NamedTuple):
             column("presence_penalty", 0.0),
             column("frequency_penalty", 0.0),
             bias,
-            len({one.temperature == 0 for one in params}) == 2,
-            min(vocab, 1 << (largest_k - 1).bit_length()),
+            min(vocab, max(SMALL_K, power_of_two(largest_k))),
         )
 
     @classmethod
-    def from_tensors(cls, tensors: Sequence[Tensor | None], key: tuple[bool, int]) -> "Sampling":
+    def from_tensors(cls, tensors: Sequence[Tensor | None], key: int) -> "Sampling":
         """Put together again what a captured function got as inputs."""
-        return cls(*tensors, *key)  # type: ignore[call-arg,arg-type]
+        return cls(*tensors, key)  # type: ignore[call-arg,arg-type]
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         return self[:8]
 
     @property
-    def key(self) -> tuple[bool, int]:
-        return self.mixed, self.largest_k
+    def key(self) -> int:
+        return self.largest_k
 
     def process(self, logits: Tensor, counts: Tensor | None, seen: Tensor | None) -> Tensor:
         """Penalised and biased logits (batch, n, vocab). counts: int64 of the same shape, how often the new text holds
@@ -138,10 +138,7 @@ class Sampling(NamedTuple):
         sequences a greedy one gets `greedy_temperature`."""
         if self.temperature is None:
             return logits
-        temperature = self.temperature
-        if self.mixed:
-            temperature = torch.where(temperature > 0, temperature, greedy_temperature)
-        logits = logits.float() / temperature
+        logits = logits.float() / torch.where(self.temperature > 0, self.temperature, greedy_temperature)
         if self.top_k is not None:
             best = logits.topk(min(self.largest_k, logits.shape[-1]), dim=-1).values
             last = (self.top_k - 1).clamp(max=best.shape[-1] - 1).expand(*best.shape[:-1], 1)

@@ -97,7 +97,7 @@ def host_copy(tree: TokenTree) -> HostCopy:
 
 def choose_and_verify(
     verifier: Verifier,
-    key: tuple[bool, int],
+    key: int,
     depth: int,
     add_noise: Callable[[Tensor], None] | None,
     logits: Tensor,

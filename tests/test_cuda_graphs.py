@@ -1,6 +1,7 @@
 """Decoding by recordings, as on a GPU: the same text, and nothing in a step waits for the device. The recorder is
 tests/support/tape.py, which keeps a CUDA graph's rules on a CPU."""
 
+import random
 import warnings
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 
 from foredraft.heads import Target
 from foredraft.heads.target import cuda_graphs
-from foredraft.inference import generate
+from foredraft.inference import Engine, generate
 from foredraft.inference.drafters import drafter_for
+from foredraft.scripts.bench.soak import KINDS, Repeated, load
 from tests.support.architectures import VOCAB, every_family, pair
 from tests.support.batches import prompt
 from tests.support.drafters import SETTINGS, Random, drafters
@@ -63,6 +65,29 @@ def test_what_waits_for_the_device_is_not_recorded(monkeypatch, waiting):
     with pytest.warns(UserWarning, match="cannot be captured"):
         first = graphs("waiting", waiting, torch.ones(2))
     assert torch.equal(graphs("waiting", waiting, torch.ones(2)), first) and not tried
+
+
+def test_the_least_recently_used_one_goes(monkeypatch, taped):
+    monkeypatch.setattr(cuda_graphs, "MOST", 2)
+    graphs = cuda_graphs.CudaGraphs(torch.device("cpu"))
+    for key in (1, 2, 1, 3, 1, 2):
+        graphs(key, torch.neg, torch.ones(2))
+    assert len(taped) == 4 and [key for key, *_ in graphs.graphs] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["plain", "medusa"])
+def test_joins_and_leaves_for_long_capture_nothing_new(target, name, monkeypatch):
+    """Few numbers of slots, of columns and of settings are ever met."""
+    monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Repeated)
+    monkeypatch.setattr("foredraft.inference.batch.ROOM", 2)
+    monkeypatch.setattr("foredraft.heads.target.cache.MIN_BUCKET", 16)
+    target, luck, begun = again(target), random.Random(0), cuda_graphs.CudaGraphs.num_captured
+    engine = Engine(target, drafters(target).get(name), max_num_seqs=4)
+    load(engine, 60, 20, luck, KINDS[:2])
+    slots, buckets, settings = 3, 3, 2  # 1, 2, 4; 16, 32, 64 columns; greedy, or not
+    most = slots * (buckets + settings + 1)
+    assert len(engine.batch.cache.graphs.graphs) <= most
+    assert cuda_graphs.CudaGraphs.num_captured - begun <= 4 * most  # memory grew a few times, and never anew
 
 
 @pytest.mark.parametrize("name", ["greedy", "top-p", "penalty"])

@@ -58,6 +58,7 @@ def test_a_long_prompt_joins_a_long_text(target, name):
 def test_the_cache_grows_with_the_texts(target, alone, name, captured, monkeypatch):
     """Not with what they may become. Rows that have ended do not grow with it."""
     monkeypatch.setattr("foredraft.inference.batch.ROOM", 2)
+    monkeypatch.setattr("foredraft.heads.target.cache.MIN_BUCKET", 8)
     if captured:
         monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
         target = Target(target.model, target.tokenizer, target.name)  # without the cache that another engine gave back

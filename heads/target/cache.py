@@ -21,11 +21,16 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from foredraft.heads.target.cuda_graphs import CudaGraphs
+from foredraft.heads.target.cuda_graphs import CudaGraphs, power_of_two
 from foredraft.heads.target.device import upload
 
 MIN_BUCKET = 256  # columns that a forward of fixed shapes sees, at least
 BLOCKS = 4  # that layers of one shape share: while a cache grows, one of them is there twice
+
+
+def bucket(entries: int) -> int:
+    """At least so many columns: powers of two, so that there are few graphs."""
+    return max(MIN_BUCKET, power_of_two(entries))
 
 
 def to_device(numbers: Any, device: torch.device) -> Tensor:
@@ -224,11 +229,11 @@ class KVCache(Cache):
             self.seq_lens = seq_lens
 
     def set_bucket(self, room: int) -> None:
-        """Before a captured forward of at most `room` entries: columns in powers of two, so that there are few graphs."""
+        """Before a captured forward of at most `room` entries."""
         if self.graphs.active:
             most = max(self.lengths) + room
             assert most <= self.capacity, f"{most} entries in a cache of {self.capacity}"
-            self.kv_bucket = min(self.capacity, max(MIN_BUCKET, 1 << (most - 1).bit_length()))
+            self.kv_bucket = min(self.capacity, bucket(most))
 
     def width(self, new: int) -> int:
         """Columns that a forward of `new` entries sees."""

@@ -7,6 +7,7 @@ but none of its kernels.
 """
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
@@ -14,6 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+MOST = 128  # graphs of one owner; the least recently used goes first
+POOLS: dict[
+    torch.device, Any
+] = {}  # memory that all graphs of a device share: what one gives is copied before the next runs
 
 
 class CapturedGraph(Protocol):
@@ -75,7 +81,9 @@ class CudaGraph:
             with torch.cuda.device(self.device), KeptReferences() as references:
                 # thread_local: another thread, a streamer's say, may use the device meanwhile.
                 how: Any = {"stream": torch.cuda.Stream(), "capture_error_mode": "thread_local"}
-                with torch.cuda.graph(self.graph, **how):
+                if self.device not in POOLS:
+                    POOLS[self.device] = torch.cuda.graph_pool_handle()
+                with torch.cuda.graph(self.graph, POOLS[self.device], **how):
                     self.outputs = function(*inputs)
         finally:
             torch.cuda.set_stream(stream)  # torch stays on the capture's own where ending it fails
@@ -93,6 +101,11 @@ def captures(device: torch.device, enabled: bool) -> bool:
     return enabled and device.type in CAPTURES
 
 
+def power_of_two(number: int) -> int:
+    """At least this: few sizes, so few graphs."""
+    return 1 << (number - 1).bit_length() if number else 0
+
+
 class CudaGraphs:
     """The captured graphs of one owner, by key and by its inputs' shapes."""
 
@@ -100,7 +113,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device, enabled: bool = True):
         self.capture = CAPTURES.get(device.type) if enabled else None
-        self.graphs: dict[Hashable, tuple[list[Tensor | None], CapturedGraph] | None] = {}
+        self.graphs: OrderedDict[Hashable, tuple[list[Tensor | None], CapturedGraph] | None] = OrderedDict()
 
     @property
     def active(self) -> bool:
@@ -116,7 +129,10 @@ class CudaGraphs:
                 out = function(*inputs)  # which also sets up what libraries set up at their first use
             self.graphs[key] = self.try_capture(function, inputs, waits.reason)
             CudaGraphs.num_captured += 1
+            if len(self.graphs) > MOST:
+                self.graphs.popitem(last=False)
             return out
+        self.graphs.move_to_end(key)
         captured = self.graphs[key]
         if captured is None:
             return function(*inputs)

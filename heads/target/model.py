@@ -15,7 +15,7 @@ from foredraft.heads import packing
 from foredraft.heads.target import attention
 from foredraft.heads.target.cache import KVCache, to_device
 from foredraft.heads.target.compiled import compile_layers
-from foredraft.heads.target.cuda_graphs import captures
+from foredraft.heads.target.cuda_graphs import captures, power_of_two
 from foredraft.heads.target.ends import load_ends, refuse
 from foredraft.heads.target.gguf import record_of
 from foredraft.heads.target.images import BLOCKS, INPUTS, MROPE, ImageReader, reads_images
@@ -264,8 +264,9 @@ class Target:
         cache, self._idle_cache = self._idle_cache, None
         if cache is None or cache.max_batch < batch or cache.capacity < capacity:
             capture, alone = self.supports_cuda_graphs, self.on_one_device
-            cache = KVCache(self.num_layers, batch, capacity, self.device, capture, alone)
-        elif cache.batch != batch:
+            slots = power_of_two(batch) if captures(self.device, capture) else batch
+            cache = KVCache(self.num_layers, slots, capacity, self.device, capture, alone)
+        if cache.batch != batch:
             cache.use(batch)
         cache.clear()
         return cache

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from foredraft.heads.target import TargetCache
 from foredraft.heads.target.cache import to_device
@@ -141,6 +142,14 @@ def share(accepted: Accepted, layers: Sequence[int], wanted: Sequence[int]) -> A
     by_layer = accepted.aux_hidden_states.unflatten(-1, (max(1, len(layers)), -1))
     chosen = [list(layers).index(layer) for layer in wanted]
     return accepted._replace(aux_hidden_states=by_layer[..., chosen, :].flatten(-2))
+
+
+def widened(accepted: Accepted, width: int) -> Accepted:
+    """Padded on the right."""
+    more = max(0, width - accepted.tokens.shape[1])
+    return accepted._replace(
+        tokens=pad(accepted.tokens, (0, more)), aux_hidden_states=pad(accepted.aux_hidden_states, (0, 0, 0, more))
+    )
 
 
 def select(accepted: Accepted, slots: list[int | None]) -> Accepted:

@@ -12,7 +12,7 @@ from torch import Tensor
 from foredraft.heads.base import BlockHead, RecurrentHead
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import KVCache
-from foredraft.inference.drafters.base import Accepted, Drafter
+from foredraft.inference.drafters.base import Accepted, Drafter, widened
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree, from_parents
 
@@ -134,6 +134,8 @@ class GrownTree(Drafter):
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         cache = self.cache
         assert cache is not None
+        if cache.graphs.active:  # of one width, whatever was accepted
+            accepted = widened(accepted, 1 + self.depth)
         new, counts = accepted.tokens.shape[1], accepted.device_counts
         lengths = [length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)]
         room = max(cache.lengths) + new + self.entries  # a short one's padding may stand after a long one's text
