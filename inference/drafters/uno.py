@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from foredraft.heads.target import Target, TargetCache
+from foredraft.heads.target import Target
 from foredraft.heads.uno import UnoHead
 from foredraft.inference.drafters.base import Accepted, bonus_tokens
 from foredraft.inference.drafters.block import BlockTree
@@ -48,7 +48,7 @@ class UnoTree(BlockTree):
         tree, self.ranks = cache.graphs(key, partial(self.grow_beside, cache), *inputs)
         return tree
 
-    def grow_beside(self, cache: TargetCache, bonus: Tensor, *inputs: Tensor | None) -> tuple[TokenTree, Tensor]:
+    def grow_beside(self, cache: Any, bonus: Tensor, *inputs: Tensor | None) -> tuple[TokenTree, Tensor]:
         """The tree below these bonus tokens (batch, 1), and its nodes' ranks. inputs: noise, the tensors of a Sampling."""
         gumbel, *tensors = inputs
         sampling = Sampling.from_tensors(tensors, self.sampling.key)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import load_file
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -37,7 +38,7 @@ class FromFolder(WeightTransferEngine):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Folder) -> None:
-        weights = {}
+        weights: dict[str, Tensor] = {}
         for file in sorted(Path(update_info.path).glob("*.safetensors")):
             weights |= load_file(file)
         self.model.load_weights(weights.items())
