@@ -46,7 +46,7 @@ def answer(number: int, prompt: list[int], gained: int = 3, speculative: bool = 
     """As Service has it at its end, of a text of one step that accepted two drafts."""
     params = SimpleNamespace(temperature=0.0)
     job = SimpleNamespace(request=SimpleNamespace(prompt=prompt, seed=number, params=params))
-    choice = SimpleNamespace(index=0, job=job, ids=[1, 2, 3, 4], accepted=[2], drafted=[4], gained=gained)
+    choice = SimpleNamespace(index=0, job=job, ids=[1, 2, 3, 4], accepted=[2], drafted=[4], gained=gained, forwards=1)
     asked = SimpleNamespace(speculative=speculative)
     return SimpleNamespace(id=f"a{number}", choices={0: choice}, asked=asked, began=time.monotonic())
 
