@@ -51,6 +51,11 @@ class PackedBatch(NamedTuple):
     anchors: Tensor | None = None
     # Does a row hold several documents? None: asked of the tensors, which waits for their device.
     multiple_documents: bool | None = None
+    # Of rows with images, in the order of their places: what the target's processor made of them (`pixel_values`,
+    # `image_grid_thw`); `at` (images, 2) int64, the row and the first column of the document that each one is in;
+    # `position_ids` (3, batch, length) int64, M-RoPE's, of which `positions` is the first; `blocks` (batch, length) int64, a
+    # number that those tokens share which see each other in both directions, or -1.
+    images: dict[str, Tensor] | None = None
 
     def mask(self) -> Tensor:
         """(batch, length, length) bool: the token itself and what stands before it in its own document."""

@@ -105,7 +105,7 @@ CASES = [(model, name) for model, wrote in WROTE.items() for name in wrote]
 def learned(form: ChatFormat, documents: list) -> list[str]:
     """Each stretch of tokens in the loss, as text."""
     found = []
-    for tokens, mask in documents:
+    for tokens, mask, _ in documents:
         before = False
         for token, flag in zip(tokens, mask, strict=True):
             if flag and not before:
@@ -118,7 +118,7 @@ def learned(form: ChatFormat, documents: list) -> list[str]:
 
 def begins(documents: list) -> list[list[int]]:
     """The tokens before each stretch in the loss: the prompts behind which it was written."""
-    return [tokens[:at] for tokens, mask in documents for at in range(1, len(mask)) if mask[at] and not mask[at - 1]]
+    return [tokens[:at] for tokens, mask, _ in documents for at in range(1, len(mask)) if mask[at] and not mask[at - 1]]
 
 
 def wrote(model: str, name: str) -> list[str]:

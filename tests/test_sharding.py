@@ -47,6 +47,12 @@ def test_what_cannot_be_spread_says_why(sharding, quantization, message, tiny_pa
         Target.from_pretrained(tiny_path, sharding=sharding, quantization=quantization)
 
 
+def test_heads_that_processes_cannot_share_equally_are_named_at_the_start(tiny_path: Path):
+    sharding.check_divides(str(tiny_path), 2)
+    with pytest.raises(ValueError, match=r"cuts the num_key_value_heads=2 of .*, and 4 is no divisor: .*sharding=fsdp"):
+        sharding.check_divides(str(tiny_path), 4)
+
+
 def test_each_device_holds_the_cache_of_its_own_layers_alone(target: Target):
     """Two devices, of which one holds no numbers: together they reserve what one would."""
     cache = KVCache(2, 1, 16, "cpu", one_device=False)

@@ -14,7 +14,7 @@ from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import published_dtype, save_head
 from foredraft.heads.target import Target
 from foredraft.train import parity_gate
-from foredraft.train.data.corpus import Corpus, prompts
+from foredraft.train.data.corpus import Corpus, has_prompts, prompts
 from foredraft.train.data.documents import Document
 
 ONLINE = "foredraft.train.features.online.online"
@@ -29,17 +29,23 @@ def check_settings(target: Target, data: Corpus, settings: Any, length: int) -> 
         if settings[name] < 1:
             raise ValueError(f"evaluate.{name}={settings[name]} must be at least 1")
     tokens = settings.prompt_tokens
+    if data.train.reader is not None and target.is_collective:
+        raise ValueError(
+            f"target.sharding={target.sharding} lets all processes run the target together, and not all have images at a "
+            "time: training on images needs target.sharding=null, or layers"
+        )
     if target.context is not None and tokens >= target.context:
         raise ValueError(
             f"evaluate.prompt_tokens={tokens}: the target reads {target.context} tokens, its answer included"
         )
-    longest = max(map(len, prompts(target.text_tokenizer, data.test, settings.prompts, tokens)))
+    tested = prompts(target.text_tokenizer, data.test, settings.prompts, tokens) if has_prompts(data.test) else []
+    longest = max(map(len, tested), default=0)
     if target.context is not None and longest >= target.context:
         raise ValueError(
             f"a held-out conversation has a prompt of {longest} tokens, the target reads {target.context}, its answer "
             f"included: lower evaluate.prompt_tokens={tokens}, which admits prompts of 8 times as many"
         )
-    if settings.eval_steps:
+    if settings.eval_steps and has_prompts(data.validation):
         prompts(target.text_tokenizer, data.validation, settings.eval_prompts, tokens)
 
 

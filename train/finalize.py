@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import TrainerState
@@ -26,7 +27,8 @@ from foredraft.inference.generation import generate
 from foredraft.train import held_out, lora, publish
 from foredraft.train.checks import save_checked
 from foredraft.train.data import data_card
-from foredraft.train.data.corpus import Corpus, Held, Packed, has_chats, prompts, tokenize
+from foredraft.train.data.corpus import Corpus, Held, Packed, has_chats, has_prompts, prompts
+from foredraft.train.data.packing import collate
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import fitted
@@ -60,7 +62,7 @@ def finalize(
     with tempfile.TemporaryDirectory() as scratch:
         saved = (directory if distributed.rank() == 0 else Path(scratch)) / "head"
         save_final(distillation, saved, data, cfg.length)
-        if not target.ends_only:
+        if not target.ends_only and has_prompts(data.test):
             decoded, shown = measure(target, saved, data, cfg.evaluate)
             metrics, samples = decoded | metrics, [shown]
     if distributed.rank() > 0:
@@ -80,6 +82,12 @@ def finalize(
         print(
             "nothing was measured, because only the target's ends are loaded here: foredraft evaluate "
             f"target={target.name} drafter={directory / 'head'}",
+            flush=True,
+        )
+    elif not has_prompts(data.test):
+        print(
+            "nothing was decoded, because every held-out conversation has an image and prompts are text alone: what is said "
+            "of acceptance is predicted along the held-out answers",
             flush=True,
         )
     if cfg.push_to_hub is not None:
@@ -108,11 +116,10 @@ def trained(state: TrainerState) -> dict[str, int]:
 def rank_accuracies(distillation: DistillationModel, texts: Held, length: int, ranks: int = 8) -> list[list[float]]:
     """[depth][rank]: how often the guess of this rank is the target's token, on held-out text; it shapes the tree."""
     target, head = distillation.target, distillation.head
-    data = Packed(tokenize(target.text_tokenizer, texts), length, seed=0)
+    data = Packed(held_out.tokenized(target.text_tokenizer, texts, range(len(texts))), length, seed=0)
     hits, counts = torch.zeros(head.depth, ranks), torch.zeros(head.depth)
     for row in range(min(len(data), 24)):
-        on_device: dict[str, Any] = {name: value[None].to(target.device) for name, value in data[row].items()}
-        text = PackedBatch(**on_device)
+        text = PackedBatch(**send_to_device(collate([data[row]]), target.device))
         for depth, guesses, best in distillation.guesses(text, *distillation.forward_target(text), ranks=ranks):
             hits[depth - 1] += (guesses == best[:, None]).sum(0).cpu()
             counts[depth - 1] += len(best)

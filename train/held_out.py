@@ -8,16 +8,19 @@ written by the target where the run's own text is.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.heads.base import PackedBatch, draft_loss_mask
 from foredraft.inference.evaluation.progress import Ticker
 from foredraft.inference.generation import Generation
-from foredraft.train.data.corpus import Corpus, tokenize
+from foredraft.train.data.conversations import HeldOut
+from foredraft.train.data.corpus import Corpus, Held, tokenize
 from foredraft.train.data.documents import Documents
-from foredraft.train.data.packing import Packed
+from foredraft.train.data.packing import Packed, collate
 from foredraft.train.module import DistillationModel
 
 TOKENS, WRITTEN = 1 << 14, 1 << 13  # that are read; that the target writes, fewer in a short run
@@ -52,7 +55,14 @@ class Agreement(NamedTuple):
 def documents(tokenizer: PreTrainedTokenizerBase, data: Corpus) -> Documents:
     """Some documents that are held out for the measurements during training, spread evenly."""
     count = min(DOCUMENTS, len(data.validation))
-    return tokenize(tokenizer, (data.validation[len(data.validation) * i // count] for i in range(count)))
+    return tokenized(tokenizer, data.validation, [len(data.validation) * i // count for i in range(count)])
+
+
+def tokenized(tokenizer: PreTrainedTokenizerBase, held: Held, chosen: Sequence[int]) -> Documents:
+    """These of the held-out texts."""
+    if isinstance(held, HeldOut):
+        return held.documents.select(np.array(chosen))
+    return tokenize(tokenizer, (held[number] for number in chosen))
 
 
 def tokens(trained: int) -> int:
@@ -76,8 +86,7 @@ def rows(documents: Documents, length: int, seed: int, context: int | None = Non
 def agreement(distillation: DistillationModel, rows: Sequence[dict[str, Tensor]]) -> Agreement:
     """Row by row, as one step of training would have it."""
     head, target = distillation.head, distillation.target
-    on_device: list[dict[str, Any]] = [{n: value[None].to(target.device) for n, value in row.items()} for row in rows]
-    texts = [PackedBatch(**row) for row in on_device]
+    texts = [PackedBatch(**send_to_device(collate([row]), target.device)) for row in rows]
     depths = range(1, head.depth + 1)
     counted = [torch.stack([draft_loss_mask(text, depth)[0] for depth in depths]) for text in texts]
     distillation.num_items = torch.stack([mask.sum(1) for mask in counted]).sum(0)

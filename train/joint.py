@@ -37,10 +37,7 @@ class JointDistillation(DistillationModel):
             )
 
     def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
-        if stored:
-            raise ValueError(
-                "features=disk and server give those of a frozen target, and criterion=joint changes it: take features=online"
-            )
+        assert not stored, "check_features"
         if self.progress < self.heads_only:
             with torch.no_grad():
                 aux_hidden_states, last = self.forward_target(text)

@@ -70,12 +70,14 @@ class DistillationModel(nn.Module):
         multiple_documents: bool | None = None,
         label_positions: Tensor | None = None,
         weights: Tensor | None = None,
+        images: dict[str, Tensor] | None = None,
         **stored: Tensor,
     ) -> Outcome:
         """multiple_documents, label_positions: as `prepare` gives them. weights: (batch, length) float32, of each token's
-        drafts in the loss. stored: the aux hidden states of the batch, from disk (train/features/disk.py)."""
+        drafts in the loss. images: as in heads.base.PackedBatch. stored: the aux hidden states of the batch, from disk
+        (train/features/disk.py)."""
         self.weights, self.label_positions = weights, label_positions
-        text = PackedBatch(tokens, loss_mask, documents, positions, anchors, multiple_documents)
+        text = PackedBatch(tokens, loss_mask, documents, positions, anchors, multiple_documents, images)
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.bf16):
             return self.learn(text, stored)
 

@@ -31,7 +31,7 @@ from foredraft.train import held_out, lora
 from foredraft.train.checks import check_features, check_fresh_text, check_lora, check_saving, check_settings
 from foredraft.train.cli import entry
 from foredraft.train.data import data_card
-from foredraft.train.data.corpus import Corpus, Packed, count_tokens, has_chats, prompts
+from foredraft.train.data.corpus import Corpus, Packed, count_tokens, has_chats, has_prompts, prompts
 from foredraft.train.data.documents import Documents
 from foredraft.train.data.loading import load_corpus
 from foredraft.train.data.row_order import EpochStream
@@ -134,6 +134,10 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
         raise ValueError(
             f"self_generated_tokens={cfg.self_generated_tokens} would put other text in the place of what was logged: "
             "give 0, or data.rejection_weight=1"
+        )
+    if data.train.reader is not None and cfg.self_generated_tokens:
+        raise ValueError(
+            f"self_generated_tokens={cfg.self_generated_tokens}: the target writes after text alone: give 0"
         )
     if cfg.fresh_text:
         check_fresh_text(cfg, target)
@@ -247,6 +251,7 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
         }
         return found | held_out.agreement(trainer.criterion.with_head(head), run.held_out).figures
 
+    decodes = not target.ends_only and has_prompts(run.data.validation)
     stop = StopOnSignal()
     trainer = HeadTrainer(
         distillation,
@@ -254,7 +259,7 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
         train_dataset=EpochStream(dataset, args.max_steps * rows, cfg.seed, run.later),
         build_optimizer=instantiate(cfg.optimizer),
         measure=validate,
-        callbacks=[stop, Progress(), Measure(0 if target.ends_only else cfg.evaluate.eval_steps), *callbacks],
+        callbacks=[stop, Progress(), Measure(cfg.evaluate.eval_steps if decodes else 0), *callbacks],
     )
     trainer.remove_callback(PrinterCallback)
     strategy.check_distributed_type(cfg.strategy.name, trainer.accelerator.distributed_type)

@@ -28,6 +28,7 @@ from foredraft.heads.checkpoint import published_dtype, save_head
 from foredraft.heads.hub.client import HEAD
 from foredraft.heads.target import Target
 from foredraft.train import lora
+from foredraft.train.data.packing import collate
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed
 from foredraft.train.runtime.callbacks import FitToTime, KeepCheckpoints, Profile
@@ -125,7 +126,7 @@ class HeadTrainer(Trainer):
         self.folder = Path(args.output_dir).parent
         distillation.bf16 = args.products_in_bf16
         shard_on_cpus_too(args)
-        super().__init__(distillation, args, **kwargs)
+        super().__init__(distillation, args, data_collator=collate, **kwargs)
         # ZeRO-3 takes a weight away as soon as its layer is done, and takes no gradient for it until the backward pass.
         distillation.recompute = self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.zero_stage == 3
         if args.compile_head is not None:

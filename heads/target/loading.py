@@ -24,6 +24,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from foredraft.heads.target.images import reads_images
+
 
 def check_path(path: str | Path) -> str:
     """A directory or an id on the Hub. Raises ValueError where there is no model."""
@@ -130,7 +132,8 @@ def read_config(path: str | Path, revision: str | None = None, trust_remote_code
 def model_class(config: PreTrainedConfig) -> Any:
     """The class of transformers that writes text for this config. Where that takes images too (Qwen3-VL, Mistral 3.1 ...) it
     is the whole model, of which only the part for text is used."""
-    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not reads_images(config)
+    return AutoModelForCausalLM if text else AutoModelForImageTextToText
 
 
 def load_model(

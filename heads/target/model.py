@@ -18,6 +18,7 @@ from foredraft.heads.target.compiled import compile_layers
 from foredraft.heads.target.cuda_graphs import captures
 from foredraft.heads.target.ends import load_ends, refuse
 from foredraft.heads.target.gguf import record_of
+from foredraft.heads.target.images import BLOCKS, INPUTS, MROPE, ImageReader, reads_images
 from foredraft.heads.target.loading import load_model, load_tokenizer, loads_straight_to
 from foredraft.heads.target.locating import full_name, locate
 from foredraft.heads.target.masks import Masks
@@ -48,6 +49,7 @@ class Target:
     layer counted from one, and the last is taken *after* the final norm: what the lm_head takes.
     """
 
+    revision: str | None = None  # of the checkpoint on the Hub
     quantization: str | None = None  # how `from_pretrained` packed its weights
     no_tokenizer: str | None = "it was made without one"  # why it has none
     sharding: str | None = None  # and how it shards them over devices (heads/target/sharding.py)
@@ -143,10 +145,17 @@ class Target:
             packing.pack(model)  # frozen by now
         if sharding is None:
             compile_layers(model, compile)
-        target.checkpoint, target.gguf = path, record_of(path)
+        target.checkpoint, target.gguf, target.revision = path, record_of(path), revision
         target.quantization, target.sharding, target.no_tokenizer = quantization, sharding, reason
         target.ends_only = ends_only
         return target
+
+    @cached_property
+    def images(self) -> ImageReader | None:
+        """What reads images for it; None where it takes none, or is not one of those that are known to."""
+        if self.gguf is not None or not reads_images(self.model.config):
+            return None
+        return ImageReader(self.model.config, self.checkpoint, self.revision)
 
     @property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -274,12 +283,14 @@ class Target:
         layers: Sequence[int] = (),
         keep_logits: int = 0,
         key_positions: Tensor | None = None,
+        images: dict[str, Tensor] | None = None,
     ) -> TargetOutput:
         """One forward. Gradients reach nothing but an adapter (heads/adapter.py): all else is frozen.
 
         tokens, positions: (batch, length) int64. mask: (batch, length, keys) bool, True where a token may look, or what the
         model takes for that (heads/target/masks.py); None is causal. key_positions: (batch, keys) int64, the position of each
         key, needed with a bool mask where the target has sliding windows. keep_logits: 0 for all positions, n for the last n.
+        images: as in heads.base.PackedBatch.
         """
         assert mask is None or self.supports_trees, self.why_no_trees
         if self.ends_only:
@@ -295,6 +306,12 @@ class Target:
             kwargs["attention_mask"] = mask
         if cache is not None:
             kwargs["past_key_values"] = cache
+        if images is not None:
+            positions = images["position_ids"] if self.model.config.model_type in MROPE else positions
+            kwargs |= {name: images[name] for name in INPUTS if name in images}
+            kwargs["pixel_values"] = kwargs["pixel_values"].to(self.dtype)
+            if self.model.config.model_type in BLOCKS:  # of which it makes a mask where it is given none
+                kwargs["token_type_ids"] = (images["blocks"] >= 0).long()
         return self._forward(tokens, positions, layers, keep_logits, kwargs)[0]
 
     def forward_from(

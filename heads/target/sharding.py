@@ -48,10 +48,23 @@ def arguments(path: str, sharding: str, quantization: str | None) -> dict[str, A
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     node = node_size()
+    if sharding == "tensor":
+        check_divides(path, node)
     shape: dict[str, Any] = (
         {"fsdp_size": node} if sharding == "fsdp" else {"tp_plan": left_whole(path), "tp_size": node}
     )
     return {"distributed_config": DistributedConfig(**shape, dp_replicate_size=dist.get_world_size() // node)}
+
+
+def check_divides(path: str, node: int) -> None:
+    """Raise ValueError unless every process of a node gets as many heads of the model at `path` as the others."""
+    config = read_config(path).get_text_config()
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (count := config.to_dict().get(name)) is not None and count % node:
+            raise ValueError(
+                f"target.sharding=tensor cuts the {name}={count} of {path} into as many equal parts as a node has processes, "
+                f"and {node} is no divisor: start another number of them, or take target.sharding=fsdp"
+            )
 
 
 def node_size() -> int:

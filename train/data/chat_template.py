@@ -14,6 +14,7 @@ generation prompt begins them (DeepSeek-R1, QwQ): those the target wrote.
 
 import hashlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from foredraft.heads.target.images import ImageReader
 from foredraft.train.data.corpus import Document
 from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow, split_thoughts
 
@@ -41,9 +43,16 @@ def template_file(template: str) -> Path:
 
 class ChatFormat:
     """template: a Jinja file in place of the tokenizer's own. thinking: the template's switch for thoughts; None leaves it
-    at its default. Raises ValueError where there is no template, or it has no such switch."""
+    at its default. images: of a target that takes them. Raises ValueError where there is no template, or it has no such
+    switch."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | None = None, thinking: bool | None = None):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str | None = None,
+        thinking: bool | None = None,
+        images: ImageReader | None = None,
+    ):
         where = tokenizer.name_or_path or "this tokenizer"
         if template is None and tokenizer.chat_template is None:
             raise ValueError(
@@ -56,6 +65,7 @@ class ChatFormat:
             raise ValueError(f"{where} is a slow tokenizer: masks need the characters of each token; save a fast one")
         self.tokenizer = tokenizer
         self.template = tokenizer.get_chat_template() if template is None else template_file(template).read_text()
+        self.images = images
         self.name = f"the chat template of {where}" if template is None else f"the chat template {template}"
         self.tagged = bool(GENERATION.search(self.template))
         self.knows_thoughts = bool(re.search("think|reasoning", self.template))
@@ -167,18 +177,27 @@ class ChatFormat:
 
     def documents(self, messages: list[Message], tools: list[dict] | None = None) -> list[Document]:
         """Tokens and masks. Raises SkippedRow for a conversation without an answer, or that the template refuses."""
-        return [self.tokenize(text, spans) for text, spans in self.marked(messages, tools)]
+        contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
+        images = [part["image"] for content in contents for part in content if part["type"] == "image"]
+        return [self.tokenize(text, spans, images) for text, spans in self.marked(messages, tools)]
 
-    def tokenize(self, text: str, spans: list[Span]) -> Document:
-        """A token belongs to the answer where its first character does."""
-        out = self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
-        )
-        starts = np.array([start for start, _ in out["offset_mapping"]])
+    def tokenize(self, text: str, spans: list[Span], images: Sequence[str] = ()) -> Document:
+        """A token belongs to the answer where its first character does. images: of the whole conversation, of which the text
+        may be a beginning."""
+        if images and self.images is not None:
+            images = images[: text.count(self.images.placeholder)]
+        if images and self.images is not None:
+            tokens, begins = self.images.tokenize(text, images)
+        else:
+            out = self.tokenizer(
+                text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
+            )
+            tokens, begins = out["input_ids"], [start for start, _ in out["offset_mapping"]]
+        starts = np.array(begins)
         mask = np.zeros(len(starts), bool)
         for a, b in spans:
             mask |= (starts >= a) & (starts < b)
-        return Document(out["input_ids"], mask.tolist())
+        return Document(tokens, mask.tolist(), tuple(images))
 
     def prompt(self, messages: list[Message], tools: list[dict] | None = None) -> list[int]:
         """The tokens that the target continues with its answer to the last turn."""

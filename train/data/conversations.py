@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from foredraft.heads.target.images import ImageReader
 from foredraft.train.data.corpus import Corpus
 from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.encoding import Encoder, encode
@@ -37,6 +38,7 @@ def corpus(
     test_path: str | None = None,
     num_proc: int | None = None,
     cache_dir: str | None = None,
+    images: ImageReader | None = None,
     **source: Any,
 ) -> Corpus:
     """Conversations or raw text of a train.data.sources.Source, or of several with the same columns; template and thinking as
@@ -45,17 +47,18 @@ def corpus(
     weights: how often each path's conversations are read in an epoch (2 twice, 0.5 half of them). `test_share` of the
     questions is held out for the last measurement and as much for those during training, by their hash, so that a question
     is always in the same part, in whatever file it stands. test_path: a file, or a Hub dataset's split `test`, for the last
-    measurement instead; its questions are trained on nowhere. Raises ValueError where nothing can be trained on.
+    measurement instead; its questions are trained on nowhere. images: of a target that takes them. Raises ValueError where
+    nothing can be trained on.
     """
     paths = [path] if isinstance(path, str) else path
     if not 0 < test_share < 0.5:
         raise ValueError(f"data.test_share={test_share} must lie between 0 and 0.5")
     if weights is not None and (len(weights) != len(paths) or min(weights) < 0):
         raise ValueError(f"data.weights={weights} must be one number, at least 0, for each of {len(paths)} paths")
-    encoders = [Encoder(tokenizer, Source(one, **source), template, thinking) for one in paths]
+    encoders = [Encoder(tokenizer, Source(one, **source), template, thinking, images) for one in paths]
     if test_path is not None:
         given = source | {"split": "test", "data_files": None, "max_rows": None}
-        encoders.append(Encoder(tokenizer, Source(test_path, **given), template, thinking))
+        encoders.append(Encoder(tokenizer, Source(test_path, **given), template, thinking, images))
     encoded = [encode(encoder, cache_dir, num_proc) for encoder in encoders]
     return assemble(encoded, encoders, weights, test_share, test_path is not None)
 
@@ -99,6 +102,14 @@ def assemble(
     card |= {"used": int(firsts[good].sum()), "first_dropped": first, "held_out": int(held.sum())}
     documents = Documents.joined([Documents.mapped(file["filename"]) for file in whole.cache_files])
     assert len(documents) == len(whole), "sets are files, read whole"
+    if any(encoder.images is not None for encoder in encoders):
+        documents.images, documents.pictured = whole.data.column("images"), np.arange(len(documents))
+        pictured = documents.with_images()[good]
+        if pictured.any():
+            documents.reader = encoders[0].images
+            card["with_images"] = int(pictured.sum())
+        else:
+            documents.images = documents.pictured = None
     raws = whole.data.column("raw")
     trained = good[~held]
     if weights is not None:

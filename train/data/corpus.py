@@ -119,13 +119,18 @@ def has_chats(held: Held) -> bool:
     return any(isinstance(document, Document) for document in held)
 
 
+def has_prompts(held: Held) -> bool:
+    """Is there a text without images among these? Only such are decoded."""
+    return any(isinstance(document, str) or not document.images for document in held)
+
+
 def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: int) -> list[list[int]]:
     """`count` prompts, spread evenly: `length` tokens of raw texts, or all of a conversation before its first answer.
 
     A conversation is not cut (its prompt would lose its question or its form); one of more than 8 * `length` tokens is
     skipped. Raises ValueError where there is no prompt.
     """
-    chats = [d.tokens[: d.loss_mask.index(True)] for d in held if isinstance(d, Document)]
+    chats = [d.tokens[: d.loss_mask.index(True)] for d in held if isinstance(d, Document) and not d.images]
     if chats:
         fitting = [prompt for prompt in chats if 0 < len(prompt) <= 8 * length]
         if not fitting:

@@ -4,13 +4,16 @@ The arrays may be memory-mapped (an Arrow file of `datasets`): then all processe
 """
 
 import hashlib
+import json
 import mmap
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from foredraft.heads.target.images import ImageReader
 
 BLOCK = 1 << 22  # tokens that are looked at together
 # Tokens read out of mapped files before their pages are given back: all that were ever touched would count as this process's
@@ -22,6 +25,7 @@ REJECTED = 2  # the flag of a token of the loss where a draft was rejected (trai
 class Document(NamedTuple):
     tokens: list[int]
     loss_mask: Sequence[int]  # is this token the target's to write? All of raw text is
+    images: Sequence[str] = ()  # where its images are (heads.target.images.open_image), in their order
 
 
 class Documents(Sequence[Document]):
@@ -29,10 +33,15 @@ class Documents(Sequence[Document]):
 
     tokens: int32 arrays. flags: uint8 arrays, 0 where a token is not in the loss. chunk, begin, sizes: (documents,) int64.
     weights: of the loss of a token, by its flag; None weighs all alike. files: where arrays lie that are mapped.
+    reader: of its images; None where there are none. images: pyarrow's strings, JSON of a document's images or nothing, of
+    which document n has number pictured[n], an int64.
     """
 
     weights: np.ndarray | None = None
     files: Sequence[mmap.mmap] = ()
+    reader: ImageReader | None = None
+    images: Any = None
+    pictured: np.ndarray | None = None
 
     def __init__(
         self,
@@ -96,7 +105,21 @@ class Documents(Sequence[Document]):
     def __getitem__(self, number: int) -> Document:  # type: ignore[override]  # no slices: `select`
         number = range(len(self))[number]  # raises IndexError, which ends an iteration
         tokens, flags = self.stretch(number, 0, int(self.sizes[number]))
-        return Document(tokens.tolist(), flags.astype(bool).tolist())
+        return Document(tokens.tolist(), flags.astype(bool).tolist(), self.images_of(number))
+
+    def images_of(self, number: int) -> tuple[str, ...]:
+        """Where the images of document `number` are."""
+        return (
+            () if self.pictured is None else tuple(json.loads(self.images[int(self.pictured[number])].as_py() or "[]"))
+        )
+
+    def with_images(self) -> np.ndarray:
+        """(documents,) bool: which of them have some."""
+        if self.pictured is None:
+            return np.zeros(len(self), bool)
+        import pyarrow.compute
+
+        return (pyarrow.compute.binary_length(self.images).to_numpy() > 0)[self.pictured]
 
     def stretch(self, number: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and flags of a part of document `number`, without a copy. Gives back mapped pages now and then."""
@@ -112,7 +135,9 @@ class Documents(Sequence[Document]):
     def select(self, numbers: np.ndarray) -> "Documents":
         """These documents, in this order, of the same arrays."""
         found = Documents(self.tokens, self.flags, self.chunk[numbers], self.begin[numbers], self.sizes[numbers])
-        found.weights, found.files = self.weights, self.files
+        found.weights, found.files, found.reader = self.weights, self.files, self.reader
+        if self.pictured is not None:
+            found.images, found.pictured = self.images, self.pictured[numbers]
         return found
 
     def blocks(self) -> Iterator[tuple[range, np.ndarray, np.ndarray]]:
@@ -132,6 +157,8 @@ class Documents(Sequence[Document]):
         for number in range(len(self)):
             tokens, flags = self.stretch(number, 0, self.sizes[number])
             total.update(tokens.tobytes() + (flags != 0).tobytes())
+            for image in self.images_of(number):
+                total.update(image.encode())
         return total.hexdigest()[:16]
 
     @cached_property

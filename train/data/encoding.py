@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from foredraft.heads.target.images import ImageReader
 from foredraft.inference.evaluation.progress import Ticker
 from foredraft.train.data.chat_template import ChatFormat, template_file
 from foredraft.train.data.corpus import tokenize
@@ -36,8 +37,11 @@ class Encoder:
         source: Source,
         template: str | None = None,
         thinking: bool | None = None,
+        images: ImageReader | None = None,
     ):
+        """images: of a target that takes them; None leaves them out."""
         self.tokenizer, self.source, self.template, self.thinking = tokenizer, source, template, thinking
+        self.images = images
         self.form: ChatFormat | None = None
 
     def digest(self) -> str:
@@ -46,6 +50,7 @@ class Encoder:
         file = template_file(self.template) if self.template else None
         written = file.read_text() if file is not None and file.is_file() else self.tokenizer.chat_template
         settings = repr((self.source.digest(), written, self.thinking, self.tokenizer.special_tokens_map, words))
+        settings += "" if self.images is None else self.images.digest
         return hashlib.sha256(hash_of_code(CODE) + settings.encode()).hexdigest()[:16]
 
     def documents(self, row: Row) -> tuple[list[Document], Any]:
@@ -54,11 +59,26 @@ class Encoder:
         fits no row."""
         if isinstance(row.value, dict) and row.value.get("tokens") and row.value.keys() & {"written", "dropped"}:
             return self.as_written(row.value)
-        messages = self.source.conversation(row)
+        messages = self.source.conversation(row, self.images is not None)
         if isinstance(messages, str):
             return list(tokenize(self.tokenizer, [messages])), messages
-        self.form = self.form or ChatFormat(self.tokenizer, self.template, self.thinking)
+        if self.images is not None:
+            messages = [self.located(message) for message in messages]
+        self.form = self.form or ChatFormat(self.tokenizer, self.template, self.thinking, self.images)
         return self.form.documents(messages, tools(row.value.get("tools"))), messages
+
+    def located(self, message: Message) -> Message:
+        """The message with whole paths of its images, which may be given as they lie beside the file."""
+        if isinstance(message["content"], str):
+            return message
+        folder = Path(self.source.path).absolute()
+        folder = folder if folder.is_dir() else folder.parent
+        found = []
+        for part in message["content"]:
+            if part["type"] == "image" and not part["image"].startswith("data:"):
+                part = part | {"image": str(folder / part["image"].removeprefix("file://"))}
+            found.append(part)
+        return message | {"content": found}
 
     def as_written(self, row: dict[str, Any]) -> tuple[list[Document], Any]:
         """The documents of a row as train/data/written_rows.py describes it."""
@@ -109,7 +129,7 @@ class Encoder:
         for row in islice(chain.from_iterable(map(self.source.read, shards)), self.source.max_rows):
             ticker.add()
             blank: dict[str, Any] = {"first": True, "tokens": [], "flags": [], "raw": "", "reason": ""}
-            blank |= {"where": row.where, "key": 0}
+            blank |= {"where": row.where, "key": 0, "images": ""}
             try:
                 found, messages = self.documents(row)
                 found = [document for document in found if any(document.loss_mask)]
@@ -125,6 +145,7 @@ class Encoder:
                     "tokens": np.asarray(document.tokens, np.int32),
                     "flags": np.asarray(document.loss_mask, np.uint8),
                     "key": key(messages),
+                    "images": json.dumps(document.images) if document.images else "",
                     "raw": raw,
                 }
 
@@ -146,6 +167,7 @@ def encode(encoder: Encoder, cache_dir: str | None, num_proc: int | None) -> Any
         "tokens": datasets.List(datasets.Value("int32")),
         "flags": datasets.List(datasets.Value("uint8")),
         "raw": datasets.Value("string"),
+        "images": datasets.Value("string"),  # JSON: where they are, in their order
         "reason": datasets.Value("string"),
         "where": datasets.Value("string"),
     }

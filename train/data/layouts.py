@@ -2,9 +2,12 @@
 
 A conversation is a list of {"role", "content"} with roles system, user, assistant, tool; an answer may also have
 `reasoning_content` (its thoughts), `tool_calls` (OpenAI's, with arguments as an object) and `finish_reason`. It is found in
-ShareGPT's, UltraChat's and OpenAI's layouts, and in pairs of a prompt and a response.
+ShareGPT's, UltraChat's and OpenAI's layouts, and in pairs of a prompt and a response. For a target that takes images, a turn
+with images has a list of parts as its content, {"type": "text", "text"} and {"type": "image", "image"}, where `image` is a
+place as heads.target.images.open_image takes it.
 """
 
+import base64
 import json
 import re
 from typing import Any
@@ -22,6 +25,8 @@ ROLES |= {"observation": "tool", "function": "tool", "ipython": "tool"}
 
 # A model's thoughts, as engines, templates and data sets call them (DeepSeek and Qwen, vLLM, gpt-oss).
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts")
+IMAGES = ("image", "image_url", "input_image")
+LONGEST_PATH = 4096  # characters; what is longer are the bytes of an image
 IN_TEXT = re.compile(r"\s*(?:<think>)?(.*?)</think>(.*)", re.DOTALL)  # a generation prompt may hold the first tag
 
 
@@ -49,8 +54,9 @@ def pair(row: dict, prompt: str, response: str | None) -> list[Message]:
     return messages + turns(said)
 
 
-def turns(items: list, all_user: bool = False) -> list[Message]:
-    """all_user: plain strings are all the user's; else they take turns, the user first."""
+def turns(items: list, all_user: bool = False, images: list | None = None) -> list[Message]:
+    """all_user: plain strings are all the user's; else they take turns, the user first. images: those that the row has beside
+    its turns, for turns that only say where one stands; None leaves images out."""
     if not items:
         raise SkippedRow("a conversation without a turn")
     messages = []
@@ -74,7 +80,9 @@ def turns(items: list, all_user: bool = False) -> list[Message]:
         elif role == "tool":
             message |= {name: item[name] for name in ("tool_call_id", "name") if isinstance(item.get(name), str)}
         # An answer may be nothing but thoughts that were cut off, or a call.
-        message["content"] = "" if not text and message.keys() & {"reasoning_content", "tool_calls"} else content(text)
+        pictured = None if images is None or role != "user" else parts(text, images)
+        nothing = not text and message.keys() & {"reasoning_content", "tool_calls"}
+        message["content"] = pictured or ("" if nothing else content(text))
         messages.append(message)
     return messages
 
@@ -126,6 +134,41 @@ def cut_off(messages: list[Message], reasons: Any) -> list[Message]:
             if reason == "length":
                 message["finish_reason"] = reason
     return messages
+
+
+def parts(value: Any, images: list) -> list[dict] | None:
+    """The parts of a turn with images, of OpenAI's and transformers' spellings, or of a text with LLaVA's <image>; None of a
+    turn without. Takes from `images` what the parts do not hold themselves."""
+    if isinstance(value, str) and images and "<image>" in value:
+        texts = [{"type": "text", "text": text} for text in value.split("<image>")]
+        value = [part for text in texts for part in ({"type": "image"}, text)][1:]
+    if not isinstance(value, list) or not any(isinstance(part, dict) and part.get("type") in IMAGES for part in value):
+        return None
+    found: list[dict] = []
+    for part in value:
+        if isinstance(part, dict) and part.get("type") in IMAGES:
+            found.append({"type": "image", "image": place(part, images)})
+        elif isinstance(part, dict) and isinstance(part.get("text"), str):
+            found += [{"type": "text", "text": unicode(part["text"])}] if part["text"] else []
+        else:
+            raise SkippedRow("a part of a turn that is neither text nor an image")
+    return found
+
+
+def place(part: dict, images: list) -> str:
+    """Where the image of this part is."""
+    named = next((name for name in ("image", "image_url", "url", "path", "base64") if part.get(name)), None)
+    if named is None and not images:
+        raise SkippedRow("an image of which nothing says where it is")
+    value = images.pop(0) if named is None else part[named]
+    if isinstance(value, dict):  # OpenAI's, or of a Parquet file of images
+        data = value.get("bytes")
+        value = value.get("url") or value.get("path") if data is None else base64.b64encode(data).decode()
+        named = named if data is None else "base64"
+    if not isinstance(value, str) or value.startswith(("http://", "https://")):
+        raise SkippedRow("an image that is not on this machine")  # which training would fetch in every epoch
+    bare = named == "base64" or len(value) > LONGEST_PATH
+    return f"data:image;base64,{value}" if bare and not value.startswith("data:") else value
 
 
 def content(value: Any) -> str:

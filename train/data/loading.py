@@ -1,5 +1,7 @@
 """The corpus that a program's config names."""
 
+from typing import Any
+
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
@@ -7,6 +9,7 @@ from foredraft.heads.target import Target
 from foredraft.train.data.corpus import Corpus
 
 WRITES = "foredraft.train.data.magpie.corpus"  # lets the target write what is not there yet
+READS_IMAGES = "foredraft.train.data.conversations.corpus"
 
 
 def needs_target(settings: DictConfig) -> bool:
@@ -14,5 +17,7 @@ def needs_target(settings: DictConfig) -> bool:
 
 
 def load_corpus(settings: DictConfig, target: Target) -> Corpus:
-    more = {"target": target} if needs_target(settings) else {}
+    more: dict[str, Any] = {"target": target} if needs_target(settings) else {}
+    if settings._target_ == READS_IMAGES:
+        more["images"] = target.images
     return instantiate(settings, tokenizer=target.text_tokenizer, **more)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from foredraft.heads.target.images import ImageReader
 from foredraft.train.data.documents import Document as Document
 from foredraft.train.data.documents import Documents
 
@@ -34,6 +35,10 @@ class Packed(Dataset):
             raise ValueError(f"long={long} is not known: split, or truncate")
         found, self.length = Documents.of(documents), length
         self.made_of = found, f"{length} {seed} {long} whole"
+        # A part of an image is none.
+        fits = ~(found.with_images() & (found.sizes > length))
+        pictures_left_out = int(len(found) - fits.sum())
+        found = found.select(np.flatnonzero(fits)) if pictures_left_out else found
         order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed)).numpy()
         self.store = found.select(order)
         whole = self.store.sizes
@@ -65,6 +70,7 @@ class Packed(Dataset):
         headless = learned[kept & (after > 0) & (self.heads == 0)].sum()
         self.card: dict[str, Any] = {
             "rows_packed": len(rows),
+            **({"image_documents_longer_than_a_row": pictures_left_out} if pictures_left_out else {}),
             "documents_left_out": len(whole) - len(np.unique(self.numbers[kept])),
             "documents_longer_than_a_row": int((whole > length).sum()),
             "long": f"{long} at {length} tokens",
@@ -98,10 +104,10 @@ class Packed(Dataset):
     def __len__(self) -> int:
         return len(self.edges) - 1
 
-    def __getitem__(self, row: int) -> dict[str, Tensor]:
+    def __getitem__(self, row: int) -> dict[str, Any]:
         tokens, documents = np.zeros(self.length, np.int64), np.full(self.length, -1, np.int64)
         flags, positions = np.zeros(self.length, np.uint8), np.zeros(self.length, np.int64)
-        filled = 0
+        filled, images = 0, []
         for piece in self.pieces[self.edges[row] : self.edges[row + 1]].tolist():
             number, head, first = int(self.numbers[piece]), int(self.heads[piece]), filled
             for start, end in ((0, head), (int(self.begins[piece]), int(self.ends[piece]))):
@@ -111,11 +117,51 @@ class Packed(Dataset):
             if head:
                 flags[first + head] = 0  # it does not follow what stands before it
             documents[first:filled], positions[first:filled] = piece, np.arange(filled - first)
+            if places := self.store.images_of(number):
+                images.append((first, filled, places))
         positions[filled:] = np.arange(self.length - filled)
         found = {"tokens": tokens, "loss_mask": flags > 0, "documents": documents, "positions": positions}
         if self.store.weights is not None:
             found["weights"] = self.store.weights[flags].astype(np.float32)
-        return {name: torch.from_numpy(value) for name, value in found.items()}
+        read = {name: torch.from_numpy(value) for name, value in found.items()}
+        if images and self.store.reader is not None:
+            return read | {"images": read_images(self.store.reader, read, images)}
+        return read
+
+
+def read_images(
+    reader: ImageReader, row: dict[str, Tensor], images: Sequence[tuple[int, int, Sequence[str]]]
+) -> dict[str, Tensor]:
+    """`images` of heads.base.PackedBatch for a batch of one row, whose `positions` become M-RoPE's of time. images: of each
+    document that has some its first column, its end, and where they are."""
+    inputs: list[dict[str, Tensor]] = []
+    every = row["positions"].expand(3, -1).clone()
+    block, at = torch.full_like(row["tokens"], -1), []
+    for first, end, places in images:
+        inputs.append(reader.read(places))
+        here = slice(first, end)
+        every[:, here] = reader.positions(row["tokens"][here], inputs[-1])
+        own = reader.see_each_other(row["tokens"][here])
+        block[here] = torch.where(own < 0, own, own + first)  # other numbers than in other documents
+        at += [[0, first]] * len(places)
+    row["positions"] = every[0].clone()
+    found = {name: torch.cat([some[name] for some in inputs]) for name in inputs[0]}
+    return found | {"position_ids": every[:, None], "blocks": block[None], "at": torch.tensor(at)}
+
+
+def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A batch of rows."""
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0] if name != "images"}
+    pictured = [(number, row["images"]) for number, row in enumerate(rows) if "images" in row]
+    if not pictured:
+        return batch
+    images = {name: [some[name] for _, some in pictured] for name in pictured[0][1]}
+    at = torch.cat([at + torch.tensor([number, 0]) for (number, _), at in zip(pictured, images.pop("at"), strict=True)])
+    every, block = batch["positions"].expand(3, -1, -1).clone(), torch.full_like(batch["tokens"], -1)
+    for (number, _), positions, own in zip(pictured, images.pop("position_ids"), images.pop("blocks"), strict=True):
+        every[:, number], block[number] = positions[:, 0], own[0]
+    joined = {name: torch.cat(parts) for name, parts in images.items()}
+    return batch | {"images": joined | {"position_ids": every, "blocks": block, "at": at}}
 
 
 def best_fit(sizes: list[int], length: int) -> list[list[int]]:

@@ -87,15 +87,18 @@ class Source:
     def read(self, shard: Shard) -> Iterator[Row]:
         return hub_rows(self) if shard.reader == "hub" else READERS[shard.reader](shard)
 
-    def conversation(self, row: Row) -> list[Message] | str:
-        """The row's conversation, or its raw text. Raises SkippedRow."""
+    def conversation(self, row: Row, images: bool = False) -> list[Message] | str:
+        """The row's conversation, with its images or without, or its raw text. Raises SkippedRow."""
         if isinstance(row.value, SkippedRow):
             raise row.value
         if not isinstance(row.value, dict):
             raise SkippedRow("not an object with columns")
         value = {name: cell for name, cell in row.value.items() if cell is not None}
         if (column := pick(value, self.messages, LISTS)) and isinstance(value[column], list):
-            return cut_off(turns(value[column], all_user=column == "turns"), value.get("finish_reasons"))
+            beside = value.get("images", value.get("image", [])) if images else None
+            beside = beside if beside is None or isinstance(beside, list) else [beside]
+            found = turns(value[column], column == "turns", None if beside is None else [*beside])
+            return cut_off(found, value.get("finish_reasons"))
         if column := pick(value, self.prompt, PROMPTS):
             return pair(value, column, pick(value, self.response, RESPONSES))
         if "error" in value:

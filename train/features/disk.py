@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -34,7 +35,7 @@ from foredraft.heads.llama_config import probe_tokens
 from foredraft.heads.target import Target
 from foredraft.heads.target.ends import drop_layers, refuse
 from foredraft.inference.evaluation.progress import Ticker
-from foredraft.train.data.packing import Packed
+from foredraft.train.data.packing import Packed, collate
 from foredraft.train.features.online import forward_target
 from foredraft.train.features.shard import AGAIN, Shard
 from foredraft.train.features.storage import DTYPES, store
@@ -210,8 +211,7 @@ def shard(
     found: dict[str, list[Tensor]] = {}
     for start in range(rows.start, rows.stop, batch):
         items = [packed[row] for row in range(start, min(start + batch, rows.stop))]
-        given: dict[str, Any] = {name: torch.stack([x[name] for x in items]).to(target.device) for name in items[0]}
-        text = PackedBatch(**given)
+        text = PackedBatch(**send_to_device(collate(items), target.device))
         aux_hidden_states, last = forward_target(target, text, facts["layers"])
         kept = {"features": aux_hidden_states}
         if facts["top_k"] is None:
@@ -319,7 +319,8 @@ class StoredRows(Dataset):
             stored["features"] = parts[..., self.columns, :].flatten(-2)
             if "features_scale" in stored:
                 stored["features_scale"] = stored["features_scale"][..., self.columns]
-        return dict(self.packed[row]) | stored
+        text = {name: value for name, value in self.packed[row].items() if name != "images"}  # they are in the features
+        return text | stored
 
     def checked(self, number: int) -> Shard:
         """Raises ValueError where a shard is damaged, or belongs to others."""

@@ -27,7 +27,7 @@ def forward_target(target: Target, text: PackedBatch, layers: list[int]) -> tupl
     """The features (batch, length, width) and the last hidden state (batch, length, hidden) of a packed batch.
 
     In the target's own precision, as decoding reads it: a trainer's autocast would round the output of a float32 target."""
-    rows = slice(None)
+    rows, images = slice(None), text.images
     if target.sharding == "tensor":  # its slices read one batch together: the rows of all processes of a node
         (tokens, loss_mask, documents, positions), rows = gather_rows(text[:4])
         text = PackedBatch(tokens, loss_mask, documents, positions)
@@ -37,10 +37,16 @@ def forward_target(target: Target, text: PackedBatch, layers: list[int]) -> tupl
         # Pieces are gathered by all processes together, whatever rows each has.
         apart = packed or target.sharding == "fsdp"
         if apart and (not target.supports_trees or text.tokens.shape[1] > MAX_MASK_LENGTH):
-            reading = forward_documents(target, text.tokens, text.documents, wanted)
+            reading = forward_documents(target, text.tokens, text.documents, wanted, images)
         else:
-            mask = text.mask() if packed or (target.window and target.supports_trees) else None
-            reading = target.forward(text.tokens, text.positions, mask, None, wanted, 1, key_positions=text.positions)
+            mask, columns = None, text.positions
+            if packed or (target.window and target.supports_trees):
+                mask = text.mask()
+                if images is not None:
+                    mask |= (images["blocks"][:, :, None] == images["blocks"][:, None]) & (images["blocks"] >= 0)[
+                        :, None
+                    ]
+            reading = target.forward(text.tokens, text.positions, mask, None, wanted, 1, columns, images)
     width = target.hidden_size
     aux_hidden_states = reading.aux_hidden_states[rows]
     return aux_hidden_states[..., :-width], aux_hidden_states[..., -width:]

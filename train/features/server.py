@@ -56,6 +56,10 @@ def server(
     whole_target: said where the target is loaded (train/features/ends.py); layers that are there are compared with the
     engine's. Raises EngineError, a ValueError, for one that does not answer, gives other layers, or serves another model.
     """
+    if packed.store.reader is not None:
+        raise ValueError(
+            "features=server asks an engine with tokens alone, and the data have images: take online or disk"
+        )
     client, urls = connect(url, run, timeout, patience)
     norm, wanted = final_norm(target), [*layers, target.num_layers]
     tokens = probe_text(packed)

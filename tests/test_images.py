@@ -1,0 +1,213 @@
+"""Training on images: what the target makes of rows with images is what transformers makes of them, document by document."""
+
+import base64
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from foredraft.heads.base import PackedBatch
+from foredraft.heads.target import Target
+from foredraft.heads.target.images import open_image
+from foredraft.train.data.conversations import corpus
+from foredraft.train.data.corpus import Corpus
+from foredraft.train.data.layouts import SkippedRow, turns
+from foredraft.train.data.packing import Packed, collate
+from foredraft.train.features import online
+from tests.support import nightly_but
+from tests.support.processes import SMALL_EAGLE3, Ended, complaint, losses
+from tests.support.vision import address, configs, png, save_target
+
+pytest.importorskip("PIL", reason="foredraft[vision]")
+
+
+def conversation(number: int, pictures: int = 0, every: bool = False) -> list[dict]:
+    """With two images, one or none, of several sizes. pictures: which ones. every: none has none."""
+    image = {"type": "image", "image": address(png(pictures + number, *[(24, 16), (16, 32)][number % 2]))}
+    other = {"type": "image_url", "image_url": {"url": address(png(pictures + 100 + number))}}
+    asked = [{"type": "text", "text": f"Look {number}: "}, image, {"type": "text", "text": "what?"}]
+    more = [other, {"type": "text", "text": "and this?"}] if number % 3 == 0 else f"and {number}?"
+    said = [f"A picture of {number}.", f"Another one, {number}."]
+    return [
+        {"role": "user", "content": asked if every or number % 4 != 3 else f"hello {number}"},
+        {"role": "assistant", "content": said[0]},
+        {"role": "user", "content": more},
+        {"role": "assistant", "content": said[1]},
+    ]
+
+
+def write(file: Path, numbers: Sequence[int] = range(24), **which) -> Path:
+    file.write_text("".join(json.dumps({"messages": conversation(number, **which)}) + "\n" for number in numbers))
+    return file
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("rows") / "rows.jsonl")
+
+
+@pytest.fixture(scope="module", params=sorted(configs()))
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    path = save_target(request.param, tmp_path_factory.mktemp(request.param))
+    return Target.from_pretrained(path, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def read(target: Target, rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    cache = str(tmp_path_factory.mktemp("cache"))
+    return corpus(target.text_tokenizer, str(rows), images=target.images, cache_dir=cache, num_proc=1)
+
+
+def as_transformers(target: Target, messages: list[dict]) -> dict[str, torch.Tensor]:
+    """The inputs that its own processor makes of a conversation."""
+    places: list[str] = []
+    shown = []
+    for message in messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            places += [part.get("image") or part["image_url"]["url"] for part in content if part["type"] != "text"]
+            content = [part if part["type"] == "text" else {"type": "image"} for part in content]
+        shown.append(message | {"content": content})
+    text = target.text_tokenizer.apply_chat_template(shown, tokenize=False)
+    given = {"images": [open_image(place) for place in places]} if places else {}
+    return target.images.processor(text=[text], return_tensors="pt", **given)
+
+
+@pytest.mark.parametrize("mask_length", [4096, 8])
+@torch.no_grad()
+def test_documents_of_a_packed_batch_are_what_transformers_makes_of_each(
+    mask_length: int, target: Target, read: Corpus, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(online, "MAX_MASK_LENGTH", mask_length)  # below, documents are forwarded one beside the other
+    packed = Packed(read.train, 224, seed=0)
+    assert read.card["with_images"] == 20 and packed.card["documents_left_out"] == 0
+    batch = collate([packed[row] for row in range(len(packed))])
+    assert (batch["documents"].amax(1) - batch["documents"].amin(1)).max() > 1  # several in a row
+    layers = [1, 3]
+    states, last = online.forward_target(target, PackedBatch(**batch), layers)
+    seen = 0
+    for messages in map(conversation, range(24)):
+        inputs = as_transformers(target, messages)
+        out = target.model(**inputs, output_hidden_states=True, use_cache=False)
+        (ids,) = inputs["input_ids"]
+        for row, begin in (batch["tokens"] == ids[0]).nonzero().tolist():
+            here = slice(begin, begin + len(ids))
+            if batch["tokens"][row, here].tolist() != ids.tolist():
+                continue
+            seen += 1
+            own = torch.cat([out.hidden_states[layer] for layer in layers], -1)[0]
+            torch.testing.assert_close(states[row, here], own, atol=2e-4, rtol=1e-3)
+            torch.testing.assert_close(last[row, here], out.hidden_states[-1][0], atol=2e-4, rtol=1e-3)
+            written = target.text_tokenizer.decode(ids[batch["loss_mask"][row, here]])
+            assert written == "".join(f"{m['content']}<|im_end|>" for m in messages if m["role"] == "assistant")
+    assert seen == len(read.train)
+
+
+@pytest.mark.parametrize(
+    "content, beside",
+    [
+        ([{"type": "image", "image": "a.png"}], []),
+        ([{"type": "image", "path": "a.png"}], []),
+        ([{"type": "image", "url": "file://a.png"}], []),
+        ([{"type": "image_url", "image_url": {"url": address(png(1))}}], []),
+        ([{"type": "image", "base64": base64.b64encode(png(1)).decode()}], []),
+        ([{"type": "image", "image": {"bytes": png(1), "path": None}}], []),
+        ([{"type": "image"}], ["a.png"]),
+        ([{"type": "image"}], [{"bytes": png(1), "path": "elsewhere.png"}]),
+        ("<image>", ["a.png"]),
+    ],
+)
+def test_images_are_given_in_many_ways(content, beside: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.png").write_bytes(png(1))
+    content = content + "what?" if isinstance(content, str) else [*content, {"type": "text", "text": "what?"}]
+    (message,) = turns([{"role": "user", "content": content}], images=beside)
+    image, text = [part for part in message["content"] if part.get("text") != ""]
+    assert text == {"type": "text", "text": "what?"} and not beside
+    assert open_image(image["image"]).tobytes() == open_image(address(png(1))).tobytes()
+
+
+@pytest.mark.parametrize(
+    "part, reason",
+    [
+        ({"type": "image", "url": "https://example.com/a.png"}, "not on this machine"),
+        ({"type": "image"}, "nothing says where it is"),
+        ({"type": "video", "video": "a.mp4"}, "neither text nor an image"),
+    ],
+)
+def test_images_that_cannot_be_had_are_a_reason(part: dict, reason: str):
+    with pytest.raises(SkippedRow, match=reason):
+        turns([{"role": "user", "content": [part, {"type": "image", "image": "a.png"}]}], images=[])
+
+
+def test_a_text_only_target_learns_from_the_text_of_rows_with_images(tiny_path: Path):
+    assert Target.from_pretrained(tiny_path, dtype="float32", device="cpu").images is None
+    (message,) = turns([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}])
+    assert message["content"] == "what?"
+
+
+# Runs
+
+RUN = [
+    *SMALL_EAGLE3,
+    "length=224",
+    "trainer.max_steps=4",
+    "data=conversations",
+    "+data.cache_dir=cache",
+    "data.num_proc=1",
+]
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
+
+
+def given(target: Path, rows: Path, *more: str) -> list[str]:
+    return [*(one for one in RUN if one != "data=text"), f"target.path={target}", f"data.path={rows}", *more]
+
+
+@pytest.mark.parametrize("head", nightly_but(["eagle3", "medusa", "dflash"], "eagle3"))
+def test_a_run_learns_from_what_is_seen(head: str, qwen: Path, rows: Path, tmp_path: Path, here: Callable[..., Ended]):
+    options = [one for one in given(qwen, rows) if head == "eagle3" or not one.startswith("head.")]
+    options = [f"head={head}" if one == "head=eagle3" else one for one in options]
+    texts = write(tmp_path / "texts.jsonl", numbers=(7, 11, 19, 23))
+    options += ["+trainer.dataloader_num_workers=1", f"data.test_path={texts}"]
+    ended = here(*options, "output_dir=out")
+    assert ended.code == 0, ended.err
+    assert re.search(r"with images +20", ended.out) and "nothing was decoded" not in ended.out
+    options.remove(f"data.path={rows}")
+    other = write(tmp_path / "other.jsonl", pictures=50)  # the same text
+    assert here(*options, f"data.path={other}", "output_dir=other").code == 0
+    assert losses(tmp_path / "out") != losses(tmp_path / "other")
+
+
+def test_where_all_have_images_nothing_is_decoded(qwen: Path, tmp_path: Path, here: Callable[..., Ended]):
+    rows = write(tmp_path / "rows.jsonl", every=True)
+    ended = here(*given(qwen, rows, "output_dir=out", "trainer.max_steps=2", "evaluate.eval_steps=2"))
+    assert ended.code == 0, ended.err
+    assert "nothing was decoded, because every held-out conversation has an image" in ended.out
+    metrics = json.loads((tmp_path / "out/metrics.json").read_text())
+    assert metrics["predicted_acceptance_length"] >= 1 and "acceptance_length" not in metrics
+
+
+@pytest.mark.nightly
+def test_features_of_images_on_disk_are_those_of_the_run(
+    qwen: Path, rows: Path, tmp_path: Path, here: Callable[..., Ended]
+):
+    for name in ("online", "disk"):
+        more = [] if name == "online" else ["features.path=features", "features.dtype=float32"]
+        assert here(*given(qwen, rows, f"output_dir={name}", f"features={name}", *more)).code == 0
+    assert losses(tmp_path / "disk") == pytest.approx(losses(tmp_path / "online"), abs=1e-4)
+
+
+def test_what_images_cannot_be_trained_with(qwen: Path, rows: Path, here: Callable[..., Ended]):
+    server = ["features=server", "features.url=http://localhost:9", "features.whole_target=true"]
+    assert "asks an engine with tokens alone, and the data have images" in complaint(here(*given(qwen, rows, *server)))
+    assert "writes after text alone" in complaint(here(*given(qwen, rows, "self_generated_tokens=100")))
+    (qwen / "preprocessor_config.json").rename(qwen / "gone.json")
+    assert "the data have images, and the processor of" in complaint(here(*given(qwen, rows)))
+    (qwen / "gone.json").rename(qwen / "preprocessor_config.json")
