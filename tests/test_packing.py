@@ -27,7 +27,7 @@ def test_the_rest_of_a_long_document_stands_behind_its_prompt(block: int, monkey
     texts = [*documents(30, 5, 46, 7, 16), *documents(40, prompt=9)]
     wanted = [(text.tokens[:16], text.loss_mask[:16]) for text in texts]
     for number, begins in ((0, (16, 29)), (2, (16, 29, 42))):
-        tokens, mask = texts[number]
+        tokens, mask, _ = texts[number]
         for begin in begins:
             rest = [False, *mask[begin + 1 : begin + 13]]
             wanted.append((tokens[:3] + tokens[begin : begin + 13], mask[:3] + rest))
