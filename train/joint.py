@@ -37,7 +37,7 @@ class JointDistillation(DistillationModel):
             )
 
     def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
-        assert not stored, "check_joint"
+        assert not stored, "check_features"
         if self.progress < self.heads_only:
             with torch.no_grad():
                 aux_hidden_states, last = self.forward_target(text)
