@@ -7,8 +7,8 @@ vLLM's own ways to hand over weights, NCCL and CUDA IPC, want a GPU that trainer
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -38,7 +38,7 @@ class FromFolder(WeightTransferEngine):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Folder) -> None:
-        weights: dict[str, Tensor] = {}
+        weights = dict[str, torch.Tensor]()
         for file in sorted(Path(update_info.path).glob("*.safetensors")):
             weights |= load_file(file)
         self.model.load_weights(weights.items())
