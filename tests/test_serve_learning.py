@@ -18,10 +18,11 @@ from foredraft.heads import Target, save_head
 from foredraft.inference.drafters import load_drafter
 from foredraft.inference.serve import background as background_module
 from foredraft.inference.serve.background import Background
-from foredraft.inference.serve.learned import newest_head
+from foredraft.inference.serve.learned import newest_head, settings_of
 from foredraft.inference.serve.learning import InWorker, Learning
 from foredraft.inference.serve.traffic import Traffic, acceptance, decode, gain, lines
 from foredraft.inference.serve.worker import Worker
+from tests.support.configs import composed
 from tests.support.head_factory import make_head
 from tests.support.processes import script
 from tests.support.serving import Served, served
@@ -359,3 +360,11 @@ def test_a_round_by_the_real_trainer_and_judge(tiny_path: Path, folder: Path):
         (found,) = map(json.loads, history.read_text().splitlines())
         assert found["outcome"] in ("served", "no better") and len(found["recent"]) == 2, server.log.read_text()
         assert text(server, 3) == text(server, 3, speculative=False)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "p_eagle"])
+def test_a_round_trains_a_head_of_the_same_depth(target, kind: str):
+    head = make_head(kind, target)
+    settings = composed("train", *settings_of(head)).head
+    depth = settings.get("depth") or settings.block_size - (not settings.sample_from_anchor)
+    assert depth == head.depth

@@ -11,6 +11,7 @@ from pathlib import Path
 from foredraft.heads import adapter
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.checkpoint import read_config
+from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.hub import find
 from foredraft.heads.uno import UnoHead
 from foredraft.inference.drafters import Drafter, tree_of
@@ -85,4 +86,10 @@ def settings_of(head: DraftHead) -> list[str]:
     """Of `foredraft train`, for a head that goes on."""
     more = ["data.rejection_weight=1"] if isinstance(head, BlockHead) else []
     few = ["evaluate.eval_steps=0", "evaluate.prompts=16", "evaluate.new_tokens=64", "evaluate.timed_prompts=1"]
-    return [f"head={head.kind}", f"head.depth={head.depth}", *more, *few, "evaluate.proof=false"]
+    depth = [f"head.depth={head.depth}"]
+    if isinstance(head, DFlashHead):
+        depth = [
+            f"head.block_size={head.block_size}",
+            f"head.sample_from_anchor={str(head.sample_from_anchor).lower()}",
+        ]
+    return [f"head={head.kind}", *depth, *more, *few, "evaluate.proof=false"]
