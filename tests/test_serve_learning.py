@@ -365,6 +365,6 @@ def test_a_round_by_the_real_trainer_and_judge(tiny_path: Path, folder: Path):
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "p_eagle"])
 def test_a_round_trains_a_head_of_the_same_depth(target, kind: str):
     head = make_head(kind, target)
-    settings = composed("train", *settings_of(head)).head
+    settings = composed("train", "data=accepted", *settings_of(head)).head
     depth = settings.get("depth") or settings.block_size - (not settings.sample_from_anchor)
     assert depth == head.depth
