@@ -22,10 +22,8 @@ from transformers import PreTrainedConfig
 # each other.
 MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 BLOCKS = ("gemma3",)
-INPUTS = (
-    "pixel_values",
-    "image_grid_thw",
-)  # of all images, one after the other: patches or whole images, and their grids
+# Of all images, one after the other: patches or whole images, and their grids.
+INPUTS = ("pixel_values", "image_grid_thw")
 
 
 class ImageReader:
