@@ -62,7 +62,7 @@ def main(cfg: DictConfig) -> None:
         train = trainer(cfg, settings_of(head_of(drafter)))
         for number, (folder, spec) in enumerate(zip(folders, specs, strict=True)):
             serving = InWorker(worker, number, names[number] if others else "", load)
-            learning.append(Learning(serving, background, str(spec), *train, folder, *kept(cfg)))
+            learning.append(Learning(serving, background, str(spec), *train, folder, **kept(cfg)))
         worker.on_reserve = background.hold
     local_only = api_key is None and not cfg.insecure
     served = worker, names, cfg.max_tokens, cfg.max_body, api_key, log, local_only
@@ -94,7 +94,7 @@ def stand_before_vllm(cfg: DictConfig, api_key: str | None) -> None:
     serving = InVllm(program, partial(vllm.serve_command, target, spec, *where), partial(vllm.export, target))
     background = background_for(cfg, serving, cfg.target.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     learning = Learning(
-        serving, background, spec, *trainer(cfg, settings_of(read_head(spec, target))), folder, *kept(cfg)
+        serving, background, spec, *trainer(cfg, settings_of(read_head(spec, target))), folder, **kept(cfg)
     )
     limits = cfg.max_body, api_key, api_key is None and not cfg.insecure, list(cfg.cors)
     run(create_proxy(serving, learning, *limits), cfg.host, cfg.port, cfg.drain)
@@ -108,8 +108,8 @@ def background_for(cfg: DictConfig, serving: Any, device: str) -> "Background":
     return Background(lambda: serving.open > 0, on_gpu, cfg.learn.budget, cfg.learn.share)
 
 
-def kept(cfg: DictConfig) -> tuple[int, int, float]:
-    return cfg.learn.rows, cfg.learn.keep, cfg.learn.limit_mib
+def kept(cfg: DictConfig) -> dict[str, Any]:
+    return {key: cfg.learn[key] for key in ("rows", "keep", "limit_mib")}
 
 
 def trainer(cfg: DictConfig, head: list[str]) -> tuple[list[str], dict[str, Any]]:
