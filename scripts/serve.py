@@ -109,11 +109,7 @@ def background_for(cfg: DictConfig, serving: Any, device: str) -> "Background":
 
 
 def kept(cfg: DictConfig) -> dict[str, Any]:
-<<<<<<< HEAD
     return {name: cfg.learn[name] for name in ("rows", "keep", "limit_mib")}
-=======
-    return {key: cfg.learn[key] for key in ("rows", "keep", "limit_mib")}
->>>>>>> h-server
 
 
 def trainer(cfg: DictConfig, head: list[str]) -> tuple[list[str], dict[str, Any]]:
