@@ -76,7 +76,7 @@ def test_the_least_recently_used_one_goes(monkeypatch, taped):
 
 
 @pytest.mark.parametrize("name", ["plain", "medusa"])
-def test_joins_and_leaves_for_long_capture_nothing_new(target, name, monkeypatch):
+def test_joins_and_leaves_for_long_capture_few_steps(target, name, monkeypatch):
     """Few numbers of slots, of columns and of settings are ever met."""
     monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Repeated)
     monkeypatch.setattr("foredraft.inference.batch.ROOM", 2)
