@@ -255,10 +255,10 @@ def test_adaptive_length_follows_what_was_accepted(small):
 
 @torch.inference_mode()
 def test_adaptive_length_stops_where_the_draft_is_not_sure(small):
-    sure = AdaptiveLength(eagle(small), confidence=1e-6)
-    unsure = AdaptiveLength(eagle(small), confidence=0.999)
-    for drafter, levels in ((sure, 4), (unsure, 1)):
-        begun(drafter)
+    head = eagle(small).head
+    for confidence, levels in ((1e-6, 4), (0.999, 1)):
+        chain = DynamicTree(head, small, nodes=5, depth=4, width=1, min_probability=0)  # no node of which is left out
+        drafter = begun(AdaptiveLength(chain, confidence))
         step = accepted([1, 2, 3], width=len(drafter.layers) * small.hidden_size)
         assert drafter.propose(step, None).depths.max() == levels
 
