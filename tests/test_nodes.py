@@ -144,7 +144,7 @@ def pod(manifest: dict[str, dict], index: int, port: int, given: list[str]) -> s
         " ".join(options).replace("$(JOB_COMPLETION_INDEX)", str(index)).replace("proc-per-node=8", "proc-per-node=1")
     )
     text = text.replace("foredraft-0.foredraft", "localhost").replace("=29500", f"={port}")
-    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    environment = {e["name"]: e["value"] for e in container["env"] if e["name"].startswith("TORCH_")}  # no /data here
     return start(PYTHON, "-m", "torch.distributed.run", *text.split(), *given, cwd=ROOT, **environment)
 
 
@@ -261,7 +261,8 @@ def test_the_pods_of_the_manifest_find_each_other_and_their_volume(manifest: dic
     assert template["subdomain"] == service["metadata"]["name"]
     assert args["master-addr"] == f"{name}-0.{template['subdomain']}"
     assert int(args["nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
-    patience = {entry["name"]: int(entry["value"]) for entry in container["env"]}["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    environment = {entry["name"]: entry.get("value") for entry in container["env"]}
+    patience = int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
     assert 30 < patience < template["terminationGracePeriodSeconds"] and template["restartPolicy"] == "OnFailure"
     volumes = {volume["name"]: volume for volume in template["volumes"]}
     mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
