@@ -337,7 +337,7 @@ def test_each_tenant_has_texts_and_a_head_of_its_own(tiny_path: Path, folder: Pa
     "arguments, sentence",
     [
         (["drafter=ngram"], "learn=true trains the head that drafts: give drafter=DIRECTORY"),
-        (["drafter=given/", "engine=vllm"], "give drafter=DIRECTORY and engine=foredraft"),
+        (["drafter=given/", "engine=llamacpp"], "give drafter=DIRECTORY and engine=foredraft or vllm"),
         (["drafter=given/", "learn.share=2"], "learn.share=2"),
         (["drafter=given/", "learn.keep=1"], "learn.keep=1"),
         (["drafter=given/", "learn.tenants=[a,a]"], "models of different names"),
