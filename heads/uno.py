@@ -112,7 +112,7 @@ class UnoHead(BlockHead):
         """The target's last hidden states of a text (batch, length, hidden), and those of the blocks that stand behind the
         bonus tokens of text.anchors, or everywhere, (batch, n, depth, hidden)."""
         target, (batch, length) = self.target, text.tokens.shape
-        last_layer, blocks = [target.num_layers], Blocks.of(text, self.depth - 1)
+        blocks = Blocks.of(text, self.depth - 1)
         begun = blocks.last.clamp(min=0)
         bonus = torch.where(blocks.last < 0, -1, (begun + 1).clamp(max=length - 1))
         place = bonus.clamp(min=0)
@@ -122,23 +122,24 @@ class UnoHead(BlockHead):
         if target.context is not None:
             ahead = ahead.clamp(max=target.context - 1)
         inside, cache = within(self.depth - 1, True, None, noise.device), DynamicCache()
+        asked: dict[str, Any] = {"layers": [target.num_layers], "keep_logits": 1}
         states = []
         with torch.autocast(text.tokens.device.type, enabled=False):  # as train/features/online.py
             with torch.no_grad():
-                last = target.forward(
-                    text.tokens, text.positions, text.mask(), cache, last_layer, 1, text.positions
-                ).aux_hidden_states
+                of_text = {"mask": text.mask(), "cache": cache, "key_positions": text.positions}
+                last = target.forward(text.tokens, text.positions, **of_text, **asked).aux_hidden_states
             size = max(1, QUERIES // (batch * (self.depth - 1)))
             for start in range(0, bonus.shape[1], size):
                 part = slice(start, start + size)
                 seen = part_seen(blocks.first[:, part], bonus[:, part], inside, length, None)
                 where = ahead[:, part].flatten(1)
-                keys, of_text = (
-                    torch.cat([text.positions, where], dim=1),
-                    DynamicCache([(layer.keys, layer.values) for layer in cache.layers]),
-                )
+                of_part = {
+                    "mask": seen,
+                    "cache": DynamicCache([(layer.keys, layer.values) for layer in cache.layers]),
+                    "key_positions": torch.cat([text.positions, where], dim=1),
+                }
                 with self.acting_from(0):
-                    out = target.forward(noise[:, part].flatten(1), where, seen, of_text, last_layer, 1, keys)
+                    out = target.forward(noise[:, part].flatten(1), where, **of_part, **asked)
                 states.append(out.aux_hidden_states.unflatten(1, (-1, self.depth - 1)))
         first = last.gather(1, place[..., None].expand(-1, -1, last.shape[-1]))
         return last, torch.cat([first[:, :, None], torch.cat(states, dim=1)], dim=2)

@@ -153,10 +153,10 @@ class Engine:
         self.batch.drop_finished()
         self.batch.make_room()
         cache = self.batch.open_cache()
-        self.levels = self.depth = self.drafter.depth
+        self.depth = self.padded_depth = self.drafter.depth
         if cache.graphs.active:  # few sizes, so few graphs
-            self.depth = power_of_two(self.levels + 1) - 1
-        gumbel = self.batch.sampler.gumbel(cache.seq_lens + 1, self.depth + 1) if self.depth else None
+            self.padded_depth = power_of_two(self.depth + 1) - 1
+        gumbel = self.batch.sampler.gumbel(cache.seq_lens + 1, self.padded_depth + 1) if self.depth else None
         tree = self.drafter.propose(self.batch.accepted._replace(cache=cache), gumbel)
         self.forwards = self.drafter.forwards
         if cache.graphs.active:
@@ -177,7 +177,7 @@ class Engine:
     def verify(self, tree: TokenTree, logits: Tensor, gumbel: Tensor | None) -> tuple[Verification, Tensor]:
         """What the target writes itself, and a Validity per sequence (batch,)."""
         cache = self.batch.open_cache()
-        return self.batch.sampler.verify(logits, tree, gumbel, self.depth, cache.seq_lens + 1, cache.graphs)
+        return self.batch.sampler.verify(logits, tree, gumbel, self.padded_depth, cache.seq_lens + 1, cache.graphs)
 
     def commit(
         self, tree: TokenTree, verification: Verification, validity: Tensor, aux_hidden_states: Tensor
@@ -198,7 +198,7 @@ class Engine:
         for slot, is_valid in enumerate(valid):
             if is_valid == Validity.REJECTED_NAN:
                 cache.erase_uncommitted(slot)
-        width = self.levels + 1 if captured else max(counts)
+        width = self.depth + 1 if captured else max(counts)
         kept = verification.path[:, :width, None].expand(-1, -1, aux_hidden_states.shape[-1])
         aux_hidden_states = aux_hidden_states.gather(1, kept)
         new_tokens = verification.tokens[:, :width]
@@ -208,7 +208,7 @@ class Engine:
             if count:
                 added = one.extend(new[:count])
                 output = RequestOutput(one.request, added, count - 1, nodes, one.finish_reason)
-                outputs.append(output._replace(depth=self.levels, forwards=self.forwards))
+                outputs.append(output._replace(depth=self.depth, forwards=self.forwards))
         if self.prefixes is not None:
             self.batch.store_prefixes(self.prefixes, self.namespace, [count > 0 for count in counts])
         texts = [one.text for one in sequences]

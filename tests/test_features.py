@@ -89,7 +89,7 @@ def test_a_store_with_more_layers_serves_a_head_that_takes_some(target, tmp_path
     more = [layer for layer in range(target.num_layers + 1) if layer not in LAYERS]
     given = {"path": str(tmp_path), "dtype": dtype, "shard_rows": 2}
     first = batch_of(disk.disk(rows(), target, LAYERS, 2, **given, also_layers=more))
-    for wanted in (LAYERS, more[:1], [LAYERS[0], more[0]]):
+    for wanted in (LAYERS, more[:1], [LAYERS[0], more[0]], [*LAYERS, *more][::-1]):
         found = storage.unpack(batch_of(disk.disk(rows(), target, wanted, 2, **given)))
         exact = online.forward_target(target, PackedBatch(**batch_of(rows())), wanted)
         for ours, theirs in zip(found, exact, strict=True):

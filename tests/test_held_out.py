@@ -11,7 +11,7 @@ from foredraft.heads import Target
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.inference import generate
 from foredraft.inference.drafters import drafter_for
-from foredraft.inference.evaluation.measure import acceptance
+from foredraft.inference.generation import tokens_per_forward
 from foredraft.train import held_out, losses, parity_gate
 from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.packing import Packed
@@ -71,7 +71,7 @@ def test_agreement_and_acceptance_are_those_of_an_independent_count(target: Targ
     chain = drafter_for(learned.head, target, width=1, depth=DEPTH, nodes=DEPTH + 1, min_probability=0.0)
     prompts = torch.tensor([document.tokens[:8] for document in documents])
     decoded = [generate(target, chain, prompts, max_new_tokens=NEW, eos_token_id=-1)]
-    assert found.acceptance_length == pytest.approx(acceptance(decoded), rel=0.05)
+    assert found.acceptance_length == pytest.approx(tokens_per_forward(decoded), rel=0.05)
 
 
 def test_it_does_not_depend_on_how_the_text_lies_in_rows(target: Target, learned: DistillationModel):

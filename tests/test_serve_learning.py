@@ -25,7 +25,7 @@ from foredraft.inference.serve.worker import Worker
 from tests.support.configs import composed
 from tests.support.head_factory import make_head
 from tests.support.processes import script
-from tests.support.serving import Served, served
+from tests.support.serving import Served, served, wait_until
 
 PROMPT = "def add(self, other):"
 # A trainer: it copies the head that it begins with, and is killed so often as the file `kills` says.
@@ -154,11 +154,6 @@ def history() -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def until(condition: Callable[[], Any]) -> None:
-    while not condition():
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize(
     "found, outcome",
     [
@@ -172,7 +167,7 @@ def until(condition: Callable[[], Any]) -> None:
 def test_a_head_serves_where_it_is_better_and_has_not_forgotten(start, found, outcome):
     one = start(found)
     serve_some(one)
-    until(lambda: history() and not one.traffic.round.exists())
+    wait_until(lambda: history() and not one.traffic.round.exists())
     (facts,) = history()
     head = "head-0002" if outcome == "served" else "head-0001"
     assert facts["outcome"] == outcome and one.serving.head == head == Path("learned/current").read_text().strip()
@@ -185,13 +180,13 @@ def test_a_trainer_that_is_killed_begins_again_and_one_that_fails_does_not(start
     Path("kills").write_text("2")
     one = start([[SAME, BETTER], [[], []]])
     serve_some(one)
-    until(lambda: history() and not one.traffic.round.exists())
+    wait_until(lambda: history() and not one.traffic.round.exists())
     assert [record.getMessage().split(": ")[1] for record in caplog.records if "ended with" in record.getMessage()] == [
         "a process ended with -9"
     ] * 2
     one.train[:] = ["-c", "raise SystemExit('no space left')"]
     serve_some(one)
-    until(lambda: len(history()) == 2 and not one.traffic.round.exists())
+    wait_until(lambda: len(history()) == 2 and not one.traffic.round.exists())
     assert history()[1]["outcome"] == "failed" and "no space left" in caplog.text
     assert one.serving.head == "head-0002" and one.is_alive()
 
@@ -199,21 +194,21 @@ def test_a_trainer_that_is_killed_begins_again_and_one_that_fails_does_not(start
 def test_the_head_before_comes_back_by_hand_or_where_acceptance_has_fallen(start, caplog):
     one = start([[SAME, BETTER], [[], []]])
     serve_some(one, gained=4)
-    until(lambda: one.serving.head == "head-0002" and not one.traffic.round.exists())
+    wait_until(lambda: one.serving.head == "head-0002" and not one.traffic.round.exists())
     assert one.before is not None
     one.rows = 10**6
     Path("found").write_text(json.dumps([[SAME, SAME]]))
     serve_some(one, gained=1, first=40)  # other texts: no reason to go back
-    until(lambda: len(history()) == 2)
+    wait_until(lambda: len(history()) == 2)
     assert history()[1]["outcome"] == "stays" and one.serving.head == "head-0002"
     one.before = "head-0001", [(4, 1)] * 40
     Path("found").write_text(json.dumps([[SAME, BETTER]]))
-    until(lambda: one.serving.head == "head-0001")
+    wait_until(lambda: one.serving.head == "head-0001")
     assert history()[2]["outcome"] == "back" and one.before is None
     Path("learned/current").write_text("head-0002\n")
-    until(lambda: one.serving.head == "head-0002")
+    wait_until(lambda: one.serving.head == "head-0002")
     Path("learned/current").write_text("head-9\n")
-    until(lambda: "head-9 cannot serve" in caplog.text and Path("learned/current").read_text() == "head-0002\n")
+    wait_until(lambda: "head-9 cannot serve" in caplog.text and Path("learned/current").read_text() == "head-0002\n")
     assert (
         newest_head(Path("learned"), "given") == "learned/head-0002"
         and newest_head(Path("learned"), "learned/head-0001")[-1] == "1"
@@ -225,32 +220,32 @@ def test_on_a_cpu_a_process_is_halted_while_something_is_served(start, monkeypat
     one.train[:] = ["-c", "import time; time.sleep(600)"]
     serve_some(one)
     background, worker = one.background, one.serving.worker
-    until(lambda: background.process is not None)
+    wait_until(lambda: background.process is not None)
     state = Path(f"/proc/{background.process.pid}/stat")
     worker.open += 1
     worker.on_reserve()
-    until(lambda: state.read_text().split()[2] == "T")
+    wait_until(lambda: state.read_text().split()[2] == "T")
     ran = background.seconds
     time.sleep(0.3)
     assert background.seconds == ran
     worker.open -= 1
-    until(lambda: state.read_text().split()[2] == "S")
+    wait_until(lambda: state.read_text().split()[2] == "S")
 
 
 def test_the_oldest_heads_go_but_none_that_serves_or_may_come_back(start):
     one = start([[SAME, BETTER], [[], []]], keep=2)
     for number in range(2, 5):
         serve_some(one, gained=4)
-        until(lambda number=number: len(history()) == number - 1 and not one.traffic.round.exists())
-    until(lambda: sorted(path.name for path in Path("learned").glob("head-*")) == ["head-0003", "head-0004"])
+        wait_until(lambda number=number: len(history()) == number - 1 and not one.traffic.round.exists())
+    wait_until(lambda: sorted(path.name for path in Path("learned").glob("head-*")) == ["head-0003", "head-0004"])
     assert one.serving.head == "head-0004" and one.before[0] == "head-0003"
     one.rows = 10**6
     Path("learned/current").write_text("head-0003\n")
-    until(lambda: one.serving.head == "head-0003")
+    wait_until(lambda: one.serving.head == "head-0003")
     one.rows = 8
     serve_some(one)
-    until(lambda: len(history()) == 4 and not one.traffic.round.exists())
-    until(lambda: sorted(path.name for path in Path("learned").glob("head-*")) == ["head-0003", "head-0005"])
+    wait_until(lambda: len(history()) == 4 and not one.traffic.round.exists())
+    wait_until(lambda: sorted(path.name for path in Path("learned").glob("head-*")) == ["head-0003", "head-0005"])
 
 
 def test_a_deleted_current_is_written_again_and_said_once(start, caplog):
@@ -258,11 +253,11 @@ def test_a_deleted_current_is_written_again_and_said_once(start, caplog):
     current = Path("learned/current")
     for _ in range(2):
         current.unlink()
-        until(current.exists)
+        wait_until(current.exists)
     assert current.read_text() == "head-0001\n" and caplog.text.count("was gone, and is written again") == 2
     current.write_text("")  # as a shell leaves it before it writes
     serve_some(one)
-    until(lambda: history() and not one.traffic.round.exists())
+    wait_until(lambda: history() and not one.traffic.round.exists())
     assert history()[0]["outcome"] == "served" and one.serving.head == "head-0002"
     assert "learning: F" not in caplog.text and "cannot serve" not in caplog.text
     current.unlink()
@@ -299,7 +294,7 @@ def test_the_command_swaps_continues_and_keeps_out_what_is_not_to_be_stored(tiny
         shutil.copytree(learned / "head-0001", learned / "head-0002")
         asked = text(server, 0)
         (learned / "current").write_text("head-0002\n")
-        until(lambda: (learned / "current").exists() and text(server, 0) == expected[0] and served_by(server, 2))
+        wait_until(lambda: (learned / "current").exists() and text(server, 0) == expected[0] and served_by(server, 2))
         assert [asked, *(text(server, seed) for seed in range(1, 4))] == expected
         rows = (learned / "new.jsonl").read_text()
         assert '"seed": 9' not in rows and rows.count("\n") == (folder / "log").read_text().count("\n")
@@ -321,7 +316,7 @@ def test_each_tenant_has_texts_and_a_head_of_its_own(tiny_path: Path, folder: Pa
         learned = folder / "learned"
         shutil.copytree(learned / "two" / "head-0001", learned / "two" / "head-0002")
         (learned / "two" / "current").write_text("head-0002\n")
-        until(lambda: text(server, 3, model="two") == expected and served_by(server, 2, "two/"))
+        wait_until(lambda: text(server, 3, model="two") == expected and served_by(server, 2, "two/"))
         with ThreadPoolExecutor(8) as pool:
             asked = list(pool.map(lambda number: text(server, 3, model=("one", "two")[number % 2]), range(8)))
         assert asked == [expected] * 8
@@ -356,7 +351,7 @@ def test_a_round_by_the_real_trainer_and_judge(tiny_path: Path, folder: Path):
         for seed in range(30):
             text(server, seed, prompt=f"{PROMPT}{seed}")
         history = folder / "learned" / "history.jsonl"
-        until(history.exists)
+        wait_until(history.exists)
         (found,) = map(json.loads, history.read_text().splitlines())
         assert found["outcome"] in ("served", "no better") and len(found["recent"]) == 2, server.log.read_text()
         assert text(server, 3) == text(server, 3, speculative=False)

@@ -15,8 +15,7 @@ from foredraft.heads import Target, save_head
 from foredraft.inference.serve.vllm_learning import rows_of
 from tests.support import ROOT
 from tests.support.head_factory import make_head
-from tests.support.serving import Served, served
-from tests.test_serve_learning import until
+from tests.support.serving import Served, served, wait_until
 
 
 @pytest.fixture
@@ -59,7 +58,9 @@ def test_what_vllm_serves_is_kept_and_a_better_head_taken_over(server: Served, t
     shutil.copytree(learned / "head-0001", learned / "head-0002")
     (learned / "current").write_text("head-0002\n")
     with ThreadPoolExecutor(4) as pool:  # some of them while the weights change
-        until(lambda: {ask(server, "y")[0] for _ in pool.map(lambda _: None, range(4))} == {200} and head(server) == 2)
+        wait_until(
+            lambda: {ask(server, "y")[0] for _ in pool.map(lambda _: None, range(4))} == {200} and head(server) == 2
+        )
     changes = [line.split(" ")[0] for line in record.read_text().splitlines()[1:]]
     updated = ["start_draft_weight_update?", "update_weights?", "finish_weight_update?"]
     assert changes == ["pause?mode=keep", *updated, "resume?"]
@@ -68,7 +69,7 @@ def test_what_vllm_serves_is_kept_and_a_better_head_taken_over(server: Served, t
     other = make_head("eagle3", target, draft_vocab_size=60)
     save_head(other, learned / "head-0003", target)
     (learned / "current").write_text("head-0003\n")
-    until(lambda: (learned / "current").read_text() == "head-0002\n")
+    wait_until(lambda: (learned / "current").read_text() == "head-0002\n")
     assert "head-0003 cannot serve: vLLM takes another head's weights" in server.log.read_text()
     assert record.read_text().count("pause?") == 1 and ask(server, "z")[0] == 200
 

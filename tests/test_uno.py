@@ -15,7 +15,7 @@ from foredraft.heads.target.compiled import CompiledLayer, compile_layers
 from foredraft.heads.uno import UnoHead
 from foredraft.inference import Engine, Request, generate
 from foredraft.inference.drafters import AutoTree, Drafter, NgramDrafter, SuffixDrafter, Switch, Union, UnoTree
-from foredraft.inference.evaluation.measure import acceptance
+from foredraft.inference.generation import tokens_per_forward
 from foredraft.train import parity_gate
 from foredraft.train.checks import check_features
 from tests.support.architectures import CASES, FAMILIES, VOCAB, pair
@@ -120,7 +120,7 @@ def test_tokens_per_forward_count_every_forward_of_the_target(fresh, uno, way, m
     out = generate(fresh, drafter, torch.tensor([PROMPT]), max_new_tokens=41, eos_token_id=-1)
     used = sum(step.forwards for step in out.steps)
     assert len(calls) == 1 + used and {step.forwards for step in out.steps} <= {1, 2}  # the first is the prompt's
-    assert out.acceptance_length == acceptance([out]) == 40 / used
+    assert out.acceptance_length == tokens_per_forward([out]) == 40 / used
     if way == "fixed":
         assert {step.forwards for step in out.steps} == {2} and min(step.accepted[0] for step in out.steps[:-1]) == 1
 

@@ -20,10 +20,10 @@ from foredraft.heads.medusa2 import Medusa2Head
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import load_drafter
 from foredraft.inference.drafters.base import Drafter
-from foredraft.inference.evaluation.measure import NOT_PROVEN, acceptance, evaluate, limited, prove
+from foredraft.inference.evaluation.measure import NOT_PROVEN, evaluate, limited, prove
 from foredraft.inference.evaluation.measure import run as decode
 from foredraft.inference.evaluation.report import RunRecord, Sample, table, write_report
-from foredraft.inference.generation import generate
+from foredraft.inference.generation import generate, tokens_per_forward
 from foredraft.train import held_out, lora, publish
 from foredraft.train.checks import save_checked
 from foredraft.train.data import data_card
@@ -167,7 +167,7 @@ def by_set(target: Target, drafter: Drafter, data: Corpus, settings: Any) -> dic
         decoded = decode(
             target, drafter, rows, what=f"measuring on {name}", **limited(settings.new_tokens, has_chats(held))
         )
-        found[name] = round(acceptance(decoded), 4)
+        found[name] = round(tokens_per_forward(decoded), 4)
     return found
 
 

@@ -16,7 +16,8 @@ from foredraft.heads.hub.card import model_card
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import load_drafter
 from foredraft.inference.evaluation import measure
-from foredraft.inference.evaluation.measure import acceptance, run
+from foredraft.inference.evaluation.measure import run
+from foredraft.inference.generation import tokens_per_forward
 from foredraft.train import parity_gate
 
 TEXTS, LENGTH = 4, 48  # texts that the gate decodes, and their tokens
@@ -64,7 +65,7 @@ def gate(trained: Path, target: Target, files: Path) -> Passed:
     difference = max(parity_gate.check(head, target, text[: LENGTH // 2], saved=files) for text in texts[:2])
     prompts = [text[: LENGTH // 3] for text in texts]
     lengths = [
-        acceptance(
+        tokens_per_forward(
             run(target, load_drafter(str(path), target, tree="fixed"), prompts, max_new_tokens=LENGTH, eos_token_id=-1)
         )
         for path in (trained, files)

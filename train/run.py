@@ -25,8 +25,9 @@ from foredraft.heads import hub
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import drafter_for
-from foredraft.inference.evaluation.measure import acceptance, limited
+from foredraft.inference.evaluation.measure import limited
 from foredraft.inference.evaluation.measure import run as decode
+from foredraft.inference.generation import tokens_per_forward
 from foredraft.train import held_out, lora
 from foredraft.train.checks import (
     check_features,
@@ -254,7 +255,7 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
         )
         decoded = decode(target, drafter_for(head, target), some, **limited(64, has_chats(run.data.validation)))
         found = {
-            "acceptance_length": round(acceptance(decoded), 4),
+            "acceptance_length": round(tokens_per_forward(decoded), 4),
             "acceptance_error": held_out.standard_error(decoded),
         }
         return found | held_out.agreement(trainer.criterion.with_head(head), run.held_out).figures

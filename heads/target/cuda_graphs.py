@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 MOST = 128  # graphs of one owner; the least recently used goes first
-POOLS: dict[
-    torch.device, Any
-] = {}  # memory that all graphs of a device share: what one gives is copied before the next runs
+# The memory of all graphs of a device. What a graph gives stays referenced, so no later one is given its place; what it needs
+# in between they share, since they run one after the other.
+POOLS: dict[torch.device, Any] = {}
 
 
 class CapturedGraph(Protocol):

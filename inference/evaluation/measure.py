@@ -107,11 +107,6 @@ def limited(max_new_tokens: int, ends: bool) -> dict[str, Any]:
     return {"max_new_tokens": max_new_tokens} | ({} if ends else {"eos_token_id": -1})
 
 
-def acceptance(generations: list[Generation]) -> float:
-    """Tokens per target forward over all of them (without the prompts' prefill)."""
-    return tokens_per_forward(generations)
-
-
 def per_depth(generations: list[Generation], depth: int) -> list[float]:
     """Share of steps that accepted at least d drafts, d = 1 .. depth."""
     counts = [count for g in generations for step in g.steps for count in step.accepted]
@@ -148,9 +143,9 @@ def evaluate(
     stages = generate(target, drafter, torch.tensor([some[0]], device=target.device), timings=True, **settings)
     steps = max(1, len(stages.steps))
     return {
-        "acceptance_length": round(acceptance(kept), 4),
-        "acceptance_length_sampled": round(acceptance(sampled), 4),
-        "acceptance_length_all": round(acceptance(greedy), 4),
+        "acceptance_length": round(tokens_per_forward(kept), 4),
+        "acceptance_length_sampled": round(tokens_per_forward(sampled), 4),
+        "acceptance_length_all": round(tokens_per_forward(greedy), 4),
         "accepted_per_depth": [round(share, 4) for share in per_depth(kept, drafter.depth)],
         "tokens_per_second": round(rates[0][0], 2),
         "plain_tokens_per_second": round(rates[0][1], 2),

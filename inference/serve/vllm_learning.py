@@ -97,6 +97,7 @@ class InVllm:
         new = self.folder / head.name
         self.export(head, new)
         if shapes(new) != shapes(self.exported):
+            shutil.rmtree(new)
             raise ValueError("vLLM takes another head's weights, not another head: its tensors have other shapes")
         try:
             self.call("/pause?mode=keep")
@@ -163,13 +164,14 @@ class Proxy:
 
         ended = self.begin()
         try:
-            if await unless_gone(request, send()):
-                return Relay(answers[0], asked, self.learning, ended)
+            if not await unless_gone(request, send()):
+                return Response(status_code=499)
+            return Relay(answers[0], asked, self.learning, ended)
         except httpx2.TransportError as error:
-            ended()
             return error_response(GONE if self.vllm.dead else f"vLLM does not answer: {error}", 503)
-        ended()
-        return Response(status_code=499)
+        finally:
+            if not answers:  # else the relay says when
+                ended()
 
     def begin(self) -> Callable[[], None]:
         """Of a request; what is given ends it."""
@@ -198,11 +200,12 @@ class Relay(StreamingResponse):
         kept = {name: answer.headers[name] for name in ("content-type", "content-length") if name in answer.headers}
         super().__init__(self.relay(), answer.status_code, kept)
         self.answer, self.asked, self.learning, self.ended = answer, asked, learning, ended
-        self.came = b""
+        self.came = bytearray()
 
     async def relay(self) -> AsyncIterator[bytes]:
         async for part in self.answer.aiter_bytes():
-            self.came += part if self.asked is not None else b""
+            if self.asked is not None:
+                self.came += part
             yield part
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -211,7 +214,7 @@ class Relay(StreamingResponse):
         finally:
             self.ended()
             if self.asked is not None and self.answer.is_success:
-                self.learning.add(rows_of(self.asked, self.came))
+                self.learning.add(rows_of(self.asked, bytes(self.came)))
             await self.answer.aclose()
 
 

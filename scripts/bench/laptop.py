@@ -1,13 +1,12 @@
 """llama.cpp plain and with an exported head, beside foredraft, prompt by prompt in turn; and what its forwards cost:
 
-    python scripts/bench/laptop.py HEAD PROMPTS.jsonl TARGET.gguf [TARGET.gguf ...] [limit=4] [new_tokens=64]
+    python scripts/bench/laptop.py 'files=[TARGET.gguf]' head=scripts/smollm2/eagle3 prompts=FILE.jsonl
 
 Greedy, with as many threads as OMP_NUM_THREADS says. foredraft decodes the same file's dequantised weights, in the dtype
 that is faster here. Needs `pip install xllamacpp`, or llama-server on the PATH.
 """
 
 import json
-import sys
 import time
 from collections import defaultdict
 from contextlib import ExitStack
@@ -15,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 
-from foredraft import Target, generate, load_drafter
+from foredraft import Target, load_drafter
 from foredraft.inference.drafters import Drafter, chain_of, tree_of
-from foredraft.train.data.prompt_sets import questions, tokenize
+from foredraft.inference.evaluation.speed import FirstTokens, foredraft_decoder
+from foredraft.scripts.bench.matched import first_turns
+from foredraft.train.cli import entry
 from foredraft.train.gguf_gate import ask, serving
 
 LENGTHS, DEPTHS = (1, 2, 4, 8), (1, 2, 3)
@@ -43,33 +45,18 @@ def decode_there(address: str, row: list[int], new_tokens: int) -> tuple[float, 
     return timings["predicted_ms"] / 1e3, timings["predicted_n"]
 
 
-class FirstToken:
-    """A streamer that notes when the prompt is done with."""
-
-    def __init__(self) -> None:
-        self.puts, self.at = 0, 0.0
-
-    def put(self, tokens: Any) -> None:
-        self.puts += 1
-        if self.puts == 2:  # first comes the prompt itself
-            self.at = time.perf_counter()
-
-    def end(self) -> None:
-        pass
-
-
 def decode_here(target: Target, drafter: Drafter | None, row: list[int], new_tokens: int) -> tuple[float, int]:
-    streamer, ids = FirstToken(), torch.tensor([row], device=target.device)
-    out = generate(target, drafter, ids, max_new_tokens=new_tokens, eos_token_id=-1, streamer=streamer)
-    return time.perf_counter() - streamer.at, len(out.new_tokens[0])
+    streamer, ids = FirstTokens(), torch.tensor([row], device=target.device)
+    count, _ = foredraft_decoder(target, drafter, new_tokens, streamer=streamer)(ids, 0)
+    return time.perf_counter() - streamer.at, count
 
 
 def measure(head: str, prompts: str, file: Path, limit: int, new_tokens: int) -> None:
     target = Target.from_pretrained(str(file))
-    first = [one._replace(turns=one.turns[:1]) for one in questions(prompts, limit)]
-    rows = [one.tokens for one in tokenize(first, target.text_tokenizer, 1024, lambda ids: [])]
+    rows = [prompt.tokens for prompt in first_turns(target, prompts, limit, new_tokens)]
     tree = tree_of(load_drafter(head, target, tree="fixed"))
-    assert tree is not None
+    if tree is None:
+        raise ValueError(f"head={head} is no head")
     ours = {
         PLAIN: None,
         "chain of 3": chain_of(tree, target, 3),
@@ -102,14 +89,10 @@ def measure(head: str, prompts: str, file: Path, limit: int, new_tokens: int) ->
     )
 
 
-def main() -> None:
-    options = {"limit": "4", "new_tokens": "64"}
-    given = [argument for argument in sys.argv[1:] if argument.split("=")[0] not in options]
-    options |= dict(argument.split("=", 1) for argument in sys.argv[1:] if argument not in given)
-    if len(given) < 3:
-        sys.exit(__doc__)
-    for file in given[2:]:
-        measure(given[0], given[1], Path(file), int(options["limit"]), int(options["new_tokens"]))
+@entry("laptop")
+def main(cfg: DictConfig) -> None:
+    for file in cfg.files:
+        measure(cfg.head, cfg.prompts, Path(file), cfg.limit, cfg.new_tokens)
 
 
 if __name__ == "__main__":

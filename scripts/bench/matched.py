@@ -1,7 +1,6 @@
 """Heads that were trained alike, side by side, by what each forward gains, which no other program on the machine can change:
 
-    python scripts/bench/matched.py TARGET PROMPTS.jsonl HEAD [HEAD ...] [limit=12] [new_tokens=64] [chain=4]
-        [temperatures=0,1]
+    python scripts/bench/matched.py target=smollm2 prompts=FILE.jsonl 'heads=[outputs/eagle3/head,outputs/dflash/head]'
 
 Every head drafts for the same prompts with the same seeds. "likeliest" and "sampled" are sample and match, as serving engines
 draft: a chain of the head's likeliest tokens, or of tokens that it samples, which the target's own samples may hit. "chain"
@@ -9,16 +8,18 @@ and "tree" share the target's noise. All write the same text. Brackets hold the 
 """
 
 import math
-import sys
 from collections import defaultdict
 
 import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
 from torch import Tensor
 
 from foredraft import Engine, Request, SamplingParams, Target
 from foredraft.inference.drafters import Drafter, chain_of, load_drafter, tree_of
 from foredraft.inference.drafters.base import Accepted, Wrapper
 from foredraft.inference.tree import TokenTree
+from foredraft.train.cli import entry
 from foredraft.train.data.prompt_sets import Prompt, questions, tokenize
 
 Gains = list[tuple[int, int]]  # of each text: its forwards, and what they added
@@ -68,31 +69,31 @@ def figure(gains: Gains, error: bool = False) -> str:
     return f"{ratio:.2f} ({math.sqrt(spread * len(gains) / max(1, len(gains) - 1)) / max(1, steps):.2f})"
 
 
-def main() -> None:
-    options = {"limit": "12", "new_tokens": "64", "chain": "4", "temperatures": "0,1"}
-    given = [argument for argument in sys.argv[1:] if argument.split("=")[0] not in options]
-    options |= dict(argument.split("=", 1) for argument in sys.argv[1:] if argument not in given)
-    if len(given) < 3:
-        sys.exit(__doc__)
-    new_tokens, length = int(options["new_tokens"]), int(options["chain"])
-    target = Target.from_pretrained(given[0])
-    first = [one._replace(turns=one.turns[:1]) for one in questions(given[1], int(options["limit"]))]
-    most = (target.context or 1 << 30) - new_tokens
-    prompts = list(tokenize(first, target.text_tokenizer, most, lambda ids: []))
+def first_turns(target: Target, name: str, limit: int, new_tokens: int) -> list[Prompt]:
+    """Of so many questions of a set or a file."""
+    first = [one._replace(turns=one.turns[:1]) for one in questions(name, limit)]
+    return list(tokenize(first, target.text_tokenizer, (target.context or 1 << 30) - new_tokens, lambda ids: []))
+
+
+@entry("matched")
+def main(cfg: DictConfig) -> None:
+    target: Target = instantiate(cfg.target)
+    prompts = first_turns(target, cfg.prompts, cfg.limit, cfg.new_tokens)
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))
-    print(f"{len(prompts)} prompts of {given[1]}, up to {new_tokens} tokens each, chains of {length}, {target.dtype}\n")
+    print(f"{len(prompts)} prompts, up to {cfg.new_tokens} tokens each, chains of {cfg.chain}, {target.dtype}\n")
     print(f"| head | T | likeliest | sampled | chain | tree | tree: {' | '.join(categories)} |")
     print("|---" * (6 + len(categories)) + "|", flush=True)
-    for head in given[2:]:
+    for head in cfg.heads:
         fixed = load_drafter(head, target, tree="fixed")
         tree = tree_of(fixed)
-        assert tree is not None, f"{head} drafts no tree"
-        chain = chain_of(tree, target, length)
-        for temperature in map(float, options["temperatures"].split(",")):
+        if tree is None:
+            raise ValueError(f"heads names {head}, which is no head")
+        chain = chain_of(tree, target, cfg.chain)
+        for temperature in cfg.temperatures:
             ways: list[Drafter] = (
                 [chain, fixed] if temperature == 0 else [Likeliest(chain), Sampled(chain), chain, fixed]
             )
-            found = [decode(target, one, prompts, new_tokens, temperature) for one in ways]
+            found = [decode(target, one, prompts, cfg.new_tokens, temperature) for one in ways]
             same = all(texts == found[0][1] for _, texts in found)
             assert same or target.dtype != torch.float32, f"{head} changed a text"
             cells = [""] * (4 - len(found)) + [figure(gains, error=True) for gains, _ in found]

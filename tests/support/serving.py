@@ -9,9 +9,10 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from openai import OpenAI
 
@@ -71,3 +72,9 @@ def served(folder: Path, *arguments: str, program: str = "scripts/serve.py", **e
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    """How long is the test's own limit (pytest-timeout)."""
+    while not condition():
+        time.sleep(0.02)

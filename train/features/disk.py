@@ -314,7 +314,7 @@ class StoredRows(Dataset):
                 self.opened.pop(next(iter(self.opened))).file.close()  # the first one that was opened
             self.opened[number] = self.checked(number)
         stored = self.opened[number].row(place)
-        if len(self.columns) < len(self.manifest["layers"]):
+        if self.columns != list(range(len(self.manifest["layers"]))):
             parts = stored["features"].unflatten(-1, (len(self.manifest["layers"]), -1))
             stored["features"] = parts[..., self.columns, :].flatten(-2)
             if "features_scale" in stored:

@@ -43,9 +43,8 @@ def forward_target(target: Target, text: PackedBatch, layers: list[int]) -> tupl
             if packed or (target.window and target.supports_trees):
                 mask = text.mask()
                 if images is not None:
-                    mask |= (images["blocks"][:, :, None] == images["blocks"][:, None]) & (images["blocks"] >= 0)[
-                        :, None
-                    ]
+                    blocks = images["blocks"][:, None]
+                    mask |= (blocks == blocks.mT) & (blocks >= 0)
             reading = target.forward(text.tokens, text.positions, mask, None, wanted, 1, columns, images)
     width = target.hidden_size
     aux_hidden_states = reading.aux_hidden_states[rows]

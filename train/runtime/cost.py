@@ -72,12 +72,20 @@ class ConfigOnlyTarget(Target):
     """A target that is only a config: its readings have shapes and no numbers."""
 
     def forward(
-        self, tokens: Tensor, *args: Any, layers: Sequence[int] = (), keep_logits: Any = 0, **kwargs: Any
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Any = None,
+        cache: Any = None,
+        layers: Sequence[int] = (),
+        keep_logits: int = 0,
+        key_positions: Tensor | None = None,
+        images: dict[str, Tensor] | None = None,
     ) -> TargetOutput:
-        if args:  # UNO's head, which learns in these layers: what they keep for gradients is counted
-            return super().forward(tokens, *args)
+        if cache is not None:  # UNO's head, which learns in these layers: what they keep for gradients is counted
+            return super().forward(tokens, positions, mask, cache, layers, keep_logits, key_positions, images)
         rows, length = tokens.shape
-        kept = keep_logits if isinstance(keep_logits, int) and keep_logits else length
+        kept = keep_logits or length
         made: dict[str, Any] = {"dtype": self.dtype, "device": tokens.device}
         return TargetOutput(
             torch.empty(rows, kept, self.vocab_size, **made),

@@ -24,8 +24,9 @@ from foredraft.heads.target.device import device_name
 from foredraft.inference import load_drafter
 from foredraft.inference.drafters import chain_of, tree_of
 from foredraft.inference.evaluation.benchmark import rivals
-from foredraft.inference.evaluation.measure import acceptance, per_depth
+from foredraft.inference.evaluation.measure import per_depth
 from foredraft.inference.evaluation.speed import Decoder, foredraft_decoder, time_decoders, transformers_decoder
+from foredraft.inference.generation import tokens_per_forward
 from foredraft.train.cli import CONF, entry
 from foredraft.train.data.corpus import prompts
 
@@ -97,7 +98,7 @@ def in_this_process(cfg: DictConfig, target: Target, rows: list[list[int]]) -> t
         if timing.generations:
             same = sum(out.new_tokens[0] == text for out, text in zip(timing.generations, texts, strict=True))
             found[name] |= {
-                "acceptance_length": acceptance(timing.generations),
+                "acceptance_length": tokens_per_forward(timing.generations),
                 "text": f"{same} of {len(texts)} identical",
             }
             if name.startswith("chain"):
