@@ -1,6 +1,6 @@
 """llama.cpp plain and with an exported head, beside foredraft, prompt by prompt in turn; and what its forwards cost:
 
-    python scripts/bench/laptop.py 'files=[TARGET.gguf]' head=scripts/smollm2/eagle3 prompts=FILE.jsonl
+    python scripts/bench/laptop.py 'files=[TARGET.gguf]' spec=scripts/smollm2/eagle3 prompts=FILE.jsonl
 
 Greedy, with as many threads as OMP_NUM_THREADS says. foredraft decodes the same file's dequantised weights, in the dtype
 that is faster here. Needs `pip install xllamacpp`, or llama-server on the PATH.
@@ -56,7 +56,7 @@ def measure(head: str, prompts: str, file: Path, limit: int, new_tokens: int) ->
     rows = [prompt.tokens for prompt in first_turns(target, prompts, limit, new_tokens)]
     tree = tree_of(load_drafter(head, target, tree="fixed"))
     if tree is None:
-        raise ValueError(f"head={head} is no head")
+        raise ValueError(f"spec={head} is no head")
     ours = {
         PLAIN: None,
         "chain of 3": chain_of(tree, target, 3),
@@ -92,7 +92,7 @@ def measure(head: str, prompts: str, file: Path, limit: int, new_tokens: int) ->
 @entry("laptop")
 def main(cfg: DictConfig) -> None:
     for file in cfg.files:
-        measure(cfg.head, cfg.prompts, Path(file), cfg.limit, cfg.new_tokens)
+        measure(cfg.spec, cfg.prompts, Path(file), cfg.limit, cfg.new_tokens)
 
 
 if __name__ == "__main__":
