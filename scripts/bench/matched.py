@@ -42,6 +42,7 @@ def decode(
     target: Target, drafter: Drafter, prompts: list[Prompt], new_tokens: int, temperature: float
 ) -> tuple[Gains, list[list[int]]]:
     """What each text gained, and the texts. Prompt i has seed i."""
+    torch.manual_seed(0)  # of the noise that `Sampled` draws
     engine = Engine(target, drafter, max_num_seqs=16)
     gains: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
     texts: dict[int, list[int]] = defaultdict(list)
