@@ -90,6 +90,17 @@ def test_joins_and_leaves_for_long_capture_few_steps(target, name, monkeypatch):
     assert cuda_graphs.CudaGraphs.num_captured - begun <= 4 * most  # memory grew a few times, and never anew
 
 
+@torch.inference_mode()
+def test_trees_of_two_and_three_levels_are_verified_by_one_graph(target, taped):
+    target = again(target)
+    drafter = drafters(target)["eagle3"]
+    for depth in (2, 3):
+        drafter.resize(6, depth)
+        generate(target, drafter, prompt(9), temperature=1.0, **LIMITS)
+    cache = target.acquire_cache(1, 64)
+    assert sum("verify" in str(key) for key in cache.graphs.graphs) == 1 and taped
+
+
 @pytest.mark.parametrize("name", ["greedy", "top-p", "penalty"])
 def test_the_text_is_the_same(target, name, monkeypatch, taped):
     settings = SETTINGS[name] | LIMITS
