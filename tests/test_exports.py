@@ -205,6 +205,6 @@ def test_what_an_engine_has_learnt_is_said(deep):
 def test_the_gate_stops_files_that_gain_less(deep, tmp_path, monkeypatch):
     save_head(ours("eagle3", deep), tmp_path / "head", deep)
     lengths = iter([2.0, 1.9])
-    monkeypatch.setattr(publish, "acceptance", lambda generations: next(lengths))
+    monkeypatch.setattr(publish, "tokens_per_forward", lambda generations: next(lengths))
     with pytest.raises(ValueError, match=r"gains 2\.0000 tokens per forward and the files .* 1\.9000"):
         publish.gate(tmp_path / "head", deep, tmp_path / "head")

@@ -110,7 +110,7 @@ def test_the_best_weights_are_those_that_drafted_best():
 def test_a_run_ships_its_best_weights(given: list[str], here, tmp_path: Path, monkeypatch):
     """Here the first ones, since measurements are made to fall."""
     lengths = iter([3.0, 2.0, 1.0])
-    monkeypatch.setattr("foredraft.train.run.acceptance", lambda generations: next(lengths))
+    monkeypatch.setattr("foredraft.train.run.tokens_per_forward", lambda generations: next(lengths))
     ended = here(*given, "output_dir=out", "keep_checkpoints=true")
     assert ended.code == 0, ended.err
     assert "the weights of step 8, which drafted best on validation prompts, are kept" in ended.out

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.serving.conftest import EMBEDDED, QUIET, train_heads
 from tests.serving.test_vllm import PYTHON
-from tests.support.serving import Served, served
-from tests.test_serve_learning import until
+from tests.support.serving import Served, served, wait_until
 
 pytestmark = [pytest.mark.serving, pytest.mark.timeout(1800)]
 VLLM = f"""#!{PYTHON}
@@ -62,7 +61,7 @@ def follow(server: Served, learned: Path, name: str) -> None:
     with ThreadPoolExecutor(1) as pool:
         decoded = pool.submit(ask, server, "import os", max_tokens=400, store=False)
         (learned / "current").write_text(f"{name}\n")
-        until(lambda: server.metric("foredraft_head", f'head="{name}"'))
+        wait_until(lambda: server.metric("foredraft_head", f'head="{name}"'))
         assert decoded.result() == ask(server, "import os", max_tokens=400, store=False)
 
 
@@ -76,7 +75,7 @@ def test_a_running_vllm_is_learned_from_and_takes_other_heads(head: Path, tmp_pa
     with served(tmp_path, *target, *learn, PATH=path, **QUIET) as server:
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda number: ask(server, f"def f{number}("), range(30)))
-        until((learned / "history.jsonl").exists)
+        wait_until((learned / "history.jsonl").exists)
         (facts,) = map(json.loads, (learned / "history.jsonl").read_text().splitlines())
         assert facts["outcome"] != "failed" and len(facts["recent"]) == 2, server.log.read_text()[-3000:]
         if facts["outcome"] == "served":
