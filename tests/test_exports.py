@@ -10,6 +10,7 @@ from foredraft.heads import Target, save_head
 from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import read_head
 from foredraft.heads.formats import engines
+from foredraft.heads.hub.card import model_card
 from foredraft.heads.hydra import HydraHead
 from foredraft.train import publish
 from tests.support import golden
@@ -208,3 +209,25 @@ def test_the_gate_stops_files_that_gain_less(deep, tmp_path, monkeypatch):
     monkeypatch.setattr(publish, "tokens_per_forward", lambda generations: next(lengths))
     with pytest.raises(ValueError, match=r"gains 2\.0000 tokens per forward and the files .* 1\.9000"):
         publish.gate(tmp_path / "head", deep, tmp_path / "head")
+
+
+LOADED = {  # engine: format of export, None for the files as training writes them
+    "eagle3": {"vLLM": None, "SGLang": None, "llama.cpp": "gguf"},
+    "eagle3 qk_norm": {"vLLM": None},
+    "medusa": {"Text Generation Inference": None},
+    "domino": {"SGLang": None},
+    "dspark pruned": {"vLLM": "vllm", "llama.cpp": "gguf"},
+    "p_eagle": {"vLLM": None},
+    "hydra": {},
+}
+
+
+@pytest.mark.parametrize("kind", LOADED)
+def test_a_card_names_the_engines_that_load_the_head(kind, deep):
+    found = engines.engines(ours(kind, deep), deep, "org/target")
+    assert {one["engine"]: one["format"] for one in found} == LOADED[kind]
+    card = model_card({}, {"kind": kind, "target": "org/target", "repo": "org/head", "engines": found}, None)
+    for one in found:
+        assert one["command"].replace("{head}", "org/head" if one["format"] is None else "exported") in card
+    assert card.count("as they are") == list(LOADED[kind].values()).count(None)
+    assert all(f"format={layout}" in card for layout in LOADED[kind].values() if layout)

@@ -15,6 +15,7 @@ from foredraft.heads.hub.card import model_card
 from foredraft.heads.target import gguf, packages
 from foredraft.heads.target.gguf_tokenizer import GPT2, SPLITTINGS, build_tokenizer
 from foredraft.heads.target.locating import locate
+from foredraft.train import publish
 from foredraft.train.cli import CONF, spelled_out
 from tests.support.gguf_targets import tokenizer_metadata, write_gguf
 
@@ -71,10 +72,11 @@ def test_a_changed_file_is_another_target(file, model, words):
 
 def test_a_head_says_which_file_its_target_came_from(file, tmp_path):
     target = Target.from_pretrained(file, dtype="float32")
-    save_head(Eagle3Head.for_target(target, depth=2), tmp_path / "head", target)
+    head = Eagle3Head.for_target(target, depth=2)
+    save_head(head, tmp_path / "head", target)
     recorded = read_config(tmp_path / "head")["foredraft"]["target"]
     assert recorded["name"] == str(file) and recorded["gguf"] == target.gguf
-    card = model_card({}, {"kind": "eagle3", "target": target.name, "gguf": recorded["gguf"]}, None)
+    card = model_card({}, publish.about(head, target), None)
     assert f"tiny.gguf (F32 100 %; SHA-256 {target.gguf['sha256']}...), dequantised" in card
     assert "vllm serve TARGET " in card  # other engines read no such path
 

@@ -16,7 +16,6 @@ from transformers import TrainerState
 from foredraft.heads.base import DraftHead, PackedBatch, ParallelHead
 from foredraft.heads.checkpoint import published_dtype, read_head
 from foredraft.heads.hub.card import model_card
-from foredraft.heads.medusa2 import Medusa2Head
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import load_drafter
 from foredraft.inference.drafters.base import Drafter
@@ -77,7 +76,7 @@ def finalize(
     (directory / "head" / "config.yaml").write_text(config)
     (directory / "history.json").write_text(json.dumps(history, indent=1) + "\n")
     record = RunRecord(f"{head.kind} for {target.name}", metrics, history, samples, config)
-    write_results(directory, head, data, record)
+    write_results(directory, head, target, data, record)
     if target.ends_only:
         print(
             "nothing was measured, because only the target's ends are loaded here: foredraft evaluate "
@@ -179,21 +178,10 @@ def sample(target: Target, drafter: Any, row: list[int], **settings: Any) -> Sam
     return Sample.of(target.text_tokenizer, row, out.new_tokens[0], accepted, emitted)
 
 
-def write_results(directory: Path, head: DraftHead, data: Corpus, record: RunRecord) -> None:
+def write_results(directory: Path, head: DraftHead, target: Target, data: Corpus, record: RunRecord) -> None:
     """The model card, report.html, metrics.json (last: it marks a run as finished), and the table on the terminal."""
     metrics = record.metrics
-    facts = {
-        "kind": head.kind,
-        "target": metrics["target"],
-        "gguf": metrics.get("gguf"),
-        "parameters": metrics["parameters"],
-        "depth": head.depth,
-        "layers": head.layers,
-        "draft_vocab_size": None if head.draft_ids is None else len(head.draft_ids),
-        "license": None,
-        "format": head.format,
-        "adapter": isinstance(head, Medusa2Head),
-    }
+    facts = publish.about(head, target) | {"parameters": metrics["parameters"]}
     head_directory = directory / "head"
     (head_directory / "README.md").write_text(model_card(metrics, facts, dict(data_card.lines(data.card))))
     # Beside the weights too, where `scripts/push.py` makes the Hub's card of it.

@@ -4,15 +4,18 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from foredraft.heads import adapter, hub
+from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import load_head, read_config
+from foredraft.heads.formats.engines import engines
 from foredraft.heads.hub.card import model_card
+from foredraft.heads.medusa2 import Medusa2Head
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import load_drafter
 from foredraft.inference.evaluation import measure
@@ -78,6 +81,24 @@ def gate(trained: Path, target: Target, files: Path) -> Passed:
     return Passed(difference, lengths[0])
 
 
+def about(head: DraftHead, target: Target) -> dict[str, Any]:
+    """What the model card says of a head itself."""
+    return {
+        "kind": head.kind,
+        "target": target.name,
+        "gguf": target.gguf,
+        "parameters": sum(parameter.numel() for parameter in head.parameters()),
+        "depth": head.depth,
+        "layers": head.layers,
+        "draft_vocab_size": None if head.draft_ids is None else len(head.draft_ids),
+        "license": None,
+        "format": head.format,
+        "adapter": isinstance(head, Medusa2Head),
+        # Other engines read the model as transformers saves it, not the GGUF file.
+        "engines": engines(head, target, "TARGET" if target.gguf else target.name),
+    }
+
+
 def stage(head: Path, folder: Path, repo: str, target: Target, license: str | None) -> None:
     """Copy to `folder` what the Hub gets of the head in `head`: its files, card, metrics, config and report."""
     for path in sorted(head.iterdir()):
@@ -86,19 +107,11 @@ def stage(head: Path, folder: Path, repo: str, target: Target, license: str | No
     if (head.parent / REPORT).is_file() and (head.parent / METRICS).is_file():
         shutil.copy(head.parent / REPORT, folder)
     recorded = json.loads((head / METRICS).read_text()) if (head / METRICS).is_file() else {}
-    loaded = load_head(head, target)
-    about = {
-        "kind": loaded.kind,
-        "target": target.name,
-        "gguf": target.gguf,
-        "depth": loaded.depth,
-        "layers": loaded.layers,
-    }
-    about |= {"parameters": sum(p.numel() for p in loaded.parameters()), **recorded.get("about", {})}
-    about |= {"repo": repo, "sha256": hub.weights_sha256(folder), "revision": hub.cached_commit(target.checkpoint)}
+    facts = about(load_head(head, target), target) | recorded.get("about", {})
+    facts |= {"repo": repo, "sha256": hub.weights_sha256(folder), "revision": hub.cached_commit(target.checkpoint)}
     if license is not None:
-        about["license"] = license
-    (folder / CARD).write_text(model_card(recorded, about, recorded.get("data")))
+        facts["license"] = license
+    (folder / CARD).write_text(model_card(recorded, facts, recorded.get("data")))
 
 
 def push(

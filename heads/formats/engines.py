@@ -4,8 +4,10 @@ Each function takes a head and its target and returns the layout for one engine,
 would not load the head, or would draft with it wrongly.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+from foredraft.heads import formats
 from foredraft.heads.base import DraftHead
 from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.dflash2 import DFlash2Head
@@ -352,3 +354,30 @@ def check_layer_flags(engine: str, head: Eagle3Head, known: tuple[str, ...] = ()
     used += [] if config[AUX] else [f"{AUX}=false"]
     if used:
         raise ValueError(f"{engine} knows no {', '.join(used)}, and would draft wrongly without a word; vLLM does")
+
+
+Exporter = Callable[[DraftHead, Target], Export]
+# Engines, and the formats of export that they read: a card names the first that takes the head.
+ENGINES: dict[str, dict[str, Exporter]] = {
+    "vLLM": {"vllm": vllm, "speculators": speculators, "mtp": mtp},
+    "SGLang": {"sglang": sglang},
+    "Text Generation Inference": {"medusa": medusa},
+    "llama.cpp": {"gguf": llamacpp},
+}
+
+
+def engines(head: DraftHead, target: Target, name: str) -> list[dict[str, Any]]:
+    """For the model card: each engine that loads the head, from which `format` of export (None: the files that training
+    writes), by what `command`, in which {head} is still to be filled in. name: of the target, for the commands."""
+    trained, found = formats.default_format(head), []
+    for engine, exporters in ENGINES.items():
+        for layout, exporter in exporters.items():
+            try:
+                export = exporter(head, target)
+            except ValueError:
+                continue
+            same = type(export.layout) is type(trained) and vars(export.layout) == vars(trained)
+            command = export.command(head, name, "{head}")
+            found.append({"engine": engine, "format": None if same else layout, "command": command})
+            break
+    return found

@@ -16,8 +16,6 @@ from typing import Any
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from foredraft.heads.formats.engines import SGLANG, VLLM
-
 Rows = list[tuple[str, str]]
 
 
@@ -173,8 +171,9 @@ def model_card(metrics: dict, head: dict, data: dict | None) -> str:
     """The README.md of a saved head.
 
     metrics: as in metrics.json. head: kind, target, and where known gguf (of a target from such a file), parameters, depth,
-    layers, draft_vocab_size, license, format, revision (of the target), sha256 (of the weights), repo (its name on the Hub),
-    adapter (is there one for the target?). data: what the head was trained on, as names and values.
+    layers, draft_vocab_size, engines (heads/formats/engines.py), license, format, revision (of the target), sha256 (of the
+    weights), repo (its name on the Hub), adapter (is there one for the target?). data: what the head was trained on, as
+    names and values.
     """
     markdown = Environment(
         loader=PackageLoader("foredraft.heads.hub"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -183,9 +182,6 @@ def model_card(metrics: dict, head: dict, data: dict | None) -> str:
     markdown.filters["cell"] = lambda text: " ".join(text.split()).replace("|", "\\|")
     shares = [finite(metrics.get(f"identical_{key}")) for key in ("greedy", "sampled", "in_dtype")]
     place = head.get("repo") or "<this directory, or its id on the Hub>"
-    # Other engines read the model as transformers saves it, not the GGUF file.
-    model = "TARGET" if head.get("gguf") else head["target"]
-    served = {"target": model, "head": place, "depth": head.get("depth") or 3}
     template = markdown.get_template("model_card.md.jinja")
     return template.render(
         front_matter=front_matter(head),
@@ -200,7 +196,6 @@ def model_card(metrics: dict, head: dict, data: dict | None) -> str:
         identical_in_dtype=shares[2],
         dtype=metrics.get("dtype"),
         percent=percent,
-        vllm=VLLM.format(method="eagle3", **served),
-        sglang=SGLANG.format(algorithm="EAGLE3", **served),
+        engines=head.get("engines") or [],
         data=[(key, str(value)) for key, value in (data or {}).items() if value is not None],
     )
