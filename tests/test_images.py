@@ -143,8 +143,15 @@ def test_images_that_cannot_be_had_are_a_reason(part: dict, reason: str):
         turns([{"role": "user", "content": [part, {"type": "image", "image": "a.png"}]}], images=[])
 
 
-def test_a_text_only_target_learns_from_the_text_of_rows_with_images(tiny_path: Path):
-    assert Target.from_pretrained(tiny_path, dtype="float32", device="cpu").images is None
+def test_a_text_only_target_learns_from_the_text_of_rows_with_images_and_says_so(
+    tiny_path: Path, rows: Path, tmp_path: Path
+):
+    target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+    assert target.images is None
+    given = {"template": "plain", "cache_dir": str(tmp_path / "cache"), "num_proc": 1}
+    assert corpus(target.text_tokenizer, str(rows), **given).card["images_left_out"].startswith("of 20 conversations")
+    text = write(tmp_path / "text.jsonl", [3, 7, 11, 19, 23, 31])  # of which each third has one
+    assert corpus(target.text_tokenizer, str(text), **given).card["images_left_out"].startswith("of 1 conversations")
     (message,) = turns([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}])
     assert message["content"] == "what?"
 

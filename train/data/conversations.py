@@ -110,6 +110,8 @@ def assemble(
             card["with_images"] = int(pictured.sum())
         else:
             documents.images = documents.pictured = None
+    elif left := int(np.isin(whole.data.column("images").to_numpy(), ["[]"])[good].sum()):
+        card["images_left_out"] = f"of {left} conversations: this target takes none, or not as they are read here"
     raws = whole.data.column("raw")
     trained = good[~held]
     if weights is not None:

@@ -21,7 +21,7 @@ from foredraft.inference.evaluation.progress import Ticker
 from foredraft.train.data.chat_template import ChatFormat, template_file
 from foredraft.train.data.corpus import tokenize
 from foredraft.train.data.documents import Document
-from foredraft.train.data.layouts import Message, SkippedRow, tools
+from foredraft.train.data.layouts import Message, SkippedRow, has_images, tools
 from foredraft.train.data.sources import Row, Shard, Source
 
 CODE = ("sources", "layouts", "chat_template", "corpus", "encoding")  # what makes documents of rows
@@ -139,13 +139,14 @@ class Encoder:
                 yield blank | {"reason": str(reason)}
                 continue
             raw = messages if isinstance(messages, str) else ""
+            left_out = self.images is None and has_images(row.value, self.source.messages)
             for number, document in enumerate(found):
                 yield blank | {
                     "first": number == 0,
                     "tokens": np.asarray(document.tokens, np.int32),
                     "flags": np.asarray(document.loss_mask, np.uint8),
                     "key": key(messages),
-                    "images": json.dumps(document.images) if document.images else "",
+                    "images": json.dumps(document.images) if document.images or left_out else "",
                     "raw": raw,
                 }
 
@@ -167,7 +168,7 @@ def encode(encoder: Encoder, cache_dir: str | None, num_proc: int | None) -> Any
         "tokens": datasets.List(datasets.Value("int32")),
         "flags": datasets.List(datasets.Value("uint8")),
         "raw": datasets.Value("string"),
-        "images": datasets.Value("string"),  # JSON: where they are, in their order
+        "images": datasets.Value("string"),  # JSON: where they are, in their order; [] where they are left out
         "reason": datasets.Value("string"),
         "where": datasets.Value("string"),
     }

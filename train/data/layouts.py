@@ -87,6 +87,16 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
     return messages
 
 
+def has_images(row: dict, messages: str | None) -> bool:
+    """Does a row have images, beside its turns or in them? messages: its column of turns, where that is named."""
+    column = pick(row, messages, LISTS)
+    turns = row[column] if column and isinstance(row[column], list) else []
+    contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    inside = any(isinstance(part, dict) and part.get("type") in IMAGES for part in parts)
+    return bool(column) and (inside or bool(row.get("images") or row.get("image")))
+
+
 def split_thoughts(message: Message) -> Message:
     """The answer with thoughts that stand in its content, <think>so</think>, apart."""
     found = IN_TEXT.fullmatch(message["content"])
