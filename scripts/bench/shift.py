@@ -1,19 +1,19 @@
 """Traffic that shifts, for `foredraft serve learn=true` beside a frozen head and one that knew all topics before:
 
-    python scripts/bench/shift.py HEAD FOLDER code.jsonl gsm8k.jsonl chat.jsonl -- 'learn.train=["trainer.max_steps=60"]'
+    python scripts/bench/shift.py spec=HEAD 'topics=[code.jsonl,gsm8k.jsonl,chat.jsonl]' 'train=["trainer.max_steps=60"]'
 
-HEAD is an EAGLE-3 head. Each file is a topic, of 5 * BURST lines {"prompt": TEXT}, half of which are answered at
-temperature 1. The last 2 * BURST of all are answered first, and a copy of HEAD is trained on these answers. Then 2 * BURST of
-each topic in turn are asked of all three servers, one after the other, four at a time; after each BURST the learning one is
-left alone until its round is over. At last come BURST new questions of every topic, and BURST texts during which heads are
-swapped all the time. The first three trainings are killed in the middle, and in the fourth the server is. While it trains, a
-client asks for plain texts in pairs: the first after a pause, in which training goes on, the second at once, so before it
-goes on again. FOLDER/shift.svg is a picture. What follows -- are settings of `foredraft serve`.
+Half of all texts are drawn at temperature 1. The last 2 * burst of each topic are answered first, and a copy of the head is
+trained on these answers. Then 2 * burst of each topic in turn are asked of all three servers, one after the other, four at a
+time; after each burst the learning one is left alone until its round is over. At last come `burst` new questions of every
+topic, and as many texts three times, during which heads are swapped all the time. The first three trainings are killed in the
+middle, and in the fourth the server is. While it trains, a client asks for plain texts in pairs: the first after a pause, in
+which training goes on, the second at once, so before it goes on again. shift.svg is a picture.
 """
 
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,15 +26,14 @@ from statistics import quantiles
 from threading import Event
 from typing import Any, NamedTuple
 
+from omegaconf import DictConfig
 from openai import OpenAI
 
 from foredraft.inference.serve.learned import write
 from foredraft.inference.serve.traffic import Gains, acceptance, gain, lines
-from foredraft.train.cli import SCRIPTS
+from foredraft.train.cli import SCRIPTS, entry
 
-BURST, TOKENS = 64, 64
-PAIRS, PAUSE = 16, 0.6  # of plain texts per round; seconds before each pair
-STEPS = 180  # of the head that knows all topics
+PAUSE = 0.6  # seconds before each pair of texts
 COLOURS = {"learning": "#1a56c4", "frozen": "#767680", "knew": "#2b8a3e"}
 
 
@@ -45,8 +44,10 @@ class Asked(NamedTuple):
 
 
 class Server:
-    def __init__(self, folder: Path, name: str, *arguments: str):
-        self.folder, self.name, self.starts, self.latencies = folder, name, 0, defaultdict[str, list[float]](list)
+    def __init__(self, folder: Path, tokens: int, name: str, *arguments: str):
+        """tokens: of a text."""
+        self.folder, self.tokens, self.name, self.starts = folder, tokens, name, 0
+        self.latencies = defaultdict[str, list[float]](list)
         self.command = [sys.executable, str(SCRIPTS / "serve.py"), "port=0", "model=m", *arguments]
         self.start()
 
@@ -63,9 +64,7 @@ class Server:
     def ask(self, prompts: Sequence[str], **more: Any) -> Asked:
         def one(number: int) -> Any:
             settings: Any = {"temperature": number % 2, "seed": number, "extra_body": more}
-            return self.client.completions.create(
-                model="m", prompt=prompts[number], max_tokens=TOKENS, timeout=600, **settings
-            )
+            return self.client.completions.create(model="m", prompt=prompts[number], max_tokens=self.tokens, **settings)
 
         began = time.monotonic()
         with ThreadPoolExecutor(4) as pool:
@@ -100,9 +99,9 @@ def rounds(learned: Path) -> list[dict[str, Any]]:
     return [one for one in found if one["outcome"] not in ("back", "stays")]
 
 
-def wait_for_round(server: Server, learned: Path, number: int, prompt: str) -> dict[str, Any]:
+def wait_for_round(server: Server, learned: Path, number: int, prompt: str, pairs: int) -> dict[str, Any]:
     """What became of it."""
-    kill, pairs = number <= 4, 0
+    kill = number <= 4
     while len(rounds(learned)) < number:
         if kill and any(learned.glob("round/from-*/checkpoints/checkpoint-*")):
             kill = False
@@ -110,19 +109,19 @@ def wait_for_round(server: Server, learned: Path, number: int, prompt: str) -> d
             if number == 4:
                 server.process.wait()
                 server.start()
-        if pairs < PAIRS and server.children():
+        if pairs and server.children():
             server.time_pair(prompt, "training")
-            pairs += 1
+            pairs -= 1
         time.sleep(0.1)
     found = rounds(learned)[-1]
     return {key: found[key] for key in ("outcome", "recent", "error", "replay", "seconds") if key in found}
 
 
-def train(head: str, folder: Path, rows: Path, given: Sequence[str]) -> Path:
+def train(cfg: DictConfig, folder: Path, rows: Path) -> Path:
     """A copy of the head that has learned from these rows."""
-    target = [word for word in given if word.startswith("target")]
-    words = ["head=eagle3", "data=accepted", f"data.path={rows}", f"init_from={head}", f"output_dir={folder}"]
-    few = [f"trainer.max_steps={STEPS}", "evaluate.eval_steps=0", "evaluate.prompts=4", "evaluate.proof=false"]
+    words = ["head=eagle3", "data=accepted", f"data.path={rows}", f"init_from={cfg.spec}", f"output_dir={folder}"]
+    target = [word for word in cfg.serve if word.startswith("target")]
+    few = [f"trainer.max_steps={cfg.steps}", "evaluate.eval_steps=0", "evaluate.prompts=4", "evaluate.proof=false"]
     with (folder.parent / "train.log").open("w") as log:
         command = [sys.executable, "-m", "foredraft", "train", *words, *target, *few]
         subprocess.run(command, check=True, stdout=log, stderr=log)
@@ -169,32 +168,40 @@ def picture(points: Sequence[tuple[float, str, dict[str, float]]], served: Seque
     return "\n".join(parts)
 
 
-def main() -> None:
-    split = sys.argv.index("--")
-    head, folder, files, given = sys.argv[1], Path(sys.argv[2]), sys.argv[3:split], sys.argv[split + 1 :]
+def start(cfg: DictConfig, folder: Path, topics: dict[str, list[str]]) -> dict[str, Server]:
+    common, given = ["drafter=head", "drafter.tree=fixed"], list(cfg.serve)
+    seen = folder / "seen.jsonl"
+    log = [f"log_accepted={seen}", "log_text=true"]
+    frozen = Server(folder, cfg.tokens, "frozen", *common, f"drafter.spec={cfg.spec}", *given, *log)
+    for prompts in topics.values():
+        frozen.ask(prompts[3 * cfg.burst :])
+    knowing = train(cfg, folder / "knew", seen)
+    knew = Server(folder, cfg.tokens, "knew", *common, f"drafter.spec={knowing}", *given)
+    learn = ["learn=true", f"learn.directory={folder / 'learned'}", f"learn.rows={cfg.burst - 4}"]
+    learn.append(f"learn.train={json.dumps(list(cfg.train))}")
+    learning = Server(folder, cfg.tokens, "learning", *common, f"drafter.spec={cfg.spec}", *given, *learn)
+    return {"frozen": frozen, "knew": knew, "learning": learning}
+
+
+@entry("shift")
+def main(cfg: DictConfig) -> None:
+    folder = Path(cfg.output_dir)
     topics = {
-        Path(file).stem: [json.loads(row)["prompt"] for row in Path(file).read_text().splitlines()][: 5 * BURST]
-        for file in files
+        Path(file).stem: [json.loads(row)["prompt"] for row in Path(file).read_text().splitlines()][: 5 * cfg.burst]
+        for file in cfg.topics
     }
     folder.mkdir(parents=True)
-    common, served = ["drafter=head", "drafter.tree=fixed"], [word for word in given if not word.startswith("learn.")]
-    learned, seen, current = folder / "learned", folder / "seen.jsonl", folder / "learned" / "current"
-    logged = [f"log_accepted={seen}", "log_text=true"]
-    frozen = Server(folder, "frozen", *common, f"drafter.spec={head}", *served, *logged)
-    for prompts in topics.values():
-        frozen.ask(prompts[3 * BURST :])
-    knowing = train(head, folder / "knew", seen, given)
-    knew = Server(folder, "knew", *common, f"drafter.spec={knowing}", *served)
-    learn = ["learn=true", f"learn.directory={learned}", f"learn.rows={BURST - 4}"]
-    learning = Server(folder, "learning", *common, f"drafter.spec={head}", *given, *learn)
-    arms = {"frozen": frozen, "knew": knew, "learning": learning}
+    learned = folder / "learned"
+    arms = start(cfg, folder, topics)
+    learning = arms["learning"]
     print(
         "minute  topic   serves     tokens per forward, tokens/s: frozen, knew, learning   texts unlike frozen, plain"
     )
     began, number, stored, points, better = time.monotonic(), 0, 0, list[Any](), list[float]()
     for topic, part in [*((topic, part) for topic in topics for part in (0, 1)), *((topic, 2) for topic in topics)]:
-        prompts, name = topics[topic][BURST * part : BURST * (part + 1)], current.read_text().strip()
-        for _ in range(PAIRS if part < 2 else 0):
+        prompts = topics[topic][cfg.burst * part : cfg.burst * (part + 1)]
+        name = (learned / "current").read_text().strip()
+        for _ in range(cfg.pairs if part < 2 else 0):
             learning.time_pair(prompts[0], "not training")
         asked = {arm: server.ask(prompts, store=part < 2) for arm, server in arms.items()}
         plain = learning.ask(prompts, speculative=False, store=False)
@@ -210,7 +217,7 @@ def main() -> None:
             print(f"        {topic}, new questions: {share * difference:+.1f} % ± {share * error:.1f} % of frozen")
             continue
         stored, number = stored + len(texts), number + 1
-        found = wait_for_round(learning, learned, number, prompts[0])
+        found = wait_for_round(learning, learned, number, prompts[0], cfg.pairs)
         print(f"        round {number}: {found}", flush=True)
         if found["outcome"] == "served":
             better.append((time.monotonic() - began) / 60)
@@ -218,6 +225,7 @@ def main() -> None:
     print(f"training and judging: {seconds / 60:.1f} of {minutes:.1f} minutes, {100 * seconds / 60 / minutes:.0f} %")
     rows = {row for name in ("replay", "new", "older") for row in lines(learned / f"{name}.jsonl")}
     print(f"rows kept: {len(rows)} of {stored} texts that were served to be learned from")
+    shutil.copytree(folder / "knew" / "head", learned / "head-9999")
     swap(learning, plain.texts, prompts, learned)
     for state, times in learning.latencies.items():
         cut = [1000 * value for value in quantiles(times, n=20)]
@@ -231,13 +239,13 @@ def main() -> None:
 
 def swap(server: Server, plain: Sequence[str], prompts: Sequence[str], learned: Path) -> None:
     """The same texts once more while heads are swapped all the time."""
-    over, names = Event(), [learned.joinpath("current").read_text().strip(), "head-0001"]
+    over, names = Event(), [learned.joinpath("current").read_text().strip(), "head-9999"]
     with ThreadPoolExecutor(1) as pool:
         swaps = pool.submit(swap_all_the_time, learned / "current", names, over)
         asked = [server.ask(prompts, store=False) for _ in range(3)]
         over.set()
     unlike = sum(differing(one.texts, plain) for one in asked)
-    print(f"{swaps.result()} swaps while {3 * len(prompts)} texts were decoded: {unlike} unlike plain")
+    print(f"{swaps.result()} swaps asked for while {3 * len(prompts)} texts were decoded: {unlike} unlike plain")
 
 
 if __name__ == "__main__":
