@@ -141,31 +141,32 @@ def differing(some: Sequence[str], others: Sequence[str]) -> int:
     return sum(one != other for one, other in zip(some, others, strict=True))
 
 
-def picture(points: Sequence[tuple[float, str, dict[str, float]]], served: Sequence[float]) -> str:
-    """points: minute, topic and acceptance by arm. served: minutes in which another head began."""
-    last = points[-1][0] + 0.5
+def picture(points: Sequence[tuple[float, str, dict[str, float]]], served: Sequence[int]) -> str:
+    """points: minute, topic and acceptance by arm. served: after how many of them another head began."""
     most = max(max(values.values()) for *_, values in points) + 0.2
     least = min(min(values.values()) for *_, values in points) - 0.2
 
-    def at(minute: float, value: float) -> str:
-        return f"{50 + 640 * minute / last:.1f},{300 - 270 * (value - least) / (most - least):.1f}"
+    def at(number: float, value: float) -> str:
+        return f"{50 + 640 * (number + 0.5) / len(points):.1f},{300 - 270 * (value - least) / (most - least):.1f}"
 
     parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 350" font-family="sans-serif" font-size="11">']
     parts.append('<title>Tokens per forward over time</title><rect width="720" height="350" fill="#fff"/>')
     for value in range(int(least * 2) + 1, int(most * 2) + 1):
-        x, y = at(0, value / 2).split(",")
-        parts.append(f'<path d="M{x},{y}H690" stroke="#ddd"/><text x="44" y="{y}" text-anchor="end">{value / 2}</text>')
-    for minute in served:
-        x = at(minute, least).split(",")[0]
+        y = at(0, value / 2).split(",")[1]
+        parts.append(f'<path d="M50,{y}H690" stroke="#ddd"/><text x="44" y="{y}" text-anchor="end">{value / 2}</text>')
+    for number in served:
+        x = at(number - 0.5, least).split(",")[0]
         parts.append(f'<path d="M{x},30V300" stroke="{COLOURS["learning"]}" stroke-dasharray="3 3"/>')
     for number, (arm, colour) in enumerate(COLOURS.items()):
-        line = " ".join(at(minute, values[arm]) for minute, _, values in points)
+        line = " ".join(at(place, values[arm]) for place, (*_, values) in enumerate(points))
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         parts.append(f'<text x="{60 + 90 * number}" y="20" fill="{colour}">{arm}</text>')
-    for minute, topic, _ in points:
-        parts.append(f'<text x="{at(minute, least).split(",")[0]}" y="316" text-anchor="middle">{topic}</text>')
-    parts.append('<text x="370" y="340" text-anchor="middle">minutes; a dotted line is a better head</text></svg>')
-    return "\n".join(parts)
+    for number, (minute, topic, _) in enumerate(points):
+        x = at(number, least).split(",")[0]
+        parts.append(f'<text x="{x}" y="316" text-anchor="middle">{topic}, {minute:.0f}</text>')
+    below = "tokens per forward by topic and minute; a dotted line is a better head"
+    parts.append(f'<text x="370" y="340" text-anchor="middle">{below}</text>')
+    return "\n".join([*parts, "</svg>"])
 
 
 def start(cfg: DictConfig, folder: Path, topics: dict[str, list[str]]) -> dict[str, Server]:
@@ -197,7 +198,7 @@ def main(cfg: DictConfig) -> None:
     print(
         "minute  topic   serves     tokens per forward, tokens/s: frozen, knew, learning   texts unlike frozen, plain"
     )
-    began, number, stored, points, better = time.monotonic(), 0, 0, list[Any](), list[float]()
+    began, number, stored, points, better = time.monotonic(), 0, 0, list[Any](), list[int]()
     for topic, part in [*((topic, part) for topic in topics for part in (0, 1)), *((topic, 2) for topic in topics)]:
         prompts = topics[topic][cfg.burst * part : cfg.burst * (part + 1)]
         name = (learned / "current").read_text().strip()
@@ -216,15 +217,15 @@ def main(cfg: DictConfig) -> None:
             share = 100 / values["frozen"][0]
             print(f"        {topic}, new questions: {share * difference:+.1f} % ± {share * error:.1f} % of frozen")
             continue
-        stored, number = stored + len(texts), number + 1
+        stored, number = stored + len(asked["learning"].gains), number + 1
         found = wait_for_round(learning, learned, number, prompts[0], cfg.pairs)
         print(f"        round {number}: {found}", flush=True)
         if found["outcome"] == "served":
-            better.append((time.monotonic() - began) / 60)
+            better.append(len(points))
     minutes, seconds = (time.monotonic() - began) / 60, sum(one["seconds"] for one in rounds(learned))
     print(f"training and judging: {seconds / 60:.1f} of {minutes:.1f} minutes, {100 * seconds / 60 / minutes:.0f} %")
     rows = {row for name in ("replay", "new", "older") for row in lines(learned / f"{name}.jsonl")}
-    print(f"rows kept: {len(rows)} of {stored} texts that were served to be learned from")
+    print(f"rows kept: {len(rows)} of {stored} texts that were drafted for and served to be learned from")
     shutil.copytree(folder / "knew" / "head", learned / "head-9999")
     swap(learning, plain.texts, prompts, learned)
     for state, times in learning.latencies.items():
