@@ -55,6 +55,10 @@ CONVERSATIONS = {
         assistant("It is 5."),
     ],
 }
+CONVERSATIONS["thoughts and a tool"] = [
+    message | ({"reasoning_content": thought} if thought else {})
+    for message, thought in zip(CONVERSATIONS["a tool"], ["", "Call it.", "", "2 and 3."], strict=True)
+]
 PLAIN = {
     "one turn": ["It is 5."],
     "a system prompt": ["It is 5."],
@@ -73,12 +77,17 @@ WROTE: dict[str, dict[str, list[str]]] = {  # without the end of the turn
         "thoughts": ["<think>\n2 and 3.\n</think>\n\nIt is 5."],
         "thoughts, two turns": [f"<think>\n{thought}\n</think>\n\n{answer}" for thought, answer in TWO_THOUGHTS],
         "thoughts in the text": ["<think>\n2 and 3.\n</think>\n\nIt is 5."],
+        "thoughts and a tool": [
+            f"<think>\nCall it.\n</think>\n\n{QWEN_CALL}",
+            "<think>\n2 and 3.\n</think>\n\nIt is 5.",
+        ],
         "a tool": [QWEN_CALL, "It is 5."],
     },
     "qwq": {
         "thoughts": ["2 and 3.\n</think>\n\nIt is 5."],  # the generation prompt begins the thoughts
         "thoughts, two turns": [f"{thought}\n</think>\n\n{answer}" for thought, answer in TWO_THOUGHTS],
         "thoughts in the text": ["2 and 3.\n</think>\n\nIt is 5."],
+        "thoughts and a tool": [f"Call it.\n</think>\n\n{QWEN_CALL}", "2 and 3.\n</think>\n\nIt is 5."],
     },
     "deepseek_r1": {
         "thoughts": ["2 and 3.\n</think>\n\nIt is 5."],
@@ -97,6 +106,11 @@ WROTE: dict[str, dict[str, list[str]]] = {  # without the end of the turn
         "a tool": [
             ' to=functions.add<|channel|>commentary json<|message|>{"a": 2, "b": 3}<|call|>',
             "<|channel|>final<|message|>It is 5.",
+        ],
+        "thoughts and a tool": [
+            "<|channel|>analysis<|message|>Call it.<|end|>"
+            '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 2, "b": 3}<|call|>',
+            "<|channel|>analysis<|message|>2 and 3.<|end|><|start|>assistant<|channel|>final<|message|>It is 5.",
         ],
     },
 }
@@ -178,7 +192,7 @@ def test_what_an_engine_wrote_is_learned_as_it_was_written(model: str, name: str
     """Its own tokens, behind the prompts that it was given, whatever the template makes of them later."""
     engine = VLLM(model, name)
     form, documents = rows_of(model, engine.regenerated({"messages": CONVERSATIONS[name], "tools": [TOOL]}))
-    asked = wrote(model, name)[: 1 if name == "a tool" else None]  # no result of the target's own call
+    asked = wrote(model, name)[: 1 if "a tool" in name else None]  # no result of the target's own call
     assert learned(form, documents) == asked
     assert begins(documents) == engine.prompts
 

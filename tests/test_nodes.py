@@ -211,7 +211,7 @@ def test_a_node_that_dies_ends_the_run_with_a_sentence(cluster: Cluster, timed_o
     (printed,) = re.findall(r"^error: (.*)", ended.err, re.M)
     assert re.match(r"process \d of 2 lost another one, whose own output says why \(.* by peer", printed)
     assert printed.endswith("the same command on all nodes resumes from the newest checkpoint")
-    assert f'File "{ROOT}/train' not in ended.err and step >= timed_out.step  # torchrun's own traceback alone
+    assert f'File "{ROOT}/foredraft/train' not in ended.err and step >= timed_out.step  # torchrun's own traceback alone
 
 
 @pytest.mark.nightly

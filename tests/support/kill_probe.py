@@ -26,10 +26,12 @@ from foredraft.train.trainer import HeadTrainer
 
 
 class Fate:
-    """Counts moments, and dies at one of them."""
+    """Counts moments, and does something at one of them: by default it dies."""
 
-    def __init__(self, moment: int, number: int):
+    def __init__(self, moment: int, number: int, act: Callable[[], None] | None = None):
+        """number: of the signal; where it is SIGKILL, a file that is being written then stays half written."""
         self.left, self.number = moment, number
+        self.act = act or (lambda: os.kill(os.getpid(), number))
 
     def at(self, place: Any, name: str, writes: int | None = None) -> None:
         """Calls of place.name are moments; `writes`: its argument of this number is the file that it writes."""
@@ -40,14 +42,14 @@ class Fate:
             if self.left == 0:
                 if writes is not None and self.number == signal.SIGKILL:
                     Path(args[writes]).write_bytes(b"half of")
-                os.kill(os.getpid(), self.number)
+                self.act()
             return original(*args, **kwargs)
 
         setattr(place, name, met)
 
 
-def child(moment: int, number: int, overrides: list[str]) -> None:
-    fate = Fate(moment, number)
+def of_a_run(fate: Fate) -> None:
+    """The moments that matter."""
     fate.at(HeadTrainer, "training_step")
     fate.at(HeadTrainer, "evaluate")
     fate.at(torch.optim.AdamW, "step")
@@ -59,6 +61,10 @@ def child(moment: int, number: int, overrides: list[str]) -> None:
     fate.at(shutil, "rmtree")
     fate.at(finalize, "write_report", writes=0)
     fate.at(run_state, "write_atomically")
+
+
+def child(moment: int, number: int, overrides: list[str]) -> None:
+    of_a_run(Fate(moment, number))
     sys.argv = ["train/run.py", *overrides, "hydra/job_logging=disabled"]
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- to its end
     code = 0

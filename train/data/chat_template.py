@@ -162,14 +162,15 @@ class ChatFormat:
             opened = BEGUN.search(before)
             stem = before[: opened.start()] if opened else before
             asked = str(messages[-2]["content"]).strip() if messages[1:] else ""
-            question = max(0, stem.rfind(asked)) if asked else 0
-            if not after[:begin].endswith(stem[question:]):
+            since = stem[max(0, stem.rfind(asked)) :] if asked else stem
+            # Up to where any answer begins, but for what all begin with (gpt-oss' <|channel|>), which is written too.
+            if (at := after.rfind(since, 0, begin)) < 0:
                 raise ValueError(
                     f"{self.name} begins an answer otherwise than its generation prompt does ({before[-40:]!r}), so the "
                     "loss mask cannot be found: give a template with {% generation %} marks (data.template=FILE)"
                     + (", or another data.thinking" if self.switch else "")
                 )
-            after = before + (f"{thoughts}\n</think>\n\n" if opened else "") + after[begin:]
+            after = before + (f"{thoughts}\n</think>\n\n" if opened else "") + after[at + len(since) :]
         span = len(before), len(after.rstrip())
         if not thoughts and EMPTY.match(after[len(before) :].lstrip()):
             raise SkippedRow("an answer without the thoughts that its target begins with")

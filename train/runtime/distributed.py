@@ -98,11 +98,16 @@ def check_shared(directory: Path, setting: str) -> None:
 
 @contextlib.contextmanager
 def lost_process_named() -> Iterator[None]:
-    """Raise ConnectionError where another process has ended: torch raises a RuntimeError, which gloo gives no class of its
-    own."""
+    """Raise ConnectionError where another process has ended, and ChildProcessError where one of this process's own that read
+    rows has: torch raises a RuntimeError, which gloo and DataLoader give no class of its own."""
     try:
         yield
     except RuntimeError as error:
+        if str(error).startswith("DataLoader worker (pid"):
+            raise ChildProcessError(
+                f"a process that reads rows has ended ({str(error).strip().rstrip('.')}): the same command resumes from the "
+                "newest checkpoint; where memory is short, lower trainer.dataloader_num_workers"
+            ) from error
         if world_size() == 1 or not (isinstance(error, dist.DistError) or "gloo/transport" in str(error)):
             raise
         reason = re.sub(r"^\[.*?\] ", "", str(error)).partition(". ")[0].splitlines()[0]
