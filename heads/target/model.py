@@ -216,10 +216,14 @@ class Target:
     def supports_ragged_cache(self) -> bool:
         """May a batch's sequences lie in caches of their own (heads/target/ragged_cache.py)? Captured forwards know one, and
         an attention that is not ours takes keys as one tensor."""
+        return self.supports_packed_rows and not captures(self.device, self.supports_cuda_graphs)
+
+    @property
+    def supports_packed_rows(self) -> bool:
+        """May a forward take rows of several documents (heads/target/packed_mask.py)? An attention that is not ours, and
+        layers on several devices, would take masks of length x length."""
         ours = self.model.config._attn_implementation == attention.NAME
-        return (
-            self.supports_trees and self.on_one_device and ours and not captures(self.device, self.supports_cuda_graphs)
-        )
+        return self.supports_trees and self.on_one_device and ours
 
     @cached_property
     def on_one_device(self) -> bool:

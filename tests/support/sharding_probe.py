@@ -26,10 +26,8 @@ def main(path: str) -> None:
     total = sum(parameter.numel() for parameter in whole.model.parameters())
     for kind in COLLECTIVE:
         target = Target.from_pretrained(path, dtype="float32", device="cpu", sharding=kind)
-        for text, longest in zip(
-            texts, (online.MAX_MASK_LENGTH, 8), strict=True
-        ):  # by a mask, and document by document
-            with torch.no_grad(), patch.object(online, "MAX_MASK_LENGTH", longest):
+        for text, packed in zip(texts, (True, False), strict=True):  # as they are, and document by document
+            with torch.no_grad(), patch.object(Target, "supports_packed_rows", packed):
                 found, wanted = (online.forward_target(each, text, [1, 3]) for each in (target, whole))
             for ours, theirs in zip(found, wanted, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
