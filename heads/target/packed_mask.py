@@ -60,11 +60,10 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, mask: PackedMask, s
         return attend_document(query, key, value, mask.window, scale)
     rows = []
     for row, documents in enumerate(mask.documents):
-        inputs = [tensor[row, None] for tensor in (query, key, value)]
-        parts = [
-            attend_document(*(tensor[:, :, begin:end] for tensor in inputs), mask.window, scale)
-            for begin, end in documents
-        ]
+        parts = []
+        for begin, end in documents:
+            here = slice(row, row + 1), slice(None), slice(begin, end)
+            parts.append(attend_document(query[here], key[here], value[here], mask.window, scale))
         rows.append(torch.cat(parts, dim=2))
     return torch.cat(rows)
 

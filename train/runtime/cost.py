@@ -226,7 +226,9 @@ def study_target(cfg: DictConfig, target: Target) -> Body:
     head_dim = facts.get("head_dim") or config.hidden_size // config.num_attention_heads
     active = dense + mixed * share
     attention = 2 * cfg.length * config.num_attention_heads * head_dim * config.num_hidden_layers  # causal: half of 4
-    # One layer at its widest (the two halves of the MLP and their product), the residual stream, and the mask.
+    # One layer at its widest (the two halves of the MLP and their product), the residual stream, eager attention's scores.
     wide = 3 * facts.get("intermediate_size", 4 * config.hidden_size) * used
-    working = tokens * (wide + 4 * config.hidden_size) * size + cfg.rows * cfg.length**2 * (1 + size)
+    eager = model.config._attn_implementation == "eager"
+    scores = eager * config.num_attention_heads * cfg.length**2 * (4 + size)
+    working = tokens * (wide + 4 * config.hidden_size) * size + scores
     return Body(weights, edge * size, working, tokens * (2 * active + attention), sum(body.values()) + edge, active)
