@@ -27,7 +27,7 @@ from foredraft.heads.target import Target, TargetOutput
 from foredraft.heads.target.loading import model_class
 from foredraft.train.blocks import BlockDistillation
 from foredraft.train.losses import soft
-from foredraft.train.module import DistillationModel
+from foredraft.train.module import DistillationModel, rows_at_a_time
 
 BITS = {"4bit": 4.5, "8bit": 8.0, "mxfp4": 4.25}  # per weight, with the scales that lie beside it
 
@@ -165,6 +165,7 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
     head = instantiate(cfg.head, target=target, **more)
     made = ConfigOnlyBlocks if isinstance(head, BlockHead) else ConfigOnly
     distillation = made(head, target, soft)
+    distillation.chunk = rows_at_a_time(target.vocab_size, "cuda")
     parameters = [p for p in distillation.parameters() if p.requires_grad]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)  # counted apart from activations
