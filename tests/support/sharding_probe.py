@@ -1,6 +1,6 @@
 """Targets in pieces, in four processes that are two nodes:
 
-torchrun --nproc-per-node 4 tests/support/sharding_probe.py TARGET
+torchrun --nproc-per-node 4 tests/support/sharding_probe.py TARGET ...
 """
 
 import os
@@ -16,9 +16,7 @@ from foredraft.train.features import online
 from tests.support.batches import batch
 
 
-def main(path: str) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    torch.set_num_threads(1)
+def compare(path: str) -> None:
     whole = Target.from_pretrained(path, dtype="float32", device="cpu")
     rank = int(os.environ["RANK"])
     torch.manual_seed(rank)  # each process has text of its own
@@ -33,6 +31,13 @@ def main(path: str) -> None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
         here = sum(getattr(p, "_local_tensor", p).numel() for p in target.model.parameters())
         assert 0.4 < here / total < 0.7, f"{kind}: {here} of {total} weights here, not those of half a node"
+
+
+def main(*paths: str) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    torch.set_num_threads(1)
+    for path in paths:
+        compare(path)
     dist.barrier()
     dist.destroy_process_group()
 
