@@ -7,6 +7,7 @@ from torch.utils.data import Dataset
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.target import Target
 from foredraft.heads.target.documents import forward_documents
+from foredraft.heads.target.images import reads_images
 from foredraft.heads.target.sharding import gather_rows
 from foredraft.train.data.packing import Packed
 
@@ -38,7 +39,9 @@ def forward_target(target: Target, text: PackedBatch, layers: list[int]) -> tupl
         text = PackedBatch(tokens, loss_mask, documents, positions)
     wanted = [*layers, target.num_layers]
     with torch.autocast(text.tokens.device.type, enabled=False):
-        if target.supports_packed_rows and images is None:
+        # All processes of fsdp run the same forwards, also where only some of them have images.
+        pictured = reads_images(target.model.config) if target.sharding == "fsdp" else images is not None
+        if target.supports_packed_rows and not pictured:
             mask = target.masks.packed(text.document_starts(), target.dtype)
             reading = target.forward(text.tokens, text.positions, mask, None, wanted, 1)
         elif apart(target, text):
