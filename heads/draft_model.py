@@ -94,7 +94,9 @@ class DraftModelHead(RecurrentHead):
 
     def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         last = [self.lm.num_layers]
-        output = self.lm.forward(text.tokens, text.positions, text.mask(), None, last, 1, text.positions)
+        packed = self.lm.supports_packed_rows
+        mask = self.lm.masks.packed(text.document_starts(), self.lm.dtype) if packed else text.mask()
+        output = self.lm.forward(text.tokens, text.positions, mask, None, last, 1, text.positions)
         return [output.aux_hidden_states.roll(-1, dims=1)]  # what it makes of token p + 1 names token p + 2
 
     def embed(self, tokens: Tensor, target: Target) -> Tensor:

@@ -23,7 +23,9 @@ Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (row, head, query, 
 MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of batches in use, by the settings of each
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, mask: BlockMask, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     """q (batch, heads, queries, dim); keys and values (batch, kv heads, keys, dim). Returns what q sees, (batch, heads,
     queries, dim), and the logs of its sums of exponentials, (batch, heads, queries) in float32; both have gradients."""
     with torch._dynamo.config.patch(recompile_limit=KERNELS):
@@ -32,6 +34,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: BlockMask) -> tuple[Te
             keys,
             values,
             block_mask=mask,
+            scale=scale,
             enable_gqa=q.shape[1] != keys.shape[1],
             return_aux=AuxRequest(lse=True),
         )
@@ -72,9 +75,18 @@ def works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d
 # -- what a query sees ------------------------------------------------------------------------------------------------
 
 
-def text_mask(doc_starts: Tensor) -> BlockMask:
-    """A token of the text sees those from `doc_starts` (batch, length) int64 up to itself."""
-    return made_once(doc_starts, "text", lambda: make_text_mask(doc_starts.clone()))
+def text_mask(doc_starts: Tensor, window: int | None = None) -> BlockMask:
+    """A token of the text sees those from `doc_starts` (batch, length) int64 up to itself, but no more than `window`."""
+    return made_once(doc_starts, ("text", window), lambda: make_text_mask(first_keys(doc_starts, window).clone()))
+
+
+def first_keys(doc_starts: Tensor, window: int | None) -> Tensor:
+    """(batch, length) int64: the first that each token of the text sees."""
+    if window is None:
+        return doc_starts
+    return torch.maximum(
+        doc_starts, torch.arange(1 - window, 1 - window + doc_starts.shape[1], device=doc_starts.device)
+    )
 
 
 def make_text_mask(firsts: Tensor) -> BlockMask:

@@ -6,6 +6,7 @@ Tiny random models in float32. What we compare with is always a second copy of t
 import copy
 import random
 import re
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import transformers as hf
 from torch import Tensor
 
 from foredraft.heads import Target
+from foredraft.heads.base import PackedBatch
+from foredraft.heads.target import packed_mask
 from foredraft.heads.target.cache import KVCache
 from foredraft.inference import generate
 from foredraft.inference.drafters.base import Accepted, Drafter
@@ -21,6 +24,7 @@ from foredraft.inference.drafters.ngram import NgramDrafter
 from foredraft.inference.evaluation.measure import padded
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree, from_parents
+from foredraft.train.features.online import forward_target
 from tests.support.architectures import CONTEXT, FAMILIES, LENGTHS, VOCAB, WINDOW, every_family, pair
 
 
@@ -88,6 +92,26 @@ def test_a_tree_is_read_as_each_of_its_branches_alone(family: str, attention: st
             nodes = branch(tree, row, node)
             theirs = alone(plain, text + tree.tokens[row, nodes].tolist())
             assert_same(logits[row, nodes], theirs[len(text) :], f"row {row}, branch {nodes}")
+
+
+@torch.no_grad()
+@every_family
+def test_packed_rows_are_read_as_each_document_alone(family: str, attention: str, monkeypatch) -> None:
+    monkeypatch.setattr(packed_mask, "QUERIES", 3)  # which attend at a time
+    plain, target = pair(family, attention)
+    luck = random.Random(4)
+    tokens, documents, positions = (torch.full((3, 18), fill) for fill in (0, -1, 0))
+    pieces = []
+    for row, lengths in enumerate(((9, 2, 7), (17,), (11, 5))):
+        bounds = pairwise(accumulate(lengths, initial=0))
+        for number, (begin, end) in enumerate(bounds):
+            here = row, slice(begin, end)
+            tokens[here] = torch.tensor(random_text(luck, end - begin))
+            documents[here], positions[here] = number, torch.arange(end - begin)
+            pieces.append(here)
+    last = forward_target(target, PackedBatch(tokens, documents >= 0, documents, positions), [1])[1]
+    for here in pieces:
+        assert_same(target.logits(last[here]), alone(plain, tokens[here].tolist()), f"row and columns {here}")
 
 
 # Every family takes enough steps to leave its window far behind; in the long runs a slow drift would show.

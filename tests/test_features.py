@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 from foredraft.heads import Target
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.target.packed_mask import PackedMask
 from foredraft.train import losses
 from foredraft.train.data.packing import Packed
 from foredraft.train.features import disk, online, storage
@@ -217,11 +218,13 @@ def test_few_shards_are_open_at_a_time_and_each_is_proven_once(target, whole: Pa
     assert len(proven) == len(rows.files) > 2
 
 
-def test_documents_of_long_rows_are_read_one_by_one(target: Target, monkeypatch: pytest.MonkeyPatch):
-    """Where a mask of the whole row would not fit: no mask is made, and the features are the same."""
+def test_no_mask_of_a_packed_row_is_made(target: Target, monkeypatch: pytest.MonkeyPatch):
+    """Where the attention is not ours, documents are forwarded side by side: the features are the same."""
     text = batch(40, 25)
-    masked = online.forward_target(target, text, [2])
-    monkeypatch.setattr(online, "MAX_MASK_LENGTH", 8)
-    monkeypatch.delattr(PackedBatch, "mask")
-    for ours, theirs in zip(online.forward_target(target, text, [2]), masked, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    expected = target.forward(text.tokens, text.positions, text.mask(), layers=[2, target.num_layers])
+    for module, name in ((PackedBatch, "mask"), (PackedMask, "dense")):
+        monkeypatch.delattr(module, name)
+    for packed in (True, False):
+        monkeypatch.setattr(Target, "supports_packed_rows", packed)
+        found = torch.cat(online.forward_target(target, text, [2]), -1)
+        torch.testing.assert_close(found, expected.aux_hidden_states, rtol=1e-4, atol=1e-5)

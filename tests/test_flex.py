@@ -6,6 +6,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from foredraft.heads import block_attention, flex, step_attention
 from foredraft.heads.base import PackedBatch
+from foredraft.heads.flex import NEVER
+from foredraft.heads.target.packed_mask import PackedMask, attend_packed
 from tests.support.batches import batch
 
 # (lengths of the documents) of each row
@@ -42,11 +44,14 @@ def check_tables(mask, exact: bool) -> None:
         assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
 
 
+@pytest.mark.parametrize("window", [None, 7, 150])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
-def test_a_slot_sees_its_text(rows):
+def test_a_slot_sees_its_text(rows, window):
     text = packed(rows)
-    mask = flex.text_mask(text.document_starts())
-    assert torch.equal(dense(mask), text.mask())
+    mask, columns = flex.text_mask(text.document_starts(), window), torch.arange(text.tokens.shape[1])
+    seen = text.mask() & (columns[:, None] - columns < (window or NEVER))
+    assert torch.equal(dense(mask), seen)
+    assert torch.equal(PackedMask(text.document_starts(), torch.float32, window).dense() == 0, seen[:, None])
     check_tables(mask, exact=True)
 
 
@@ -84,10 +89,21 @@ def plainly(q, keys, values, mask):
     return scores.softmax(-1) @ values, scores.logsumexp(-1)
 
 
-def by_kernel(q, keys, values, mask):
+def by_kernel(q, keys, values, mask, scale=None):
     """Its forward pass; on a CPU it gives no sums."""
-    out = torch.compile(flex_attention, dynamic=False)(q, keys, values, block_mask=mask, enable_gqa=True)
+    out = torch.compile(flex_attention, dynamic=False)(q, keys, values, block_mask=mask, enable_gqa=True, scale=scale)
     return out, plainly(q, keys, values, mask)[1]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_packed_rows_of_a_target_attend_by_it_as_without(window, monkeypatch):
+    monkeypatch.setattr(flex, "attend", by_kernel)
+    q, keys, values = (torch.randn(2, heads, 320, 16) for heads in (4, 2, 2))
+    mask, found = PackedMask(packed(ROWS["tiles"]).document_starts(), torch.float32, window), []
+    for by_flex in (True, False):
+        monkeypatch.setattr(flex, "serves", lambda q, keys, by_flex=by_flex: by_flex)
+        found.append(attend_packed(q, keys, values, mask, scale=0.3))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kernel", [True, False])

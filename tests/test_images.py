@@ -76,12 +76,8 @@ def as_transformers(target: Target, messages: list[dict]) -> dict[str, torch.Ten
     return target.images.processor(text=[text], return_tensors="pt", **given)
 
 
-@pytest.mark.parametrize("mask_length", [4096, 8])
 @torch.no_grad()
-def test_documents_of_a_packed_batch_are_what_transformers_makes_of_each(
-    mask_length: int, target: Target, read: Corpus, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(online, "MAX_MASK_LENGTH", mask_length)  # below, documents are forwarded one beside the other
+def test_documents_of_a_packed_batch_are_what_transformers_makes_of_each(target: Target, read: Corpus):
     packed = Packed(read.train, 224, seed=0)
     assert read.card["with_images"] == 20 and packed.card["documents_left_out"] == 0
     batch = collate([packed[row] for row in range(len(packed))])

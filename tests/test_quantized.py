@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from foredraft.heads import Target, load_head
 from foredraft.heads.checkpoint import save_head
@@ -60,6 +60,14 @@ def test_a_warning_of_every_product_is_printed_once(path, caplog):
     assert sum("MatMul8bitLt" in record.getMessage() for record in caplog.records) <= 1
 
 
+def test_a_checkpoint_that_was_saved_in_8_bit_takes_no_outliers_out(path, tmp_path):
+    saved = LlamaForCausalLM.from_pretrained(path, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+    saved.save_pretrained(tmp_path)
+    target = Target.from_pretrained(tmp_path, dtype="float32", device="cpu")
+    assert target.model.config.quantization_config.llm_int8_threshold == 6 and target.supports_trees
+    test_what_it_makes_of_a_text_does_not_depend_on_what_is_read_beside_it(target)
+
+
 def test_what_it_makes_of_a_text_does_not_depend_on_what_is_read_beside_it(packed):
     both = torch.cat([prompt(), torch.full((1, 8), OUTLIER)])
     assert torch.allclose(packed.forward(both).logits[:1], packed.forward(prompt()).logits, atol=1e-4)
@@ -67,7 +75,7 @@ def test_what_it_makes_of_a_text_does_not_depend_on_what_is_read_beside_it(packe
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafting_changes_nothing(packed, temperature):
-    settings = {"max_new_tokens": 24, "eos_token_id": -1, "temperature": temperature}
+    settings = {"max_new_tokens": 24, "eos_token_id": -1, "temperature": temperature, "seed": 0}
     plain = generate(packed, None, prompt(), **settings).new_tokens
     medusa, eagle = MedusaHead.for_target(packed, depth=3).eval(), Eagle3Head.for_target(packed, depth=3).eval()
     for drafter in (

@@ -1,12 +1,14 @@
 """A target spread over devices says what the whole one says; in several processes: tests/test_strategies.py."""
 
+import copy
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch._subclasses import FakeTensorMode
-from transformers import LlamaForCausalLM
+from transformers import GptOssForCausalLM, LlamaForCausalLM
 
 from foredraft.heads import Target
 from foredraft.heads.target import sharding
@@ -16,6 +18,7 @@ from foredraft.inference import generate
 from foredraft.inference.drafters import NgramDrafter
 from foredraft.inference.serve.worker import Worker
 from tests.support import ROOT
+from tests.support.architectures import FAMILIES
 from tests.support.processes import end, torchrun
 from tests.support.tiny import tiny_config
 
@@ -51,6 +54,14 @@ def test_heads_that_processes_cannot_share_equally_are_named_at_the_start(tiny_p
     sharding.check_divides(str(tiny_path), 2)
     with pytest.raises(ValueError, match=r"cuts the num_key_value_heads=2 of .*, and 4 is no divisor: .*sharding=fsdp"):
         sharding.check_divides(str(tiny_path), 4)
+
+
+def test_experts_that_processes_cannot_share_equally_are_named_too(experts: str):
+    sharding.check_divides(experts, 2)
+    config = json.loads((Path(experts) / "config.json").read_text())
+    (Path(experts) / "config.json").write_text(json.dumps(config | {"num_local_experts": 5}))
+    with pytest.raises(ValueError, match=r"cuts the num_local_experts=5 of .*, and 2 is no divisor"):
+        sharding.check_divides(experts, 2)
 
 
 def test_each_device_holds_the_cache_of_its_own_layers_alone(target: Target):
@@ -92,9 +103,20 @@ def test_logits_of_a_last_device_come_back_to_the_first():
         assert target.logits(torch.empty(2, 3, target.hidden_size)).device.type == "cpu"
 
 
+@pytest.fixture
+def experts(tmp_path: Path) -> str:
+    """A target of experts, of which transformers has no plan for slices."""
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(copy.deepcopy(FAMILIES["gpt_oss"]))
+    model.resize_token_embeddings(300)
+    model.save_pretrained(tmp_path / "experts")
+    return str(tmp_path / "experts")
+
+
 @pytest.mark.nightly
-def test_a_target_is_spread_over_the_processes_of_a_node(tiny_path: Path, tmp_path: Path):
-    ended = end(torchrun(str(ROOT / "tests/support/sharding_probe.py"), str(tiny_path), cwd=tmp_path, processes=4))
+def test_a_target_is_spread_over_the_processes_of_a_node(tiny_path: Path, experts: str, tmp_path: Path):
+    probe = str(ROOT / "tests/support/sharding_probe.py")
+    ended = end(torchrun(probe, str(tiny_path), experts, cwd=tmp_path, processes=4))
     assert ended.code == 0, ended.err[-3000:]
 
 

@@ -10,9 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.target import model as model_module
 from foredraft.heads.target.loading import read_config
 from foredraft.heads.target.sharding import left_whole
 from foredraft.inference import drafter_for, generate
+from foredraft.inference.drafters import NgramDrafter
 from tests.support.architectures import FAMILIES
 from tests.support.tiny import tiny_config
 
@@ -130,6 +132,36 @@ def test_a_special_token_without_an_embedding_is_refused_where_it_occurs(tiny_pa
         target.forward(unknown)
     with pytest.raises(ValueError, match=r"the prompt names token \d+, .*check its tokenizer"):
         generate(target, None, unknown, max_new_tokens=2)
+
+
+def quantised(model, together: bool):
+    """Activations in 8 bits, with a scale for each row or one for all of a forward."""
+
+    def rounded(module, inputs):
+        (x,) = inputs
+        scale = (x.abs().amax() if together else x.abs().amax(-1, keepdim=True)) / 127
+        return (x / scale).round() * scale
+
+    for layer in model.model.layers:
+        for module in layer.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_pre_hook(rounded)
+    model.config.quantization_config = {"quant_method": "compressed-tensors"}
+    return model
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_target_whose_activations_are_quantised_together_is_decoded_plainly(tiny_path, monkeypatch, together):
+    load = model_module.load_model
+    monkeypatch.setattr(model_module, "load_model", lambda *args, **kwargs: quantised(load(*args, **kwargs), together))
+    target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu", pack=False)
+    assert target.supports_trees == (not together)
+    if not together:
+        return
+    prompts = torch.tensor([[5, 9, 17, 5, 9, 17, 5, 9], [30, 2, 4, 6, 8, 10, 12, 14]])
+    plain = [generate(target, None, row[None], max_new_tokens=12).new_tokens[0] for row in prompts]
+    with pytest.warns(UserWarning, match="other logits beside other texts than alone"):
+        assert generate(target, NgramDrafter(), prompts, max_new_tokens=12).new_tokens == plain
 
 
 def test_a_config_is_asked_once_for_what_scales_logits(fresh, monkeypatch):

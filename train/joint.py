@@ -39,15 +39,16 @@ class JointDistillation(DistillationModel):
     def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
         assert not stored, "check_features"
         if self.progress < self.heads_only:
-            with torch.no_grad():
+            with torch.no_grad(), self.part("target"):
                 aux_hidden_states, last = self.forward_target(text)
             outcome = self.compute_loss(text, aux_hidden_states, last)
             # DDP waits for a gradient of every parameter; this one is zero.
             silent = sum(parameter.sum() for parameter in self.adapter.parameters()) * 0.0
             return outcome._replace(loss=outcome.loss + silent)
-        with torch.no_grad(), adapter.disabled(self.target):
-            _, before = self.forward_target(text)
-        aux_hidden_states, last = self.forward_target(text)
+        with self.part("target"):
+            with torch.no_grad(), adapter.disabled(self.target):
+                _, before = self.forward_target(text)
+            aux_hidden_states, last = self.forward_target(text)
         outcome = self.compute_loss(text, aux_hidden_states, last)
         positions = draft_loss_mask(text, 1).roll(1, dims=1)  # the teacher of label position p is the target at p + 1
         return outcome._replace(loss=self.drift(before[positions], last[positions]) + self.head_weight * outcome.loss)

@@ -3,6 +3,7 @@
 forward -> forward_target (aux hidden states) -> head -> depth_loss (logits, loss and hits of some rows at one depth)
 """
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
@@ -18,10 +19,16 @@ from foredraft.train.features.online import forward_target, several_documents
 from foredraft.train.features.storage import sparse, unpack
 from foredraft.train.gradients import PartialGradients
 from foredraft.train.losses import Prediction
+from foredraft.train.runtime.part_times import PartTimes
 
 Loss = Callable[[Prediction, Prediction], Tensor]
-# The loss holds so many logits, or the logits of so many rows, at a time; fewer would read the lm_head once for very few.
-CHUNK, ROWS = 1 << 20, 256
+# The loss holds so many logits at a time: what a CPU's caches hold, and on a GPU 512 MiB in float32, because the gradient of
+# the lm_head is read and written once for each time. Fewer than ROWS rows would read the lm_head itself for very few.
+CHUNK, GPU_CHUNK, ROWS = 1 << 20, 1 << 27, 256
+
+
+def rows_at_a_time(vocab_size: int, device_type: str) -> int:
+    return max(ROWS, (CHUNK if device_type == "cpu" else GPU_CHUNK) // vocab_size)
 
 
 class Outcome(NamedTuple):
@@ -43,10 +50,12 @@ class DistillationModel(nn.Module):
     head's weights lie inside one forward."""
 
     def __init__(self, head: DraftHead, target: Target, loss: Loss, depth_decay: float = 0.8, chunk: int | None = None):
-        """depth_decay: depth d counts by depth_decay^(d - 1). chunk: rows of logits at a time; None suits the vocabulary."""
+        """depth_decay: depth d counts by depth_decay^(d - 1). chunk: rows of logits at a time; None suits vocabulary and
+        device."""
         super().__init__()
         self.head, self.loss, self.depth_decay = head, loss, depth_decay
-        self.chunk = chunk or max(ROWS, CHUNK // target.vocab_size)
+        self.chunk = chunk or rows_at_a_time(target.vocab_size, target.device.type)
+        self.part_times = PartTimes(target.device)
         self.target: Target = target  # frozen, and no module: not a part of this one's state
         self.top_k = False  # are teacher logits the target's k largest ones (features=disk, top_k)?
         self.weights: Tensor | None = None  # of the batch
@@ -95,10 +104,16 @@ class DistillationModel(nn.Module):
         return torch.stack([draft_loss_mask(text, d).flatten() for d in range(1, depth + 1)])
 
     def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
-        with record_function("target"):
+        with self.part("target"):
             aux_hidden_states, last = unpack(stored) if stored else self.forward_target(text)
         self.top_k = "top_ids" in stored
         return self.compute_loss(text, aux_hidden_states, last)
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What is done inside has a name in profiles, and is timed."""
+        with record_function(name), self.part_times.part(name):
+            yield
 
     def choose_anchors(self, text: PackedBatch, step: int) -> Tensor | None:
         """(batch, n): where the drafts begin that this step learns from; None for everywhere."""
@@ -106,7 +121,7 @@ class DistillationModel(nn.Module):
 
     def compute_loss(self, text: PackedBatch, aux_hidden_states: Tensor, last: Tensor) -> Outcome:
         """The head's loss on what `forward_target` gave."""
-        with record_function("head"):
+        with record_function("head"):  # whose time is the rest of a step's
             outs = self.drafts(aux_hidden_states, self.target.embed(text.tokens), text)
         counted = self.counted(text, len(outs))
         rows = self.nonempty(counted) if self.label_positions is None else self.label_positions

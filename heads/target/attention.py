@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from foredraft.heads.target.packed_mask import PackedMask, attend_packed
 from foredraft.heads.target.ragged_tensor import RaggedTensor
 
 NAME = "foredraft"
@@ -114,6 +115,8 @@ def grouped_sdpa(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
         )
+    if isinstance(attention_mask, PackedMask):
+        return attend_packed(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
     if isinstance(attention_mask, RaggedTensor) and isinstance(key, RaggedTensor) and isinstance(value, RaggedTensor):
         out = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3])
         for rows, keys, values, mask in zip(key.rows, key.parts, value.parts, attention_mask.parts, strict=True):

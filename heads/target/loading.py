@@ -101,10 +101,16 @@ def quantization_config(name: str, dtype: str | torch.dtype) -> Any:
     if name == "4bit":
         compute = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+    return BitsAndBytesConfig(load_in_8bit=True)
+
+
+def keep_outliers(model: PreTrainedModel) -> None:
+    """Let 8-bit products of bitsandbytes take no columns out as outliers, also in a checkpoint that was saved so: which ones
+    those are depends on all rows of a forward, so a draft would change what the target makes of the text beside it."""
     logging.getLogger("bitsandbytes.autograd._functions").addFilter(ONCE)  # which warns at every product
-    # Threshold 0 takes no columns out as outliers. Which columns those are depends on all rows of a forward, so a draft would
-    # change what the target makes of the text beside it.
-    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    for module in model.modules():
+        if type(module).__name__ == "Linear8bitLt":
+            module.state.threshold = 0.0
 
 
 # Kinds of other code that are one of transformers' own, name for name: it loads Kimi-K2.5's text model so itself.
@@ -159,9 +165,11 @@ def load_model(
             if config.dtype != torch.float32:  # not on stdout, where programs write texts
                 said = "computed in float32, because this CPU has no bfloat16 products (dtype=bfloat16 insists)"
                 print(f"{path} is {said}", file=sys.stderr, flush=True)
-        return model_class(config).from_pretrained(path, dtype=dtype, revision=revision, **kwargs)
+        model = model_class(config).from_pretrained(path, dtype=dtype, revision=revision, **kwargs)
     except (OSError, ImportError, json.JSONDecodeError) as error:  # some models need further packages
         raise ValueError(f"target {path} cannot be loaded: {first_line(error)}") from error
+    keep_outliers(model)
+    return model
 
 
 def load_tokenizer(

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from foredraft.heads.target.attention import additive_mask
+from foredraft.heads.target.packed_mask import PackedMask
 
 
 class Masks(NamedTuple):
@@ -38,3 +39,8 @@ class Masks(NamedTuple):
             "full_attention": additive_mask(mask[:, None], dtype),
             "sliding_attention": additive_mask(near[:, None], dtype),
         }
+
+    def packed(self, starts: Tensor, dtype: torch.dtype) -> Any:
+        """As `__call__`, of packed rows whose tokens' documents begin at columns `starts` (batch, length) int64."""
+        full, near = (PackedMask(starts, dtype, window) for window in (None, self.window))
+        return {"full_attention": full, "sliding_attention": near} if self.mixed else near

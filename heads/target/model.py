@@ -32,6 +32,7 @@ from foredraft.heads.target.support import (
     check_supported,
     has_cache,
     longrope_boundary,
+    mixes_rows,
     picks_keys,
     takes_chunk_size,
     why_no_drafts,
@@ -55,6 +56,7 @@ class Target:
     sharding: str | None = None  # and how it shards them over devices (heads/target/sharding.py)
     gguf: dict[str, Any] | None = None  # of a target from a GGUF file: file, sha256, weights (how they are quantised)
     ends_only = False  # has it no layers here (heads/target/ends.py)?
+    mixes_rows = False  # does a text's forward depend on the rows beside it (heads/target/support.py)?
     # What `forward` then asks for hidden states: of tokens (batch, length) and layers, (batch, length, layers * hidden).
     states_elsewhere: Callable[[Tensor, Sequence[int]], Tensor] = staticmethod(refuse)
 
@@ -148,6 +150,11 @@ class Target:
         target.checkpoint, target.gguf, target.revision = path, record_of(path), revision
         target.quantization, target.sharding, target.no_tokenizer = quantization, sharding, reason
         target.ends_only = ends_only
+        if not ends_only and mixes_rows(model):
+            target.mixes_rows = True
+            target.why_no_trees = (
+                f"{name} quantises the activations of a forward together, so drafts would change its text"
+            )
         return target
 
     @cached_property
@@ -216,10 +223,14 @@ class Target:
     def supports_ragged_cache(self) -> bool:
         """May a batch's sequences lie in caches of their own (heads/target/ragged_cache.py)? Captured forwards know one, and
         an attention that is not ours takes keys as one tensor."""
+        return self.supports_packed_rows and not captures(self.device, self.supports_cuda_graphs)
+
+    @property
+    def supports_packed_rows(self) -> bool:
+        """May a forward take rows of several documents (heads/target/packed_mask.py)? An attention that is not ours, and
+        layers on several devices, would take masks of length x length."""
         ours = self.model.config._attn_implementation == attention.NAME
-        return (
-            self.supports_trees and self.on_one_device and ours and not captures(self.device, self.supports_cuda_graphs)
-        )
+        return self.supports_trees and self.on_one_device and ours
 
     @cached_property
     def on_one_device(self) -> bool:
@@ -411,12 +422,12 @@ class Target:
     @cached_property
     def supports_chains(self) -> bool:
         """Does one forward of several tokens after a text give what one forward of each gives? Measured once."""
-        return self.supports_caching and supports_chains(self)
+        return self.supports_caching and not self.mixes_rows and supports_chains(self)
 
     @cached_property
     def supports_ragged(self) -> bool:
         """Does one forward of chains after texts of several lengths give what one of each gives? Measured once."""
-        return self.supports_caching and supports_ragged(self)
+        return self.supports_caching and not self.mixes_rows and supports_ragged(self)
 
     @property
     def supports_chunks(self) -> bool:

@@ -8,10 +8,23 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
 
-class RaggedTensor(Tensor):
+class OnDemand(Tensor):
+    """To a model it is a tensor, and it becomes one, `dense()`, for whatever but our attention takes it."""
+
+    def dense(self) -> Tensor:
+        raise NotImplementedError
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, OnDemand) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class RaggedTensor(OnDemand):
     """Tensors of a batch's cohorts, `parts`, which differ in the size of one dimension; `rows`: (n,) int64, the rows of the
-    batch in each. To a model it is one tensor, and it becomes that, padded by `fill`, for whatever but our attention takes
-    it."""
+    batch in each. Dense, it is padded by `fill`."""
 
     parts: list[Tensor]
     rows: list[Tensor]
@@ -24,13 +37,6 @@ class RaggedTensor(Tensor):
 
     def __init__(self, parts: list[Tensor], rows: list[Tensor], dim: int, fill: float = 0.0):
         self.parts, self.rows, self.fill = parts, rows, fill
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, cls) else x, (args, kwargs or {}))
-        return func(*args, **kwargs)
 
     def dense(self) -> Tensor:
         whole = self.parts[0].new_full(self.shape, self.fill)

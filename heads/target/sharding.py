@@ -2,7 +2,8 @@
 
     layers   one process, whole layers on its devices one after the other, and beyond them on the host (accelerate)
     fsdp     every process has a piece of every weight and gathers a layer when it is its turn; each has rows of its own
-    tensor   every process computes its slice of every layer; all have the same rows, those of all of them
+    tensor   every process computes its slice of every layer, of experts those that it has; all have the same rows, those of
+             all of them
 
 Pieces and slices are those of one node, whose devices are near each other; every node has the whole of them.
 
@@ -50,16 +51,19 @@ def arguments(path: str, sharding: str, quantization: str | None) -> dict[str, A
     node = node_size()
     if sharding == "tensor":
         check_divides(path, node)
-    shape: dict[str, Any] = (
-        {"fsdp_size": node} if sharding == "fsdp" else {"tp_plan": left_whole(path), "tp_size": node}
-    )
+    shape: dict[str, Any] = {"fsdp_size": node}
+    if sharding == "tensor":
+        shape = {"tp_plan": left_whole(path), "tp_size": node}
+        if read_config(path).get_text_config().base_model_ep_plan is not None:
+            shape["ep_size"] = node  # whole experts: gpt-oss has no plan for slices, and slices are thin
     return {"distributed_config": DistributedConfig(**shape, dp_replicate_size=dist.get_world_size() // node)}
 
 
 def check_divides(path: str, node: int) -> None:
-    """Raise ValueError unless every process of a node gets as many heads of the model at `path` as the others."""
+    """Raise ValueError unless all processes of a node get as many heads, and as many experts, of the model at `path`."""
     config = read_config(path).get_text_config()
-    for name in ("num_attention_heads", "num_key_value_heads"):
+    experts = () if config.base_model_ep_plan is None else ("num_local_experts", "num_experts", "n_routed_experts")
+    for name in ("num_attention_heads", "num_key_value_heads", *experts):
         if (count := config.to_dict().get(name)) is not None and count % node:
             raise ValueError(
                 f"target.sharding=tensor cuts the {name}={count} of {path} into as many equal parts as a node has processes, "

@@ -16,8 +16,11 @@ def as_supported(drafter: Drafter, target: Target) -> Drafter:
     if target.supports_trees or drafter.nodes == 1:
         return drafter
     if not target.supports_chains:
+        reason = "for several tokens at once than one by one"
+        if target.mixes_rows:
+            reason = "beside other texts than alone, by activations that are quantised together"
         warnings.warn(
-            f"{target.name or target.config.model_type} gives other logits for several tokens at once than one by one, "
+            f"{target.name or target.config.model_type} gives other logits {reason}, "
             "so it is decoded plainly and nothing is drafted: drafts would change its text",
             stacklevel=4,
         )

@@ -1,6 +1,6 @@
 """Targets in pieces, in four processes that are two nodes:
 
-torchrun --nproc-per-node 4 tests/support/sharding_probe.py TARGET
+torchrun --nproc-per-node 4 tests/support/sharding_probe.py TARGET ...
 """
 
 import os
@@ -16,9 +16,7 @@ from foredraft.train.features import online
 from tests.support.batches import batch
 
 
-def main(path: str) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    torch.set_num_threads(1)
+def compare(path: str) -> None:
     whole = Target.from_pretrained(path, dtype="float32", device="cpu")
     rank = int(os.environ["RANK"])
     torch.manual_seed(rank)  # each process has text of its own
@@ -26,15 +24,20 @@ def main(path: str) -> None:
     total = sum(parameter.numel() for parameter in whole.model.parameters())
     for kind in COLLECTIVE:
         target = Target.from_pretrained(path, dtype="float32", device="cpu", sharding=kind)
-        for text, longest in zip(
-            texts, (online.MAX_MASK_LENGTH, 8), strict=True
-        ):  # by a mask, and document by document
-            with torch.no_grad(), patch.object(online, "MAX_MASK_LENGTH", longest):
+        for text, packed in zip(texts, (True, False), strict=True):  # as they are, and document by document
+            with torch.no_grad(), patch.object(Target, "supports_packed_rows", packed):
                 found, wanted = (online.forward_target(each, text, [1, 3]) for each in (target, whole))
             for ours, theirs in zip(found, wanted, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
         here = sum(getattr(p, "_local_tensor", p).numel() for p in target.model.parameters())
         assert 0.4 < here / total < 0.7, f"{kind}: {here} of {total} weights here, not those of half a node"
+
+
+def main(*paths: str) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    torch.set_num_threads(1)
+    for path in paths:
+        compare(path)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -7,10 +7,9 @@ from torch.utils.data import Dataset
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.target import Target
 from foredraft.heads.target.documents import forward_documents
+from foredraft.heads.target.images import reads_images
 from foredraft.heads.target.sharding import gather_rows
 from foredraft.train.data.packing import Packed
-
-MAX_MASK_LENGTH = 4096  # tokens: the mask of longer rows, length x length in the target's dtype, is what would not fit
 
 
 def online(packed: Packed, target: Target, layers: list[int], batch: int) -> Dataset:
@@ -23,6 +22,13 @@ def several_documents(text: PackedBatch) -> bool:
     return bool((text.documents != text.documents[:, :1]).any())
 
 
+def apart(target: Target, text: PackedBatch) -> bool:
+    """Are the documents of this batch forwarded side by side? Under fsdp by all processes, whatever rows each has."""
+    if target.sharding == "fsdp" or text.images is not None:
+        return True
+    return several_documents(text) if text.multiple_documents is None else text.multiple_documents
+
+
 def forward_target(target: Target, text: PackedBatch, layers: list[int]) -> tuple[Tensor, Tensor]:
     """The features (batch, length, width) and the last hidden state (batch, length, hidden) of a packed batch.
 
@@ -31,21 +37,17 @@ def forward_target(target: Target, text: PackedBatch, layers: list[int]) -> tupl
     if target.sharding == "tensor":  # its slices read one batch together: the rows of all processes of a node
         (tokens, loss_mask, documents, positions), rows = gather_rows(text[:4])
         text = PackedBatch(tokens, loss_mask, documents, positions)
-    packed = several_documents(text) if text.multiple_documents is None else text.multiple_documents
     wanted = [*layers, target.num_layers]
     with torch.autocast(text.tokens.device.type, enabled=False):
-        # Pieces are gathered by all processes together, whatever rows each has.
-        apart = packed or target.sharding == "fsdp"
-        if apart and (not target.supports_trees or text.tokens.shape[1] > MAX_MASK_LENGTH):
+        # All processes of fsdp run the same forwards, also where only some of them have images.
+        pictured = reads_images(target.model.config) if target.sharding == "fsdp" else images is not None
+        if target.supports_packed_rows and not pictured:
+            mask = target.masks.packed(text.document_starts(), target.dtype)
+            reading = target.forward(text.tokens, text.positions, mask, None, wanted, 1)
+        elif apart(target, text):
             reading = forward_documents(target, text.tokens, text.documents, wanted, images)
         else:
-            mask, columns = None, text.positions
-            if packed or (target.window and target.supports_trees):
-                mask = text.mask()
-                if images is not None:
-                    blocks = images["blocks"][:, None]
-                    mask |= (blocks == blocks.mT) & (blocks >= 0)
-            reading = target.forward(text.tokens, text.positions, mask, None, wanted, 1, columns, images)
+            reading = target.forward(text.tokens, text.positions, None, None, wanted, 1)
     width = target.hidden_size
     aux_hidden_states = reading.aux_hidden_states[rows]
     return aux_hidden_states[..., :-width], aux_hidden_states[..., -width:]

@@ -16,7 +16,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from foredraft.heads.hub.card import duration
 from foredraft.train.runtime import checkpoints, distributed
+from foredraft.train.runtime.part_times import PartTimes
 from foredraft.train.runtime.run_state import seconds_of
+
+PARTS = ("data", "target", "head", "optimizer")  # of a step, as HeadTrainer logs their seconds
 
 
 class StopOnSignal(TrainerCallback):
@@ -100,8 +103,9 @@ def fitted(history: list[dict[str, Any]]) -> dict[str, int]:
 
 
 class Progress(TrainerCallback):
-    """One line per log entry: step, loss, accuracy per depth, tokens/s, learning rate, norm of the gradient, time
-    left; on a terminal a bar, and lines for what is measured. It adds the time to the entry."""
+    """One line per log entry: step, loss, accuracy per depth, tokens/s, learning rate, norm of the gradient, what share of
+    the device's products is used, seconds of the parts of a step, time left; on a terminal a bar, and lines for what is
+    measured. It adds the time to the entry."""
 
     def __init__(self) -> None:
         self.start, self.first, self.earlier = time.perf_counter(), 0, 0.0
@@ -149,6 +153,9 @@ class Progress(TrainerCallback):
         figures += f"  {logs['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in logs else ""
         figures += f"  lr {logs['learning_rate']:.1e}"
         figures += f"  grad {logs['grad_norm']:.2g}" if "grad_norm" in logs else ""
+        figures += f"  mfu {logs['mfu']:.2f}" if "mfu" in logs else ""
+        if "seconds_target" in logs:
+            figures += "  seconds: " + ", ".join(f"{part} {logs[f'seconds_{part}']:.3g}" for part in PARTS)
         if self.bar is not None:
             self.bar.set_postfix_str(figures)
         else:
@@ -191,6 +198,21 @@ class Profile(TrainerCallback):
             self.profiler.export_chrome_trace(str(self.directory / "profile.json"))
             device = "cpu" if args.device.type == "cpu" else "device"
             print(self.profiler.key_averages().table(sort_by=f"{device}_time_total", row_limit=20), flush=True)
+
+
+class TimeOptimizer(TrainerCallback):
+    def __init__(self, times: PartTimes):
+        self.times, self.open = times, contextlib.ExitStack()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.open.enter_context(self.times.part("optimizer"))
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.open.close()
 
 
 class Measure(TrainerCallback):

@@ -27,7 +27,7 @@ from foredraft.heads.target import Target, TargetOutput
 from foredraft.heads.target.loading import model_class
 from foredraft.train.blocks import BlockDistillation
 from foredraft.train.losses import soft
-from foredraft.train.module import DistillationModel
+from foredraft.train.module import DistillationModel, rows_at_a_time
 
 BITS = {"4bit": 4.5, "8bit": 8.0, "mxfp4": 4.25}  # per weight, with the scales that lie beside it
 
@@ -165,6 +165,7 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
     head = instantiate(cfg.head, target=target, **more)
     made = ConfigOnlyBlocks if isinstance(head, BlockHead) else ConfigOnly
     distillation = made(head, target, soft)
+    distillation.chunk = rows_at_a_time(target.vocab_size, "cuda")
     parameters = [p for p in distillation.parameters() if p.requires_grad]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)  # counted apart from activations
@@ -226,7 +227,9 @@ def study_target(cfg: DictConfig, target: Target) -> Body:
     head_dim = facts.get("head_dim") or config.hidden_size // config.num_attention_heads
     active = dense + mixed * share
     attention = 2 * cfg.length * config.num_attention_heads * head_dim * config.num_hidden_layers  # causal: half of 4
-    # One layer at its widest (the two halves of the MLP and their product), the residual stream, and the mask.
+    # One layer at its widest (the two halves of the MLP and their product), the residual stream, eager attention's scores.
     wide = 3 * facts.get("intermediate_size", 4 * config.hidden_size) * used
-    working = tokens * (wide + 4 * config.hidden_size) * size + cfg.rows * cfg.length**2 * (1 + size)
+    eager = model.config._attn_implementation == "eager"
+    scores = eager * config.num_attention_heads * cfg.length**2 * (4 + size)
+    working = tokens * (wide + 4 * config.hidden_size) * size + scores
     return Body(weights, edge * size, working, tokens * (2 * active + attention), sum(body.values()) + edge, active)

@@ -52,7 +52,7 @@ def memory_per_gpu(
         ),
         "target at work": (
             body.working * rows / cfg.rows / GIB,
-            f"one layer on {rows} x {cfg.length} tokens, its mask",
+            f"one layer on {rows} x {cfg.length} tokens",
         ),
         "aux hidden states": (
             captured / GIB,

@@ -1,0 +1,81 @@
+"""What tokens of packed rows see, without a mask of length x length.
+
+    row      a a a a b b b . .      a token sees its own document up to itself, and with a window no further back than that
+    starts   0 0 0 0 4 4 4 7 7      padding counts as a document
+
+On a GPU FlexAttention takes all rows at once (heads/flex.py). Elsewhere each document attends by itself.
+"""
+
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foredraft.heads import flex
+from foredraft.heads.target.ragged_tensor import OnDemand
+
+QUERIES = 1024  # that attend at a time where there is a window: no mask is larger than QUERIES x (QUERIES + window)
+
+
+class PackedMask(OnDemand):
+    """(batch, 1, length, length) in `dtype`, added to scores. starts: (batch, length) int64, the column at which the document
+    of each token begins; window: columns that a token sees, its own counted; None for no limit."""
+
+    starts: Tensor
+    window: int | None
+
+    @staticmethod
+    def __new__(cls, starts: Tensor, dtype: torch.dtype, window: int | None) -> "PackedMask":
+        batch, length = starts.shape
+        return torch.Tensor._make_wrapper_subclass(cls, (batch, 1, length, length), dtype=dtype, device=starts.device)
+
+    def __init__(self, starts: Tensor, dtype: torch.dtype, window: int | None):
+        self.starts, self.window = starts, window
+
+    def dense(self) -> Tensor:
+        columns = torch.arange(self.starts.shape[1], device=self.starts.device)
+        seen = (columns >= flex.first_keys(self.starts, self.window)[..., None]) & (columns <= columns[:, None])
+        zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.starts.device)
+        return zeros.masked_fill_(~seen[:, None], torch.finfo(self.dtype).min)
+
+    @cached_property
+    def documents(self) -> list[list[tuple[int, int]]]:
+        """Of each row, where its documents begin and end. The device is waited for."""
+        length = self.starts.shape[1]
+        begins: list[list[int]] = [[] for _ in self.starts]
+        for row, column in (self.starts == torch.arange(length, device=self.starts.device)).nonzero().tolist():
+            begins[row].append(column)
+        return [list(pairwise([*columns, length])) for columns in begins]
+
+
+def attend_packed(query: Tensor, key: Tensor, value: Tensor, mask: PackedMask, scale: float | None = None) -> Tensor:
+    """query (batch, heads, length, dim); key, value (batch, kv_heads, length, dim). Returns (batch, heads, length, value
+    dim)."""
+    query, key = query.to(value.dtype), key.to(value.dtype)  # which rotary positions may have promoted under autocast
+    if key.shape == value.shape and flex.serves(query, key):
+        return flex.attend(query, key, value, flex.text_mask(mask.starts, mask.window), scale)[0]
+    if all(len(documents) == 1 for documents in mask.documents):
+        return attend_document(query, key, value, mask.window, scale)
+    rows = []
+    for row, documents in enumerate(mask.documents):
+        parts = []
+        for begin, end in documents:
+            here = slice(row, row + 1), slice(None), slice(begin, end)
+            parts.append(attend_document(query[here], key[here], value[here], mask.window, scale))
+        rows.append(torch.cat(parts, dim=2))
+    return torch.cat(rows)
+
+
+def attend_document(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
+    length, grouped = query.shape[2], query.shape[1] != key.shape[1]
+    if window is None or length <= window:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    columns, parts = torch.arange(length, device=query.device), []
+    for begin in range(0, length, QUERIES):
+        end, first = min(begin + QUERIES, length), max(0, begin - window + 1)
+        back = columns[begin:end, None] - columns[first:end]
+        inputs = query[:, :, begin:end], key[:, :, first:end], value[:, :, first:end], (back >= 0) & (back < window)
+        parts.append(F.scaled_dot_product_attention(*inputs, scale=scale, enable_gqa=grouped))
+    return torch.cat(parts, dim=2)
