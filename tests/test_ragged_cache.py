@@ -28,7 +28,8 @@ LENGTHS = (60, 5, 33, 12, 47, 8, 21, 3)
 
 @pytest.fixture
 def short(monkeypatch):
-    """Of a few tokens, texts are unlike already."""
+    """Of a few tokens, texts are unlike already, and longer than what sliding layers keep."""
+    monkeypatch.setattr("foredraft.heads.target.sliding_cache.SLACK", 0)
     monkeypatch.setattr(ragged_cache, "SHORT", 8)
     monkeypatch.setattr("foredraft.inference.batch.ROOM", 3)
 
