@@ -62,6 +62,8 @@ class Prompts:
         for row, sequence in enumerate(self.sequences):
             if sequence.finish_reason != "error":
                 prefixes.store(namespace, sequence.text, caches, self.lags, row)
+            else:  # of which chunks may have been stored
+                prefixes.forget(namespace, sequence.text)
 
     def prefill(self, most: int | None) -> LastPositions | None:
         """One more chunk, at most so many tokens of all sequences together, or one of each. None until all is done."""

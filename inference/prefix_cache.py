@@ -103,6 +103,11 @@ class PrefixCache:
         while self.bytes > self.max_bytes:
             self.bytes -= self.blocks.popitem(last=False)[1].bytes
 
+    def forget(self, namespace: int, text: Sequence[int]) -> None:
+        """Drop the blocks that the text begins with."""
+        for key in self.keys(namespace, text):
+            self.bytes -= self.blocks.pop(key).bytes
+
     def touch(self, keys: Sequence[tuple[int, tuple[int, ...]]]) -> None:
         for key in reversed(keys):
             self.blocks.move_to_end(key)

@@ -90,6 +90,19 @@ def test_a_shared_beginning_beyond_the_window_is_taken_where_a_chunk_ended(famil
     assert engine.prefixes.bytes == sum(block.bytes for block in engine.prefixes.blocks.values())
 
 
+def test_chunks_of_a_prompt_that_ends_in_nan_are_not_kept(narrow, monkeypatch):
+    target, read = pair("gemma3_text", "eager").target, Target.forward
+    engine = Engine(target, prefill_chunk=16, prefixes=PrefixCache(2**24, block=4))
+    poison = lambda self, *args, **kwargs: (lambda out: out._replace(logits=out.logits * float("nan")))(  # noqa: E731
+        read(self, *args, **kwargs)
+    )
+    monkeypatch.setattr(Target, "forward", poison)
+    request, kept = Request(text(40, 0), max_new_tokens=3), []
+    texts, reasons = run(engine, [request], lambda step: kept.append(len(engine.prefixes.blocks)))
+    assert texts == [[]] and reasons == ["error"] and max(kept) > 0
+    assert not engine.prefixes.blocks and engine.prefixes.bytes == 0
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_short_rest_beside_a_long_prompt(family, monkeypatch):
     """Its padding stands where nothing of its text may be lost."""

@@ -28,9 +28,7 @@ NAME = "foredraft"
 # What a model may hand its attention beyond plain dot products; those calls go to transformers' own function.
 EXTRAS = ("softcap", "position_bias", "output_attentions")
 PADDING = 8  # numbers of a head more, for a sink: kernels want multiples of 8
-GROUPED: WeakTensorKeyDictionary = (
-    WeakTensorKeyDictionary()
-)  # of masks in use, by size of the group and with sinks or not
+GROUPED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use, by size of the group, sinks or none
 
 
 def attend(
