@@ -5,6 +5,7 @@ product itself. A packed weight is laid out once. It takes the place of the orig
 whoever asks; a weight that an embedding shares stays there as well. Gradients reach the input and never the weight.
 """
 
+import copy
 import time
 from functools import cache
 from typing import Any
@@ -27,6 +28,12 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, linear.weight.dtype
         self.bias = linear.bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), ROWS)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
+        memo.setdefault(id(self.packed), self.packed)  # torch cannot copy it, and nothing ever writes into it
+        twin = memo[id(self)] = PackedLinear.__new__(PackedLinear)
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
 
     @property
     def weight(self) -> Tensor:

@@ -2,6 +2,7 @@
 gets next. Sequences join with their prompts prefilled, and leave when they have ended."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -84,10 +85,27 @@ class Batch:
 
     def most_entries(self, sequences: Sequence[SequenceState]) -> int:
         """That these sequences may come to need together."""
-        finals = [self.capacity([sequence]) for sequence in sequences]
-        even = len(finals) * max((one.room(max(finals, default=0)) for one in self.drafter.cached_drafters), default=0)
-        target = most_entries(finals) if self.ragged else len(finals) * max(finals, default=0)
+        return self.weigh_all([self.capacity([sequence]) for sequence in sequences])
+
+    def weigh_all(self, finals: Sequence[int]) -> int:
+        """Entries of all layers that sequences may come to need together, each of which may come to need so many."""
+        longest = max(finals, default=0)
+        even = len(finals) * max((one.room(longest) for one in self.drafter.cached_drafters), default=0)
+        target = most_entries(finals, self.weigh) if self.ragged else len(finals) * self.weigh(longest)
         return math.ceil(target + self.drafter_share * (max(even, target) - target))
+
+    def most_tokens(self) -> int | None:
+        """Of a text that the cache has room for; None where there is no limit."""
+        most = self.max_cache_tokens
+        if most is None:
+            return None
+        lengths = range(1, (self.target.context or most) + 1)
+        return bisect_right(lengths, most, key=lambda length: self.weigh_all([length + 2 * self.drafter.nodes]))
+
+    def weigh(self, entries: int) -> int:
+        """Entries of all layers that take as many bytes as a sequence of so many."""
+        sliding = self.target.sliding(self.drafter.nodes)
+        return entries if sliding is None else sliding.weigh(entries)
 
     def need(self, sequence: SequenceState) -> Need:
         now = len(sequence.text) + 2 * self.drafter.nodes
@@ -107,7 +125,7 @@ class Batch:
         """Entries for each of so many sequences. What was captured is lost whenever they change, so there they are a power of
         two if memory allows that."""
         rounded, most = bucket(capacity), self.max_cache_tokens
-        return rounded if self.captured and (most is None or count * rounded <= most) else capacity
+        return rounded if self.captured and (most is None or count * self.weigh(rounded) <= most) else capacity
 
     def make_room(self) -> None:
         """Before a step: twice as many entries, where the next tree may not fit, and no finished sequences. What was captured
@@ -163,7 +181,7 @@ class Batch:
         slots = [slot for slot, old in enumerate(order) if old is None][: len(new)]
         if self.cache is None:
             whole = len(new) == len(prompts.sequences)
-            self.cache = prompts.cache if whole else self.target.acquire_cache(len(new), self.room(sequences))
+            self.cache = prompts.cache if whole else self.new_cache(len(new), self.room(sequences))
             if self.ragged and isinstance(self.cache, KVCache):
                 self.cache = RaggedCache(self.cache, self.capacity(sequences))
             self.sequences, self.sampler = sequences, self.new_sampler(sequences)
@@ -190,7 +208,7 @@ class Batch:
         if (
             self.captured
             and count
-            and (most is None or power_of_two(count) * self.room([*self.sequences, *arriving]) <= most)
+            and (most is None or power_of_two(count) * self.weigh(self.room([*self.sequences, *arriving])) <= most)
         ):
             count = power_of_two(count)
         if count >= len(order):
@@ -236,12 +254,16 @@ class Batch:
     def new_prompt_cache(self, sequences: Sequence[SequenceState]) -> TargetCache:
         """For sequences that are to join: the batch's own where there is none yet, or where there is none of their length."""
         room, most = self.room(sequences), self.max_cache_tokens
-        asked = self.prompt_entries + len(sequences) * room
+        asked = self.prompt_entries + len(sequences) * self.weigh(room)
         if most is not None and isinstance(self.cache, RaggedCache) and self.cache.entries + asked > most:
             self.give_back()
         if self.cache is None or self.ragged:
-            return self.target.acquire_cache(len(sequences), room)
-        return self.target.new_cache(len(sequences), max(len(sequence.text) for sequence in sequences))
+            return self.new_cache(len(sequences), room)
+        longest = max(len(sequence.text) for sequence in sequences)
+        return self.target.new_cache(len(sequences), longest, self.drafter.nodes)
+
+    def new_cache(self, batch: int, capacity: int) -> TargetCache:
+        return self.target.acquire_cache(batch, capacity, self.drafter.nodes)
 
     def give_back(self) -> None:
         """The memory of finished sequences, and of slots that are free."""
@@ -262,7 +284,7 @@ class Batch:
     def kept_capacity(self, count: int) -> int:
         """Entries for each of so many sequences: what there is, as long as it is enough and memory allows it."""
         room, kept = self.room(self.sequences), self.open_cache().capacity
-        fits = self.max_cache_tokens is None or count * kept <= self.max_cache_tokens
+        fits = self.max_cache_tokens is None or count * self.weigh(kept) <= self.max_cache_tokens
         enough = max(len(sequence.text) for sequence in self.sequences) + 2 * self.drafter.nodes
         return kept if fits and enough <= kept else room
 

@@ -251,6 +251,8 @@ class Engine:
             prompts.load_prefixes(self.prefixes, self.namespace)
         last = prompts.prefill(self.prefill_chunk)
         if last is None:
+            if self.prefixes is not None and self.target.window is not None:  # at the end, sliding layers hold less
+                prompts.store_prefixes(self.prefixes, self.namespace)
             self.prefilling.rotate(-1)
             return []
         self.batch.prompt_entries = sum(one.cache.entries for one in self.prefilling)

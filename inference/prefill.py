@@ -44,7 +44,7 @@ class Prompts:
         """Begin after what the prefix cache holds of the texts. Their last token is always prefilled, since a position's aux
         hidden states go with the token after it."""
         assert isinstance(self.cache, KVCache)
-        hits = [prefixes.find(namespace, sequence.text) for sequence in self.sequences]
+        hits = [prefixes.find(namespace, one.text, self.target.window or 0) for one in self.sequences]
         lengths = [max(0, sum(len(block.tokens) for block in blocks) - 1) for blocks in hits]
         # In a batch a short sequence's padding may stand after a long one's prefix.
         room = 1 + max(lengths) + max(whole - length for whole, length in zip(self.lengths, lengths, strict=True))
@@ -52,16 +52,18 @@ class Prompts:
             cache.reorder(list(range(cache.batch)), max(cache.capacity, room))
             for row, blocks in enumerate(hits):
                 if blocks:
-                    cache.copy_in(row, [block.states[number] for block in blocks])
+                    cache.copy_in(row, [block.states[number] for block in blocks], lengths[row] + 1 - lag)
             # A drafter's entries end at the same place as the blocks do, and the target's one before it.
             cache.set_lengths([length and length + 1 - lag if number else length for length in lengths])
 
     def store_prefixes(self, prefixes: PrefixCache, namespace: int) -> None:
-        """Prefilled prompts go into the prefix cache."""
+        """What is prefilled of the prompts goes into the prefix cache."""
         caches: Any = [self.cache, *self.caches]
         for row, sequence in enumerate(self.sequences):
             if sequence.finish_reason != "error":
                 prefixes.store(namespace, sequence.text, caches, self.lags, row)
+            else:  # of which chunks may have been stored
+                prefixes.forget(namespace, sequence.text)
 
     def prefill(self, most: int | None) -> LastPositions | None:
         """One more chunk, at most so many tokens of all sequences together, or one of each. None until all is done."""

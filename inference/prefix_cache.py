@@ -8,6 +8,9 @@ entries of the target's cache, and of its drafter's, whose last entry needs the 
     tokens            0 1 2 3 | 4 5 6 7 | 8 9 ...
     target's entries  0 1 2 3 | 4 5 6 7 |                  rotated by their position, which is the same in every text
     a head's entries  0 1 2   | 3 4 5 6 |                  entry 3 is made of position 3 and token 4
+
+Of sliding layers (heads/target/sliding_cache.py) a block has what they still held when it was stored. A text continues from a
+block if those in the window before its end have that.
 """
 
 import itertools
@@ -27,6 +30,7 @@ class Block:
     number: int  # never used again
     tokens: tuple[int, ...]
     states: list[dict[tuple, Tensor]]  # of the target's cache and of each of its drafter's, as `KVCache.copy_out` gives
+    is_whole: bool  # does that include what sliding layers keep?
 
     @property
     def bytes(self) -> int:
@@ -60,9 +64,14 @@ class PrefixCache:
             number = self.blocks[key].number
         return keys
 
-    def find(self, namespace: int, text: Sequence[int]) -> list[Block]:
-        """The longest sequence of blocks that the text begins with."""
+    def find(self, namespace: int, text: Sequence[int], window: int = 0) -> list[Block]:
+        """The longest sequence of blocks that the text begins with and can continue from. window: of sliding layers."""
         keys = self.keys(namespace, text)
+        usable = run = 0
+        for count, key in enumerate(keys, start=1):
+            run = run + 1 if self.blocks[key].is_whole else 0
+            usable = count if run * self.block >= min(window, count * self.block) else usable
+        keys = keys[:usable]
         self.touch(keys)
         self.looked_up += len(text)
         self.hits += len(keys) * self.block
@@ -76,25 +85,28 @@ class PrefixCache:
         cached = min(
             [len(text), *(cache.lengths[row] + cache_lag for cache, cache_lag in zip(caches, lags, strict=True))]
         )
-        keys = self.keys(namespace, text[:cached])
-        number = self.blocks[keys[-1]].number if keys else namespace
-        for start in range(len(keys) * self.block, cached - self.block + 1, self.block):
+        keys, number = list[tuple[int, tuple[int, ...]]](), namespace
+        for start in range(0, cached - self.block + 1, self.block):
             end = start + self.block
-            block = Block(
-                next(self.numbers),
-                tuple(text[start:end]),
-                [
+            keys.append((number, tuple(text[start:end])))
+            known, is_whole = self.blocks.get(keys[-1]), caches[0].holds(row, start)
+            if known is None or is_whole > known.is_whole:
+                states = [
                     cache.copy_out(row, max(0, start - cache_lag), end - cache_lag)
                     for cache, cache_lag in zip(caches, lags, strict=True)
-                ],
-            )
-            keys.append((number, block.tokens))
-            self.blocks[keys[-1]] = block
-            self.bytes += block.bytes
-            number = block.number
+                ]
+                number = next(self.numbers) if known is None else known.number
+                self.blocks[keys[-1]] = Block(number, keys[-1][1], states, is_whole)
+                self.bytes += self.blocks[keys[-1]].bytes - (0 if known is None else known.bytes)
+            number = self.blocks[keys[-1]].number
         self.touch(keys)
         while self.bytes > self.max_bytes:
             self.bytes -= self.blocks.popitem(last=False)[1].bytes
+
+    def forget(self, namespace: int, text: Sequence[int]) -> None:
+        """Drop the blocks that the text begins with."""
+        for key in self.keys(namespace, text):
+            self.bytes -= self.blocks.pop(key).bytes
 
     def touch(self, keys: Sequence[tuple[int, tuple[int, ...]]]) -> None:
         for key in reversed(keys):

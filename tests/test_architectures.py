@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foredraft.heads import Target
 from foredraft.heads.base import PackedBatch
-from foredraft.heads.target import packed_mask
+from foredraft.heads.target import packed_mask, sliding_cache
 from foredraft.heads.target.cache import KVCache
 from foredraft.inference import generate
 from foredraft.inference.drafters.base import Accepted, Drafter
@@ -26,6 +26,12 @@ from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree, from_parents
 from foredraft.train.features.online import forward_target
 from tests.support.architectures import CONTEXT, FAMILIES, LENGTHS, VOCAB, WINDOW, every_family, pair
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sliding layers keep no more than they must: texts are longer."""
+    monkeypatch.setattr(sliding_cache, "SLACK", 0)
 
 
 def random_text(luck: random.Random, length: int) -> list[int]:
@@ -48,12 +54,11 @@ def branch(tree: TokenTree, row: int, node: int) -> list[int]:
 def filled(target: Target, texts: list[list[int]], capacity: int) -> KVCache:
     """A cache that holds the texts."""
     longest = max(map(len, texts))
-    cache = target.new_cache(len(texts), capacity)
+    cache = target.new_cache(len(texts), capacity, nodes=12)
     tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
-    positions = torch.arange(longest).expand(len(texts), -1)
-    mask = cache.mask(torch.ones(1, longest, longest, dtype=torch.bool).tril())
-    target.forward(tokens, positions, mask, cache, key_positions=positions)
-    cache.set_lengths([len(text) for text in texts])
+    lengths = [len(text) for text in texts]
+    target.prefill(tokens, lengths, cache)
+    cache.set_lengths(lengths)
     return cache
 
 

@@ -1,10 +1,12 @@
 """Masked attention without copies, folded and cut, against its definition."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from foredraft.heads.target import attention, masks
 from foredraft.heads.target.attention import attend, equal_parts
@@ -41,6 +43,24 @@ def test_any_grouping_and_cut_equals_the_definition(threads, batch, heads, kv_he
     mask = torch.rand(batch, heads if per_head else 1, rows, keys) < 0.5
     mask[..., 0] = True
     torch.testing.assert_close(attend(query, key, value, mask), plain(query, key, value, mask))
+
+
+@pytest.mark.parametrize("how", ["additive", "bool", "causal"])
+@pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(1, 6, 2), (2, 4, 4)])
+def test_sinks_are_as_transformers_eager_attention_has_them(how, batch, heads, kv_heads):
+    rows, keys, dim = 16, 16 if how == "causal" else 30, 8
+    query, sinks = torch.randn(batch, heads, rows, dim, requires_grad=True), 2 * torch.randn(heads)
+    key, value = torch.randn(2, batch, kv_heads, keys, dim)
+    mask = torch.rand(batch, 1, rows, keys) < 0.5
+    mask = torch.ones(rows, keys).tril().bool().expand(batch, 1, -1, -1) if how == "causal" else mask
+    added = attention.additive_mask(mask, torch.float32)
+    module = SimpleNamespace(num_key_value_groups=heads // kv_heads, sinks=sinks, training=False)
+    theirs = eager_attention_forward(module, query, key, value, added, scaling=0.3)[0]
+    given = {"additive": added, "bool": mask, "causal": None}[how]
+    ours = attention.grouped_sdpa(module, query, key, value, given, scaling=0.3, s_aux=sinks)[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    gradients = [torch.autograd.grad(out.square().sum(), query)[0] for out in (ours, theirs)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
 def test_it_cuts_where_the_threads_would_get_unequal_work(threads):

@@ -43,10 +43,12 @@ def test_the_weight_comes_back_bit_by_bit(everything_is_packed):
     before = copy.deepcopy(module.state_dict())
     pack(module)
     assert len(packed_layers(module)) == 2
-    packed_state = module.state_dict()
+    packed_state, copied = module.state_dict(), copy.deepcopy(module)
+    assert [one.packed is two.packed for one, two in zip(packed_layers(copied), packed_layers(module))] == [True, True]
+    assert copied[0] is not module[0] and copied[0].bias is not module[0].bias
     unpack(module)
     assert not packed_layers(module) and [type(layer) for layer in module] == [nn.Linear, nn.Linear]
-    for state in (packed_state, module.state_dict()):
+    for state in (packed_state, module.state_dict(), copied.state_dict()):
         assert state.keys() == before.keys() and all(torch.equal(state[name], before[name]) for name in before)
 
 

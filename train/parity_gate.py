@@ -61,7 +61,7 @@ def drafted_logits(head: DraftHead, target: Target, prompt: list[int], bonus: in
     text = [*prompt, bonus]
     states, cache = read(target, tokens, drafter.layers), None
     if isinstance(head, UnoHead):
-        cache = target.new_cache(1, len(text) + head.depth)
+        cache = target.new_cache(1, len(text) + head.depth, head.depth)
         target.prefill(tokens, [len(prompt)], cache)
         cache.set_lengths([len(prompt)])
     accepted = Accepted(torch.tensor([text[1:]], device=target.device), states, [len(prompt)], [text], cache=cache)

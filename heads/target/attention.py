@@ -27,8 +27,9 @@ from foredraft.heads.target.ragged_tensor import RaggedTensor
 
 NAME = "foredraft"
 # What a model may hand its attention beyond plain dot products; those calls go to transformers' own function.
-EXTRAS = ("softcap", "s_aux", "position_bias", "output_attentions")
-GROUPED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use, by size of the group
+EXTRAS = ("softcap", "position_bias", "output_attentions")
+PADDING = 8  # numbers of a head more, for a sink: kernels want multiples of 8
+GROUPED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use, by size of the group, sinks or none
 
 
 def attend(
@@ -99,6 +100,16 @@ def equal_parts(query: Tensor) -> int:
     return parts if rows % parts == 0 and rows // parts >= 8 else 1
 
 
+def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Wider by `PADDING`, with a first key that adds nothing to the output and takes its share of each head's softmax, by
+    its score (heads,). That is a further number of the queries, and of the keys but 1 in the first and 0: heads of a group
+    share keys, and all heads a mask."""
+    own = (sinks / scale).to(query.dtype)[:, None, None].expand(len(query), -1, query.shape[2], 1)
+    key, value = F.pad(key, (0, PADDING, 1, 0)), F.pad(value, (0, PADDING, 1, 0))
+    key[:, :, 0, query.shape[3]] = 1
+    return F.pad(torch.cat([query, own], dim=3), (0, PADDING - 1)), key, value
+
+
 def grouped_sdpa(
     module: nn.Module,
     query: Tensor,
@@ -111,7 +122,8 @@ def grouped_sdpa(
     **kwargs,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature. `query` (batch, heads, rows, dim); returns (batch, rows, heads, dim)."""
-    if attention_mask is None or any(kwargs.get(name) is not None for name in EXTRAS):
+    sinks = kwargs.get("s_aux")
+    if (attention_mask is None and sinks is None) or any(kwargs.get(name) is not None for name in EXTRAS):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
         )
@@ -120,19 +132,33 @@ def grouped_sdpa(
     if isinstance(attention_mask, RaggedTensor) and isinstance(key, RaggedTensor) and isinstance(value, RaggedTensor):
         out = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3])
         for rows, keys, values, mask in zip(key.rows, key.parts, value.parts, attention_mask.parts, strict=True):
-            out[rows] = grouped_sdpa(module, query[rows], keys, values, mask, dropout, scaling)[0]
+            out[rows] = grouped_sdpa(module, query[rows], keys, values, mask, dropout, scaling, s_aux=sinks)[0]
         return out, None
     groups = query.shape[1] // key.shape[1]
-    if groups > 1:  # all layers of a forward have one mask
-        grouped = GROUPED.setdefault(attention_mask, {})
-        attention_mask = grouped[groups] = grouped[groups] if groups in grouped else group_heads(attention_mask, groups)
-    return attend(query, key, value, attention_mask, dropout, scaling).transpose(1, 2).contiguous(), None
+    if sinks is not None:
+        scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+        query, key, value = with_sinks(query, key, value, sinks, scaling)
+        if attention_mask is None:  # a first row keeps the diagonal in its place
+            query = F.pad(query, (0, 0, 1, 0))
+    if attention_mask is not None and (groups > 1 or sinks is not None):  # all layers of a forward have one mask
+        made, kind = GROUPED.setdefault(attention_mask, {}), (groups, sinks is None)
+        if kind not in made:
+            seen = attention_mask.dtype == torch.bool
+            whole = attention_mask if sinks is None else F.pad(attention_mask, (1, 0), value=float(seen))
+            made[kind] = group_heads(whole, groups) if groups > 1 else whole
+        attention_mask = made[kind]
+    out = attend(query, key, value, attention_mask, dropout, scaling)
+    if sinks is not None:
+        out = out[:, :, attention_mask is None :, :-PADDING]
+    return out.transpose(1, 2).contiguous(), None
 
 
 def take_masks(model: PreTrainedModel) -> None:
     """Let a model's attention take any mask. Raises ValueError where its implementation knows causal ones only."""
     named = model.config._attn_implementation
-    if named == "sdpa":
+    # transformers takes eager attention for these, since its sdpa knows no sinks.
+    has_sinks = not model._supports_sdpa and any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    if named == "sdpa" or (named == "eager" and has_sinks and model._supports_attention_backend):
         model.set_attn_implementation(NAME)
     elif named not in (NAME, "eager"):
         raise ValueError(

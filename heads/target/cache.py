@@ -23,6 +23,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from foredraft.heads.target.cuda_graphs import CudaGraphs, power_of_two
 from foredraft.heads.target.device import upload
+from foredraft.heads.target.masks import Masks
 
 MIN_BUCKET = 256  # columns that a forward of fixed shapes sees, at least
 BLOCKS = 4  # that layers of one shape share: while a cache grows, one of them is there twice
@@ -82,12 +83,15 @@ class KVCache(Cache):
 
     lengths: computed tokens per slot, on the host, so that no step has to ask the device for them.
     num_uncommitted: entries after them that the next forward shall not overwrite: a head drafts level by level.
+    new_counts: (batch, 1) int64, of a forward of prompts how many of its entries are real; None of others.
     seq_lens: (batch, 1) int64, the lengths on the device.
     kv_bucket: None where forwards see what is there, up to the longest slot's newest entry. A number where they are to be
     captured (cuda_graphs.py): they see so many columns, and have from `seq_lens` alone where the text ends.
     """
 
     needs_catch_up = False  # as a StateCache may
+    sliding: Any = None  # of a SlidingCache
+    new_counts: Tensor | None
 
     def __init__(
         self,
@@ -101,10 +105,10 @@ class KVCache(Cache):
         """capture: shall forwards over it be captured, where the device can? one_device: else the layers lie on several, and
         each has memory of its own, or every device would reserve that of all layers."""
         super().__init__(layers=[CacheLayer(self, i) for i in range(layers)])
+        self.slides = [False] * layers  # which of them keep the newest entries alone (sliding_cache.py)
         self.device, self.capture, self.one_device = torch.device(device), capture, one_device
         self.blocks: dict[tuple, Tensor] = {}
         self.kv_bucket: int | None = None
-        self.layers_per_block = -(-layers // BLOCKS) if one_device else 1
         self.allocate(batch, capacity)
         self.use(batch)
         self.clear()
@@ -118,7 +122,23 @@ class KVCache(Cache):
     @property
     def entries(self) -> int:
         """That memory is reserved for."""
-        return self.max_batch * self.capacity
+        return self.max_batch * self.weigh(self.capacity)
+
+    def weigh(self, capacity: int) -> int:
+        """Entries of all layers that take as many bytes as a slot of this capacity."""
+        return capacity
+
+    def like(self, batch: int, capacity: int) -> "KVCache":
+        """An empty one for the same layers."""
+        return KVCache(len(self.layers), batch, capacity, self.device)
+
+    def columns_in(self, key: tuple) -> int:
+        """Of each slot, in the block of this key."""
+        return self.capacity
+
+    def columns_of(self, key: tuple, entries: Tensor) -> Tensor:
+        """Where these entries of a text lie in it."""
+        return entries
 
     def use(self, batch: int) -> None:
         """So many slots. What was captured for as many before stays."""
@@ -136,7 +156,7 @@ class KVCache(Cache):
         moved = [(new, old) for new, old in enumerate(slots) if old is not None and old != new]
         if capacity != self.capacity or len(slots) > self.max_batch:
             max_batch = self.max_batch if len(slots) <= self.max_batch else max(len(slots), 2 * self.max_batch)
-            max_batch = max_batch if most is None or max_batch * capacity <= most else len(slots)
+            max_batch = max_batch if most is None or max_batch * self.weigh(capacity) <= most else len(slots)
             self.resize(slots, capacity, max_batch)
         else:
             for block in self.blocks.values():
@@ -156,7 +176,7 @@ class KVCache(Cache):
         for key in list(self.blocks):
             block = self.blocks[key]
             layers, pair, _, heads, _, dim = block.shape
-            self.blocks[key] = block.new_zeros(layers, pair, max_batch, heads, capacity, dim)
+            self.blocks[key] = block.new_zeros(layers, pair, max_batch, heads, self.columns_in(key), dim)
             for new, old in enumerate(slots):
                 if old is not None:
                     length = self.lengths[old]
@@ -187,15 +207,19 @@ class KVCache(Cache):
         """The block of this key, made where there is none yet, for states (layers, 1 or 2, heads, entries, dim)."""
         if key not in self.blocks:
             layers, pair, heads, _, dim = states.shape
-            self.blocks[key] = states.new_zeros(layers, pair, self.max_batch, heads, self.capacity, dim)
+            self.blocks[key] = states.new_zeros(layers, pair, self.max_batch, heads, self.columns_in(key), dim)
         return self.blocks[key]
 
     def copy_out(self, slot: int, start: int, end: int) -> dict[tuple, Tensor]:
         """Copies of a slot's entries start .. end - 1, (layers, 1 or 2, heads, entries, dim) each."""
         return {key: block[:, :, slot, :, start:end].clone() for key, block in self.blocks.items()}
 
-    def copy_in(self, slot: int, pieces: list[dict[tuple, Tensor]]) -> None:
-        """Write what `copy_out` gave, piece after piece, from the slot's first entry on."""
+    def holds(self, slot: int, start: int) -> bool:
+        """Are all entries of its text from `start` on there, in all layers?"""
+        return True
+
+    def copy_in(self, slot: int, pieces: list[dict[tuple, Tensor]], end: int) -> None:
+        """Write what `copy_out` gave, piece after piece, up to the slot's entry `end` - 1."""
         for key in pieces[0]:
             states = torch.cat([piece[key] for piece in pieces], dim=3)
             self.block_like(key, states)[:, :, slot, :, : states.shape[3]] = states
@@ -207,7 +231,7 @@ class KVCache(Cache):
 
     def set_lengths(self, lengths: list[int], seq_lens: Tensor | None = None) -> None:
         """seq_lens: the same (batch, 1) where the device has them; else they are sent there."""
-        self.lengths, self.num_uncommitted = lengths, 0
+        self.lengths, self.num_uncommitted, self.new_counts = lengths, 0, None
         self.uniform_lengths = min(lengths) == max(lengths)
         self.seq_lens = to_device(lengths, self.device)[:, None] if seq_lens is None else seq_lens
         if self.graphs.active:  # captured graphs look for it in one place
@@ -258,13 +282,16 @@ class KVCache(Cache):
         same = keys.shape[1:2] == values.shape[1:2] and keys.shape[3] == values.shape[3]
         shapes = [(keys, None)] if same else [(keys, "keys"), (values, "values")]
         views = []
+        slides = self.slides[layer]
+        alike, before = self.slides.count(slides), self.slides[:layer].count(slides)
+        per_block = -(-alike // BLOCKS) if self.one_device else 1
+        number, place = divmod(before, per_block)
         for states, name in shapes:
-            number, place = divmod(layer, self.layers_per_block)
-            key = (states.shape[1], states.shape[3], states.dtype, states.device, name, number)
+            key = (slides, states.shape[1], states.shape[3], states.dtype, states.device, name, number)
             if key not in self.blocks:
                 # A model that mixes shapes reserves its later layers twice.
-                count = min(self.layers_per_block, len(self.layers) - number * self.layers_per_block)
-                size = (count, 2 if same else 1, self.max_batch, states.shape[1], self.capacity, states.shape[3])
+                count = min(per_block, alike - number * per_block)
+                size = (count, 2 if same else 1, self.max_batch, states.shape[1], self.columns_in(key), states.shape[3])
                 self.blocks[key] = torch.zeros(size, dtype=states.dtype, device=states.device)
             views += list(self.blocks[key][place, :, : self.batch])
         return views[0], views[1]
@@ -286,6 +313,16 @@ class KVCache(Cache):
         inside = (offset >= 0) & (offset < following)
         seen = among.gather(2, offset.clamp(0, following - 1)[:, None, :].expand(-1, new, -1))
         return (offset < 0)[:, None, :] | (inside[:, None, :] & seen)
+
+    def attention_mask(self, masks: Masks, mask: Tensor, dtype: torch.dtype, positions: Tensor) -> Any:
+        """What `masks` makes of `mask`'s for positions (batch, new)."""
+        keys = None if masks.window is None else self.key_positions(positions)
+        return masks(mask, dtype, positions, keys, self.held(positions.shape[1]))
+
+    def held(self, new: int) -> Tensor | None:
+        """(batch, n) int64: which entries the columns hold that a forward of new entries sees in sliding layers, negative
+        where there is none; None where these see what all layers see."""
+        return None
 
     def causal_mask(self, new: int) -> Tensor | None:
         """Of a forward of `new` tokens that follow each other, (batch, new, width) bool. None where nothing is cached: plain
@@ -313,14 +350,18 @@ class KVCache(Cache):
     def move_entries(self, path: Tensor) -> None:
         """Entries (batch, n) of the newest forward go after the text."""
         source, target, new = self.seq_lens + path, self.columns(path.shape[1]), path.shape[1]
-        for block in self.blocks.values():
-            if self.batch == 1 and self.kv_bucket is None:
+        for key, block in self.blocks.items():
+            slides = key[0]
+            if self.batch == 1 and self.kv_bucket is None and not slides:
                 first = self.lengths[0]  # a slice costs less than an index
                 block = block[:, :, :1]
                 block[..., first : first + new, :] = block.index_select(4, source[0].to(block.device))
             else:
-                slots = self.slots.to(block.device)
-                block[:, :, slots, :, target.to(block.device)] = block[:, :, slots, :, source.to(block.device)]
+                new_columns, old_columns, slots = (
+                    index.to(block.device)
+                    for index in (self.columns_of(key, target), self.columns_of(key, source), self.slots)
+                )
+                block[:, :, slots, :, new_columns] = block[:, :, slots, :, old_columns]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.lengths)

@@ -24,15 +24,26 @@ class Masks(NamedTuple):
         return cls(window, mixed=window is not None and types is not None)
 
     def __call__(
-        self, mask: Tensor, dtype: torch.dtype, positions: Tensor | None = None, key_positions: Tensor | None = None
+        self,
+        mask: Tensor,
+        dtype: torch.dtype,
+        positions: Tensor | None = None,
+        key_positions: Tensor | None = None,
+        held: Tensor | None = None,
     ) -> Any:
         """mask: (batch, length, keys) bool. positions (batch, length) and key_positions (batch, keys), int64, are needed
-        where there is a window. Returns (batch, 1, length, keys) in `dtype`, by kind of layer where they are mixed."""
+        where there is a window. held: as by `KVCache.held`. Returns (batch, 1, length, keys) in `dtype`, by kind of layer
+        where they are mixed."""
         if self.window is None:
             return additive_mask(mask[:, None], dtype)
         assert positions is not None and key_positions is not None, "a sliding window needs both sides' positions"
+        near = mask
+        if held is not None:
+            index = held.clamp(min=0)
+            near = mask.gather(2, index[:, None].expand(-1, mask.shape[1], -1)) & (held >= 0)[:, None]
+            key_positions = key_positions.gather(1, index)
         # A comparison, not a difference: of length x keys numbers there are bools alone.
-        near = mask & (positions[:, :, None] < (key_positions + self.window)[:, None, :])
+        near = near & (positions[:, :, None] < (key_positions + self.window)[:, None, :])
         if not self.mixed:
             return additive_mask(near[:, None], dtype)
         return {

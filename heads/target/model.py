@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from foredraft.heads.target.masks import Masks
 from foredraft.heads.target.output import TargetOutput
 from foredraft.heads.target.ragged_cache import RaggedCache
 from foredraft.heads.target.sharding import COLLECTIVE, arguments, broadcast, full_tensor
+from foredraft.heads.target.sliding_cache import Sliding, SlidingCache, share_of
 from foredraft.heads.target.state_cache import StateCache, supports_caching, supports_chains, supports_ragged
 from foredraft.heads.target.support import (
     CHUNK,
@@ -40,6 +41,7 @@ from foredraft.heads.target.support import (
 )
 
 T = TypeVar("T")
+NODES = 64  # of a tree, where nobody says how large it will be
 TargetCache = KVCache | RaggedCache | StateCache
 
 
@@ -263,20 +265,44 @@ class Target:
         """Does one forward verify the branches of a tree, under our mask? Else it verifies chains (see `why_no_trees`)."""
         return self.why_no_trees is None
 
-    def new_cache(self, batch: int, capacity: int) -> KVCache | StateCache:
+    def sliding(self, nodes: int) -> Sliding | None:
+        """What its layers of sliding attention keep beside trees of so many nodes; None where it has none, or no trees."""
+        if self.window is None or not self.supports_trees:
+            return None
+        kinds = self.layer_types or ["sliding_attention"] * self.num_layers
+        layers = frozenset(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
+        return Sliding(layers, self.window, power_of_two(nodes), self.sliding_share)
+
+    @cached_property
+    def sliding_share(self) -> float:
+        """Of an entry's bytes in the cache, those of layers of sliding attention; measured by a forward of one token."""
+        vars(self)["sliding_share"] = 0.0  # what follows asks for it
+        cache, token = self._new_cache(1, 1), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with torch.no_grad():
+            self.forward(token, cache=cache)
+        return share_of(cache)
+
+    def new_cache(self, batch: int, capacity: int, nodes: int = NODES) -> KVCache | StateCache:
+        """nodes: of a tree at most."""
         if not self.supports_trees:
             return StateCache(batch, capacity, self.device)
-        return KVCache(self.num_layers, batch, capacity, self.device, one_device=self.on_one_device)
+        return self._new_cache(batch, capacity, nodes)
 
-    def acquire_cache(self, batch: int, capacity: int) -> TargetCache:
+    def _new_cache(self, batch: int, capacity: int, nodes: int = NODES, capture: bool = False) -> KVCache:
+        sliding = self.sliding(nodes)
+        kind = KVCache if sliding is None else partial(SlidingCache, sliding)
+        return kind(self.num_layers, batch, capacity, self.device, capture, self.on_one_device)
+
+    def acquire_cache(self, batch: int, capacity: int, nodes: int = NODES) -> TargetCache:
         """A cache whose forwards are captured where the device can: the one that was released last, if it suits."""
         if not self.supports_trees:
             return self.new_cache(batch, capacity)
         cache, self._idle_cache = self._idle_cache, None
-        if cache is None or cache.max_batch < batch or cache.capacity < capacity:
-            capture, alone = self.supports_cuda_graphs, self.on_one_device
+        suits = cache is not None and cache.max_batch >= batch and cache.capacity >= capacity
+        if cache is None or not suits or cache.sliding != self.sliding(nodes):
+            capture = self.supports_cuda_graphs
             slots = power_of_two(batch) if captures(self.device, capture) else batch
-            cache = KVCache(self.num_layers, slots, capacity, self.device, capture, alone)
+            cache = self._new_cache(slots, capacity, nodes, capture)
         if cache.batch != batch:
             cache.use(batch)
         cache.clear()
@@ -388,6 +414,7 @@ class Target:
             return cache.prefill(self, tokens, lengths, layers)
         positions = cache.seq_lens + torch.arange(tokens.shape[1], device=tokens.device)
         last = to_device(lengths, tokens.device)[:, None, None] - 1
+        cache.new_counts = last[:, 0] + 1
         # Padding stands after the text, where causal attention never looks: an empty cache needs no mask, ragged or not.
         mask = cache.causal_mask(tokens.shape[1])
         with self.only_logits_at(last, tokens.shape):
@@ -453,7 +480,7 @@ class Target:
         self,
         tokens: Tensor,
         positions: Tensor,
-        mask: Tensor | list[Tensor] | None,
+        mask: Any,
         cache: TargetCache,
         layers: Sequence[int] = (),
         keep_logits: int = 0,
@@ -467,13 +494,9 @@ class Target:
             return cache.forward_chains(self, tokens, layers)
         if self.context is not None:
             positions = positions.clamp(max=self.context - 1)  # a learned position table ends there
-        key_positions = None
-        if isinstance(mask, list):
-            assert isinstance(cache, RaggedCache)
+        if mask is not None:
             mask = cache.attention_mask(self.masks, mask, self.dtype, positions)
-        elif self.window is not None and mask is not None:
-            key_positions = cache.key_positions(positions)
-        return self.forward(tokens.clamp(min=0), positions, mask, cache, layers, keep_logits, key_positions)
+        return self.forward(tokens.clamp(min=0), positions, mask, cache, layers, keep_logits)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings, as the target's first layer gets them, (..., hidden)."""

@@ -12,7 +12,7 @@ Captured forwards know one width and one block of memory, so there a batch stays
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,10 +44,10 @@ def size_class(entries: int) -> int:
     return max(0, math.ceil(math.log(entries / SHORT, RATIO)))
 
 
-def most_entries(finals: Sequence[int]) -> int:
-    """Of all cohorts together, at any time, of sequences that may come to need so many."""
+def most_entries(finals: Sequence[int], weigh: Callable[[int], int]) -> int:
+    """Of all cohorts together, at any time, of sequences that may come to need so many. weigh: as `KVCache.weigh`."""
     longest = max(finals, default=0)
-    return sum(min(math.ceil(SHORT * RATIO ** size_class(final)), longest) for final in finals)
+    return sum(weigh(min(math.ceil(SHORT * RATIO ** size_class(final)), longest)) for final in finals)
 
 
 class RaggedLayer(CacheLayer):
@@ -150,7 +150,7 @@ class RaggedCache(Cache):
         longest = Need(*map(max, zip(*mine, strict=True)))
         for cohort, final_class, slots in zip(self.cohorts, self.final_classes, self.members, strict=True):
             capacity = cohort.capacity if longest.now <= cohort.capacity else longest.room
-            fits = free is None or (len(slots) + len(mine)) * capacity - cohort.entries <= free
+            fits = free is None or (len(slots) + len(mine)) * cohort.weigh(capacity) - cohort.entries <= free
             if (size_class(cohort.capacity), final_class) == longest.cohort and fits:
                 return cohort
         return None
@@ -169,7 +169,7 @@ class RaggedCache(Cache):
         if self.awaited:
             longest, cohort = Need(*map(max, zip(*(self.needs[slot] for slot in slots), strict=True))), other
             if others != [*range(other.batch)]:
-                cohort = KVCache(len(self.layers), len(others), longest.room, self.device)
+                cohort = other.like(len(others), longest.room)
                 cohort.copy_from([*range(len(others))], other, others)
             elif longest.now > other.capacity:
                 other.reorder([*others], longest.room)
@@ -195,12 +195,12 @@ class RaggedCache(Cache):
         cohort, row = self.places[slot]
         return cohort.copy_out(row, start, end)
 
+    def holds(self, slot: int, start: int) -> bool:
+        cohort, row = self.places[slot]
+        return cohort.holds(row, start)
+
     def set_bucket(self, room: int) -> None:
         """Nothing is captured here."""
-
-    def key_positions(self, positions: Tensor) -> Tensor:
-        """As `KVCache.key_positions`, of a lone cohort."""
-        return self.cohorts[0].key_positions(positions)
 
     def mask(self, among: Tensor) -> Tensor | list[Tensor]:
         """As `KVCache.mask`, of each cohort where there are several; among: (batch, new, new)."""
@@ -208,12 +208,14 @@ class RaggedCache(Cache):
             return self.cohorts[0].mask(among)
         return [cohort.mask(among[mine]) for cohort, mine in zip(self.cohorts, self.rows, strict=True)]
 
-    def attention_mask(self, masks: Masks, parts: list[Tensor], dtype: torch.dtype, positions: Tensor) -> Any:
-        """What `masks` makes of `mask`'s for positions (batch, new)."""
-        made = []
-        for cohort, mine, part in zip(self.cohorts, self.rows, parts, strict=True):
-            keys = None if masks.window is None else cohort.key_positions(positions[mine])
-            made.append(masks(part, dtype, positions[mine], keys))
+    def attention_mask(self, masks: Masks, mask: Tensor | list[Tensor], dtype: torch.dtype, positions: Tensor) -> Any:
+        """As `KVCache.attention_mask`."""
+        if isinstance(mask, Tensor):
+            return self.cohorts[0].attention_mask(masks, mask, dtype, positions)
+        made = [
+            cohort.attention_mask(masks, part, dtype, positions[mine])
+            for cohort, mine, part in zip(self.cohorts, self.rows, mask, strict=True)
+        ]
         hidden = torch.finfo(dtype).min
         if not isinstance(made[0], dict):
             return RaggedTensor(made, self.rows, 3, hidden)

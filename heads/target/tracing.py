@@ -108,7 +108,7 @@ def traced_attention(
     cache: TracedCache = NOW.traced
     if [id(key), id(value)] != [id(states) for states in cache.states]:
         raise Untraceable("its attention takes other keys and values than its cache gives")
-    if attention_mask is not cache.mask or any(kwargs.get(name) is not None for name in EXTRAS):
+    if attention_mask is not cache.mask or any(kwargs.get(name) is not None for name in (*EXTRAS, "s_aux")):
         raise Untraceable("its attention is more than a masked one")
     return torch.ops.foredraft.attend(query, key, value, scaling), None
 

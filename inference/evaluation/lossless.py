@@ -121,7 +121,7 @@ def audit(
 def recompute_logits(target: Target, text: list[int], prompt: int, size: int) -> Tensor:
     """The last logits (vocab,) float32 of `text` when the tokens after its prompt come `size` at a time."""
     ids = torch.tensor([text], device=target.device)
-    cache = target.new_cache(1, len(text) + size)
+    cache = target.new_cache(1, len(text) + size, size)
     start = min(prompt, len(text) - 1)
     target.prefill(ids[:, :start], [start], cache)
     cache.set_lengths([start])

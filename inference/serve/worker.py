@@ -164,8 +164,7 @@ class Worker(threading.Thread):
     def context(self, speculative: bool = True) -> int | None:
         """Most tokens of a text, its prompt included: the target's context, or what the cache has room for."""
         batch = self.engines[0 if speculative else -1].batch
-        room = None if batch.max_cache_tokens is None else batch.max_cache_tokens - 2 * batch.drafter.nodes
-        return min((most for most in (self.target.context, room) if most is not None), default=None)
+        return min((most for most in (self.target.context, batch.most_tokens()) if most is not None), default=None)
 
     def score(self, tokens: Sequence[int], top: int) -> Future[list[Scored]]:
         """Log-probabilities of a text's own tokens (scoring.py). Raises Failed as `reserve`."""
