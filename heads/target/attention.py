@@ -24,11 +24,11 @@ from transformers.masking_utils import sdpa_mask
 
 from foredraft.heads.target.packed_mask import PackedMask, attend_packed
 from foredraft.heads.target.ragged_tensor import RaggedTensor
+from foredraft.heads.target.sinks import PADDING, with_sinks
 
 NAME = "foredraft"
 # What a model may hand its attention beyond plain dot products; those calls go to transformers' own function.
 EXTRAS = ("softcap", "position_bias", "output_attentions")
-PADDING = 8  # numbers of a head more, for a sink: kernels want multiples of 8
 GROUPED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use, by size of the group, sinks or none
 
 
@@ -100,16 +100,6 @@ def equal_parts(query: Tensor) -> int:
     return parts if rows % parts == 0 and rows // parts >= 8 else 1
 
 
-def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Wider by `PADDING`, with a first key that adds nothing to the output and takes its share of each head's softmax, by
-    its score (heads,). That is a further number of the queries, and of the keys but 1 in the first and 0: heads of a group
-    share keys, and all heads a mask."""
-    own = (sinks / scale).to(query.dtype)[:, None, None].expand(len(query), -1, query.shape[2], 1)
-    key, value = F.pad(key, (0, PADDING, 1, 0)), F.pad(value, (0, PADDING, 1, 0))
-    key[:, :, 0, query.shape[3]] = 1
-    return F.pad(torch.cat([query, own], dim=3), (0, PADDING - 1)), key, value
-
-
 def grouped_sdpa(
     module: nn.Module,
     query: Tensor,
@@ -128,7 +118,7 @@ def grouped_sdpa(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
         )
     if isinstance(attention_mask, PackedMask):
-        return attend_packed(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+        return attend_packed(query, key, value, attention_mask, scaling, sinks).transpose(1, 2).contiguous(), None
     if isinstance(attention_mask, RaggedTensor) and isinstance(key, RaggedTensor) and isinstance(value, RaggedTensor):
         out = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3])
         for rows, keys, values, mask in zip(key.rows, key.parts, value.parts, attention_mask.parts, strict=True):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from foredraft.heads import flex
 from foredraft.heads.target.ragged_tensor import OnDemand
+from foredraft.heads.target.sinks import PADDING, with_sinks
 
 QUERIES = 1024  # that attend at a time where there is a window: no mask is larger than QUERIES x (QUERIES + window)
 
@@ -50,32 +51,61 @@ class PackedMask(OnDemand):
         return [list(pairwise([*columns, length])) for columns in begins]
 
 
-def attend_packed(query: Tensor, key: Tensor, value: Tensor, mask: PackedMask, scale: float | None = None) -> Tensor:
-    """query (batch, heads, length, dim); key, value (batch, kv_heads, length, dim). Returns (batch, heads, length, value
-    dim)."""
+def attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: PackedMask,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """query (batch, heads, length, dim); key, value (batch, kv_heads, length, dim); sinks (heads,). Returns (batch, heads,
+    length, value dim)."""
     query, key = query.to(value.dtype), key.to(value.dtype)  # which rotary positions may have promoted under autocast
     if key.shape == value.shape and flex.serves(query, key):
-        return flex.attend(query, key, value, flex.text_mask(mask.starts, mask.window), scale)[0]
+        out, lse = flex.attend(query, key, value, flex.text_mask(mask.starts, mask.window), scale)
+        return out if sinks is None else out * torch.sigmoid(lse - sinks[:, None])[..., None].to(out.dtype)
     if all(len(documents) == 1 for documents in mask.documents):
-        return attend_document(query, key, value, mask.window, scale)
+        return attend_document(query, key, value, mask.window, scale, sinks)
     rows = []
     for row, documents in enumerate(mask.documents):
         parts = []
         for begin, end in documents:
             here = slice(row, row + 1), slice(None), slice(begin, end)
-            parts.append(attend_document(query[here], key[here], value[here], mask.window, scale))
+            parts.append(attend_document(query[here], key[here], value[here], mask.window, scale, sinks))
         rows.append(torch.cat(parts, dim=2))
     return torch.cat(rows)
 
 
-def attend_document(query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None) -> Tensor:
-    length, grouped = query.shape[2], query.shape[1] != key.shape[1]
+def attend_document(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None, sinks: Tensor | None
+) -> Tensor:
+    length = query.shape[2]
     if window is None or length <= window:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+        return attend_part(query, key, value, None, scale, sinks)
     columns, parts = torch.arange(length, device=query.device), []
     for begin in range(0, length, QUERIES):
         end, first = min(begin + QUERIES, length), max(0, begin - window + 1)
         back = columns[begin:end, None] - columns[first:end]
-        inputs = query[:, :, begin:end], key[:, :, first:end], value[:, :, first:end], (back >= 0) & (back < window)
-        parts.append(F.scaled_dot_product_attention(*inputs, scale=scale, enable_gqa=grouped))
+        seen = (back >= 0) & (back < window)
+        inputs = query[:, :, begin:end], key[:, :, first:end], value[:, :, first:end]
+        parts.append(attend_part(*inputs, seen, scale, sinks))
     return torch.cat(parts, dim=2)
+
+
+def attend_part(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, sinks: Tensor | None
+) -> Tensor:
+    """mask: (queries, keys) bool, or None: causal."""
+    grouped = query.shape[1] != key.shape[1]
+    if sinks is not None:
+        scale = query.shape[3] ** -0.5 if scale is None else scale  # that of the unpadded numbers
+        query, key, value = with_sinks(query, key, value, sinks, scale)
+        if mask is None:
+            query = F.pad(query, (0, 0, 1, 0))  # a first row keeps the diagonal in its place
+    if sinks is not None and mask is not None:
+        mask = F.pad(mask, (1, 0), value=True)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+    return out if sinks is None else out[:, :, mask is None :, :-PADDING]
