@@ -132,7 +132,7 @@ def entries(directory: Path) -> list[dict]:
 
 def history(directory: Path) -> list[dict]:
     """The same without what clocks said: losses, gradients and accuracy in full precision."""
-    clocks = ("tokens_per_second", "train_seconds", "memory_gib")
+    clocks = ("tokens_per_second", "train_seconds", "memory_gib", *(f"seconds_{part}" for part in callbacks.PARTS))
     return [{name: value for name, value in entry.items() if name not in clocks} for entry in entries(directory)]
 
 
