@@ -3,7 +3,8 @@
     row      a a a a b b b . .      a token sees its own document up to itself, and with a window no further back than that
     starts   0 0 0 0 4 4 4 7 7      padding counts as a document
 
-On a GPU FlexAttention takes all rows at once (heads/flex.py). Elsewhere each document attends by itself.
+On a GPU FlexAttention takes all rows at once (heads/flex.py), on a CPU each document attends by itself. A GPU without that
+kernel has the mask after all.
 """
 
 from functools import cached_property
@@ -35,15 +36,19 @@ class PackedMask(OnDemand):
     def __init__(self, starts: Tensor, dtype: torch.dtype, window: int | None):
         self.starts, self.window = starts, window
 
-    def dense(self) -> Tensor:
+    def seen(self) -> Tensor:
+        """(batch, 1, length, length) bool."""
         columns = torch.arange(self.starts.shape[1], device=self.starts.device)
         seen = (columns >= flex.first_keys(self.starts, self.window)[..., None]) & (columns <= columns[:, None])
+        return seen[:, None]
+
+    def dense(self) -> Tensor:
         zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.starts.device)
-        return zeros.masked_fill_(~seen[:, None], torch.finfo(self.dtype).min)
+        return zeros.masked_fill_(~self.seen(), torch.finfo(self.dtype).min)
 
     @cached_property
     def documents(self) -> list[list[tuple[int, int]]]:
-        """Of each row, where its documents begin and end. The device is waited for."""
+        """Of each row, where its documents begin and end."""
         length = self.starts.shape[1]
         begins: list[list[int]] = [[] for _ in self.starts]
         for row, column in (self.starts == torch.arange(length, device=self.starts.device)).nonzero().tolist():
@@ -65,6 +70,8 @@ def attend_packed(
     if key.shape == value.shape and flex.serves(query, key):
         out, lse = flex.attend(query, key, value, flex.text_mask(mask.starts, mask.window), scale)
         return out if sinks is None else out * torch.sigmoid(lse - sinks[:, None])[..., None].to(out.dtype)
+    if query.device.type != "cpu":  # which would have to be waited for, to know its documents
+        return attend_part(query, key, value, mask.seen(), scale, sinks)
     if all(len(documents) == 1 for documents in mask.documents):
         return attend_document(query, key, value, mask.window, scale, sinks)
     rows = []
@@ -96,7 +103,7 @@ def attend_document(
 def attend_part(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """mask: (queries, keys) bool, or None: causal."""
+    """mask: (queries, keys) bool, or one per row, (batch, 1, queries, keys), or None: causal."""
     grouped = query.shape[1] != key.shape[1]
     if sinks is not None:
         scale = query.shape[3] ** -0.5 if scale is None else scale  # that of the unpadded numbers

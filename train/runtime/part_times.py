@@ -9,7 +9,8 @@ import torch
 
 
 class PartTimes:
-    """On a CPU by the clock; elsewhere by events in the device's queue, which are read when they are asked for."""
+    """On a CPU, and where nothing is computed, by the clock; elsewhere by events in the device's queue, which are read when
+    they are asked for."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -24,7 +25,7 @@ class PartTimes:
     def part(self, name: str, on_host: bool = False) -> Iterator[None]:
         """on_host: what is done inside is the host's, and the device may run meanwhile."""
         self.times[name] += 1
-        if on_host or self.device.type == "cpu":
+        if on_host or self.device.type in ("cpu", "meta"):
             start = time.perf_counter()
             yield
             self.host[name] += time.perf_counter() - start
