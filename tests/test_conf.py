@@ -29,6 +29,11 @@ def test_a_strategy(name: str, target, tmp_path: Path):
     assert bool(args.deepspeed) == name.startswith("zero") and bool(args.fsdp) == (name == "fsdp")
 
 
+def test_stored_features_can_be_read_without_a_worker(target, tmp_path: Path):
+    cfg = composed("train", "features=disk", f"output_dir={tmp_path}", "trainer.dataloader_num_workers=0")
+    assert arguments(cfg.trainer, target).dataloader_prefetch_factor is None
+
+
 @pytest.mark.parametrize("name", names("data"))
 def test_data(name: str, target, folder: Path, tmp_path: Path):
     """A set of the Hub is read from a file, by which the network is spared and nothing else."""

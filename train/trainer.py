@@ -85,6 +85,8 @@ class HeadTrainingArguments(TrainingArguments):
 
 def arguments(settings: Any, target: Target, **strategy: Any) -> HeadTrainingArguments:
     """The arguments that conf/trainer and conf/strategy give. From here on the processes of a run can communicate."""
+    if not settings.get("dataloader_num_workers"):  # nobody reads ahead then
+        strategy["dataloader_prefetch_factor"] = None
     return instantiate(
         settings,
         output_dir=str(Path(settings.output_dir) / checkpoints.UNFINISHED),
