@@ -4,8 +4,9 @@ Tokens per second of the trainer's own steps, the process's peak memory, and mod
 target's forward and of the head's forward and backward per second, as a share of what one large matrix product reaches on
 this device. With `baseline`, speculators 0.9.0 trains its EAGLE-3 or DFlash in the same run: same target, rows, length,
 steps, dtype and threads, from hidden states on disk; foredraft runs the target, or reads such states too (features=disk
-features.whole_target=true). The baseline's start-up is not counted: its time is the difference of two runs. Where other programs share the machine,
-`processor_time=true threads=1 trainer.dataloader_num_workers=0` counts the processor's seconds of both.
+features.whole_target=true). The baseline's start-up is not counted: its time is the difference of two runs. Where other
+programs share the machine, `processor_time=true threads=1 trainer.dataloader_num_workers=0` counts the processor's seconds of
+both.
 """
 
 import json
