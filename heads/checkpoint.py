@@ -92,7 +92,9 @@ def write_head(
         if isinstance(head, Medusa2Head):
             adapter.save(target, part)
         directory.mkdir(exist_ok=True)
+        mode = (part / CONFIG).stat().st_mode
         for file in part.iterdir():
+            file.chmod(mode)  # safetensors lets nobody else read its files, and a server may be another user
             file.replace(directory / file.name)
     except SafetensorError as error:  # safetensors reports a full disk in words only
         if "No space left" in str(error) or "os error 28" in str(error):

@@ -322,6 +322,7 @@ def test_a_head_that_is_saved_again_is_whole_whenever_that_is_interrupted(target
         assert all(torch.equal(tensor, again[name]) for name, tensor in head.state_dict().items())
         save_head(new, tmp_path / "head", target)
     assert (tmp_path / "head" / "metrics.json").exists()
+    assert len({path.stat().st_mode for path in (tmp_path / "head").iterdir()}) == 1  # others may read all or nothing
 
 
 def test_settings_of_ours_may_be_null_and_are_settings_else(target, tmp_path):
