@@ -255,8 +255,11 @@ def test_smollm2_accepts_at_the_places_where_we_do(files, tmp_path, weights):
     print(f"{theirs.gained:.3f} tokens per forward in llama.cpp, {ours.gained:.3f} here")
     if all(same):
         assert theirs.per_position == ours.per_position
-    assert weights == "Q4_1" or sum(same) >= 0.9 * len(rows)  # two engines may part at a near-tie
-    assert theirs.gained == pytest.approx(ours.gained, rel=0.03)
+    if weights == "Q4_1":  # its products round otherwise, so it writes texts of its own, which may be easier to draft
+        assert theirs.gained >= 0.97 * ours.gained
+    else:
+        assert sum(same) >= 0.9 * len(rows)  # two engines may part at a near-tie
+        assert theirs.gained == pytest.approx(ours.gained, rel=0.03)
 
 
 def chat_prompts(target: Target) -> list[list[int]]:
