@@ -80,29 +80,30 @@ def test_masks_are_made_once_for_a_batch_and_go_with_it():
     assert len(flex.MASKS) == before
 
 
-def plainly(q, keys, values, mask):
+def plainly(q, keys, values, mask, scale=None):
     """`flex.attend` with all scores at once."""
     index = [torch.arange(n) for n in (len(q), 1, q.shape[2], keys.shape[2])]
     seen = mask.mask_mod(*torch.meshgrid(*index, indexing="ij"))
     keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
-    scores = (q @ keys.mT * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    scores = (q @ keys.mT * (scale or q.shape[-1] ** -0.5)).masked_fill(~seen, -torch.inf)
     return scores.softmax(-1) @ values, scores.logsumexp(-1)
 
 
 def by_kernel(q, keys, values, mask, scale=None):
     """Its forward pass; on a CPU it gives no sums."""
     out = torch.compile(flex_attention, dynamic=False)(q, keys, values, block_mask=mask, enable_gqa=True, scale=scale)
-    return out, plainly(q, keys, values, mask)[1]
+    return out, plainly(q, keys, values, mask, scale)[1]
 
 
+@pytest.mark.parametrize("sinks", [None, torch.tensor([-1.0, 0.5, 2.0, 0.0])])
 @pytest.mark.parametrize("window", [None, 7])
-def test_packed_rows_of_a_target_attend_by_it_as_without(window, monkeypatch):
+def test_packed_rows_of_a_target_attend_by_it_as_without(window, sinks, monkeypatch):
     monkeypatch.setattr(flex, "attend", by_kernel)
     q, keys, values = (torch.randn(2, heads, 320, 16) for heads in (4, 2, 2))
     mask, found = PackedMask(packed(ROWS["tiles"]).document_starts(), torch.float32, window), []
     for by_flex in (True, False):
         monkeypatch.setattr(flex, "serves", lambda q, keys, by_flex=by_flex: by_flex)
-        found.append(attend_packed(q, keys, values, mask, scale=0.3))
+        found.append(attend_packed(q, keys, values, mask, scale=0.3, sinks=sinks))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 

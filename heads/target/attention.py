@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from foredraft.heads.target.packed_mask import PackedMask, attend_packed
+from foredraft.heads.target.packed_mask import PackedMask, attend_packed, attend_part
 from foredraft.heads.target.ragged_tensor import RaggedTensor
 from foredraft.heads.target.sinks import PADDING, with_sinks
 
@@ -119,6 +119,8 @@ def grouped_sdpa(
         )
     if isinstance(attention_mask, PackedMask):
         return attend_packed(query, key, value, attention_mask, scaling, sinks).transpose(1, 2).contiguous(), None
+    if attention_mask is None:
+        return attend_part(query, key, value, None, scaling, sinks).transpose(1, 2).contiguous(), None
     if isinstance(attention_mask, RaggedTensor) and isinstance(key, RaggedTensor) and isinstance(value, RaggedTensor):
         out = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3])
         for rows, keys, values, mask in zip(key.rows, key.parts, value.parts, attention_mask.parts, strict=True):
@@ -128,9 +130,7 @@ def grouped_sdpa(
     if sinks is not None:
         scaling = query.shape[3] ** -0.5 if scaling is None else scaling
         query, key, value = with_sinks(query, key, value, sinks, scaling)
-        if attention_mask is None:  # a first row keeps the diagonal in its place
-            query = F.pad(query, (0, 0, 1, 0))
-    if attention_mask is not None and (groups > 1 or sinks is not None):  # all layers of a forward have one mask
+    if groups > 1 or sinks is not None:  # all layers of a forward have one mask
         made, kind = GROUPED.setdefault(attention_mask, {}), (groups, sinks is None)
         if kind not in made:
             seen = attention_mask.dtype == torch.bool
@@ -138,9 +138,7 @@ def grouped_sdpa(
             made[kind] = group_heads(whole, groups) if groups > 1 else whole
         attention_mask = made[kind]
     out = attend(query, key, value, attention_mask, dropout, scaling)
-    if sinks is not None:
-        out = out[:, :, attention_mask is None :, :-PADDING]
-    return out.transpose(1, 2).contiguous(), None
+    return (out if sinks is None else out[..., :-PADDING]).transpose(1, 2).contiguous(), None
 
 
 def take_masks(model: PreTrainedModel) -> None:
