@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from foredraft.heads import Target, save_head
 from foredraft.inference.serve.address import is_loopback
+from foredraft.scripts.serve import leave_a_core
 from tests.support.gguf_heads import EMBEDDED, write_target
 from tests.support.head_factory import make_head
 from tests.support.processes import Ended, script
@@ -113,3 +115,15 @@ def test_vllm_does_not_draft_with_everything(target):
     with pytest.raises(ValueError, match=r"ngram.*drafter=head"):
         serve_command(target, "ngram", "tiny", "127.0.0.1", 8000, 4)
     assert "--speculative-config" not in serve_command(target, "none", "tiny", "127.0.0.1", 8000, 4)
+
+
+@pytest.mark.parametrize("cores, environment, threads", [(4, None, [3]), (1, None, [1]), (4, "4", [])])
+def test_a_core_is_left_to_the_event_loop(monkeypatch, cores, environment, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", environment)
+    found = list[int]()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    leave_a_core()
+    assert found == threads
