@@ -33,7 +33,7 @@ from foredraft.inference.drafters import (
     UnoTree,
     drafter_for,
 )
-from foredraft.inference.drafters.base import Accepted, bonus_only, chains, concatenate, trees
+from foredraft.inference.drafters.base import Accepted, Unextended, bonus_only, chains, trees
 from foredraft.inference.drafters.union import merge
 from foredraft.inference.evaluation.lossless import PaddedDrafter
 from foredraft.inference.sampling import Sampling, SamplingParams
@@ -385,23 +385,30 @@ class Counted(TorchDispatchMode):
 
 
 def test_what_many_steps_accepted_is_put_together_at_once():
-    """After plain steps of many sequences, a few kernels: not some for each sequence and step."""
+    """After plain steps of many sequences, a few kernels: not some for each sequence and step, and none where one joins."""
     draw = torch.Generator().manual_seed(0)
-    pieces, texts = [], [[0], [0], [0]]
-    for _ in range(40):
-        counts = torch.randint(1, 4, (3,), generator=draw).tolist()
-        tokens = torch.randint(1, 99, (3, 4), generator=draw)
-        texts = [text + row[:count] for text, row, count in zip(texts, tokens.tolist(), counts, strict=True)]
-        pieces.append(Accepted(tokens, tokens[..., None].float().expand(-1, -1, 2), counts, texts))
-    pieces[-1].counts[1] = 0  # it has ended
+    texts, unextended = [[0], [0], [0]], Unextended()
     with Counted() as counted:
-        together = concatenate(pieces)
-    assert counted.kernels < 20
+        for step in range(40):
+            if step in (20, 21):  # the first one leaves, the last one takes its place, and another joins
+                unextended.select([2, 1, None])
+                texts = [texts[2], texts[1], [0]]
+            counts = torch.randint(1, 4, (3,), generator=draw).tolist()
+            tokens = torch.randint(1, 99, (3, 4), generator=draw)
+            texts = [text + row[:count] for text, row, count in zip(texts, tokens.tolist(), counts, strict=True)]
+            if step == 39:
+                counts[1] = 0  # it has ended
+            unextended.append(Accepted(tokens, tokens[..., None].float().expand(-1, -1, 2), counts, texts))
+        before = counted.kernels
+        together = unextended.take()
+        assert counted.kernels - before < 100
     assert together.counts == [len(texts[0]) - 1, 0, len(texts[2]) - 1] and together.text == texts
     for row in (0, 2):
         count = together.counts[row]
         assert together.tokens[row, :count].tolist() == texts[row][1:]
         assert torch.equal(together.aux_hidden_states[row, :count, 1], together.tokens[row, :count].float())
+    unextended.append(together)
+    assert unextended.take() is together  # nothing is left of before
 
 
 def test_rows_that_pad_the_targets_vocabulary_are_never_drafted(target):

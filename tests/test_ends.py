@@ -65,6 +65,10 @@ def test_a_run_on_stored_states_needs_no_layers(
         assert ended.code == 0, ended.err
         assert ("foredraft evaluate target=" in ended.out) == (name != "online")
         torch.testing.assert_close(*map(torch.tensor, (losses(tmp_path / name), losses(tmp_path / "online"))))
+    ended = here(*given, *runs["again"], "seed=1", "data_seed=0", "output_dir=other")
+    assert ended.code == 0 and losses(tmp_path / "other")[0] != losses(tmp_path / "again")[0], ended.err
+    said = complaint(here(*given, *runs["again"], "seed=1", "output_dir=more"))
+    assert "states are of another run (data_hash is " in said
     said = complaint(here(*given, *runs["again"], "self_generated_tokens=64", "output_dir=more"))
     assert said.startswith("only the ends of the target are loaded, and this needs its layers")
     said = complaint(here(*given, *runs["again"], "push_to_hub=me/head", "output_dir=more"))

@@ -167,7 +167,7 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     counts = count_tokens(data.train, target.vocab_size)
     if head.pruned and cfg.init_from is None:  # to what the target writes, which is what the head will draft
         head.init_projections(target, counts)
-    packed = Packed(data.train, cfg.length, cfg.seed, cfg.long)
+    packed = Packed(data.train, cfg.length, cfg.data_seed, cfg.long)
     card = data_card.describe(data.train) | data_card.coverage(counts, head.draft_ids)
     data = data._replace(card=data.card | card | packed.card)
     if distributed.rank() == 0:
@@ -188,15 +188,15 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
         )
     if distributed.rank() == 0:
         loggers.prepare(args.report_to, directory)
-    measured_rows = held_out.rows(measured_on, cfg.length, cfg.seed, target.context)
+    measured_rows = held_out.rows(measured_on, cfg.length, cfg.data_seed, target.context)
     return Prepared(target, head, data, packed, later, measured_rows, args, directory, checkpoint)
 
 
 def fresh_rows(cfg: DictConfig, target: Target, texts: Documents, directory: Path, part: int) -> Packed:
     """Rows for epoch `part` (from 1 on) of text that the target writes now, `self_generated_tokens` as the first text has."""
     file = directory / f"self_generated.{part}.safetensors"
-    written = write_more(target, texts, written_tokens(cfg), cfg.seed, file, part)
-    return Packed(written, cfg.length, cfg.seed + part, cfg.long)
+    written = write_more(target, texts, written_tokens(cfg), cfg.data_seed, file, part)
+    return Packed(written, cfg.length, cfg.data_seed + part, cfg.long)
 
 
 def written_tokens(cfg: DictConfig) -> int:
@@ -228,8 +228,8 @@ def with_self_generated_text(
             return self_generate(target, corpus, count, seed, file)
 
     source = data._replace(train=held, card={"source": f"{data.card['source']}, held out"})
-    written = write(source, held_out.tokens(tokens), cfg.seed + 1, "held_out.safetensors")
-    return write(data, tokens, cfg.seed, "self_generated.safetensors"), written.train
+    written = write(source, held_out.tokens(tokens), cfg.data_seed + 1, "held_out.safetensors")
+    return write(data, tokens, cfg.data_seed, "self_generated.safetensors"), written.train
 
 
 def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTrainer:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from foredraft.heads.target import Target
 from foredraft.heads.target.device import synchronise
-from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, concatenate, select
+from foredraft.inference.drafters.base import Accepted, Drafter, Unextended, bonus_only
 from foredraft.inference.drafters.block import BlockTree
 from foredraft.inference.drafters.dynamic import DynamicTree
 from foredraft.inference.drafters.grown import GrownTree
@@ -103,7 +103,7 @@ class AutoTree(Drafter):
         self.interval, self.best, self.explorations = MIN_INTERVAL, self.full, 0
         self.plans: list[Plan] = []  # of the next steps, the next one last
         self.untried = False  # are these the first ones of a batch size?
-        self.unextended: list[Accepted] = []  # accepted by plain steps, and not seen by the inner drafter yet
+        self.unextended = Unextended()  # by the inner drafter
         self.use(PLAIN)
 
     def use(self, plan: Plan) -> None:
@@ -112,13 +112,12 @@ class AutoTree(Drafter):
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.plan_for(Case.of(batch, sampling))
-        self.unextended = []
+        self.unextended = Unextended()
         self.inner.begin(batch, capacity, sampling)
 
     def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
         self.inner.select_sequences(slots, capacity, sampling)
-        if self.unextended:  # as one piece, since sequences may join often while it decodes plainly
-            self.unextended = [select(concatenate(self.unextended), slots)]
+        self.unextended.select(slots)
         self.plan_for(Case.of(len(slots), sampling))
 
     @property
@@ -179,7 +178,7 @@ class AutoTree(Drafter):
         self.unextended.append(accepted)
         if self.plan == PLAIN:
             return bonus_only(accepted)
-        merged, self.unextended = concatenate(self.unextended), []
+        merged = self.unextended.take()
         self.inner.resize(*self.plan)
         if self.plan != self.full or len(self.times.drafting) == TIMED:
             return self.inner.propose(merged, gumbel)

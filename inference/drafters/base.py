@@ -1,6 +1,5 @@
 """What every drafter does: it proposes a tree of tokens for the target to check. It never decides anything."""
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -160,25 +159,48 @@ def select(accepted: Accepted, slots: list[int | None]) -> Accepted:
     return Accepted(accepted.tokens[index], accepted.aux_hidden_states[index], counts, texts)
 
 
-def concatenate(pieces: Sequence[Accepted]) -> Accepted:
-    """What several steps accepted, as one: each sequence's tokens of all pieces, one after the other."""
-    if len(pieces) == 1:
-        return pieces[0]
-    last = pieces[-1]
-    tokens = torch.cat([piece.tokens for piece in pieces], 1)
-    hidden = torch.cat([piece.aux_hidden_states for piece in pieces], 1)
-    # A finished sequence needs nothing any more.
-    counts = [sum(piece.counts[slot] for piece in pieces) if now else 0 for slot, now in enumerate(last.counts)]
-    if not all(unpadded(piece) for piece in pieces):
-        offsets = list(itertools.accumulate((piece.tokens.shape[1] for piece in pieces), initial=0))
-        columns = [
-            [at + i for piece, at in zip(pieces, offsets) for i in range(piece.counts[slot])][:count]
-            for slot, count in enumerate(counts)
-        ]
-        longest = max(counts)
-        index = to_device([real + [0] * (longest - len(real)) for real in columns], tokens.device)
-        tokens, hidden = tokens.gather(1, index), hidden.gather(1, index[..., None].expand(-1, -1, hidden.shape[-1]))
-    return Accepted(tokens, hidden, counts, last.text, cache=last.cache)
+class Unextended:
+    """What was accepted in steps that a drafter had no part in, until it is to see it. Sequences that join and leave meanwhile
+    copy nothing of it."""
+
+    def __init__(self) -> None:
+        # Steps of the same sequences, and each sequence's slot in them; None for one that has joined since.
+        self.groups: list[tuple[list[Accepted], list[int | None]]] = []
+        self.newest: list[Accepted] = []  # those of the sequences of today
+
+    def append(self, accepted: Accepted) -> None:
+        if not self.newest:
+            self.groups.append((self.newest, list(range(len(accepted.counts)))))
+        self.newest.append(accepted)
+
+    def select(self, slots: list[int | None]) -> None:
+        """The batch becomes the sequences in these slots."""
+        kept = [(steps, [None if slot is None else old[slot] for slot in slots]) for steps, old in self.groups]
+        self.groups = [(steps, old) for steps, old in kept if any(slot is not None for slot in old)]
+        self.newest = []
+
+    def take(self) -> Accepted:
+        """All of it as one: each sequence's tokens, one after the other. Then there is nothing."""
+        groups, last = self.groups, self.newest[-1]
+        self.groups, self.newest = [], []
+        steps = [step for group, _ in groups for step in group]
+        if len(steps) == 1:
+            return last
+        columns: list[list[int]] = [[] for _ in last.counts]  # of each sequence, in all steps' tokens one after the other
+        start = 0
+        for group, slots in groups:
+            # A finished sequence needs nothing any more.
+            wanted = [(column, slot) for column, slot, now in zip(columns, slots, last.counts) if now and slot is not None]
+            for step in group:
+                for column, slot in wanted:
+                    first = start + slot * step.tokens.shape[1]
+                    column += range(first, first + step.counts[slot])
+                start += step.tokens.numel()
+        counts = list(map(len, columns))
+        index = to_device([column + [0] * (max(counts) - len(column)) for column in columns], last.tokens.device)
+        tokens = torch.cat([step.tokens.flatten() for step in steps])[index]
+        hidden = torch.cat([step.aux_hidden_states.flatten(0, 1) for step in steps])[index]
+        return Accepted(tokens, hidden, counts, last.text, cache=last.cache)
 
 
 def bonus_only(accepted: Accepted) -> TokenTree:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.target import Target
-from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, Wrapper, bonus_only, concatenate, select
+from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, Unextended, Wrapper, bonus_only
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree, chain
 
@@ -39,11 +39,11 @@ class CatchUp(Wrapper):
     """Drafts nothing in a step that lets the target's state catch up with the text (`StateCache.needs_catch_up`)."""
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        self.unextended: list[Accepted] = []  # accepted tokens that the drafter has not seen
+        self.unextended = Unextended()
         super().begin(batch, capacity, sampling)
 
     def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
-        self.unextended = [select(piece, slots) for piece in self.unextended]
+        self.unextended.select(slots)
         super().select_sequences(slots, capacity, sampling)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
@@ -51,8 +51,7 @@ class CatchUp(Wrapper):
         self.catches_up = accepted.needs_catch_up
         if self.catches_up:
             return bonus_only(accepted)
-        merged, self.unextended = concatenate(self.unextended), []
-        return self.inner.propose(merged, gumbel)
+        return self.inner.propose(self.unextended.take(), gumbel)
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
         if not self.catches_up:
