@@ -40,8 +40,7 @@ SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes of the trees that it choos
 SMALL = 8  # nodes of the first tree that is tried
 FIRST, REMEMBER = 24, 128  # full steps at first (of fewer, what a tree gains is a guess); full steps remembered
 FEWEST = 6  # full steps after which a drafter may be seen not to help
-# Steps until it explores again: at least; at most, where it drafts; at most, where it does not.
-MIN_INTERVAL, MAX_INTERVAL, MAX_PLAIN_INTERVAL = 16, 256, 1024
+MIN_INTERVAL, MAX_INTERVAL = 16, 1024  # steps until it explores again
 TIMED, RECENT = 3, 9  # steps of a tree before their median counts; the newest ones, of which it is the median
 NEWEST = 5  # steps whose median says how fast the machine is at the moment
 # A tree must promise so much more than what was used last, tree or none, to take its place: within that its measured cost may
@@ -152,13 +151,15 @@ class AutoTree(Drafter):
             self.plans = [PLAIN] * TIMED
         if not self.plans:
             self.untried = False
+            assert self.case is not None, "a step before begin"
             last, self.best = self.best, self.choose()
             self.explorations += 1
-            exploring = [self.full] * (1 if self.best == PLAIN else TIMED)
+            # In a batch one step says as much of what is gained as many steps of one sequence.
+            exploring = [self.full] * (1 if self.best == PLAIN else -(-TIMED // self.case.batch))
             enough = len(exploring) * self.steps_per_exploration()
             if self.best == PLAIN:
                 doubled = 2 * (self.interval if last == PLAIN else MIN_INTERVAL)
-                self.interval = min(max(doubled, enough), MAX_PLAIN_INTERVAL)
+                self.interval = min(max(doubled, enough), MAX_INTERVAL)
             else:
                 self.interval = min(max(MIN_INTERVAL, enough), MAX_INTERVAL)
                 if self.explorations % PLAIN_EVERY == 0:
