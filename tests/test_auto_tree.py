@@ -111,6 +111,13 @@ def test_auto_begins_plainly_then_with_a_small_tree(small):
     assert nodes_of_steps(small, Timed(large, small, lambda plan: 1.0), 3 * FEW) == [1] * FEW + [8] * FEW + [16] * FEW
 
 
+def test_a_tree_that_is_too_large_for_a_batch_is_looked_at_rarely(small):
+    large = Short(small, small, nodes=16, depth=15, width=1, min_probability=0)
+    drafter = Timed(large, small, lambda plan: 40.0 if plan.nodes == 16 else 1 + plan.nodes / 100)
+    nodes = nodes_of_steps(small, drafter, 500, batch=4)
+    assert nodes[30:].count(16) == 0 and nodes[-1] in range(2, 16)
+
+
 def test_auto_decodes_plainly_where_drafts_are_right_but_cost_more_than_they_gain(small):
     drafter = Timed(itself(small), small, lambda plan: 1.0 if plan == PLAIN else 6.0 * plan.nodes)
     nodes = nodes_of_steps(small, drafter, 200)
