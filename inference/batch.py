@@ -276,7 +276,7 @@ class Batch:
 
     def store_prefixes(self, prefixes: PrefixCache, namespace: int, stepped: Sequence[bool]) -> None:
         """Texts that have ended in this step go into the prefix cache: a conversation continues from them."""
-        lags = [0, *(drafter.cache_lag for drafter in self.drafter.cached_drafters)]
+        lags = [self.open_cache().lag, *(drafter.cache_lag for drafter in self.drafter.cached_drafters)]
         for slot, sequence in enumerate(self.sequences):
             if stepped[slot] and sequence.finish_reason in ("stop", "length"):
                 prefixes.store(namespace, sequence.text, self.caches(), lags, slot)

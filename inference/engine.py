@@ -61,7 +61,7 @@ class Engine:
         self.prefilling: deque[Prompts] = deque()
         self.last_was_prefill = False
         self.prefill_chunk = prefill_chunk if prefill_chunk is not None and target.supports_chunks else None
-        self.prefixes = prefixes if target.supports_trees else None
+        self.prefixes = prefixes if target.supports_trees or target.supports_ragged else None
         self.namespace = 0 if prefixes is None else prefixes.new_namespace()
         self.batch = Batch(target, self.drafter, verifier or Coupled(), max_cache_tokens, drafter_share)
         self.clock = Clock(target.device, timings)
@@ -212,9 +212,7 @@ class Engine:
         if self.prefixes is not None:
             self.batch.store_prefixes(self.prefixes, self.namespace, [count > 0 for count in counts])
         texts = [one.text for one in sequences]
-        self.batch.accepted = Accepted(
-            new_tokens, aux_hidden_states, counts, texts, device_counts, cache.needs_catch_up
-        )
+        self.batch.accepted = Accepted(new_tokens, aux_hidden_states, counts, texts, device_counts)
         self.clock.lap("host")
         return outputs
 
@@ -251,7 +249,8 @@ class Engine:
             prompts.load_prefixes(self.prefixes, self.namespace)
         last = prompts.prefill(self.prefill_chunk)
         if last is None:
-            if self.prefixes is not None and self.target.window is not None:  # at the end, sliding layers hold less
+            # At the end, sliding layers hold less, and states are others.
+            if self.prefixes is not None and (self.target.window is not None or prompts.cache.lag):
                 prompts.store_prefixes(self.prefixes, self.namespace)
             self.prefilling.rotate(-1)
             return []

@@ -35,7 +35,8 @@ class Prompts:
         self.lengths = [len(sequence.text) for sequence in sequences]
         self.cached_drafters = drafter.cached_drafters
         self.caches = [one.new_cache(len(sequences), max(self.lengths)) for one in self.cached_drafters]
-        self.lags = [0, *(one.cache_lag for one in self.cached_drafters)]
+        self.lags = [cache.lag, *(one.cache_lag for one in self.cached_drafters)]
+        self.stops = [self.lengths]  # where forwards end, one after the other
 
     def unfinished(self) -> bool:
         return any(sequence.finish_reason is None for sequence in self.sequences)
@@ -44,7 +45,9 @@ class Prompts:
         """Begin after what the prefix cache holds of the texts. Their last token is always prefilled, since a position's aux
         hidden states go with the token after it."""
         assert isinstance(self.cache, KVCache)
-        hits = [prefixes.find(namespace, one.text, self.target.window or 0) for one in self.sequences]
+        if self.cache.lag:
+            self.stops = [*self.block_ends(prefixes, namespace), self.lengths]
+        hits = [prefixes.find(namespace, one.text, self.target.window or self.cache.lag) for one in self.sequences]
         lengths = [max(0, sum(len(block.tokens) for block in blocks) - 1) for blocks in hits]
         # In a batch a short sequence's padding may stand after a long one's prefix.
         room = 1 + max(lengths) + max(whole - length for whole, length in zip(self.lengths, lengths, strict=True))
@@ -55,6 +58,12 @@ class Prompts:
                     cache.copy_in(row, [block.states[number] for block in blocks], lengths[row] + 1 - lag)
             # A drafter's entries end at the same place as the blocks do, and the target's one before it.
             cache.set_lengths([length and length + 1 - lag if number else length for length in lengths])
+
+    def block_ends(self, prefixes: PrefixCache, namespace: int) -> list[list[int]]:
+        """Before the last tokens of the blocks that are known, and of all whole blocks: states are stored there."""
+        known = [len(prefixes.keys(namespace, one.text)) * prefixes.block for one in self.sequences]
+        whole = [length - length % prefixes.block for length in self.lengths]
+        return [[max(0, end - self.cache.lag) for end in ends] for ends in (known, whole)]
 
     def store_prefixes(self, prefixes: PrefixCache, namespace: int) -> None:
         """What is prefilled of the prompts goes into the prefix cache."""
@@ -68,7 +77,8 @@ class Prompts:
     def prefill(self, most: int | None) -> LastPositions | None:
         """One more chunk, at most so many tokens of all sequences together, or one of each. None until all is done."""
         done, device = self.cache.lengths, self.target.device
-        rest = [length - start for length, start in zip(self.lengths, done, strict=True)]
+        rests = ([max(0, end - start) for end, start in zip(ends, done, strict=True)] for ends in self.stops)
+        rest = next(rest for rest in rests if any(rest))
         width = max(rest) if most is None else min(max(rest), max(1, most // len(rest)))
         counts = [min(width, count) for count in rest]
         parts = [one.text[start : start + width + 1] for one, start in zip(self.sequences, done, strict=True)]

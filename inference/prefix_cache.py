@@ -11,6 +11,9 @@ entries of the target's cache, and of its drafter's, whose last entry needs the 
 
 Of sliding layers (heads/target/sliding_cache.py) a block has what they still held when it was stored. A text continues from a
 block if those in the window before its end have that.
+
+Of recurrent layers a block has the states before its last token, where a forward ended there: a prompt's prefill stops at its
+last whole block, and where it parts from a text that is known (`Prompts.stops`).
 """
 
 import itertools
@@ -30,11 +33,12 @@ class Block:
     number: int  # never used again
     tokens: tuple[int, ...]
     states: list[dict[tuple, Tensor]]  # of the target's cache and of each of its drafter's, as `KVCache.copy_out` gives
-    is_whole: bool  # does that include what sliding layers keep?
+    is_whole: bool  # does that include what sliding and recurrent layers keep?
 
     @property
     def bytes(self) -> int:
-        return sum(part.numel() * part.element_size() for states in self.states for part in states.values())
+        states = sum(part.numel() * part.element_size() for states in self.states for part in states.values())
+        return states + 8 * len(self.tokens)
 
 
 class PrefixCache:
@@ -65,7 +69,8 @@ class PrefixCache:
         return keys
 
     def find(self, namespace: int, text: Sequence[int], window: int = 0) -> list[Block]:
-        """The longest sequence of blocks that the text begins with and can continue from. window: of sliding layers."""
+        """The longest sequence of blocks that the text begins with and can continue from. window: tokens before its end whose
+        blocks must be whole."""
         keys = self.keys(namespace, text)
         usable = run = 0
         for count, key in enumerate(keys, start=1):
@@ -89,7 +94,7 @@ class PrefixCache:
         for start in range(0, cached - self.block + 1, self.block):
             end = start + self.block
             keys.append((number, tuple(text[start:end])))
-            known, is_whole = self.blocks.get(keys[-1]), caches[0].holds(row, start)
+            known, is_whole = self.blocks.get(keys[-1]), caches[0].holds(row, start, end)
             if known is None or is_whole > known.is_whole:
                 states = [
                     cache.copy_out(row, max(0, start - cache_lag), end - cache_lag)

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from foredraft.heads import Target
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
-from foredraft.heads.target import state_cache
-from foredraft.heads.target.stacked_cache import can_crop
-from foredraft.heads.target.state_cache import MAX_UNCOMMITTED, StateCache, fork
+from foredraft.heads.target import rules
+from foredraft.heads.target.stacked_cache import StackedCache
+from foredraft.heads.target.state_cache import MAX_UNCOMMITTED, StateCache, can_crop, fork
 from foredraft.inference import Engine, Request, generate
 from foredraft.inference.drafters import (
     AutoTree,
@@ -30,11 +29,8 @@ from foredraft.inference.drafters import (
 )
 from foredraft.inference.drafters.auto import PLAIN
 from foredraft.inference.drafters.base import Accepted
-from foredraft.inference.drafters.chain import CatchUp, as_supported
 from foredraft.inference.drafters.ngram import NgramDrafter
 from foredraft.inference.evaluation.measure import padded
-from foredraft.inference.generation import Generation
-from foredraft.inference.tree import TokenTree
 from foredraft.train.features.online import forward_target
 from tests.support import architectures, decoding
 from tests.support.architectures import VOCAB
@@ -131,7 +127,7 @@ def test_what_a_drafter_proposed_last_does_not_say_what_is_supported() -> None:
     target = pair("qwen3_5").target
     drafter = AutoTree(DynamicTree(Eagle3Head.for_target(target, depth=3), target), target)
     drafter.use(PLAIN)
-    assert drafter.depth == 0 and isinstance(as_supported(drafter, target), CatchUp)
+    assert drafter.depth == 0 and drafter.nodes > 1
 
 
 def test_a_chain_is_the_deepest_branch_and_its_drafter_observes_it() -> None:
@@ -188,94 +184,79 @@ def test_pending_tokens_are_committed_when_they_are_many() -> None:
 
 
 @torch.no_grad()
-def test_a_step_without_drafts_commits_what_is_pending_and_the_head_misses_nothing(monkeypatch) -> None:
-    target, calls = pair("qwen3_5").target, []
-    torch.manual_seed(1)
-    head, forward = Eagle3Head.for_target(target, depth=3).eval(), target.model.forward
-    monkeypatch.setattr(target.model, "forward", lambda *args, **facts: calls.append(0) or forward(*args, **facts))
-    assert target.supports_chains
+@pytest.mark.parametrize("kind", ["qwen3_5", "granite_h"])
+def test_a_short_read_is_no_padded_chunk(kind: str, monkeypatch) -> None:
+    """What the model's own recurrence is asked for, and that it is the same reading."""
+    target, asked = pair(kind).target, []
+    run = rules.Call.__call__
 
-    def decode(most: int) -> tuple[Generation, dict[int, list]]:
-        """What it wrote, and what was drafted after a text of each length."""
-        drafter, drafted = DynamicTree(head, target, nodes=4, depth=3, min_probability=0), dict[int, list]()
-        propose = drafter.propose
+    def spy(call: rules.Call) -> Any:
+        asked.append(call.kwargs["chunk_size"])
+        return run(call)
 
-        def spy(accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-            tree = propose(accepted, gumbel)
-            drafted[len(accepted.text[0])] = tree.tokens.tolist()
-            return tree
-
-        monkeypatch.setattr(drafter, "propose", spy)
-        monkeypatch.setattr(state_cache, "MAX_UNCOMMITTED", most)
-        calls.clear()
-        return generate(target, drafter, *batch([0]), max_new_tokens=60, eos_token_id=-1), drafted
-
-    (caught_up, some), (never, every) = decode(5), decode(1000)
-    assert len(calls) == 1 + len(never.steps) and all(step.nodes == 4 for step in never.steps)
-    alone = [step.nodes for step in caught_up.steps].count(1)
-    assert alone >= 5 and len(some) == len(caught_up.steps) - alone
-    assert caught_up.new_tokens == never.new_tokens
-    assert {length: every[length] for length in some} == some
-
-
-@torch.no_grad()
-def test_a_step_gains_a_token_where_it_commits(monkeypatch) -> None:
-    """No read of a text alone does nothing but commit."""
-    target, calls = pair("qwen3_5").target, []
-    settings = {"max_new_tokens": 100, "eos_token_id": -1}
-    answer = generate(target, None, *batch([0]), **settings).new_tokens[0]
-    forward = target.model.forward
-    monkeypatch.setattr(target.model, "forward", lambda *args, **facts: calls.append(0) or forward(*args, **facts))
-    drafted = generate(target, Oracle([PROMPTS[0] + answer], VOCAB), *batch([0]), **settings)
-    assert drafted.new_tokens == [answer] and len(calls) == 1 + len(drafted.steps)
-    assert 1 in [step.nodes for step in drafted.steps[:-1]]
-
-
-@torch.no_grad()
-def test_a_short_read_is_no_padded_chunk(monkeypatch) -> None:
-    """What the model's own delta rule is asked for, and that it is the same reading."""
-    target, asked = pair("qwen3_5").target, []
-    rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
-
-    def spy(*tensors: Tensor, **facts: Any) -> Any:
-        asked.append(facts.get("chunk_size"))
-        return rule(*tensors, **facts)
-
-    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", spy)
+    monkeypatch.setattr(rules.Call, "__call__", spy)
     tokens = torch.tensor([PROMPTS[0] * 4])
     long, state = target.forward_from(tokens, 0, None)
     first, after = target.forward_from(tokens[:, :20], 0, None)
     second, _ = target.forward_from(tokens[:, 20:27], 20, after)
     target.forward_from(tokens[:, :1], tokens.shape[1], state)
-    assert asked == [None, 20, 7]
+    assert asked == {"qwen3_5": [64, 20, 7], "granite_h": [8, 8, 7]}[kind]
     short = torch.cat([first.logits, second.logits], 1)
     assert (long.logits[:, :27] - short).abs().max() < 1e-5 * long.logits.abs().max()
 
 
-STACKED = ["qwen3_5", "lfm2", "falcon_h1", "granite_h", "mamba2"]
+STACKED = ["qwen3_5", "lfm2", "falcon_h1", "granite_h", "mamba2", "kimi"]
+
+
+def filled(target: Target, texts: list[list[int]]) -> StackedCache:
+    """A cache that holds the texts, all of which one forward read."""
+    longest = max(map(len, texts))
+    tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+    cache = target.new_cache(len(texts), 300)
+    assert isinstance(cache, StackedCache)
+    target.prefill(tokens, [len(text) for text in texts], cache)
+    cache.set_lengths([len(text) for text in texts])
+    return cache
+
+
+def read(target: Target, cache: StackedCache, chains: list[list[int]]) -> Tensor:
+    nodes = torch.arange(len(chains[0]))
+    mask = cache.mask((nodes[:, None] >= nodes)[None])
+    return target.forward_tree(torch.tensor(chains), cache.seq_lens + nodes, mask, cache).logits
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", STACKED)
-def test_rows_of_a_batch_are_read_together(kind: str) -> None:
-    """Rows whose drafts are accepted at different rates, far beyond the bound of what is pending."""
-    target = pair(kind).target
-    assert target.supports_ragged
-    cache, texts, luck = StateCache(3, 300, "cpu"), [list(prompt) for prompt in PROMPTS], random.Random(5)
-    longest = max(map(len, texts))
-    tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
-    target.prefill(tokens, [len(text) for text in texts], cache)
+def test_texts_of_a_batch_are_read_together(kind: str) -> None:
+    """Of texts whose drafts are accepted at different rates, no token is read twice."""
+    target, texts, luck = pair(kind).target, [list(prompt) for prompt in PROMPTS], random.Random(5)
+    cache = filled(target, texts)
     for _ in range(12):
         chains = [[luck.randrange(3, VOCAB) for _ in range(4)] for _ in texts]
-        logits = target.forward_tree(torch.tensor(chains), None, None, cache).logits
-        assert all(row.state is None and row.num_uncommitted <= MAX_UNCOMMITTED + 4 for row in cache.slots)
-        counts = [1, 3, luck.choice([2, 4])]
+        logits, counts = read(target, cache, chains), [1, luck.choice([3, 4]), luck.choice([0, 2, 4])]
         for row, (text, chain, count) in enumerate(zip(texts, chains, counts, strict=True)):
             whole = target.forward(torch.tensor([text + chain])).logits
             assert (logits[row] - whole[0, -4:]).abs().max() < 1e-3 * whole.abs().max()
             texts[row] = text + chain[:count]
         cache.commit([list(range(count)) for count in counts])
-    assert max(row.num_uncommitted for row in cache.slots) > 3  # else nothing of the above was tried
+        assert cache.lengths == [len(text) for text in texts]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", STACKED)
+def test_states_are_taken_as_they_are_and_go_back_by_text(kind: str) -> None:
+    """A forward of drafts copies none of them; of a text that takes none of its drafts they are what they were."""
+    target = pair(kind).target
+    cache = filled(target, PROMPTS)
+    before = {name: states[key] for name, states, key in cache.tensors()}
+    kept = {name: state.clone() for name, state in before.items()}
+    read(target, cache, [[3, 4, 5]] * 3)
+    for number, layer in enumerate(cache.states):
+        for key, call in layer.calls.items():
+            assert call is not None and any(value is before[number, 1, key] for value in call.kwargs.values())
+    cache.commit([[0], [], [0, 1, 2]])
+    for name, states, key in cache.tensors():
+        assert torch.equal(states[key][1], kept[name][1]) and not torch.equal(states[key][2], kept[name][2])
 
 
 @pytest.mark.parametrize("kind", READING)
@@ -309,7 +290,7 @@ def test_a_batch_costs_one_forward_a_step(monkeypatch) -> None:
     assert target.supports_ragged
     calls.clear()
     steps = generate(target, None, *batch([0, 1, 2]), max_new_tokens=10, eos_token_id=-1).steps
-    assert len(calls) == len(PROMPTS) + len(steps)
+    assert len(calls) == 1 + len(steps)
 
 
 @pytest.mark.parametrize("kind", ["llama4", "bloom", "deepseek_v32", "phi3"])

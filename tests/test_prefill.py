@@ -19,6 +19,7 @@ from foredraft.inference.drafters import (
     Union,
 )
 from foredraft.inference.prefix_cache import PrefixCache
+from tests.support import hybrids
 from tests.support.architectures import VOCAB, pair
 from tests.support.batches import prompt
 
@@ -39,6 +40,9 @@ def drafter(name: str, target: Target) -> Drafter | None:
             torch.nn.init.normal_(parameter, std=0.3)
         return DynamicTree(head, target, nodes=8, depth=3, width=2, min_probability=0)
 
+    def chain() -> DynamicTree:
+        return DynamicTree(Eagle3Head.for_target(target, depth=2).eval(), target, nodes=3, depth=2, min_probability=0)
+
     def model() -> DraftModel:
         return DraftModel(target, target, nodes=5, depth=3, width=2, min_probability=0)
 
@@ -52,6 +56,7 @@ def drafter(name: str, target: Target) -> Drafter | None:
         "plain": lambda: None,
         "medusa": lambda: StaticTree(MedusaHead.for_target(target, depth=3).eval(), target, nodes=6),
         "eagle3": eagle,
+        "chain": chain,
         "dflash": block,
         "draft model": model,
         "auto": lambda: AutoTree(eagle(), target),
@@ -212,6 +217,22 @@ def test_a_beginning_of_every_family(family, monkeypatch):
     run = Run(engine, monkeypatch).add(*asked).finish()
     assert sum(run.read) <= 2 * 4
     assert [(run.texts[one], run.drafts[one]) for one in asked] == expected
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "lfm2", "falcon_h1", "mamba2"])
+def test_a_beginning_of_a_hybrid(kind, monkeypatch):
+    """States are kept where a prompt's last whole block ends, and where two texts part. Texts of a batch end there apart."""
+    model, read = hybrids.pair(kind).target, []
+    name = "plain" if kind == "mamba2" else "chain"
+    asked = [[request(shared(1), 8)], [request(shared(2), 8)], [request(shared(3), 8), request(ids(30, 4), 8)]]
+    expected = [[alone(name, model, one, monkeypatch) for one in together] for together in asked]
+    engine = Engine(model, drafter(name, model), prefixes=PrefixCache(2**24, block=8))
+    for together, theirs in zip(asked, expected, strict=True):
+        with monkeypatch.context() as patch:
+            run = Run(engine, patch).add(*together).finish()
+        read.append(run.read)
+        assert [(run.texts[one], run.drafts[one]) for one in together] == theirs
+    assert read == [[47, 2], [39, 8, 2], [8 + 23, 2 + 7]]
 
 
 @pytest.mark.parametrize("name", ["plain", "eagle3", "draft model"])

@@ -89,8 +89,8 @@ class KVCache(Cache):
     captured (cuda_graphs.py): they see so many columns, and have from `seq_lens` alone where the text ends.
     """
 
-    needs_catch_up = False  # as a StateCache may
     sliding: Any = None  # of a SlidingCache
+    lag = 0  # tokens by which it ends before a block of the prefix cache that ends with a state of it
     new_counts: Tensor | None
 
     def __init__(
@@ -214,8 +214,8 @@ class KVCache(Cache):
         """Copies of a slot's entries start .. end - 1, (layers, 1 or 2, heads, entries, dim) each."""
         return {key: block[:, :, slot, :, start:end].clone() for key, block in self.blocks.items()}
 
-    def holds(self, slot: int, start: int) -> bool:
-        """Are all entries of its text from `start` on there, in all layers?"""
+    def holds(self, slot: int, start: int, end: int) -> bool:
+        """Is all there that a block of these tokens of its text needs to be continued from?"""
         return True
 
     def copy_in(self, slot: int, pieces: list[dict[tuple, Tensor]], end: int) -> None:

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from foredraft.heads import packing
-from foredraft.heads.target import attention
+from foredraft.heads.target import attention, rules
 from foredraft.heads.target.cache import KVCache, to_device
 from foredraft.heads.target.compiled import compile_layers
 from foredraft.heads.target.cuda_graphs import captures, power_of_two
@@ -26,16 +26,15 @@ from foredraft.heads.target.output import TargetOutput
 from foredraft.heads.target.ragged_cache import RaggedCache
 from foredraft.heads.target.sharding import COLLECTIVE, arguments, broadcast, full_tensor
 from foredraft.heads.target.sliding_cache import Sliding, SlidingCache, share_of
-from foredraft.heads.target.state_cache import StateCache, supports_caching, supports_chains, supports_ragged
+from foredraft.heads.target.stacked_cache import StackedCache
+from foredraft.heads.target.state_cache import StateCache, ragged_state, supports_caching, supports_chains
 from foredraft.heads.target.support import (
-    CHUNK,
     PASTS,
     check_supported,
     has_cache,
     longrope_boundary,
     mixes_rows,
     picks_keys,
-    takes_chunk_size,
     why_no_drafts,
     why_no_trees,
 )
@@ -88,9 +87,9 @@ class Target:
         self.why_no_trees: str | None = why_no_trees(model, self.context)
         if self.supports_trees:
             attention.take_masks(model)
+        rules.watch(model)
         self._parameters = set(inspect.signature(model.forward).parameters)
         self._past = next((name for name in PASTS if name in self._parameters), None)  # OpenAI's first GPT keeps none
-        self._takes_chunk_size = self.device.type == "cpu" and takes_chunk_size(model)
         # Texts longer than this are rotated by other angles from their beginning on (longrope).
         self.rope_boundary: int | None = longrope_boundary(self.config, self.context)
         self.picks_keys: bool = picks_keys(self.config)
@@ -284,6 +283,9 @@ class Target:
 
     def new_cache(self, batch: int, capacity: int, nodes: int = NODES) -> KVCache | StateCache:
         """nodes: of a tree at most."""
+        if self.supports_ragged:
+            assert self._ragged_state is not None
+            return StackedCache(self._ragged_state, batch, capacity, self.device)
         if not self.supports_trees:
             return StateCache(batch, capacity, self.device)
         return self._new_cache(batch, capacity, nodes)
@@ -330,7 +332,7 @@ class Target:
         key, needed with a bool mask where the target has sliding windows. keep_logits: 0 for all positions, n for the last n.
         images: as in heads.base.PackedBatch.
         """
-        assert mask is None or self.supports_trees, self.why_no_trees
+        assert mask is None or self.supports_trees or isinstance(cache, StackedCache), self.why_no_trees
         if self.ends_only:
             states = self.states_elsewhere(tokens, layers)
             return TargetOutput(states.new_empty(*tokens.shape, 0), states)
@@ -343,7 +345,8 @@ class Target:
         if mask is not None:
             kwargs["attention_mask"] = mask
         if cache is not None:
-            kwargs["past_key_values"] = cache
+            assert self._past is not None
+            kwargs[self._past] = cache
         if images is not None:
             positions = images["position_ids"] if self.model.config.model_type in MROPE else positions
             kwargs |= {name: images[name] for name in INPUTS if name in images}
@@ -353,27 +356,15 @@ class Target:
         return self._forward(tokens, positions, layers, keep_logits, kwargs)[0]
 
     def forward_from(
-        self,
-        tokens: Tensor,
-        start: int | Tensor,
-        state: Any,
-        layers: Sequence[int] = (),
-        keep_logits: int = 0,
-        mask: Tensor | None = None,
+        self, tokens: Tensor, start: int, state: Any, layers: Sequence[int] = (), keep_logits: int = 0
     ) -> tuple[TargetOutput, Any]:
-        """A forward of text (batch, length) after the `start` tokens, or (batch, 1) of each sequence, that the cache `state`
-        holds (None: from the beginning), with the model's own masks or one as for `forward`. Returns the cache too, written
-        into; None where the model keeps none."""
+        """A forward of text (batch, length) after the `start` tokens that the cache `state` holds (None: from the beginning),
+        with the model's own masks. Returns the cache too, written into; None where the model keeps none."""
         kwargs: dict[str, Any] = {} if self._past is None else {"use_cache": True}
         if state is not None:
             assert self._past is not None
             kwargs[self._past] = state
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None] + start
-        if mask is not None:  # only stacked sequences may reach beyond the context, by their padding
-            positions = positions if self.context is None else positions.clamp(max=self.context - 1)
-            kwargs["attention_mask"] = self.masks(mask, self.dtype)
-        if self._takes_chunk_size and 1 < tokens.shape[1] < CHUNK:  # on a CPU padding is a quarter of a forward of 8
-            kwargs["chunk_size"] = tokens.shape[1]
         output, out = self._forward(tokens.clamp(min=0), positions, layers, keep_logits, kwargs)
         return output, None if self._past is None else out.get(self._past)
 
@@ -392,7 +383,9 @@ class Target:
             kwargs["logits_to_keep"] = keep_logits
         if layers:
             kwargs["output_hidden_states"] = list(layers)
-        out = self.model(input_ids=tokens, **kwargs)
+        past = kwargs.get(self._past or "")
+        with past.watched(tokens.shape[1]) if isinstance(past, StackedCache) else rules.watched():
+            out = self.model(input_ids=tokens, **kwargs)
         logits = out.logits
         if "logits_to_keep" not in self._parameters and keep_logits:
             logits = logits[:, -keep_logits:]
@@ -412,9 +405,11 @@ class Target:
         self.check_tokens(tokens)
         if isinstance(cache, StateCache):
             return cache.prefill(self, tokens, lengths, layers)
+        if tokens.shape[1] == 1 and min(lengths) == 0:  # a lone token would move every sequence's state
+            tokens = torch.nn.functional.pad(tokens, (0, 1))
         positions = cache.seq_lens + torch.arange(tokens.shape[1], device=tokens.device)
-        last = to_device(lengths, tokens.device)[:, None, None] - 1
-        cache.new_counts = last[:, 0] + 1
+        cache.new_counts = to_device(lengths, tokens.device)[:, None]
+        last = (cache.new_counts[:, None] - 1).clamp(min=0)
         # Padding stands after the text, where causal attention never looks: an empty cache needs no mask, ragged or not.
         mask = cache.causal_mask(tokens.shape[1])
         with self.only_logits_at(last, tokens.shape):
@@ -452,9 +447,14 @@ class Target:
         return self.supports_caching and not self.mixes_rows and supports_chains(self)
 
     @cached_property
+    def _ragged_state(self) -> Cache | None:
+        return None if self.supports_trees or not self.supports_chains else ragged_state(self)
+
+    @property
     def supports_ragged(self) -> bool:
-        """Does one forward of chains after texts of several lengths give what one of each gives? Measured once."""
-        return self.supports_caching and not self.mixes_rows and supports_ragged(self)
+        """Of one without trees: does one forward of chains after texts of several lengths give what one of each gives, and
+        can its states go back to any token of it? Measured once."""
+        return self._ragged_state is not None
 
     @property
     def supports_chunks(self) -> bool:

@@ -69,7 +69,7 @@ class RaggedCache(Cache):
     """The same interface as heads/target/cache.py's, as far as the engine uses it. lengths, seq_lens: as there."""
 
     kv_bucket: int | None = None
-    needs_catch_up = False
+    lag = 0
 
     def __init__(self, first: KVCache, final: int):
         """first: the cohort that it begins with. final: entries that the longest of it may come to need."""
@@ -195,9 +195,9 @@ class RaggedCache(Cache):
         cohort, row = self.places[slot]
         return cohort.copy_out(row, start, end)
 
-    def holds(self, slot: int, start: int) -> bool:
+    def holds(self, slot: int, start: int, end: int) -> bool:
         cohort, row = self.places[slot]
-        return cohort.holds(row, start)
+        return cohort.holds(row, start, end)
 
     def set_bucket(self, room: int) -> None:
         """Nothing is captured here."""

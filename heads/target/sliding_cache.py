@@ -120,12 +120,13 @@ class SlidingCache(KVCache):
         for key, block in self.blocks.items():
             block[:, :, slot, :, self.columns_of(key, written).to(block.device)] = 0
 
-    def holds(self, slot: int, start: int) -> bool:
+    def holds(self, slot: int, start: int, end: int) -> bool:
+        """Are all entries from `start` on there, in all layers?"""
         return start >= self.lengths[slot] + self.sliding.nodes - self.ring or self.ring == self.capacity
 
     def copy_out(self, slot: int, start: int, end: int) -> dict[tuple, Tensor]:
         """As `KVCache.copy_out`, without the blocks of sliding layers where these entries are not there any more."""
-        entries, whole = torch.arange(start, end, device=self.device), self.holds(slot, start)
+        entries, whole = torch.arange(start, end, device=self.device), self.holds(slot, start, end)
         return {
             key: block[:, :, slot, :, self.columns_of(key, entries).to(block.device)]
             for key, block in self.blocks.items()

@@ -1,4 +1,4 @@
-"""The model's own cache, for targets whose layers cannot branch: decoding by chains goes over it.
+"""The model's own cache, for targets that neither branch nor share one (stacked_cache.py): decoding by chains goes over it.
 
 Recurrent layers keep one state, which a forward moves on and which nothing takes back; others mask or compress their keys by
 column. So the cache holds the *computed* tokens, and a forward of drafts starts from a fork of it, which takes its place if
@@ -7,8 +7,7 @@ all of the drafts are accepted:
     text        t t t t t t t a a r         t computed: in the state    a uncommitted: accepted since, not yet in the state
     a forward                 a a r d d d   r the bonus token, d a chain of drafts, on a fork; no mask but the model's own
 
-With too many uncommitted tokens of a lone sequence, the next step drafts nothing: a forward of the bonus token alone computes
-them all (`needs_catch_up`).
+Too many uncommitted tokens are computed by a forward of their own, before the next chain's.
 
 longrope rotates a text by other angles from some length on (`Target.rope_boundary`), so there it is computed again: sequence
 by sequence, as a batch in one cache could not be.
@@ -21,16 +20,24 @@ and nothing is ever uncommitted. transformers' assisted generation does only tha
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 
 from foredraft.heads.target.cuda_graphs import CudaGraphs
 from foredraft.heads.target.output import TargetOutput
-from foredraft.heads.target.stacked_cache import MAX_UNCOMMITTED, SlotState, StackedCache, can_crop, stacks
+from foredraft.heads.target.stacked_cache import StackedCache, stacks
 
 if TYPE_CHECKING:
     from foredraft.heads.target.model import Target
@@ -41,34 +48,68 @@ PROBE, TOLERANCE = 12, {torch.float32: 1e-4}
 # Attributes of transformers' layers that are only ever replaced by longer ones, never written into: forks share them.
 SHARED = {"keys", "values", "indexer_keys"}
 
+# Accepted tokens that are computed again with every chain, at most. Fewer are computed for good more often, more make every
+# forward longer.
+MAX_UNCOMMITTED = 16
+# Exactly these: a subclass may keep more of the text than `crop` knows of (DeepSeek V4's compressed entries).
+CROPPABLE = {DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, LinearAttentionLayer, DummyLayer}
+
+
+@dataclass
+class SlotState:
+    """One slot: its text, and how much of it is computed."""
+
+    text: Tensor | None = None  # (1, n): all accepted tokens
+    state: Any = None  # the model's own cache; None before its first forward, and for a model that keeps none
+    num_computed_tokens: int = 0  # tokens of the text that are in it
+    newest: Any = None  # of its newest forward: the state after the drafts, the drafts (1, nodes), how many are in it
+    finished: bool = False
+
+    @property
+    def num_uncommitted(self) -> int:
+        return 0 if self.finished or self.text is None else self.text.shape[1] - self.num_computed_tokens
+
+    def extend(self, target: "Target", tokens: Tensor, layers: Sequence[int]) -> TargetOutput:
+        """A forward of text (1, length) that follows, and of what is not computed before it."""
+        assert self.text is not None
+        self.text = torch.cat([self.text, tokens], dim=1)
+        new = self.text[:, self.num_computed_tokens :]
+        output, self.state = target.forward_from(new, self.num_computed_tokens, self.state, layers, keep_logits=1)
+        if self.state is not None:
+            self.num_computed_tokens = self.text.shape[1]
+        if can_crop(self.state):
+            self.state.crop(0)  # a window drops what it no longer needs
+        return output._replace(aux_hidden_states=output.aux_hidden_states[:, -tokens.shape[1] :])
+
+    def commit(self, count: int) -> None:
+        """Keep the first `count` drafts of its newest forward."""
+        assert self.text is not None and self.newest is not None
+        (state, tokens, drafts), self.newest = self.newest, None
+        self.text = torch.cat([self.text, tokens[:, :count]], dim=1)
+        if state is not None and (drafts == count or (drafts > count and can_crop(state))):
+            if can_crop(state):
+                state.crop(count - drafts)  # also where it is 0: a window drops what it no longer needs
+            self.state, self.num_computed_tokens = state, self.text.shape[1]
+
 
 class StateCache:
-    """One own cache of the model per slot, and one forward for each. Where one forward for all gives the same
-    (`Target.supports_ragged`), those of a batch lie in one cache (heads/target/stacked_cache.py).
+    """One own cache of the model per slot, and one forward for each.
 
     The same interface as heads/target/cache.py's, as far as decoding uses it. lengths, seq_lens: as there.
     """
 
     kv_bucket: int | None = None
-    entries = 0  # a state has no room to be counted
+    entries = lag = 0  # a state has no room to be counted, and is in no prefix cache
 
     def __init__(self, batch: int, capacity: int, device: torch.device | str):
         self.batch, self.capacity, self.device = batch, capacity, torch.device(device)
         self.graphs = CudaGraphs(self.device, enabled=False)
         self.slots = [SlotState() for _ in range(batch)]
-        self.stack: StackedCache | None = None
         self.set_lengths([0] * batch)
 
     def set_lengths(self, lengths: list[int]) -> None:
         self.lengths = lengths
         self.seq_lens = torch.tensor(lengths, device=self.device)[:, None]
-
-    @property
-    def needs_catch_up(self) -> bool:
-        """Has a lone sequence so many uncommitted tokens that they are to be computed? A forward of the bonus token alone
-        does that, and gains a token, where one before the next chain's gains none."""
-        alone = self.batch == 1 and self.stack is None and self.slots[0].state is not None
-        return alone and self.slots[0].num_uncommitted > MAX_UNCOMMITTED
 
     def set_bucket(self, room: int) -> None:
         """Nothing is captured here."""
@@ -78,11 +119,6 @@ class StateCache:
 
     def reorder(self, slots: list[int | None], capacity: int, most: int | None = None) -> None:
         """As `KVCache.reorder`, but a state has no room to be counted."""
-        if self.stack is not None:
-            if any(slot is not None for slot in slots):
-                self.stack.reorder(slots, capacity + MAX_UNCOMMITTED)
-            else:
-                self.stack = None
         self.batch, self.capacity = len(slots), capacity
         lengths = [0 if slot is None else self.lengths[slot] for slot in slots]
         self.slots = [SlotState() if slot is None else self.slots[slot] for slot in slots]
@@ -91,13 +127,9 @@ class StateCache:
     def erase(self, slot: int) -> None:
         """Forget all that a slot holds, whose sequence has ended."""
         self.slots[slot] = SlotState(finished=True)
-        if self.stack is not None:
-            self.stack.erase(slot)
 
     def erase_uncommitted(self, slot: int) -> None:
-        """Rejected drafts of a lone sequence were in a fork, which is gone."""
-        if self.stack is not None:
-            self.stack.erase_uncommitted(slot)
+        """Rejected drafts were in a fork, which is gone."""
 
     def copy_from(self, slots: list[int], other: "StateCache", others: list[int]) -> None:
         """These slots, which are empty, become these `others` of another cache."""
@@ -138,11 +170,6 @@ class StateCache:
     def forward_chains(self, target: "Target", tokens: Tensor, layers: Sequence[int] = ()) -> TargetOutput:
         """A forward of drafts (batch, nodes), a chain per slot after its text. What it gives of finished slots means
         nothing."""
-        if self.stack is None and self.batch > 1 and target.supports_ragged:
-            own = next(slot.state for slot in self.slots if slot.state is not None)
-            self.stack = StackedCache(own, self.batch, self.capacity + MAX_UNCOMMITTED, self.device)
-        if self.stack is not None:
-            return self.stack.forward_chains(target, self.slots, tokens, layers)
         outputs = [self.forward_chain(slot, target, tokens[i : i + 1], layers) for i, slot in enumerate(self.slots)]
         return as_batch(outputs, tokens.shape[1])
 
@@ -189,11 +216,14 @@ class StateCache:
         for slot, nodes in zip(self.slots, path, strict=True):
             assert nodes == list(range(len(nodes))), f"{nodes} is no chain's path"
             slot.finished = slot.finished or not nodes
-            if not slot.finished and self.stack is None:
+            if not slot.finished:
                 slot.commit(len(nodes))
-        if self.stack is not None:
-            self.stack.commit_chains(self.slots, [len(nodes) for nodes in path])
         self.set_lengths([length + len(nodes) for length, nodes in zip(self.lengths, path, strict=True)])
+
+
+def can_crop(state: Any) -> bool:
+    """Can its newest entries be dropped without a trace?"""
+    return isinstance(state, Cache) and all(type(layer) in CROPPABLE for layer in state.layers) and state.is_croppable
 
 
 def as_batch(outputs: Sequence[TargetOutput], length: int) -> TargetOutput:
@@ -238,28 +268,25 @@ def supports_chains(target: "Target") -> bool:
 
 
 @torch.no_grad()
-def supports_ragged(target: "Target") -> bool:
-    """As `Target.supports_ragged`, measured as above."""
+def ragged_state(target: "Target") -> Cache | None:
+    """A cache of its own, if texts may lie in a StackedCache made like it. Measured as above, on texts of several lengths."""
     tokens = torch.randint(target.vocab_size, (3, PROBE), generator=torch.Generator().manual_seed(1)).to(target.device)
-    lengths, together = [6, 3, 5], StateCache(3, PROBE, target.device)
-    alone = [StateCache(1, PROBE, target.device) for _ in lengths]
-    for number, length in enumerate(lengths):
-        alone[number].prefill(target, tokens[number : number + 1, :length], [length])
-    if not stacks(alone[0].slots[0].state, target):
-        return False
-    together.prefill(target, tokens, lengths)
-    together.stack = StackedCache(together.slots[0].state, 3, PROBE + MAX_UNCOMMITTED, together.device)
+    _, own = target.forward_from(tokens[:1, :1], 0, None)
+    if not stacks(own, target):
+        return None
+    cache, nodes = StackedCache(own, 3, PROBE, target.device), torch.arange(3, device=target.device)[None]
+    target.prefill(tokens[:, :6], [6, 3, 5], cache)
+    cache.set_lengths([6, 3, 5])
     for counts in ([1, 3, 2], [2, 3, 1], [1, 1, 1]):
-        drafts = torch.stack([row[at : at + 3] for row, at in zip(tokens, lengths, strict=True)])
-        at_once = together.forward_chains(target, drafts).logits
-        pairs = zip(alone, drafts, strict=True)
-        if not alike(at_once, torch.cat([cache.forward_chains(target, chain[None]).logits for cache, chain in pairs])):
-            return False
-        together.commit([list(range(count)) for count in counts])
-        for cache, count in zip(alone, counts, strict=True):
-            cache.commit([list(range(count))])
-        lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
-    return True
+        rows = [(row[None], length) for row, length in zip(tokens, cache.lengths, strict=True)]
+        drafts = torch.cat([row[:, length : length + 3] for row, length in rows])
+        mask = cache.mask(nodes[..., None] >= nodes[:, None])
+        logits = target.forward_tree(drafts, cache.seq_lens + nodes, mask, cache).logits
+        whole = [target.forward_from(row[:, : length + 3], 0, None)[0].logits[:, -3:] for row, length in rows]
+        if not cache.can_go_back or not alike(logits, torch.cat(whole)):
+            return None
+        cache.commit([list(range(count)) for count in counts])
+    return own
 
 
 def alike(ours: Tensor, theirs: Tensor) -> bool:

@@ -8,7 +8,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 # The layer types, as transformers names them, that remember keys and values alone and whose masks we know how to cut.
 BRANCHING = {"full_attention", "sliding_attention"}
 PASTS = ("past_key_values", "cache_params", "state")  # what models call their cache
-CHUNK = 64  # tokens of a chunk, where transformers' gated delta rule is asked for no other
 
 
 def check_supported(model: PreTrainedModel) -> None:
@@ -98,13 +97,6 @@ def picks_keys(config: PreTrainedConfig) -> bool:
     score depends on how many tokens are in a forward, so at a near-tie the pick does too."""
     names = ("index_topk", "index_topk_blocks", "indexer_budget")
     return any(getattr(config, name, None) is not None for name in names)
-
-
-def takes_chunk_size(model: PreTrainedModel) -> bool:
-    """Do recurrent layers of it take `chunk_size` from the keywords of its forward? Those of transformers with a gated delta
-    rule do, where no kernel replaces it, and pad whatever they take to whole chunks."""
-    sources = {inspect.getmodule(type(part)) for part in model.modules()}
-    return any("torch_chunk_gated_delta_rule" in vars(source) for source in sources if source is not None)
 
 
 @torch.no_grad()

@@ -27,7 +27,6 @@ class Accepted(NamedTuple):
     counts: list[int]  # how many of them are real; 0 for a sequence that has finished
     text: list[list[int]]  # each sequence's whole text on the host, bonus token included
     counts_on_device: Tensor | None = None  # (batch, 1) int64, where the device has them
-    needs_catch_up: bool = False  # does the target's state lag so far that a step is to be spent on that?
     # The target's own, of the text but for the bonus tokens. What is written after it is lost with the next forward.
     cache: TargetCache | None = None
 

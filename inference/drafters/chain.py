@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.target import Target
-from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, Unextended, Wrapper, bonus_only
-from foredraft.inference.sampling import Sampling
+from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, Wrapper
 from foredraft.inference.tree import TokenTree, chain
 
 
@@ -32,34 +31,7 @@ def as_supported(drafter: Drafter, target: Target) -> Drafter:
             "text with drafts may continue otherwise than one without",
             stacklevel=4,
         )
-    return CatchUp(Chain(drafter) if drafter.branches else drafter)
-
-
-class CatchUp(Wrapper):
-    """Drafts nothing in a step that lets the target's state catch up with the text (`StateCache.needs_catch_up`)."""
-
-    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        self.unextended = Unextended()
-        super().begin(batch, capacity, sampling)
-
-    def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
-        self.unextended.select(slots)
-        super().select_sequences(slots, capacity, sampling)
-
-    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        self.unextended.append(accepted)
-        self.catches_up = accepted.needs_catch_up
-        if self.catches_up:
-            return bonus_only(accepted)
-        return self.inner.propose(self.unextended.take(), gumbel)
-
-    def observe(self, paths: list[list[int]], choices: Tensor) -> None:
-        if not self.catches_up:
-            super().observe(paths, choices)
-
-    def observe_seconds(self, seconds: float | None) -> None:
-        if not self.catches_up:
-            super().observe_seconds(seconds)
+    return Chain(drafter) if drafter.branches else drafter
 
 
 class Chain(Wrapper):

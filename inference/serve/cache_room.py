@@ -22,7 +22,7 @@ def cache_bytes_per_token(target: Target, drafter: Drafter | None) -> int:
     """Of all layers of the target and the drafter, measured by a forward of one token. Raises ValueError for a target that
     keeps more than keys and values."""
     drafter, cache = drafter or NoDrafter(), target.new_cache(1, 1)
-    if not isinstance(cache, KVCache):
+    if not isinstance(cache, KVCache) or cache.lag:
         raise ValueError(
             f"cache_gib: {target.name} keeps a state per text, which is not counted; max_num_seqs limits it"
         )

@@ -32,6 +32,14 @@ CONFIGS: dict[str, hf.PreTrainedConfig] = {
         **SIZES, layer_types=["mamba", "attention"], shared_intermediate_size=32, num_local_experts=0, **GROUPS
     ),
     "mamba2": hf.Mamba2Config(**MAMBA, num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=8),
+    "kimi": hf.KimiLinearConfig(
+        **SIZES | {"num_key_value_heads": 4},
+        **LATENT,
+        linear_head_dim=8,
+        linear_num_heads=4,
+        layer_types=["linear_attention", "full_attention"],
+        mlp_layer_types=["dense", "dense"],
+    ),
     "llama4": hf.Llama4TextConfig(
         **SIZES,
         head_dim=8,
