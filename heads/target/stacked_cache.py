@@ -3,10 +3,10 @@
 Keys and values lie in columns, as in heads/target/cache.py. Every layer has one tensor per recurrent state, (batch, ...), and
 one of what its convolution needs of the past. A forward of drafts leaves the states after all of them, and what takes these
 back to any token: the inputs of the convolution, and the call of the recurrence (heads/target/rules.py). So nothing is copied
-before a forward, and no token is in two:
+before a forward, and no token is computed by two:
 
     text        t t t t t a | d d d .      a is accepted, d rejected drafts: the states are those after a
-                            ^ commit
+                            ^ `commit`
 """
 
 from collections.abc import Iterator

@@ -269,12 +269,22 @@ def supports_chains(target: "Target") -> bool:
 
 @torch.no_grad()
 def ragged_state(target: "Target") -> Cache | None:
-    """A cache of its own, if texts may lie in a StackedCache made like it. Measured as above, on texts of several lengths."""
-    tokens = torch.randint(target.vocab_size, (3, PROBE), generator=torch.Generator().manual_seed(1)).to(target.device)
-    _, own = target.forward_from(tokens[:1, :1], 0, None)
-    if not stacks(own, target):
+    """A cache of its own, if texts may lie in a StackedCache made like it."""
+    _, own = target.forward_from(torch.zeros(1, 1, dtype=torch.int64, device=target.device), 0, None)
+    try:
+        return (
+            own if stacks(own, target) and supports_ragged(target, StackedCache(own, 3, PROBE, target.device)) else None
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # states of shapes of their own
         return None
-    cache, nodes = StackedCache(own, 3, PROBE, target.device), torch.arange(3, device=target.device)[None]
+
+
+def supports_ragged(target: "Target", cache: StackedCache) -> bool:
+    """As `Target.supports_ragged`, measured as above, in an empty cache of three texts."""
+    tokens = torch.randint(target.vocab_size, (3, PROBE), generator=torch.Generator().manual_seed(1)).to(target.device)
+    nodes = torch.arange(3, device=target.device)[None]
     target.prefill(tokens[:, :6], [6, 3, 5], cache)
     cache.set_lengths([6, 3, 5])
     for counts in ([1, 3, 2], [2, 3, 1], [1, 1, 1]):
@@ -284,9 +294,9 @@ def ragged_state(target: "Target") -> Cache | None:
         logits = target.forward_tree(drafts, cache.seq_lens + nodes, mask, cache).logits
         whole = [target.forward_from(row[:, : length + 3], 0, None)[0].logits[:, -3:] for row, length in rows]
         if not cache.can_go_back or not alike(logits, torch.cat(whole)):
-            return None
+            return False
         cache.commit([list(range(count)) for count in counts])
-    return own
+    return True
 
 
 def alike(ours: Tensor, theirs: Tensor) -> bool:
