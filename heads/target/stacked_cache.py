@@ -50,11 +50,11 @@ class StateLayer(LinearAttentionLayer):
         self.__dict__.update(vars(own))  # what its states are
         self.record_past = False
         sizes = {key: size for key, size in own.conv_kernel_size.items() if size is not None}
-        self.conv_states = {
+        self.conv_states: dict[int, Any] = {
             key: state if state is None else state.new_zeros(batch, *state.shape[1:-1], sizes[key])
             for key, state in own.conv_states.items()
         }
-        self.recurrent_states = {
+        self.recurrent_states: dict[int, Any] = {
             key: state if state is None else state.new_zeros(batch, *state.shape[1:])
             for key, state in own.recurrent_states.items()
         }
