@@ -116,7 +116,8 @@ def train_baseline(cfg: DictConfig, target: Target, tokens: torch.Tensor, of_kin
     starting takes as long as an epoch and varies. of_kind: see `baseline_settings`."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        layers = list(cfg.head.layers or head_layers(cfg, target))
+        counts = torch.ones(target.vocab_size, dtype=torch.int64)
+        layers = list(cfg.head.layers or instantiate(cfg.head, target=target, counts=counts).layers)
         write_rows(target, layers, tokens, folder)
         command = [cfg.baseline, *([cfg.baseline_driver] if cfg.baseline_driver else ["-m", "speculators"]), "train"]
         settings = {
@@ -166,12 +167,6 @@ def baseline_settings(cfg: DictConfig) -> dict[str, Any]:
             "per-position-loss-weight": "fixed-exp-decay",
         }
     raise ValueError(f"head={kind} is not compared with speculators here: head=eagle3, head=dflash, or baseline=null")
-
-
-def head_layers(cfg: DictConfig, target: Target) -> list[int]:
-    """The layers that the head of this config reads."""
-    more: dict[str, Any] = {"counts": torch.ones(target.vocab_size, dtype=torch.int64)}
-    return instantiate(cfg.head, target=target, **more).layers
 
 
 def timed(command: list[str], threads: int, processor_time: bool) -> tuple[float, int]:
