@@ -52,7 +52,8 @@ class UnoHead(BlockHead):
         """linears: inputs and outputs of the target's linear layers that get a LoRA, by name."""
         super().__init__()
         self.depth, self.rank, self.alpha, self.layers = depth, rank, alpha, []
-        self.loras = nn.ModuleDict({as_key(name): NoiseLora(*sizes, rank) for name, sizes in linears.items()})
+        # Keys of a ModuleDict have no dots.
+        self.loras = nn.ModuleDict({k.replace(".", "/"): NoiseLora(*sizes, rank) for k, sizes in linears.items()})
 
     @classmethod
     def for_target(cls, target: Target, depth: int = 8, rank: int = 32, alpha: float = 512.0) -> "UnoHead":
@@ -156,11 +157,6 @@ class UnoHead(BlockHead):
         mask = cache.mask(within(rows, True, None, last.device).expand(len(last), -1, -1))
         with self.acting_from(1):
             return target.forward_tree(tokens, positions, mask, cache, [target.num_layers], 1).aux_hidden_states
-
-
-def as_key(name: str) -> str:
-    """A layer's name as the key of a ModuleDict, which takes no dots."""
-    return name.replace(".", "/")
 
 
 def as_name(key: str) -> str:

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from foredraft.heads.target import Target
 from foredraft.heads.target.sharding import all_equal
 from foredraft.inference.drafters.base import Drafter
-from foredraft.inference.engine import Engine, RequestOutput
+from foredraft.inference.engine import Engine
 from foredraft.inference.request import Request, budget
 from foredraft.inference.sampling import SamplingParams
 from foredraft.inference.verify import Verifier
@@ -123,7 +123,9 @@ def generate(
     while engine.has_work:
         outputs = engine.step()
         if outputs[0].accepted is not None:
-            steps.append(as_step(outputs))
+            accepted = [output.accepted for output in outputs if output.accepted is not None]
+            emitted = [len(output.tokens) for output in outputs]
+            steps.append(Step(accepted, emitted, outputs[0].nodes, outputs[0].forwards))
         for output in outputs:
             if output.finish_reason == "error":
                 raise ValueError(
@@ -139,13 +141,10 @@ def generate(
     if streamer is not None:
         streamer.end()
     new_tokens = [texts[request] for request in requests]
-    sequences = with_new_tokens(input_ids, new_tokens, pad_token_id)
+    longest = max(map(len, new_tokens))
+    rows = [new + [pad_token_id] * (longest - len(new)) for new in new_tokens]
+    sequences = torch.cat([input_ids, input_ids.new_tensor(rows).view(len(rows), longest)], dim=1)
     return Generation(sequences, new_tokens, steps, engine.clock.seconds, list(reasons.values()))
-
-
-def as_step(outputs: list[RequestOutput]) -> Step:
-    accepted = [output.accepted for output in outputs if output.accepted is not None]
-    return Step(accepted, [len(output.tokens) for output in outputs], outputs[0].nodes, outputs[0].forwards)
 
 
 def read_settings(
@@ -227,9 +226,3 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
         if not prompt:
             raise ValueError(f"the prompt of row {row} is empty: give at least one token (the bos token, say)")
     return prompts
-
-
-def with_new_tokens(input_ids: Tensor, new_tokens: list[list[int]], pad: int) -> Tensor:
-    longest = max(map(len, new_tokens))
-    rows = [new + [pad] * (longest - len(new)) for new in new_tokens]
-    return torch.cat([input_ids, input_ids.new_tensor(rows).view(len(rows), longest)], dim=1)

@@ -13,7 +13,7 @@ from tests.support import nightly_but
 from tests.support.configs import composed
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-RECIPES = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml") if path.stem != "train_target")
+RECIPES = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 
 
 def planned(name: str) -> tuple[float, float, DictConfig]:

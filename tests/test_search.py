@@ -170,8 +170,7 @@ def interrupt(callback: StopAt, args: Any, state: TrainerState, control: Trainer
 
 
 def pretended(name: str, texts: int) -> Judged:
-    seconds = SECONDS[name.removesuffix(judge.FIXED)]
-    return Judged([8.0] * texts, [seconds + 0.01 * number for number in range(texts)])
+    return Judged([8.0] * texts, [SECONDS[name] + 0.01 * number for number in range(texts)])
 
 
 def check_results(directory: Path) -> None:
@@ -187,12 +186,10 @@ def check_results(directory: Path) -> None:
     assert candidates["broken"]["dropped"].startswith("failed: head.layers=[70] must ascend within")
     assert sum(one["steps"] for one in candidates.values()) == 32 and candidates["medusa"]["steps"] > 16
     first = found["rounds"][0]["found"]["medusa"]
-    assert first["acceptance_length"] >= 1 and first["fixed_tree_tokens_per_second"] > 0 and first["speedup"] > 3.9
+    assert first["acceptance_length"] >= 1 and first["speedup"] > 3.9
     metrics = json.loads((directory / "metrics.json").read_text())
     assert metrics["head"] == "medusa" and metrics["step"] <= candidates["medusa"]["steps"]
-    page = (directory / "search.html").read_text()
-    assert candidates["eagle3"]["dropped"].removeprefix("round 2: ") in page and "wins" in page
-    assert "head=medusa" in page and (directory / "report.html").exists()
+    assert (directory / "report.html").exists()
     assert {path.name for path in (directory / "head").iterdir()} >= {"model.safetensors", "README.md"}
     assert not list(directory.rglob("checkpoint-*"))
 

@@ -16,16 +16,6 @@ from foredraft.heads.dspark import DSparkHead
 from foredraft.heads.eagle import EagleHead
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats.base import Format
-from foredraft.heads.formats.dflash import (
-    DFlash2Format,
-    DFlashFormat,
-    DominoFormat,
-    DSparkFormat,
-    LiLiCorrFormat,
-    XPressFormat,
-)
-from foredraft.heads.formats.eagle import EagleFormat
-from foredraft.heads.formats.eagle3 import Eagle3Format
 from foredraft.heads.formats.engine_checks import (
     check_full_vocabulary,
     check_in_place,
@@ -39,14 +29,8 @@ from foredraft.heads.formats.engine_checks import (
 )
 from foredraft.heads.formats.gguf.layout import DTYPES, GGUFFormat
 from foredraft.heads.formats.gguf.nextn import NextnFormat
-from foredraft.heads.formats.hydra import HydraFormat, check_tied
+from foredraft.heads.formats.hydra import check_tied
 from foredraft.heads.formats.layer_ids import as_sglang_reads, for_sglang
-from foredraft.heads.formats.medusa import MedusaFormat
-from foredraft.heads.formats.mtp import MTPFormat
-from foredraft.heads.formats.p_eagle import PEagleFormat, SpeculatorsPEagle
-from foredraft.heads.formats.speculators import SpeculatorsFormat
-from foredraft.heads.formats.speculators_blocks import SpeculatorsDFlash, SpeculatorsDSpark, SpeculatorsXPress
-from foredraft.heads.formats.uno import UnoFormat
 from foredraft.heads.hydra import HydraHead
 from foredraft.heads.lilicorr import LiLiCorrHead
 from foredraft.heads.medusa import MedusaHead
@@ -92,51 +76,56 @@ class Export(NamedTuple):
         return self.use.format(target=target, head=directory, depth=head.depth, **names)
 
 
+CHAIN = "vLLM drafts a chain, no tree."
+VLLM_EXPORTS: dict[type[DraftHead], Export] = {
+    Eagle3Head: Export(formats.Eagle3Format(), VLLM, CHAIN),
+    EagleHead: Export(formats.EagleFormat("EagleLlamaForCausalLM"), VLLM, CHAIN),
+    DFlashHead: Export(formats.DFlashFormat(), VLLM, CHAIN),
+    DFlash2Head: Export(formats.DFlash2Format(), VLLM_DFLASH, CHAIN),
+    LiLiCorrHead: Export(formats.LiLiCorrFormat(), VLLM_DFLASH, CHAIN),
+    XPressHead: Export(formats.XPressFormat(), VLLM, XPRESS),
+    DSparkHead: Export(formats.SpeculatorsDSpark(), VLLM, CHAIN),
+    PEagleHead: Export(formats.PEagleFormat(), VLLM_P_EAGLE, CHAIN),
+}
+
+
 def vllm(head: DraftHead, target: Target) -> Export:
-    if isinstance(head, Eagle3Head):
-        return Export(Eagle3Format(), VLLM, "vLLM drafts a chain, no tree.")
-    if isinstance(head, EagleHead):
-        if head.fc.bias is not None:
-            raise ValueError("vLLM's EAGLE-1 has no fc.bias, and this head does: train it with head.bias=false")
-        return Export(EagleFormat("EagleLlamaForCausalLM"), VLLM, "vLLM drafts a chain, no tree.")
-    if type(head) is DFlashHead:
-        return Export(DFlashFormat(), VLLM, "vLLM drafts a chain, no tree.")
-    if isinstance(head, DFlash2Head):
-        return Export(DFlash2Format(), VLLM_DFLASH, "vLLM drafts a chain, no tree.")
-    if isinstance(head, LiLiCorrHead):
-        return Export(LiLiCorrFormat(), VLLM_DFLASH, "vLLM drafts a chain, no tree.")
+    if isinstance(head, EagleHead) and head.fc.bias is not None:
+        raise ValueError("vLLM's EAGLE-1 has no fc.bias, and this head does: train it with head.bias=false")
     if isinstance(head, XPressHead):
         check_full_vocabulary("vLLM's xPress", head)
         check_in_place("vLLM's xPress", head)
-        return Export(XPressFormat(), VLLM, XPRESS)
     if isinstance(head, DSparkHead):
         check_vanilla("vLLM", head)
-        return Export(SpeculatorsDSpark(), VLLM, "vLLM drafts a chain, no tree.")
-    if isinstance(head, PEagleHead):
-        return Export(PEagleFormat(), VLLM_P_EAGLE, "vLLM drafts a chain, no tree.")
-    raise unsupported("vLLM", head)
+    if type(head) not in VLLM_EXPORTS:
+        raise unsupported("vLLM", head)
+    return VLLM_EXPORTS[type(head)]
 
 
 def sglang(head: DraftHead, target: Target) -> Export:
     if isinstance(head, EagleHead):
         return Export(
-            EagleFormat(bias=True), SGLANG, "SGLang's fc has a bias; one of zeros is written where there is none."
+            formats.EagleFormat(bias=True),
+            SGLANG,
+            "SGLang's fc has a bias; one of zeros is written where there is none.",
         )
     if isinstance(head, DFlashHead):
         check_full_vocabulary("SGLang's block drafting", head)
     if isinstance(head, DSparkHead | DominoHead):
         if isinstance(head, DominoHead) and head.pure != 1:
             raise ValueError(f"SGLang's Domino has head.pure_draft_prefix_len=1, and this head {head.pure}")
-        layout = DSparkFormat() if isinstance(head, DSparkHead) else DominoFormat()
+        layout = formats.DSparkFormat() if isinstance(head, DSparkHead) else formats.DominoFormat()
         return Export(layout, SGLANG_BLOCK, "SGLang drafts a chain, no tree.")
     if isinstance(head, LiLiCorrHead):
         return Export(
-            LiLiCorrFormat(), SGLANG_BLOCK.replace("{algorithm}", "DFLASH"), "SGLang drafts a chain, no tree."
+            formats.LiLiCorrFormat(), SGLANG_BLOCK.replace("{algorithm}", "DFLASH"), "SGLang drafts a chain, no tree."
         )
     if type(head) is DFlashHead:
-        return Export(DFlashFormat(), SGLANG_BLOCK, "SGLang drafts a chain, no tree.")
+        return Export(formats.DFlashFormat(), SGLANG_BLOCK, "SGLang drafts a chain, no tree.")
     if isinstance(head, UnoHead):
-        return Export(UnoFormat(), SGLANG_UNO, "SGLang has UNO since 0.5.23, on one Hopper GPU (FlashAttention 3).")
+        return Export(
+            formats.UnoFormat(), SGLANG_UNO, "SGLang has UNO since 0.5.23, on one Hopper GPU (FlashAttention 3)."
+        )
     if not isinstance(head, Eagle3Head):
         raise unsupported("SGLang", head)
     if len(head.layers) != 3:
@@ -153,7 +142,7 @@ def sglang(head: DraftHead, target: Target) -> Export:
     check_layer_flags("SGLang", head, known=("norm_before_fc", "fc_norm", "norm_output"))
     extras = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if head.to_config()[name]]
     note = f"{', '.join(extras)}: SGLang reads it since its pull requests 24663 and 32334 (2026)." if extras else ""
-    return Export(Eagle3Format(), SGLANG, note)
+    return Export(formats.Eagle3Format(), SGLANG, note)
 
 
 def speculators(head: DraftHead, target: Target) -> Export:
@@ -164,28 +153,32 @@ def speculators(head: DraftHead, target: Target) -> Export:
         )
     if isinstance(head, DSparkHead):
         check_vanilla("vLLM", head)
-        return Export(SpeculatorsDSpark(), "vllm serve {head}", "vLLM finds the target by the name in config.json.")
+        return Export(
+            formats.SpeculatorsDSpark(), "vllm serve {head}", "vLLM finds the target by the name in config.json."
+        )
     if isinstance(head, XPressHead):
         if head.inner % head.correction:
             raise ValueError(
                 f"the speculators package wants head.xpress_mlp_hidden={head.inner} to be a multiple of head.xpress_rank="
                 f"{head.correction}: format=vllm"
             )
-        return Export(SpeculatorsXPress(), "vllm serve {head}", XPRESS)
+        return Export(formats.SpeculatorsXPress(), "vllm serve {head}", XPRESS)
     if type(head) is DFlashHead:
-        return Export(SpeculatorsDFlash(), "vllm serve {head}", "vLLM finds the target by the name in config.json.")
+        return Export(
+            formats.SpeculatorsDFlash(), "vllm serve {head}", "vLLM finds the target by the name in config.json."
+        )
     if isinstance(head, PEagleHead):
         note = "vLLM finds the target by the name in config.json, and P-EAGLE's files by method=eagle3."
-        return Export(SpeculatorsPEagle(), VLLM_P_EAGLE, note)
+        return Export(formats.SpeculatorsPEagle(), VLLM_P_EAGLE, note)
     if not isinstance(head, Eagle3Head):
         raise unsupported("the speculators package", head)
     check_llama_layer("the speculators package", head)
-    return Export(SpeculatorsFormat(), "vllm serve {head}", "vLLM finds the target by the name in config.json.")
+    return Export(formats.SpeculatorsFormat(), "vllm serve {head}", "vLLM finds the target by the name in config.json.")
 
 
 def eagle(head: DraftHead, target: Target) -> Export:
     if isinstance(head, EagleHead):
-        return Export(EagleFormat("LlamaForCausalLM", embeddings=True), EA_MODEL)
+        return Export(formats.EagleFormat("LlamaForCausalLM", embeddings=True), EA_MODEL)
     if not isinstance(head, Eagle3Head):
         raise unsupported("SafeAILab's code", head)
     n = target.num_layers
@@ -195,7 +188,7 @@ def eagle(head: DraftHead, target: Target) -> Export:
             f"says, and this head takes {head.layers}"
         )
     check_layer_flags("SafeAILab's code", head)
-    return Export(Eagle3Format(), EA_MODEL)
+    return Export(formats.Eagle3Format(), EA_MODEL)
 
 
 def medusa(head: DraftHead, target: Target) -> Export:
@@ -203,7 +196,7 @@ def medusa(head: DraftHead, target: Target) -> Export:
         raise unsupported("FasterDecoding's code", head)
     check_full_vocabulary("FasterDecoding's code", head)
     note = "medusa_lm_head.pt is for FasterDecoding's code, which opens nothing else; TGI takes the safetensors."
-    return Export(MedusaFormat(), "text-generation-launcher --model-id {head}", note)
+    return Export(formats.MedusaFormat(), "text-generation-launcher --model-id {head}", note)
 
 
 def hydra(head: DraftHead, target: Target) -> Export:
@@ -212,7 +205,7 @@ def hydra(head: DraftHead, target: Target) -> Export:
     check_full_vocabulary("zankner's code", head)
     check_tied(head)
     return Export(
-        HydraFormat(), "HydraModel.from_pretrained('{head}')", "hydra_lm_head.pt is what zankner's code opens."
+        formats.HydraFormat(), "HydraModel.from_pretrained('{head}')", "hydra_lm_head.pt is what zankner's code opens."
     )
 
 
@@ -225,7 +218,7 @@ def mtp(head: DraftHead, target: Target) -> Export:
     note = (
         "" if shipped else "Engines look for an MTP layer where config.json tells of one, and this target's does not."
     )
-    return Export(MTPFormat(), VLLM_MTP, note)
+    return Export(formats.MTPFormat(), VLLM_MTP, note)
 
 
 def llamacpp(head: DraftHead, target: Target, dtype: str = "f16", target_gguf: str | None = None) -> Export:

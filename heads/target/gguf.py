@@ -32,10 +32,6 @@ RECORD = "gguf.json"  # beside the converted weights: file, digest, quantisation
 UNUSED = ("rope_freqs.weight",)  # tensors that are no weights
 
 
-def is_gguf(path: str | Path) -> bool:
-    return Path(path).suffix == ".gguf"
-
-
 def converted(file: Path, dtype: torch.dtype) -> Path:
     """The directory with this file's model in `dtype`, made on first use. Raises ValueError for a file that is none, or that
     cannot be read as its authors meant it."""

@@ -125,7 +125,8 @@ def byte_level(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer, bool
     """Merges of bytes that are spelled as letters, as GPT-2 introduced them; and whether a text begins with a bos token where
     the file does not say."""
     how = splitting(metadata, where)
-    merges = [split_merge(merge) for merge in metadata["tokenizer.ggml.merges"]]
+    spaces = [(merge, merge.index(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    merges = [(merge[:space], merge[space + 1 :]) for merge, space in spaces]
     vocabulary = {token: number for number, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=how.ignore_merges))
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in how.patterns]
@@ -133,11 +134,6 @@ def byte_level(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer, bool
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, spelled])
     backend.decoder = decoders.ByteLevel()
     return backend, how.add_bos
-
-
-def split_merge(merge: str) -> tuple[str, str]:
-    space = merge.index(" ", 1)
-    return merge[:space], merge[space + 1 :]
 
 
 def sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:

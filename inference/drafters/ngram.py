@@ -6,24 +6,20 @@ from foredraft.inference.drafters.base import Accepted, Drafter, chains
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree
 
-MATCHES = ("latest", "frequent")
-
 
 class NgramDrafter(Drafter):
     branches = False
 
-    def __init__(self, longest: int = 3, depth: int = 10, match: str = "latest"):
-        """longest: n-grams of this length down to 1 are looked up, the first that occurred before wins. depth: tokens
-        drafted. match: among its occurrences, the "latest", or the latest with the most "frequent" next token."""
+    def __init__(self, longest: int = 3, depth: int = 10):
+        """longest: n-grams of this length down to 1 are looked up, the first that occurred before wins, where it stood last.
+        depth: tokens drafted."""
         if longest < 1 or depth < 1:
             raise ValueError(f"longest={longest} and depth={depth} must be at least 1")
-        if match not in MATCHES:
-            raise ValueError(f"match={match} is not one of {', '.join(MATCHES)}")
-        self.longest, self.depth, self.nodes, self.match = longest, depth, depth + 1, match
+        self.longest, self.depth, self.nodes = longest, depth, depth + 1
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        # Per sequence and n-gram: next token -> (how often, index where it last stood). A step enters new text only.
-        self.followers: list[dict[tuple[int, ...], dict[int, tuple[int, int]]]] = [{} for _ in range(batch)]
+        # Per sequence and n-gram: index of the next token where it last stood. A step enters new text only.
+        self.followers: list[dict[tuple[int, ...], int]] = [{} for _ in range(batch)]
         self.entered = [0] * batch
 
     def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
@@ -38,13 +34,10 @@ class NgramDrafter(Drafter):
         # Up to the newest token as a next token: as the end of an n-gram it must not find itself.
         for end in range(max(1, self.entered[slot]), len(text)):
             for n in range(1, min(self.longest, end) + 1):
-                following = followers.setdefault(tuple(text[end - n : end]), {})
-                following[text[end]] = (following.get(text[end], (0, 0))[0] + 1, end)
+                followers[tuple(text[end - n : end])] = end
         self.entered[slot] = len(text)
         for n in range(min(self.longest, len(text)), 0, -1):
-            following = followers.get(tuple(text[-n:]), {})
-            if following:
-                counts_first = self.match == "frequent"
-                _, end = max(following.values(), key=lambda seen: seen if counts_first else seen[1:])
-                return text[end : end + self.depth]
+            start = followers.get(tuple(text[-n:]))
+            if start is not None:
+                return text[start : start + self.depth]
         return []

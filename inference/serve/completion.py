@@ -105,7 +105,8 @@ class Choice:
     def logprob_entries(self, output: RequestOutput, trace: Trace) -> list[dict[str, Any]]:
         """Log-probabilities of the new tokens; the end token is not part of the text. Where the prompt's are told it is told
         too: evaluation harnesses count."""
-        hidden = frozenset[int]() if is_echo(self.asked) else self.job.request.eos_token_ids
+        echo = isinstance(self.asked, CompletionRequest) and self.asked.echo
+        hidden = frozenset[int]() if echo else self.job.request.eos_token_ids
         shown = [token for token in output.tokens if token not in hidden]
         top = self.asked.top_tokens or 0
         return [
@@ -291,10 +292,6 @@ def logprob_entry(
         return {"token": text, "logprob": None if logprob is None else max(logprob, -9999.0), "bytes": whole}
 
     return {**named(token, logprob), "top_logprobs": [named(*one) for one in best]}
-
-
-def is_echo(asked: CommonRequest) -> bool:
-    return isinstance(asked, CompletionRequest) and asked.echo
 
 
 def numbered(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 which only the end tokens are used. What is not done here is refused by name, unless it changes no answer.
 """
 
-import secrets
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -132,9 +131,6 @@ class CommonRequest(BaseModel):
     def top_tokens(self) -> int | None:
         """How many alternatives to each token are returned; None without a request for log-probabilities."""
         return None
-
-    def first_seed(self) -> int:
-        return secrets.randbits(62) if self.seed is None else self.seed
 
     @property
     def has_grammar(self) -> bool:

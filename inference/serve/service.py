@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -147,7 +148,8 @@ class Service:
             raise ValueError(f"stop_token_ids names {unknown}: tokens are 0 to {self.target.vocab_size - 1}")
         ends = frozenset([*self.target.eos_token_ids, *asked.stop_token_ids])
         rule = MinTokens(asked.min_tokens, ends) if asked.min_tokens else grammar
-        params, seed = asked.sampling(self.target.vocab_size, rule), asked.first_seed()
+        params = asked.sampling(self.target.vocab_size, rule)
+        seed = secrets.randbits(62) if asked.seed is None else asked.seed
         trace = asked.top_tokens if asked.top_tokens is not None else 0 if asked.trace else None
         rooms = [self.room(asked, len(prompt)) for prompt in prompts]
         return [

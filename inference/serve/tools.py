@@ -12,7 +12,7 @@ import uuid
 from typing import Any, NamedTuple
 
 from foredraft.inference.grammar import JSON_OPTIONS, Grammar, Grammars
-from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, NamedTool, ResponseFormat, Tool
+from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, NamedTool, Tool
 
 
 class ToolFormat(NamedTuple):
@@ -53,7 +53,9 @@ def grammar(asked: CommonRequest, template: Any, grammars: Grammars) -> Grammar 
     """What an answer must follow: calls of the forced tools, or its response_format, beside which tools may be called as
     well. Raises ValueError as `Grammars` does."""
     found, wanted = format_of(template), asked.response_format
-    schema = None if wanted is None or wanted.type == "text" else schema_of(wanted)
+    schema: dict[str, Any] | None = None
+    if wanted is not None and wanted.type != "text":
+        schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.definition
     if isinstance(asked, ChatRequest) and asked.tools:
         many = asked.parallel_tool_calls and not isinstance(asked.tool_choice, NamedTool)
         if forced(asked):
@@ -61,10 +63,6 @@ def grammar(asked: CommonRequest, template: Any, grammars: Grammars) -> Grammar 
         if schema is not None and found is not None and asked.tool_choice != "none":
             return grammars.lark(call_rules(asked.tools, found, many, schema))
     return None if schema is None else grammars.json_schema(schema)
-
-
-def schema_of(wanted: ResponseFormat) -> dict[str, Any]:
-    return {"type": "object"} if wanted.json_schema is None else wanted.json_schema.definition
 
 
 def call_rules(tools: list[Tool], style: ToolFormat, many: bool, schema: dict[str, Any] | None = None) -> str:

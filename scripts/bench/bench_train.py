@@ -31,6 +31,7 @@ from foredraft.heads import Target
 from foredraft.train.cli import entry
 from foredraft.train.data.corpus import Document, Packed
 from foredraft.train.data.row_order import EpochStream
+from foredraft.train.features.probe import final_norm, read_states
 from foredraft.train.runtime.memory import keep_freed, peak_memory
 from foredraft.train.trainer import HeadTrainer, arguments
 
@@ -116,7 +117,8 @@ def train_baseline(cfg: DictConfig, target: Target, tokens: torch.Tensor, of_kin
     starting takes as long as an epoch and varies. of_kind: see `baseline_settings`."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        layers = list(cfg.head.layers or head_layers(cfg, target))
+        counts = torch.ones(target.vocab_size, dtype=torch.int64)
+        layers = list(cfg.head.layers or instantiate(cfg.head, target=target, counts=counts).layers)
         write_rows(target, layers, tokens, folder)
         command = [cfg.baseline, *([cfg.baseline_driver] if cfg.baseline_driver else ["-m", "speculators"]), "train"]
         settings = {
@@ -168,12 +170,6 @@ def baseline_settings(cfg: DictConfig) -> dict[str, Any]:
     raise ValueError(f"head={kind} is not compared with speculators here: head=eagle3, head=dflash, or baseline=null")
 
 
-def head_layers(cfg: DictConfig, target: Target) -> list[int]:
-    """The layers that the head of this config reads."""
-    more: dict[str, Any] = {"counts": torch.ones(target.vocab_size, dtype=torch.int64)}
-    return instantiate(cfg.head, target=target, **more).layers
-
-
 def timed(command: list[str], threads: int, processor_time: bool) -> tuple[float, int]:
     """Seconds, or those of the processor, and peak bytes of a process. Raises ValueError if it fails."""
     start = time.perf_counter()
@@ -193,25 +189,18 @@ def timed(command: list[str], threads: int, processor_time: bool) -> tuple[float
     return seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-@torch.no_grad()
 def write_rows(target: Target, layers: list[int], tokens: torch.Tensor, folder: Path) -> None:
     """The rows in the format of speculators: an Arrow dataset, and per row three layers and the state before the norm."""
     from datasets import Dataset
 
     (folder / "hidden_states").mkdir()
-    before: list[torch.Tensor] = []
-    norm = target.model.model.norm
-    hook = norm.register_forward_pre_hook(lambda module, given: before.append(given[0]))
+    norm = final_norm(target)
     for number, row in enumerate(tokens):
-        aux_hidden_states = target.forward(row[None].to(target.device), layers=layers, keep_logits=1).aux_hidden_states[
-            0
-        ]
-        states = torch.cat([aux_hidden_states.view(len(row), len(layers), -1), before.pop()[0][:, None]], dim=1)
+        states = read_states(target, norm, row.tolist(), [*layers, target.num_layers])
         save_file(
             {"token_ids": row, "hidden_states": states.to(target.dtype).cpu().contiguous()},
             folder / "hidden_states" / f"hs_{number}.safetensors",
         )
-    hook.remove()
     rows = tokens.tolist()
     columns = {"input_ids": rows, "loss_mask": [[1] * len(r) for r in rows], "seq_len": [len(r) for r in rows]}
     Dataset.from_dict(columns).with_format("torch").save_to_disk(str(folder))

@@ -17,6 +17,7 @@ import itertools
 import json
 import random
 import time
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -353,7 +354,7 @@ def corpus(
         raise ValueError(
             f"{file} holds {held.tokens:,} tokens of answers, fewer than data.tokens={tokens}: give 0 for all"
         )
-    lines = held.lines_with(tokens) if tokens else None
+    lines = bisect_left(held.lines, tokens) + 1 if tokens else None  # that hold them
     paths = [conversations] if isinstance(conversations, str) else conversations or []
     encoders = [Encoder(tokenizer, Source(str(file), max_rows=lines))]
     encoders += [Encoder(tokenizer, Source(one), template, thinking) for one in paths]

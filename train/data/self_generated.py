@@ -18,7 +18,7 @@ from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.target import Target
 from foredraft.inference.evaluation.measure import padded
 from foredraft.inference.evaluation.progress import Ticker
-from foredraft.inference.generation import Generation, generate
+from foredraft.inference.generation import generate
 from foredraft.train.data.corpus import Corpus, start_tokens
 from foredraft.train.data.documents import Document, Documents
 
@@ -88,7 +88,8 @@ def write(target: Target, texts: Documents, tokens: int, seed: int, begin: int, 
         for temperature, rows in prompts.items():
             if rows:
                 settings: dict[str, Any] = {"temperature": temperature, "seed": seed + base, "progress": ticker.add}
-                text = continue_rows(target, rows, max_new_tokens=new, **settings)
+                ids, mask = (part.to(target.device) for part in padded(rows))
+                text = generate(target, None, ids, mask, max_new_tokens=new, **settings)
                 written = [masked(row + more, len(row)) for row, more in zip(rows, text.new_tokens, strict=True)]
                 batches.append(Documents.of(written))
     joined = Documents.joined(batches)
@@ -107,12 +108,6 @@ def beginnings(number: int, texts: Documents, begin: int) -> np.ndarray:
         return np.stack([np.full_like(starts, number), starts, starts + begin], axis=1)
     ends = np.flatnonzero(flags[1:] & ~flags[:-1]) + 1
     return np.stack([np.full_like(ends, number), np.zeros_like(ends), ends], axis=1)
-
-
-def continue_rows(target: Target, rows: list[list[int]], **settings: Any) -> Generation:
-    """Plain decoding of rows of any lengths."""
-    ids, mask = (part.to(target.device) for part in padded(rows))
-    return generate(target, None, ids, mask, **settings)
 
 
 def masked(tokens: list[int], given: int) -> Document:

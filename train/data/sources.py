@@ -85,7 +85,10 @@ class Source:
         return found if first == len(table) else [Shard("hub", self.path, 0, len(table), 0)]
 
     def read(self, shard: Shard) -> Iterator[Row]:
-        return hub_rows(self) if shard.reader == "hub" else READERS[shard.reader](shard)
+        if shard.reader != "hub":
+            return READERS[shard.reader](shard)
+        rows = hub(self, streamed=self.max_rows is not None)
+        return (Row(f"row {number}", value) for number, value in enumerate(rows))
 
     def conversation(self, row: Row, images: bool = False) -> list[Message] | str:
         """The row's conversation, with its images or without, or its raw text. Raises SkippedRow."""
@@ -242,8 +245,3 @@ def hub(source: Source, streamed: bool) -> Any:
         )
     except Exception as error:  # pyarrow's, the Hub's, and those of many file formats have no common ground
         raise ValueError(f"{trouble}: {' '.join(str(error).split())[:300]}") from error
-
-
-def hub_rows(source: Source) -> Iterator[Row]:
-    for number, value in enumerate(hub(source, streamed=source.max_rows is not None)):
-        yield Row(f"row {number}", value)

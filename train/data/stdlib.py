@@ -58,11 +58,6 @@ def documents(wanted: str, root: Path | None = None, tests: bool = True) -> Iter
             text = path.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError):
             continue  # the library holds deliberately broken files for its own tests
-        if 200 < len(text) < LONGEST and readable(text):
+        letters = sum(c.isascii() and (c.isalpha() or c.isspace() or c == "_") for c in text)
+        if 200 < len(text) < LONGEST and letters > 0.6 * len(text):  # code or prose, and not a table
             yield relative, text
-
-
-def readable(text: str) -> bool:
-    """Mostly ASCII letters and layout, so code or prose and not a table."""
-    letters = sum(c.isascii() and (c.isalpha() or c.isspace() or c == "_") for c in text)
-    return letters > 0.6 * len(text)

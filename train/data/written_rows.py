@@ -14,8 +14,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 
 class RowFile:
     """Of one writer at a time. `numbers`: of the rows in it; `questions`: ids of each one that was kept; `lines`: for each
@@ -82,7 +80,3 @@ class RowFile:
     def close(self) -> None:
         os.fsync(self.file.fileno())
         self.file.close()
-
-    def lines_with(self, tokens: int) -> int:
-        """How many lines hold the first `tokens` tokens of the loss."""
-        return int(np.searchsorted(self.lines, tokens)) + 1

@@ -30,9 +30,7 @@ class StopOnSignal(TrainerCallback):
         self.stopped = False  # has this process had a signal?
         self.before: dict[int, Any] = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def note(self, number: int, frame: FrameType | None) -> None:
@@ -68,9 +66,7 @@ class FitToTime(TrainerCallback):
         self.minutes, self.reschedule = minutes, reschedule
         self.start = self.first = 0.0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.begun, self.start = state.global_step, time.perf_counter() - seconds_of(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -111,9 +107,7 @@ class Progress(TrainerCallback):
         self.start, self.first, self.earlier = time.perf_counter(), 0, 0.0
         self.bar: tqdm | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.start, self.first, self.earlier = time.perf_counter(), state.global_step, seconds_of(state)
         if sys.stdout.isatty():
             settings: dict[str, Any] = {"total": state.max_steps, "initial": state.global_step, "unit": "step"}
@@ -129,16 +123,12 @@ class Progress(TrainerCallback):
         else:
             self.bar.write(text, file=sys.stdout)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.bar is not None:
             self.bar.close()
         state.log_history[-1]["train_seconds"] = round(self.earlier + time.perf_counter() - self.start, 3)
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "acceptance_length" in (logs or {}):
             for text in measured(logs):
                 self.line(f"step {state.global_step}/{state.max_steps}  {text}")
@@ -184,9 +174,7 @@ class Profile(TrainerCallback):
         self.directory, self.done = directory, 0
         self.profiler: torch.profiler.profile | None = None
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.done += 1
         if self.done == self.FIRST and distributed.rank() == 0:
             self.profiler = torch.profiler.profile()
@@ -204,14 +192,10 @@ class TimeOptimizer(TrainerCallback):
     def __init__(self, times: PartTimes):
         self.times, self.open = times, contextlib.ExitStack()
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.open.enter_context(self.times.part("optimizer"))
 
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.open.close()
 
 

@@ -114,11 +114,6 @@ class ConfigOnlyBlocks(ConfigOnly, BlockDistillation):
     """The same for heads that draft in blocks."""
 
 
-def whole_text(last: Tensor, size: int, length: int) -> list[int]:
-    """In the place of heads.block_attention.text_ends, which looks at numbers: every block sees the whole row."""
-    return [length for _ in last.split(size, dim=1)]
-
-
 class Head(NamedTuple):
     """Of one step of one process, all but `flops` in bytes."""
 
@@ -149,8 +144,11 @@ def study(cfg: DictConfig, config: PretrainedConfig, dtype: torch.dtype) -> tupl
         FakeTensorMode(),
         no_init_weights(),
         unmoved,
-        # Neither can be read from a batch without numbers.
-        patch("foredraft.heads.block_attention.text_ends", whole_text),
+        # Neither can be read from a batch without numbers: every block sees the whole row.
+        patch(
+            "foredraft.heads.block_attention.text_ends",
+            lambda last, size, length: [length for _ in last.split(size, 1)],
+        ),
         patch("foredraft.heads.step_attention.by_document", lambda q: False),
     ):
         model = model_class(config).from_config(config, dtype=dtype)

@@ -1,6 +1,5 @@
 """How head=auto judges: all candidates of a round decode the same held-out prompts, in turn on each, one at a time."""
 
-import copy
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,14 +9,11 @@ from omegaconf import DictConfig
 
 from foredraft.heads.target import Target
 from foredraft.inference import load_drafter
-from foredraft.inference.drafters import tree_of
 from foredraft.inference.evaluation import figures
 from foredraft.inference.evaluation.benchmark import PLAIN, Benchmark, Contestant, Lines, Text
 from foredraft.inference.evaluation.figures import Table
 from foredraft.train.data.corpus import Corpus, prompts
 from foredraft.train.search.plan import judged
-
-FIXED = ", fixed tree"
 
 
 class Measured(NamedTuple):
@@ -50,8 +46,8 @@ class Judge:
         return time.perf_counter() - start
 
     def decodes(self, candidates: int, prompts: int) -> int:
-        """Texts that are decoded in a round, fixed trees and warming up included."""
-        return prompts * (self.settings.repeats * (candidates + 1) + candidates) + 4 * candidates
+        """Texts that are decoded in a round, warming up included."""
+        return prompts * self.settings.repeats * (candidates + 1) + 3 * candidates
 
     def measure(self, heads: dict[str, Path], prompts: int, file: Path) -> Measured:
         """prompts: how many. file: the lines of this round, from which a measurement that was stopped resumes."""
@@ -63,9 +59,7 @@ class Judge:
             except Exception as error:  # the others' figures are worth more than the reason
                 failed[name] = f"{type(error).__name__}: {error}"
                 continue
-            tree = tree_of(drafter)
-            assert tree is not None, "the drafter of a head has a tree"
-            contestants += [Contestant(name, drafter), Contestant(name + FIXED, copy.copy(tree), once=True)]
+            contestants.append(Contestant(name, drafter))
         temperature = float(self.settings.temperature)
         measured = self.texts[:prompts]
         benchmark = Benchmark(self.target, contestants, measured, self.settings.new_tokens, lines)
@@ -82,7 +76,7 @@ class Judge:
 
 
 def figures_of(table: Table, name: str, texts: set[int]) -> dict[str, Any]:
-    """What search.json and the page say of a drafter in a round; `texts` is what `Judged` holds."""
+    """What search.json says of a drafter in a round; `texts` is what `Judged` holds."""
     found = judged(table, name, texts)
     facts: dict[str, Any] = {
         "tokens_per_second": round(found.rate, 3),
@@ -94,6 +88,4 @@ def figures_of(table: Table, name: str, texts: set[int]) -> dict[str, Any]:
     lines = [line for (_, text), line in table.by_decoder[name].items() if text in texts]
     plain = judged(table, PLAIN, texts)
     facts |= {"acceptance_length": figures.acceptance(lines), "speedup": round(found.rate / plain.rate, 4)}
-    if texts <= {text for _, text in table.by_decoder[name + FIXED]}:
-        facts["fixed_tree_tokens_per_second"] = round(judged(table, name + FIXED, texts).rate, 3)
     return facts

@@ -5,7 +5,6 @@ prompts, and the slower half is dropped, round after round; the last one trains 
 like any other run. All in one process, with the functions of train/run.py, so the target is loaded once.
 
     OUTPUT/search.json       what every candidate measured in each round and why it was dropped (train/search/state.py)
-    OUTPUT/search.html       the same as a page
     OUTPUT/candidates/NAME   checkpoints while it is in the race, and its head as it was judged last
     OUTPUT                   otherwise what every run leaves, of the winner
 """
@@ -43,7 +42,7 @@ from foredraft.train.search.plan import (
     shares,
     verdicts,
 )
-from foredraft.train.search.report import announce, write_search_page
+from foredraft.train.search.report import announce
 from foredraft.train.search.state import FILE, Round, State
 from foredraft.train.trainer import HeadTrainer
 
@@ -231,7 +230,6 @@ class Search:
         for name in self.state.candidates.keys() - self.state.left:
             shutil.rmtree(self.folder(name) / CHECKPOINTS, ignore_errors=True)
         announce(self.state, number)
-        write_search_page(self.directory / "search.html", self.state, self.target)
 
     def plan_round(self, number: int) -> None:
         this, afterwards = shares(self.sizes, number, self.cfg.search_share)
@@ -291,5 +289,4 @@ class Search:
         prepared, trainer = self.train(cfg)
         finalize(cfg, trainer, prepared.data, prepared.held_out, prepared.directory)
         candidate.steps = trainer.state.global_step
-        write_search_page(self.directory / "search.html", self.state, self.target)
-        print(f"how it was chosen: {self.directory / 'search.html'}", flush=True)
+        print(f"how it was chosen: {self.state.file}", flush=True)

@@ -97,11 +97,6 @@ def interleave(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def separate(weight: Tensor, heads: int) -> Tensor:
-    """The inverse of `interleave`."""
-    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-
-
 def to_gguf(weights: dict[str, Tensor], arch: str, heads: int, kv_heads: int) -> dict[str, Tensor]:
     """`weights` under llama.cpp's names and in its order of rows. d2t holds ids there, no offsets; t2d is left out."""
     out: dict[str, Tensor] = {}
@@ -121,7 +116,8 @@ def from_gguf(tensors: dict[str, Tensor], arch: str, heads: int, kv_heads: int) 
     for theirs, tensor in tensors.items():
         name = from_gguf_name(theirs, arch) or theirs
         if arch == "eagle3" and name.endswith(("q_proj.weight", "k_proj.weight")):
-            tensor = separate(tensor, heads if name.endswith("q_proj.weight") else kv_heads)
+            tensor = tensor.unflatten(0, (heads if name.endswith("q_proj.weight") else kv_heads, -1, 2))
+            tensor = tensor.transpose(1, 2).flatten(0, 2)  # the inverse of `interleave`
         out[name] = tensor - torch.arange(len(tensor)) if name == "d2t" else tensor
     return out
 
