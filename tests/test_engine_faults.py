@@ -109,13 +109,6 @@ def test_the_place_of_a_broken_row_is_clean(target, alone, monkeypatch):
     assert [texts[0], *texts[2:]] == [alone[0], alone[2], *expected]
 
 
-@pytest.mark.parametrize("number", range(2))
-def test_rows_that_are_read_anew_write_the_same(target, alone, number):
-    engine = Engine(target, drafters(target)[number], max_num_seqs=3)
-    texts, _ = run(engine, requests(), lambda step: engine.preempt() if step in (1, 3) else None)
-    assert texts == alone
-
-
 def test_drafters_are_swapped_between_steps(target, alone):
     """While some wait, one has a cache that the next has not, and prefixes hold entries of a drafter that is gone."""
     ngram, model = drafters(target)
@@ -123,14 +116,6 @@ def test_drafters_are_swapped_between_steps(target, alone):
     engine = Engine(target, ngram, max_num_seqs=3, prefixes=PrefixCache(1 << 20, block=4))
     texts, reasons = run(engine, requests(), lambda step: engine.swap(coming.pop(step)) if step in coming else None)
     assert texts == alone and set(reasons) == {"length"} and not coming
-
-
-@pytest.mark.parametrize("number", range(2))
-def test_finished_rows_leave_though_nobody_joins(target, alone, number):
-    target = Target(target.model, target.tokenizer, target.name)  # without the cache that another engine gave back
-    engine, sizes = Engine(target, drafters(target)[number]), set()
-    assert run(engine, requests(), lambda step: sizes.add(len(engine.batch.sequences)))[0] == alone
-    assert sizes >= {4, 2} or sizes >= {4, 1}
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -276,18 +261,6 @@ def test_a_request_for_which_memory_ran_out_still_waits(target, alone, monkeypat
             engine.step()
     assert [one.request for one in engine.waiting] == asked
     assert run(engine, [], lambda step: None, *asked)[0] == alone
-
-
-def test_tokens_that_the_target_does_not_have_are_refused(target):
-    engine = Engine(target)
-    for tokens, bias, message in [
-        ([3, target.vocab_size], (), "the prompt names token"),
-        ([3, -1], (), "the prompt names token -1"),
-        ([3], ((target.vocab_size, 1.0),), "logit_bias"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            engine.add(Request(tokens, SamplingParams(logit_bias=bias)))
-    assert not engine.has_work
 
 
 def test_a_stop_string_is_looked_for_in_the_end_of_the_text_alone(target):

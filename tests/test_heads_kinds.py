@@ -9,17 +9,18 @@ import torch
 from transformers import LlamaForCausalLM
 
 from foredraft.heads import Target, load_head
-from foredraft.heads.base import PackedBatch, RecurrentHead
+from foredraft.heads.base import BlockHead, PackedBatch, RecurrentHead
 from foredraft.inference import generate
-from foredraft.inference.drafters import drafter_for, load_drafter
+from foredraft.inference.drafters import AutoTree, drafter_for, load_drafter
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.sampling import Sampling, SamplingParams
 from foredraft.train import parity_gate
 from foredraft.train.losses import Prediction
 from foredraft.train.module import DistillationModel
-from tests.support import ROOT, typed
+from tests.support import ROOT, nightly_but, typed
 from tests.support.batches import PROMPT
 from tests.support.configs import composed
+from tests.support.drafters import SETTINGS
 from tests.support.head_factory import make_head
 from tests.support.tiny import TEXT
 from tests.support.toy.head import ToyHead
@@ -55,15 +56,19 @@ def test_the_loss_compares_with_just_the_supervised_tokens(fresh, head):
 # -- what is drafted --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_text_is_the_targets_own(fresh, head, temperature):
-    rows = torch.tensor([PROMPT[:12], [0] * 5 + PROMPT[20:27]])
-    mask = (torch.arange(12) >= torch.tensor([[0], [5]])).long()
-    settings = {"max_new_tokens": 24, "temperature": temperature, "eos_token_id": -1, "seed": 3}
-    plain = generate(fresh, None, rows, mask, **settings)
-    every_level = {"min_probability": 0.0} if isinstance(head, RecurrentHead) else {}
-    drafted = generate(fresh, drafter_for(head, fresh, **every_level), rows, mask, **settings)
-    assert drafted.new_tokens == plain.new_tokens
+WAYS = [(tree, name) for tree in ("fixed", "auto") for name in ("greedy", "sampled", "top-p")]
+
+
+@pytest.mark.parametrize(("tree", "name"), nightly_but(WAYS, ("fixed", "top-p"), ("auto", "greedy")))
+def test_text_is_the_targets_own(fresh, head, tree, name):
+    rows = torch.tensor([PROMPT[:12], [0] * 5 + PROMPT[20:27], [0] * 11 + PROMPT[5:6]])
+    mask = (torch.arange(12) >= torch.tensor([[0], [5], [11]])).long()
+    settings = SETTINGS[name] | {"max_new_tokens": 24, "eos_token_id": -1, "seed": 3}
+    every_level = {"min_probability": 0.0} if isinstance(head, RecurrentHead | BlockHead) else {}
+    drafter = drafter_for(head, fresh, tree=tree, **every_level)
+    assert isinstance(drafter, AutoTree) == (tree == "auto")
+    drafted = generate(fresh, drafter, rows, mask, **settings)
+    assert drafted.new_tokens == generate(fresh, None, rows, mask, **settings).new_tokens
     assert max(step.nodes for step in drafted.steps) > 1
 
 
@@ -136,27 +141,23 @@ def test_a_head_may_choose_loss_and_objective_and_the_command_line_overrules_it(
     assert chosen["head=eagle3_1"].head.fc_norm and chosen["head=eagle3_1"].head.norm_output
 
 
-def test_medusa2_ends_with_adapter_heads_and_a_warning(train):
-    directory = train("head=medusa2", "trainer.logging_steps=1", "criterion.heads_only=0.5")
+@pytest.mark.parametrize(
+    ("given", "is_model", "is_adapter"),
+    [
+        ("head=medusa2 trainer.logging_steps=1 criterion.heads_only=0.5", True, True),
+        ("head=draft_model loss=total_variation head.lora_rank=4 optimizer=adamw", True, False),
+        ("head=uno head.depth=3 head.rank=2", False, True),
+    ],
+)
+def test_heads_in_the_layers_of_a_model_are_trained_like_any(train, given, is_model, is_adapter):
+    directory = train(*given.split())
     files = {file.name for file in (directory / "head").iterdir()}
-    assert {"adapter_model.safetensors", "adapter_config.json", "model.safetensors", "config.json"} <= files
-    assert "**The target's text changes.**" in (directory / "head" / "README.md").read_text()
+    assert ("model.safetensors" in files, "adapter_model.safetensors" in files) == (is_model, is_adapter)
+    card = (directory / "head" / "README.md").read_text()
+    assert ("**The target's text changes.**" in card) == (is_model and is_adapter)
     metrics = json.loads((directory / "metrics.json").read_text())
-    assert metrics["identical_greedy"] == metrics["identical_sampled"] == 1.0  # to the adapted target
-
-
-def test_a_draft_model_is_trained_like_any_head(train):
-    directory = train("head=draft_model", "loss=total_variation", "head.lora_rank=4", "optimizer=adamw")
-    metrics = json.loads((directory / "metrics.json").read_text())
-    assert metrics["head"] == "draft_model" and metrics["identical_greedy"] == 1.0
-    LlamaForCausalLM.from_pretrained(directory / "head")
-
-
-def test_uno_ends_with_an_adapter_for_drafts_alone(train):
-    directory = train("head=uno", "head.depth=3", "head.rank=2")
-    files = {file.name for file in (directory / "head").iterdir()}
-    assert {"adapter_model.safetensors", "adapter_config.json"} <= files and "model.safetensors" not in files
-    assert "The target's text changes" not in (directory / "head" / "README.md").read_text()
-    metrics = json.loads((directory / "metrics.json").read_text())
-    assert metrics["identical_greedy"] == metrics["identical_sampled"] == 1.0
-    assert metrics["accepted_per_depth"][0] == 1 and 1 <= metrics["acceptance_length"] < 2  # two tokens of two forwards
+    assert metrics["identical_greedy"] == metrics["identical_sampled"] == 1.0  # to the adapted target, where it is one
+    if not is_model:  # the first draft is right, and a step is two forwards
+        assert metrics["accepted_per_depth"][0] == 1 and 1 <= metrics["acceptance_length"] < 2
+    elif not is_adapter:
+        LlamaForCausalLM.from_pretrained(directory / "head")

@@ -13,14 +13,12 @@ from transformers import DynamicCache
 from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.target.compiled import CompiledLayer, compile_layers
 from foredraft.heads.uno import UnoHead
-from foredraft.inference import Engine, Request, generate
+from foredraft.inference import generate
 from foredraft.inference.drafters import AutoTree, Drafter, NgramDrafter, SuffixDrafter, Switch, Union, UnoTree
 from foredraft.inference.generation import tokens_per_forward
 from foredraft.train import parity_gate
-from foredraft.train.checks import check_features
 from tests.support.architectures import CASES, FAMILIES, VOCAB, pair
 from tests.support.batches import PROMPT
-from tests.support.configs import composed
 from tests.support.head_factory import make_head
 from tests.support.hybrids import pair as hybrid
 from tests.support.small_targets import prompt, random_model
@@ -76,29 +74,6 @@ def test_noise_is_of_the_whole_vocabulary_and_the_same_again(uno):
     assert noise.shape == (400, 7) and torch.equal(noise, uno.noise(places % 9, places, 7))
     counts = noise.flatten().bincount(minlength=320)  # 8.75 of each on average
     assert len(counts) == 320 and counts.min() > 0 and counts.max() < 25
-
-
-def test_nothing_of_a_block_stays_in_the_cache(fresh, uno):
-    """After every step of a ragged batch the keys and values of the text are those of the target alone."""
-    engine = Engine(fresh, UnoTree(uno, fresh, nodes=8))
-    rows = [PROMPT[:5], PROMPT[3:20], PROMPT[:11]]
-    for row in rows:
-        engine.add(Request(row, max_new_tokens=12))
-    steps = 0
-    while engine.has_work:
-        outputs = engine.step()
-        cache = engine.batch.open_cache()
-        for slot, sequence in enumerate(engine.batch.sequences):
-            if not all(output.accepted is None for output in outputs) and sequence.finish_reason is None:
-                steps += 1
-                alone = fresh.new_cache(1, 64)
-                length = cache.lengths[slot]
-                fresh.prefill(torch.tensor([sequence.text[:length]]), [length], alone)
-                alone.set_lengths([length])
-                ours, plain = cache.copy_out(slot, 0, length), alone.copy_out(0, 0, length)
-                for mine, theirs in zip(ours.values(), plain.values(), strict=True):
-                    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
-    assert steps > 9
 
 
 def switch(tree: UnoTree, target: Target) -> Drafter:
@@ -160,14 +135,6 @@ def test_targets_that_it_cannot_act_in_are_said(tiny_path):
         UnoHead.for_target(Target.from_pretrained(tiny_path, dtype="float32", device="cpu", ends_only=True))
     with pytest.raises(ValueError, match=r"head\.depth=1 must be at least 2"):
         UnoHead.for_target(random_model(1), depth=1)
-
-
-@pytest.mark.parametrize("kind", ["uno", "medusa2"])
-def test_stored_features_are_refused_before_anything_is_loaded(kind):
-    with pytest.raises(ValueError, match="this head trains in its layers: take features=online"):
-        check_features(composed("train", f"head={kind}", "features=disk"))
-    check_features(composed("train", f"head={kind}"))
-    check_features(composed("train", "head=dflash", "features=disk"))
 
 
 def test_a_path_is_no_longer_than_the_rows_that_its_tree_writes_over(uno, fresh):
