@@ -14,10 +14,8 @@ from foredraft.train.data.documents import Document
 from foredraft.train.data.encoding import Encoder
 from foredraft.train.data.layouts import SkippedRow
 from foredraft.train.data.sources import Row, Source
-from tests.support import ROOT
 from tests.support.chats import CHATML, tokenizer
 
-EMBEDDED = ROOT / "scripts" / "embedded_target"
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 LAYOUTS = {
     "openai": {"messages": HI},

@@ -17,7 +17,6 @@ from tests.support import golden
 from tests.support.exports import write_export
 from tests.support.head_factory import build_head, make_head
 
-IDS = "eagle_aux_hidden_state_layer_ids"
 FORMATS = {  # that take a head of this kind
     "eagle3": "vllm speculators sglang eagle",
     "eagle3 full vocabulary": "vllm speculators sglang eagle",

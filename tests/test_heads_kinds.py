@@ -65,7 +65,7 @@ def test_text_is_the_targets_own(fresh, head, tree, name):
     mask = (torch.arange(12) >= torch.tensor([[0], [5], [11]])).long()
     settings = SETTINGS[name] | {"max_new_tokens": 24, "eos_token_id": -1, "seed": 3}
     every_level = {"min_probability": 0.0} if isinstance(head, RecurrentHead | BlockHead) else {}
-    drafter = drafter_for(head, fresh, tree=tree, **every_level)
+    drafter = drafter_for(head, fresh, nodes=9, tree=tree, **every_level)
     assert isinstance(drafter, AutoTree) == (tree == "auto")
     drafted = generate(fresh, drafter, rows, mask, **settings)
     assert drafted.new_tokens == generate(fresh, None, rows, mask, **settings).new_tokens

@@ -230,7 +230,7 @@ def test_fields_that_do_no_harm_are_ignored(client, chatty):
     """And `store` keeps an answer out of the log; max_tokens goes by its newer name."""
     before = (chatty.parent / "accepted.jsonl").read_text()
     harmless = {"user": "me", "metadata": {"a": "b"}, "store": False, "response_format": {"type": "text"}, "n": None}
-    asked = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 3, "service_tier": "auto"}
+    asked = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 3, "seed": 5, "service_tier": "auto"}
     answer = client.chat.completions.create(**asked, **harmless, extra_body={"echo": None})
     assert answer.usage.completion_tokens == 3
     assert (chatty.parent / "accepted.jsonl").read_text() == before
