@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import shutil
 
 import pytest
 import torch
@@ -298,7 +297,6 @@ def test_missing_files_are_named(target, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match="damaged"):
         load_head(tmp_path, target)
-    shutil.rmtree(tmp_path)
 
 
 # -- the draft vocabulary -------------------------------------------------------------------------------------------------
