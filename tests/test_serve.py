@@ -227,12 +227,11 @@ def test_what_cannot_be_done_is_refused_by_name(client, settings, message):
 
 
 def test_fields_that_do_no_harm_are_ignored(client, chatty):
-    """And `store` keeps an answer out of the log; max_tokens goes by its newer name."""
+    """And `store` keeps an answer out of the log."""
     before = (chatty.parent / "accepted.jsonl").read_text()
     harmless = {"user": "me", "metadata": {"a": "b"}, "store": False, "response_format": {"type": "text"}, "n": None}
-    asked = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 3, "seed": 5, "service_tier": "auto"}
-    answer = client.chat.completions.create(**asked, **harmless, extra_body={"echo": None})
-    assert answer.usage.completion_tokens == 3
+    asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1, "service_tier": "auto"}
+    assert client.chat.completions.create(**asked, **harmless, extra_body={"echo": None}).choices
     assert (chatty.parent / "accepted.jsonl").read_text() == before
 
 
@@ -318,3 +317,15 @@ def test_pages_of_named_origins_may_ask(server):
     for origin, allowed in (("https://chat.example", "https://chat.example"), ("https://evil.example", None)):
         _, headers, _ = server.post(asked, "/v1/completions", Origin=origin)
         assert headers.get("access-control-allow-origin") == allowed
+
+
+def test_what_open_webui_sends_is_answered(client):
+    """Its chat, with the settings that it has, and its request for a title (backend/open_webui/routers/openai.py)."""
+    asked = {"model": "tiny", "messages": [{"role": "system", "content": "Be brief."}, *MESSAGES], "stream": True}
+    settings = {"temperature": 0.8, "top_p": 0.9, "max_tokens": 8, "seed": 1, "stop": ["###"], "logit_bias": {"5": 1}}
+    settings |= {"frequency_penalty": 0.1, "presence_penalty": 0.1, "reasoning_effort": "low"}
+    more = {"top_k": 40, "min_p": 0.05, "stream_options": {"include_usage": True}}
+    chunks = [*client.chat.completions.create(**asked, **settings, extra_body=more)]
+    assert chunks[-1].usage.completion_tokens and chunks[0].usage is None
+    title = {"model": "tiny", "messages": MESSAGES, "stream": False, "max_completion_tokens": 8}
+    assert client.chat.completions.create(**title).choices[0].finish_reason

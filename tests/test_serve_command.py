@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from foredraft.heads import save_head
+from foredraft.heads import Target, save_head
 from foredraft.inference.serve.address import is_loopback
 from foredraft.scripts.serve import leave_a_core
-from tests.support.gguf_heads import write_target
+from tests.support.gguf_heads import EMBEDDED, write_target
 from tests.support.head_factory import make_head
 from tests.support.processes import Ended, script
 
@@ -60,8 +60,9 @@ def test_vllm_gets_the_target_and_the_exported_head(tiny_path, target, tmp_path,
         assert any("midlayer" in name for name in weights.keys())  # noqa: SIM118  (it is no dict)
 
 
-def test_llamacpp_gets_the_targets_file_and_the_exported_head(embedded, tmp_path, handed_over):
+def test_llamacpp_gets_the_targets_file_and_the_exported_head(tmp_path, handed_over):
     gguf = pytest.importorskip("gguf")
+    embedded = Target.from_pretrained(EMBEDDED, dtype="float32", device="cpu")
     save_head(make_head("eagle3", embedded), tmp_path / "head", embedded)
     file = write_target(tmp_path / "target.gguf", embedded.vocab_size)
     words = handed_over("llama-server", "engine=llamacpp", f"target_gguf={file}", "model=small")
