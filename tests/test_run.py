@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -98,6 +99,8 @@ def stopped(eagle: list[str], tmp_path_factory: pytest.TempPathFactory) -> Stopp
     fcntl = pytest.importorskip("fcntl")
     cwd = tmp_path_factory.mktemp("stopped")
     process = program(*eagle, "output_dir=out", cwd=cwd)
+    watch = threading.Timer(300, process.kill)  # nothing to read would block for ever
+    watch.start()
     assert process.stdout is not None
     if hasattr(fcntl, "F_SETPIPE_SZ"):
         # With room for some 40 lines, unread, the run has to wait for us: it cannot reach its end before the signal.
@@ -110,6 +113,7 @@ def stopped(eagle: list[str], tmp_path_factory: pytest.TempPathFactory) -> Stopp
             process.send_signal(signal.SIGINT)
             break
     rest = end(process)
+    watch.cancel()
     shutil.copytree(cwd / "out", cwd / "copy")
     return Stopped(cwd / "out", cwd / "copy", Ended(rest.code, seen + rest.out, rest.err))
 
