@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from foredraft.heads import Target, save_head
+from foredraft.heads import Target, block_attention, save_head
 from foredraft.heads.base import BlockHead, PackedBatch
 from foredraft.train import parity_gate
 from tests.support.batches import PROMPT
@@ -320,3 +320,11 @@ def test_rows_without_a_block_are_numbers_and_change_nothing(target, kind):
     some, none = (trained(head, target, text, starts)[0] for starts in ([4, 9], [-1, -1, 4, 9]))
     assert torch.isfinite(none).all()
     torch.testing.assert_close(none[2:], some, atol=1e-4, rtol=1e-4)
+
+
+def test_blocks_do_not_depend_on_how_many_are_read_at_a_time(target, kind, monkeypatch):
+    head, text = make_head(kind, target), PROMPT[:20]
+    whole = trained(head, target, text, None)[0]
+    monkeypatch.setattr(block_attention, "QUERIES", 9)
+    starts = [2, 3, 7, 8, 13]
+    torch.testing.assert_close(trained(head, target, text, starts)[0], whole[starts], atol=1e-4, rtol=1e-4)

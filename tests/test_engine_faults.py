@@ -109,6 +109,13 @@ def test_the_place_of_a_broken_row_is_clean(target, alone, monkeypatch):
     assert [texts[0], *texts[2:]] == [alone[0], alone[2], *expected]
 
 
+@pytest.mark.parametrize("number", range(2))
+def test_rows_that_are_read_anew_write_the_same(target, alone, number):
+    engine = Engine(target, drafters(target)[number], max_num_seqs=3)
+    texts, _ = run(engine, requests(), lambda step: engine.preempt() if step in (1, 3) else None)
+    assert texts == alone
+
+
 def test_drafters_are_swapped_between_steps(target, alone):
     """While some wait, one has a cache that the next has not, and prefixes hold entries of a drafter that is gone."""
     ngram, model = drafters(target)

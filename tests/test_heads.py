@@ -201,6 +201,37 @@ def test_gate_sees_rope_that_the_files_do_not_tell(target, tmp_path):
         parity_gate.check(head, target, PROMPT, saved=tmp_path)
 
 
+@torch.no_grad()
+def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
+    """A second proposal equals that of a drafter that never saw the rejected branch."""
+    from foredraft.inference.drafters import DynamicTree
+    from foredraft.inference.drafters.base import Accepted
+    from foredraft.inference.sampling import Sampling, SamplingParams
+
+    head = make_head("eagle3", target)
+    text = torch.tensor([PROMPT])
+    aux_hidden_states = target.forward(text, layers=head.layers).aux_hidden_states
+
+    seen: list[torch.Tensor] = []
+
+    def record(hidden: torch.Tensor, depth: int) -> torch.Tensor:
+        seen.append(type(head).logits(head, hidden, depth))
+        return seen[-1]
+
+    def drafts(pieces: list[tuple[int, int]]) -> list[torch.Tensor]:
+        drafter = DynamicTree(head, target, nodes=12, depth=4, width=3, min_probability=0)
+        drafter.begin(1, 100, Sampling.of([SamplingParams()] * 1, 1024))
+        for first, last in pieces:
+            seen.clear()
+            new = text[:, first + 1 : last + 1]
+            drafter.propose(Accepted(new, aux_hidden_states[:, first:last], [last - first], [PROMPT[: last + 1]]), None)
+        return list(seen)
+
+    monkeypatch.setattr(head, "logits", record)
+    for once, again in zip(drafts([(0, 20)]), drafts([(0, 12), (12, 17), (17, 20)]), strict=True):
+        torch.testing.assert_close(once, again, atol=1e-4, rtol=1e-4)
+
+
 def plainly(q, parts, mask):
     """`attend_steps` with all scores at once, for autograd to differentiate."""
     later_steps, length = len(parts) - 1, q.shape[2]

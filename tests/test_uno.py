@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.target.compiled import CompiledLayer, compile_layers
 from foredraft.heads.uno import UnoHead
-from foredraft.inference import generate
+from foredraft.inference import Engine, Request, generate
 from foredraft.inference.drafters import AutoTree, Drafter, NgramDrafter, SuffixDrafter, Switch, Union, UnoTree
 from foredraft.inference.generation import tokens_per_forward
 from foredraft.train import parity_gate
@@ -74,6 +74,29 @@ def test_noise_is_of_the_whole_vocabulary_and_the_same_again(uno):
     assert noise.shape == (400, 7) and torch.equal(noise, uno.noise(places % 9, places, 7))
     counts = noise.flatten().bincount(minlength=320)  # 8.75 of each on average
     assert len(counts) == 320 and counts.min() > 0 and counts.max() < 25
+
+
+def test_nothing_of_a_block_stays_in_the_cache(fresh, uno):
+    """After every step of a ragged batch the keys and values of the text are those of the target alone."""
+    engine = Engine(fresh, UnoTree(uno, fresh, nodes=8))
+    rows = [PROMPT[:5], PROMPT[3:20], PROMPT[:11]]
+    for row in rows:
+        engine.add(Request(row, max_new_tokens=12))
+    steps = 0
+    while engine.has_work:
+        outputs = engine.step()
+        cache = engine.batch.open_cache()
+        for slot, sequence in enumerate(engine.batch.sequences):
+            if not all(output.accepted is None for output in outputs) and sequence.finish_reason is None:
+                steps += 1
+                alone = fresh.new_cache(1, 64)
+                length = cache.lengths[slot]
+                fresh.prefill(torch.tensor([sequence.text[:length]]), [length], alone)
+                alone.set_lengths([length])
+                ours, plain = cache.copy_out(slot, 0, length), alone.copy_out(0, 0, length)
+                for mine, theirs in zip(ours.values(), plain.values(), strict=True):
+                    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    assert steps > 9
 
 
 def switch(tree: UnoTree, target: Target) -> Drafter:
