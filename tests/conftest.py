@@ -15,7 +15,7 @@ from foredraft.heads import Target, save_head
 from foredraft.heads.base import DraftHead
 from foredraft.inference.drafters import Drafter
 from foredraft.train.run import main
-from tests.support import golden, names, typed
+from tests.support import ROOT, golden, names, typed
 from tests.support.drafters import build_drafter
 from tests.support.head_factory import KINDS, make_head
 from tests.support.hub_server import TOKEN, HubServer
@@ -62,6 +62,12 @@ def tiny_path(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def target(tiny_path) -> Target:
     return Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def embedded() -> Target:
+    """The embedded target, as a user has it."""
+    return Target.from_pretrained(ROOT / "scripts" / "embedded_target", dtype="float32", device="cpu")
 
 
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]

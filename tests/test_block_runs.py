@@ -42,7 +42,7 @@ def test_from_disk_the_losses_are_those_of_training_online(kind, target, tmp_pat
     assert torch.equal(stored.hits, online.hits) and torch.equal(stored.counts, online.counts) and online.counts.all()
 
 
-@pytest.mark.parametrize(("head", "lora"), [(DSPARK, None), (DSPARK, 2), (UNO, None)])
+@pytest.mark.parametrize(("head", "lora"), [(DSPARK, 2), (UNO, None)])
 def test_a_run_that_is_stopped_is_the_run_that_was_not(given, here, monkeypatch, target, head, lora):
     given = [*given, *head]
     if lora is not None:
@@ -69,6 +69,7 @@ def test_a_run_that_is_stopped_is_the_run_that_was_not(given, here, monkeypatch,
         assert began.keys() == ours.keys() and "norm.weight" in same and "fc.weight" not in same
 
 
+@pytest.mark.nightly
 def test_two_processes_learn_what_one_does(given, here, tmp_path):
     given = [*given, *P_EAGLE]
     assert here(*given, ONE, "output_dir=one").code == 0

@@ -11,17 +11,14 @@ from foredraft.heads import block_attention
 from foredraft.heads.base import PackedBatch, draft_loss_mask
 from foredraft.heads.dflash import DFlashHead, mask_token, spread_layers
 from foredraft.heads.dspark import DSparkHead
-from foredraft.inference import generate
-from foredraft.inference.drafters import AutoTree, BlockTree, drafter_for
+from foredraft.inference.drafters import BlockTree
 from foredraft.inference.drafters.block import BlockScorer
 from foredraft.inference.sampling import Sampling, SamplingParams
 from foredraft.train import blocks, parity_gate
 from foredraft.train.blocks import BlockDistillation
 from foredraft.train.losses import label, soft
 from foredraft.train.module import DistillationModel
-from tests.support import nightly_but
 from tests.support.batches import PROMPT, batch
-from tests.support.drafters import SETTINGS
 from tests.support.head_factory import BLOCK_KINDS, criterion, make_head
 
 
@@ -265,17 +262,3 @@ def test_nodes_that_rate_low_are_left_out(target):
         assert scores.topk(7).values.isfinite().sum() == kept
     with pytest.raises(ValueError, match=r"min_confidence=0.3 .* of a head that rates"):
         BlockTree(make_head("dflash", target), target, min_confidence=0.3)
-
-
-WAYS = [(tree, name) for tree in ("fixed", "auto") for name in ("greedy", "sampled", "top-p")]
-
-
-@pytest.mark.parametrize(("tree", "name"), nightly_but(WAYS, ("fixed", "top-p"), ("auto", "greedy")))
-def test_text_is_the_targets_own_in_a_batch(target, kind, tree, name):
-    rows = torch.tensor([PROMPT[:12], [0] * 5 + PROMPT[20:27], [0] * 11 + PROMPT[5:6]])
-    mask = (torch.arange(12) >= torch.tensor([[0], [5], [11]])).long()
-    settings = SETTINGS[name] | {"max_new_tokens": 20, "eos_token_id": -1, "seed": 3}
-    drafter = drafter_for(make_head(kind, target), target, nodes=9, min_probability=0.0, tree=tree)
-    assert isinstance(drafter, AutoTree if tree == "auto" else BlockTree)
-    drafted = generate(target, drafter, rows, mask, **settings)
-    assert drafted.new_tokens == generate(target, None, rows, mask, **settings).new_tokens

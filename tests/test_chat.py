@@ -32,14 +32,6 @@ def test_a_switch_that_the_template_does_not_know_is_refused():
         ChatFormat(tokenizer(CHATML), thinking=False)
 
 
-def test_nothing_is_added_to_what_the_template_says():
-    form = ChatFormat(tokenizer(CHATML))
-    assert form.tokenizer.decode(form.prompt(ONE[:1])) == "<|im_start|>user\nHi é<|im_end|>\n<|im_start|>assistant\n"
-    assert all("system" not in text for text in shown(form, TWO))
-    with_system = [{"role": "system", "content": "be kind"}, *ONE]
-    assert shown(form, with_system)[0].startswith("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user")
-
-
 def test_a_conversation_that_a_template_refuses_is_dropped_with_its_words():
     twice = [ONE[0], ONE[0], ONE[1]]
     with pytest.raises(SkippedRow, match="roles must alternate"):

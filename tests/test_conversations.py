@@ -6,19 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer
 
 from foredraft.train.data import data_card, encoding
 from foredraft.train.data.conversations import corpus
-from foredraft.train.data.corpus import count_tokens, has_chats, prompts, tokenize
+from foredraft.train.data.corpus import count_tokens, has_chats, prompts
 from foredraft.train.data.documents import Document
 from foredraft.train.data.encoding import Encoder
 from foredraft.train.data.layouts import SkippedRow
 from foredraft.train.data.sources import Row, Source
-from tests.support import ROOT
 from tests.support.chats import CHATML, tokenizer
 
-EMBEDDED = ROOT / "scripts" / "embedded_target"
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 LAYOUTS = {
     "openai": {"messages": HI},
@@ -206,21 +203,6 @@ def test_the_card_counts_what_is_trained_on(tmp_path: Path):
     data_card.save(tmp_path, {"source": "here"} | card)
     assert 'class="bars"' in (tmp_path / "data_card.html").read_text()
     assert json.loads((tmp_path / "data_card.json").read_text())["tokens"] == 6
-
-
-def test_the_embedded_target_learns_from_answers_alone_at_once(tmp_path: Path):
-    """It has a chat template of its own, and raw text is tokenised as without one."""
-    form = AutoTokenizer.from_pretrained(EMBEDDED)
-    rows = [{"prompt": f"add {i}?", "response": f"return {i}"} for i in range(8)]
-    data = corpus(form, path=str(write(tmp_path / "rows.jsonl", rows)), cache_dir=str(tmp_path))
-    assert "the chat template of" in data.card["template"]
-    for document in data.train:
-        learned = [token for token, flag in zip(document.tokens, document.loss_mask, strict=True) if flag]
-        asked = [token for token, flag in zip(document.tokens, document.loss_mask, strict=True) if not flag]
-        assert form.decode(learned).startswith(" return ") and learned[-1] == form.eos_token_id
-        assert "User: add" in form.decode(asked) and "return" not in form.decode(asked)
-    ids = form("def add(self):", add_special_tokens=False)["input_ids"]
-    assert list(tokenize(form, ["def add(self):"])) == [Document([*ids, form.eos_token_id], [True] * (len(ids) + 1))]
 
 
 def test_two_answers_to_a_question_are_on_one_side_of_the_split(tmp_path: Path):

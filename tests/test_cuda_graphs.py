@@ -152,18 +152,6 @@ def test_drafts_are_those_of_running_it_kernel_by_kernel(target, name, monkeypat
     assert proposed(again(target)) == plain and len(plain) > 80
 
 
-def test_a_second_generation_records_nothing_new(target, taped):
-    recorded = again(target)
-    drafter = drafters(recorded)["eagle3"]
-    first = generate(recorded, drafter, prompt(9), **LIMITS)
-    count = len(taped)
-    assert generate(recorded, drafter, prompt(9), **LIMITS).new_tokens == first.new_tokens
-    other = generate(recorded, drafter, prompt(12, seed=4), **LIMITS)
-    assert other.new_tokens == generate(again(target), None, prompt(12, seed=4), **LIMITS).new_tokens
-    # Read, verify, keep and grow; the last may be met by fewer new tokens once, straight behind a short prompt.
-    assert len(taped[:count]) <= 5 and recorded._idle_cache is not None
-
-
 @every_family
 def test_every_architecture(family, attention, monkeypatch):
     target = again(pair(family, attention).target)

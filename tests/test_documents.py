@@ -101,14 +101,6 @@ def test_weights_say_how_often_a_set_is_read(tmp_path: Path):
         count([1])
 
 
-def test_a_conversation_in_two_sets_is_in_one_part(tmp_path: Path):
-    one, two = write(tmp_path / "one.jsonl", 60), write(tmp_path / "two.jsonl", 40)
-    data = corpus(tokenizer(CHATML), path=[str(one), str(two)], cache_dir=str(tmp_path), test_share=0.1)
-    train, validation, test = ({tuple(d.tokens) for d in part} for part in (data.train, data.validation, data.test))
-    assert len(train) + len(validation) + len(test) == 60 and test and validation
-    assert not train & validation and not train & test and not validation & test
-
-
 def test_half_of_a_set_is_chosen_by_conversations():
     keys = np.repeat(np.arange(1000) * 7919 % 2**31, 2)  # two documents of each
     chosen = conversations.weighted(np.arange(2000), keys, np.full(2000, 0.5))

@@ -35,7 +35,6 @@ from foredraft.inference.drafters import (
 )
 from foredraft.inference.drafters.base import Accepted, Unextended, bonus_only, chains, trees
 from foredraft.inference.drafters.union import merge
-from foredraft.inference.evaluation.lossless import PaddedDrafter
 from foredraft.inference.sampling import Sampling, SamplingParams
 from tests.support.drafters import SETTINGS, OneBranch, drafters
 from tests.support.head_factory import make_head
@@ -323,17 +322,6 @@ def test_bad_settings_are_named(target, tiny_path):
         StaticTree(MedusaHead.for_target(target), target, nodes=1)
     with pytest.raises(ValueError, match="no adaptive length"):
         drafter_for(MedusaHead.for_target(target), target, tree="adaptive")
-
-
-def test_a_padded_tree_has_the_rows_of_the_largest(small):
-    """For lossless.py, which compares with plain decoding of as many rows a forward."""
-    padded = PaddedDrafter(Union([eagle(small), NgramDrafter()]))
-    out = generate(small, padded, torch.arange(1, 12)[None], max_new_tokens=20, eos_token_id=-1)
-    assert {step.nodes for step in out.steps} == {padded.nodes}
-    assert (
-        out.new_tokens
-        == generate(small, None, torch.arange(1, 12)[None], max_new_tokens=20, eos_token_id=-1).new_tokens
-    )
 
 
 class Largest(TorchDispatchMode):

@@ -74,12 +74,17 @@ def test_the_cache_grows_with_the_texts(target, alone, name, captured, monkeypat
     assert name not in ("plain", "eagle3") or rows[0] > min(rows)  # others grow once, before a row has ended
 
 
-def test_a_prompt_that_cannot_be_read_is_refused_before_it_joins(target):
+def test_what_cannot_be_read_is_refused_before_it_joins(target):
     engine = Engine(target)
-    with pytest.raises(ValueError, match="empty"):
-        engine.add(Request([]))
-    with pytest.raises(ValueError, match=r"256 tokens, the target .* takes 256"):
-        engine.add(Request(prompt(256, 0)))
+    for tokens, bias, message in (
+        ([], (), "empty"),
+        (prompt(256, 0), (), r"256 tokens, the target .* takes 256"),
+        ([3, target.vocab_size], (), "the prompt names token"),
+        ([3, -1], (), "the prompt names token -1"),
+        ([3], ((target.vocab_size, 1.0),), "logit_bias"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.add(Request(tokens, SamplingParams(logit_bias=bias)))
     assert not engine.has_work
 
 

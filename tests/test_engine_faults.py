@@ -125,14 +125,6 @@ def test_drafters_are_swapped_between_steps(target, alone):
     assert texts == alone and set(reasons) == {"length"} and not coming
 
 
-@pytest.mark.parametrize("number", range(2))
-def test_finished_rows_leave_though_nobody_joins(target, alone, number):
-    target = Target(target.model, target.tokenizer, target.name)  # without the cache that another engine gave back
-    engine, sizes = Engine(target, drafters(target)[number]), set()
-    assert run(engine, requests(), lambda step: sizes.add(len(engine.batch.sequences)))[0] == alone
-    assert sizes >= {4, 2} or sizes >= {4, 1}
-
-
 @pytest.mark.parametrize("captured", [False, True])
 def test_rows_join_and_leave_in_memory_that_stays(target, alone, captured, monkeypatch):
     """Who joins takes a finished row's place, else the last row does; what was captured for a size is used again."""
@@ -276,18 +268,6 @@ def test_a_request_for_which_memory_ran_out_still_waits(target, alone, monkeypat
             engine.step()
     assert [one.request for one in engine.waiting] == asked
     assert run(engine, [], lambda step: None, *asked)[0] == alone
-
-
-def test_tokens_that_the_target_does_not_have_are_refused(target):
-    engine = Engine(target)
-    for tokens, bias, message in [
-        ([3, target.vocab_size], (), "the prompt names token"),
-        ([3, -1], (), "the prompt names token -1"),
-        ([3], ((target.vocab_size, 1.0),), "logit_bias"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            engine.add(Request(tokens, SamplingParams(logit_bias=bias)))
-    assert not engine.has_work
 
 
 def test_a_stop_string_is_looked_for_in_the_end_of_the_text_alone(target):

@@ -80,9 +80,6 @@ def test_fp8_keeps_three_binary_places_of_every_layer(target, tmp_path: Path):
         given, exact = (x.unflatten(-1, (-1, target.hidden_size)) for x in (given, exact))
         largest = exact.abs().amax(-1, keepdim=True)
         assert ((given - exact).abs() <= 2**-4 * exact.abs() + 2**-9 / 448 * largest + 1e-5).all()
-    bytes_of = {kind: sum(f.stat().st_size for f in (tmp_path / kind).glob("shard*")) for kind in ("fp8",)}
-    each = disk.bytes_per_position(target, LAYERS, "fp8", None)
-    assert each * len(rows()) * 32 <= bytes_of["fp8"] <= each * len(rows()) * 32 + 4096 * 8
 
 
 @pytest.mark.parametrize("dtype", ["float32", "fp8"])

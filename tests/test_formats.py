@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.heads import Target, load_head, save_head
-from foredraft.inference import generate, load_drafter
 from foredraft.train import parity_gate
 from tests.support import golden
 from tests.support.exports import write_export
@@ -98,16 +97,6 @@ def test_a_head_without_aux_hidden_states_takes_the_last_one_as_it_is(deep, tmp_
     for engine in ("sglang", "speculators"):
         with pytest.raises(ValueError, match=r"use_aux_hidden_state=false|SGLang fuses three layers"):
             write_export(engine, head, deep, tmp_path / "d")
-
-
-@pytest.mark.parametrize("name", GOLDEN)
-def test_heads_of_others_decode_what_the_target_writes_alone(deep, tmp_path, name):
-    drafter = load_drafter(str(golden.write(tmp_path, *golden.make(name, deep))), deep, tree="fixed")
-    ids = torch.tensor([PROMPT])
-    settings = {"max_new_tokens": 12, "eos_token_id": -1}
-    out = generate(deep, drafter, ids, **settings)
-    assert out.new_tokens == generate(deep, None, ids, **settings).new_tokens
-    assert all(step.nodes > 1 for step in out.steps[:2])
 
 
 def test_shards_are_read_as_one(deep, tmp_path):
@@ -422,19 +411,6 @@ def test_files_of_a_head_cannot_make_python_import_a_module(deep, tmp_path, plac
     golden.write(pulled, {"foredraft": {"class": "os:system"}}, {"x": torch.ones(2)}, "model.safetensors")
     with pytest.raises(ValueError, match="os:system, which is not imported, or no DraftHead"):
         load_head(pulled, deep)
-
-
-def test_code_beside_a_head_is_not_executed(deep, tmp_path):
-    config, weights, file = golden.make("specforge", deep)
-    mark = tmp_path / "executed"
-    (tmp_path / "modeling_head.py").write_text(f"open({str(mark)!r}, 'w')")
-    golden.write(tmp_path, config | {"auto_map": {"AutoModel": "modeling_head.Head"}}, weights, file)
-    with pytest.raises(ValueError, match="nothing that comes with it is executed"):
-        load_head(tmp_path, deep)
-    golden.write(tmp_path, config, weights, file)
-    with pytest.raises((ValueError, TypeError), match="trust_remote_code"):
-        load_drafter(str(tmp_path), deep, trust_remote_code=True)
-    assert not mark.exists()
 
 
 def test_configs_that_are_none_are_refused(deep, tmp_path):

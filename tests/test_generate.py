@@ -39,29 +39,6 @@ def test_without_a_seed_torch_s_generator_has_the_word(target):
     assert generate(target, None, prompt(9), **settings).new_tokens == texts[0]
 
 
-def test_end_tokens_inside_an_accepted_path_end_the_text(target):
-    plain = generate(target, None, prompt(9), max_new_tokens=30, eos_token_id=-1)
-    known, end = plain.sequences.tolist(), plain.new_tokens[0][16]
-    expected = plain.new_tokens[0][: plain.new_tokens[0].index(end) + 1]
-    out = generate(target, Oracle(known, target.vocab_size, right=True), prompt(9), max_new_tokens=30, eos_token_id=end)
-    assert out.new_tokens == [expected]
-    assert generate(target, None, prompt(9), max_new_tokens=30, eos_token_id=[end, 319]).new_tokens == [expected]
-
-
-@pytest.mark.parametrize("budget", [0, 1, 2, 7])
-def test_the_budget_is_kept(target, budget):
-    plain = generate(target, None, prompt(9), max_new_tokens=30, eos_token_id=-1)
-    out = generate(
-        target,
-        Oracle(plain.sequences.tolist(), target.vocab_size, right=True),
-        prompt(9),
-        max_new_tokens=budget,
-        eos_token_id=-1,
-    )
-    assert out.new_tokens[0] == plain.new_tokens[0][:budget]
-    assert out.sequences.shape == (1, 9 + budget)
-
-
 def test_a_stop_string_cuts_at_the_token_that_completes_it(target):
     plain = generate(target, None, prompt(9), max_new_tokens=30, eos_token_id=-1)
     pieces = [target.tokenizer.decode(plain.new_tokens[0][: n + 1]) for n in range(30)]

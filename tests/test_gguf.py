@@ -31,11 +31,6 @@ HEADS = (*SMALL, "mtp")
 
 
 @pytest.fixture(scope="module")
-def embedded() -> Target:
-    return Target.from_pretrained(EMBEDDED, dtype="float32", device="cpu")
-
-
-@pytest.fixture(scope="module")
 def made(embedded, tmp_path_factory):
     """A head by its name, and its target."""
     folder = tmp_path_factory.mktemp("qwen")

@@ -9,17 +9,18 @@ import torch
 from transformers import LlamaForCausalLM
 
 from foredraft.heads import Target, load_head
-from foredraft.heads.base import PackedBatch, RecurrentHead
+from foredraft.heads.base import BlockHead, PackedBatch, RecurrentHead
 from foredraft.inference import generate
-from foredraft.inference.drafters import drafter_for, load_drafter
+from foredraft.inference.drafters import AutoTree, drafter_for, load_drafter
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.sampling import Sampling, SamplingParams
 from foredraft.train import parity_gate
 from foredraft.train.losses import Prediction
 from foredraft.train.module import DistillationModel
-from tests.support import ROOT, typed
+from tests.support import ROOT, nightly_but, typed
 from tests.support.batches import PROMPT
 from tests.support.configs import composed
+from tests.support.drafters import SETTINGS
 from tests.support.head_factory import make_head
 from tests.support.tiny import TEXT
 from tests.support.toy.head import ToyHead
@@ -55,15 +56,19 @@ def test_the_loss_compares_with_just_the_supervised_tokens(fresh, head):
 # -- what is drafted --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_text_is_the_targets_own(fresh, head, temperature):
-    rows = torch.tensor([PROMPT[:12], [0] * 5 + PROMPT[20:27]])
-    mask = (torch.arange(12) >= torch.tensor([[0], [5]])).long()
-    settings = {"max_new_tokens": 24, "temperature": temperature, "eos_token_id": -1, "seed": 3}
-    plain = generate(fresh, None, rows, mask, **settings)
-    every_level = {"min_probability": 0.0} if isinstance(head, RecurrentHead) else {}
-    drafted = generate(fresh, drafter_for(head, fresh, **every_level), rows, mask, **settings)
-    assert drafted.new_tokens == plain.new_tokens
+WAYS = [(tree, name) for tree in ("fixed", "auto") for name in ("greedy", "sampled", "top-p")]
+
+
+@pytest.mark.parametrize(("tree", "name"), nightly_but(WAYS, ("fixed", "top-p"), ("auto", "greedy")))
+def test_text_is_the_targets_own(fresh, head, tree, name):
+    rows = torch.tensor([PROMPT[:12], [0] * 5 + PROMPT[20:27], [0] * 11 + PROMPT[5:6]])
+    mask = (torch.arange(12) >= torch.tensor([[0], [5], [11]])).long()
+    settings = SETTINGS[name] | {"max_new_tokens": 24, "eos_token_id": -1, "seed": 3}
+    every_level = {"min_probability": 0.0} if isinstance(head, RecurrentHead | BlockHead) else {}
+    drafter = drafter_for(head, fresh, nodes=9, tree=tree, **every_level)
+    assert isinstance(drafter, AutoTree) == (tree == "auto")
+    drafted = generate(fresh, drafter, rows, mask, **settings)
+    assert drafted.new_tokens == generate(fresh, None, rows, mask, **settings).new_tokens
     assert max(step.nodes for step in drafted.steps) > 1
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from foredraft.heads import Target, adapter, load_head, save_head
 from foredraft.heads.draft_model import DraftModelHead
-from foredraft.heads.hub.card import model_card
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.medusa2 import Medusa2Head
 from foredraft.inference import generate, load_drafter
@@ -29,6 +29,14 @@ def disturb(target: Target) -> None:
     """An adapter as after some training; a new one has no effect."""
     for parameter in adapter.lora_layers(target).parameters():
         torch.nn.init.normal_(parameter, std=0.05)
+
+
+def saved_medusa2(tiny_path: Path, directory: Path) -> None:
+    """A head of 2 depths with an adapter as after some training."""
+    target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+    head = Medusa2Head.for_target(target, depth=2)
+    disturb(target)
+    save_head(head, directory, target)
 
 
 def text_of(target: Target, drafter=None) -> list[list[int]]:
@@ -83,10 +91,7 @@ def test_the_adapted_target_is_held_to_what_it_said(fresh):
 def test_decoding_merges_the_adapter_and_another_head_finds_it_apart(fresh, tiny_path, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     for directory in (first, second):
-        other = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
-        head = Medusa2Head.for_target(other, depth=2)
-        disturb(other)
-        save_head(head, directory, other)
+        saved_medusa2(tiny_path, directory)
     load_head(first, fresh)
     apart = fresh.forward(IDS).logits
     load_drafter(str(first), fresh)
@@ -110,8 +115,9 @@ def test_heads_learn_faster_than_the_adapter(fresh):
         assert len(rates) == len(list(distillation.parameters()))
 
 
-def test_stored_features_of_a_frozen_target_are_refused_at_the_start(here):
-    assert "this head trains in its layers: take features=online" in complaint(here("head=medusa2", "features=disk"))
+@pytest.mark.parametrize("kind", ["medusa2", "uno"])
+def test_stored_features_of_a_frozen_target_are_refused_at_the_start(here, kind):
+    assert "this head trains in its layers: take features=online" in complaint(here(f"head={kind}", "features=disk"))
 
 
 def test_joint_training_needs_an_adapter(fresh):
@@ -144,12 +150,6 @@ def test_a_head_that_knows_no_adapter_is_refused_on_an_adapted_target(fresh, tin
     Medusa2Head.for_target(fresh, depth=2)
     with pytest.raises(ValueError, match="has an adapter on it"):
         load_head(tmp_path, fresh)
-
-
-def test_the_card_says_that_the_text_changes():
-    facts = {"kind": "medusa2", "target": "org/model"}
-    assert "**The target's text changes.**" in model_card({}, facts | {"adapter": True}, None)
-    assert "The target itself is unchanged" in model_card({}, facts | {"adapter": False}, None)
 
 
 # -- the draft model --------------------------------------------------------------------------------------------------
@@ -221,10 +221,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(fresh, tiny_path, tmp_pa
 
 
 def test_an_adapter_is_loaded_with_a_medusa_2_head_that_fits_and_with_no_other(fresh, target, tiny_path, tmp_path):
-    other = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
-    head = Medusa2Head.for_target(other, depth=2)
-    disturb(other)
-    save_head(head, tmp_path / "medusa2", other)
+    saved_medusa2(tiny_path, tmp_path / "medusa2")
     save_head(MedusaHead.for_target(target, depth=2), tmp_path / "medusa", target)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(tmp_path / "medusa2" / name, tmp_path / "medusa")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from foredraft.inference import generate, target_sampler
-from foredraft.inference.drafters import NoDrafter
+from foredraft.inference.drafters import NgramDrafter, NoDrafter
 from foredraft.inference.evaluation import lossless as levels
 from foredraft.inference.evaluation.lossless import PaddedDrafter
 from foredraft.scripts import lossless
@@ -40,11 +40,13 @@ def test_a_verifier_that_changes_the_text_is_caught(run, monkeypatch):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_step_without_drafts_can_be_padded(target, temperature):
-    """As tree=auto makes them, where drafts do not pay."""
-    given = {"max_new_tokens": 8, "eos_token_id": -1, "temperature": temperature, "seed": 1}
-    texts = [generate(target, one, prompt(9), **given).new_tokens for one in (None, PaddedDrafter(NoDrafter()))]
-    assert texts[0] == texts[1]
+@pytest.mark.parametrize("inner", [NoDrafter, NgramDrafter])
+def test_a_padded_tree_has_the_rows_of_the_largest(target, inner, temperature):
+    """Also in steps without drafts, as tree=auto makes them where drafts do not pay."""
+    given = {"max_new_tokens": 20, "eos_token_id": -1, "temperature": temperature, "seed": 1}
+    drafted = generate(target, PaddedDrafter(inner()), prompt(9), **given)
+    assert drafted.new_tokens == generate(target, None, prompt(9), **given).new_tokens
+    assert {step.nodes for step in drafted.steps} == {max(2, inner().nodes)}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])

@@ -122,12 +122,6 @@ def test_an_unknown_command_is_one_sentence(foredraft: Program):
     assert ended.stderr.startswith("error: trian is no command of foredraft; did you mean train?")
 
 
-def test_help_of_a_command(foredraft: Program):
-    shown = foredraft("train", "--help")
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stderr == "" and "head: auto, dflash, dflash2, domino, draft_model, dspark" in shown.stdout
-
-
 def test_a_training(foredraft: Program, trained: subprocess.CompletedProcess[str]):
     assert trained.returncode == 0, trained.stderr
     assert "step 3/3" in trained.stdout

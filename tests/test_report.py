@@ -268,11 +268,6 @@ def test_line_breaks_where_the_loss_was_not_a_number():
     ]  # or it would not be seen
 
 
-def test_line_follows_its_values():
-    root = parse(line_chart("loss", [Series("", [(0, 0.0), (5, 1.0), (10, 4.0)], "d1")]))
-    assert lines(root) == [[(0, 100), (50, 75), (100, 0)]]  # up is more
-
-
 def test_a_long_run_makes_a_small_chart_and_says_so():
     chart = line_chart("loss", [Series("", [(i, 1 / (i + 1)) for i in range(100_000)], "d1")])
     (line,) = lines(parse(chart))
@@ -294,9 +289,11 @@ def test_bars_are_as_long_as_their_values(values):
         assert width / widths[0] == pytest.approx(value / values[0] if math.isfinite(value) else 0, abs=0.01)
 
 
-def test_an_axis_begins_at_its_floor():
-    root = parse(line_chart("accuracy", [Series("depth 1", [(0, 42.0), (9, 84.0)], "d1")], " %", floor=0))
-    assert [node.text for node in root.iter("b")] == ["84 %", "0 %"] and lines(root) == [[(0, 50), (100, 0)]]
+def test_a_line_follows_its_values_from_its_floor():
+    for floor, low in ((None, 100), (0, 50)):  # up is more
+        root = parse(line_chart("accuracy", [Series("", [(0, 42.0), (5, 63.0), (10, 84.0)], "d1")], " %", floor=floor))
+        assert [node.text for node in root.iter("b")] == ["84 %", "42 %" if floor is None else "0 %"]
+        assert lines(root) == [[(0, low), (50, low / 2), (100, 0)]]
 
 
 def test_every_colour_of_a_chart_is_one_variable_of_its_page(tmp_path):

@@ -177,12 +177,6 @@ def unfinished(reference: Path, directory: Path, **changes: object) -> Path:
     return directory
 
 
-def test_a_directory_with_checkpoints_of_another_head(given: list[str], reference: Path, here, tmp_path: Path):
-    unfinished(reference, tmp_path / "out")
-    message = complaint(here(*given[2:], "head=medusa", "output_dir=out"))
-    assert "an unfinished run with another config" in message and "head._target_ is foredraft.heads.eagle3" in message
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [

@@ -67,17 +67,6 @@ def test_an_answer_is_of_its_schema(client):
         assert found["kind"] in ("alpha", "beta") and len(found["many"]) <= 2 and found.keys() == {"kind", "many"}
 
 
-def test_a_text_of_a_schema_is_the_same_without_drafts_and_streamed(client):
-    facts = {**ASKED, "response_format": FORMAT, "seed": 3}
-    texts = [
-        client.chat.completions.create(**facts, extra_body={"speculative": speculative}).choices[0].message.content
-        for speculative in (True, False)
-    ]
-    chunks = client.chat.completions.create(**facts, stream=True)
-    texts.append("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
-    assert texts[0] == texts[1] == texts[2]
-
-
 def test_the_openai_package_parses_a_model_of_pydantic(client):
     class Kind(BaseModel):
         kind: bool

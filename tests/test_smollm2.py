@@ -85,18 +85,6 @@ def test_it_answers_and_ends(smollm2):
     assert smollm2.config.max_position_embeddings == 8192 and smollm2.gguf["weights"].startswith("Q4_1")
 
 
-def test_it_writes_conversations_with_itself(smollm2, tmp_path):
-    file = tmp_path / "rows.jsonl"
-    settings = magpie.MagpieSettings(max_question=60, max_answer=48)
-    magpie.write(smollm2, ChatFormat(smollm2.text_tokenizer), settings, file, 200, 8)
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    kept = [row for row in rows if "dropped" not in row]
-    assert sum(end - start for row in kept for start, end in row["written"]) >= 200
-    assert all(
-        smollm2.text_tokenizer.decode(row["tokens"]).count("<|im_start|>user") == len(row["asked"]) for row in kept
-    )
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_head_in_the_repository_drafts_for_it(smollm2, temperature):
     drafter = load_drafter(str(ROOT / "scripts/smollm2/eagle3"), smollm2, tree="fixed")

@@ -17,10 +17,8 @@ from foredraft.inference import Engine, Request, generate
 from foredraft.inference.drafters import AutoTree, Drafter, NgramDrafter, SuffixDrafter, Switch, Union, UnoTree
 from foredraft.inference.generation import tokens_per_forward
 from foredraft.train import parity_gate
-from foredraft.train.checks import check_features
 from tests.support.architectures import CASES, FAMILIES, VOCAB, pair
 from tests.support.batches import PROMPT
-from tests.support.configs import composed
 from tests.support.head_factory import make_head
 from tests.support.hybrids import pair as hybrid
 from tests.support.small_targets import prompt, random_model
@@ -160,14 +158,6 @@ def test_targets_that_it_cannot_act_in_are_said(tiny_path):
         UnoHead.for_target(Target.from_pretrained(tiny_path, dtype="float32", device="cpu", ends_only=True))
     with pytest.raises(ValueError, match=r"head\.depth=1 must be at least 2"):
         UnoHead.for_target(random_model(1), depth=1)
-
-
-@pytest.mark.parametrize("kind", ["uno", "medusa2"])
-def test_stored_features_are_refused_before_anything_is_loaded(kind):
-    with pytest.raises(ValueError, match="this head trains in its layers: take features=online"):
-        check_features(composed("train", f"head={kind}", "features=disk"))
-    check_features(composed("train", f"head={kind}"))
-    check_features(composed("train", "head=dflash", "features=disk"))
 
 
 def test_a_path_is_no_longer_than_the_rows_that_its_tree_writes_over(uno, fresh):

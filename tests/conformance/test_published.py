@@ -15,14 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import tests.conformance.families
 from foredraft.heads import Target
 from tests.conformance.checks import skipped_where_refused
-from tests.conformance.families import check_family, default_settings, families
+from tests.conformance.families import check_family, families
 from tests.conformance.heads import check_head
-from tests.conformance.shrink import CONTEXT, HIDDEN, VOCAB, shrink
 from tests.conformance.targets import check_target, small_family
 from tests.support import ROOT
 
@@ -70,24 +67,11 @@ def example(name: str) -> dict[str, Any]:
 # A hybrid inside a wrapper that also reads images, mrope of a part of each head; and longrope of three quarters, tied.
 QWEN, PHI = example("targets/qwen3.5"), example("targets/phi-4-mini")
 EAGLE, DSPARK = example("heads/eagle3"), example("heads/dspark")  # the second is SpecForge's, for Qwen3-4B
-UNKNOWN = {"model_type": "kimi_k3", "auto_map": {"AutoConfig": "configuration_kimi_k3.KimiK3Config"}}
 
 
 @pytest.mark.parametrize("config", [QWEN, PHI], ids=["qwen3.5", "phi-4-mini"])
 def test_a_published_target_does_all_it_should(config: dict[str, Any]) -> None:
     assert check_target(config, new_tokens=12) == "chains"
-
-
-def test_shrinking_keeps_the_structure() -> None:
-    text = shrink(QWEN)["text_config"]
-    assert text["layer_types"] == QWEN["text_config"]["layer_types"][:8] and text["num_hidden_layers"] == 8
-    assert (text["vocab_size"], text["hidden_size"], text["max_position_embeddings"]) == (VOCAB, HIDDEN, CONTEXT)
-    assert text["eos_token_id"] == VOCAB - 1 and text["num_key_value_heads"] < text["num_attention_heads"]
-    rope = text["rope_parameters"]
-    assert 2 * sum(rope["mrope_section"]) == text["head_dim"] * rope["partial_rotary_factor"]
-    phi = shrink(PHI)
-    assert len(phi["rope_scaling"]["long_factor"]) == HIDDEN // phi["num_attention_heads"] * 0.75 // 2
-    assert "_source" not in phi
 
 
 # nvidia's for gpt-oss-120b, which drafts with the target's
@@ -114,41 +98,11 @@ def test_a_family_decodes_as_transformers_does(family: str) -> None:
     assert check_family(small_family(families()[family]), tokens) == [how]
 
 
-def test_a_near_tie_of_an_indexer_is_compared_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, dtypes = tests.conformance.families.decode, []
-
-    def differs(target: Target, *given: Any) -> None:
-        dtypes.append(target.dtype)
-        if target.dtype == torch.float32:
-            raise RuntimeError("another text")
-        decode(target, *given)
-
-    monkeypatch.setattr(tests.conformance.families, "decode", differs)
-    found = check_family(small_family(families()["deepseek_v32"]), new_tokens=6)
-    assert len(found) == 3 and found[1].startswith("in float64; in float32")
-    with pytest.raises(RuntimeError, match="another text"):
-        check_family(small_family(families()["llama"]), new_tokens=6)
-    assert dtypes == [torch.float32, torch.float64] * 2 + [torch.float32]
-
-
 @pytest.mark.filterwarnings("ignore:.*decoded plainly")
 def test_a_family_without_a_cache_decodes_as_transformers_does_without_one() -> None:
     how, note = check_family(small_family(families()["blt"]), new_tokens=4)
     assert how == "decoded plainly"
     assert note.startswith("as without a cache; with one 'BltConfig' object has no attribute")
-
-
-def test_default_configs_are_made_whole_and_small() -> None:
-    """A string of a layer's length, positions too few for the text, settings of single layers, and what is left out."""
-    assert shrink({"num_hidden_layers": 12, "attention_type": "block_sparse"})["attention_type"] == "block_sparse"
-    assert (
-        shrink({"num_hidden_layers": 12, "hybrid_override_pattern": "M-M*M-M-M*M-"})["hybrid_override_pattern"]
-        == "M-M*M-M-"
-    )
-    layers = shrink({"num_hidden_layers": 40, "per_layer_config": {"02": {"kv_lora_rank": 1024}, "30": {}}})
-    assert layers["per_layer_config"] == {"02": {"kv_lora_rank": 16}}
-    assert default_settings(families()["blenderbot"])["max_position_embeddings"] == CONTEXT
-    assert default_settings(families()["dots1"])["n_routed_experts"] == 8
 
 
 def test_another_text_than_the_targets_fails() -> None:
@@ -158,22 +112,3 @@ def test_another_text_than_the_targets_fails() -> None:
 
     with pytest.raises(RuntimeError, match="plain: another text, first different at "):
         check_family(Forgetful(small_family(families()["qwen3_5_text"]).model), new_tokens=8)
-
-
-def test_what_is_refused_is_skipped_with_its_sentence_and_what_fails_fails(tmp_path: Path) -> None:
-    (tmp_path / "targets").mkdir()
-    (tmp_path / "targets" / "kimi.json").write_text(json.dumps(UNKNOWN))
-    (tmp_path / "targets" / "odd.json").write_text(json.dumps(PHI | {"hidden_act": "no such thing"}))
-    kimi, odd = (one.values[0] for one in files(tmp_path))
-    with pytest.raises(pytest.skip.Exception, match="refused: target"), skipped_where_refused():
-        kimi()
-    with pytest.raises((KeyError, pytest.skip.Exception)) as failed, skipped_where_refused():
-        odd()
-    assert failed.type is KeyError
-    with (
-        pytest.raises(pytest.skip.Exception, match="musicgen's default config: it writes sound"),
-        skipped_where_refused(),
-    ):
-        small_family(families()["musicgen"])
-    with pytest.raises(ValueError, match=r"nothing has no config\.json files in targets/ or heads/"):
-        files(tmp_path / "nothing")

@@ -47,10 +47,5 @@ def held_out(target: Target) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def embedded() -> Target:
-    return Target.from_pretrained(EMBEDDED, dtype="float32", device="cpu")
-
-
-@pytest.fixture(scope="session")
 def rows(embedded: Target) -> list[list[int]]:
     return held_out(embedded)
