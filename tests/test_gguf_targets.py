@@ -266,7 +266,7 @@ def test_where_it_cannot_be_kept_is_said_with_the_remedy(file, monkeypatch, caps
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="No space left on device") as error:
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="no space left on device") as error:
         patch.setattr(gguf, "describe", full)
         Target.from_pretrained(file, dtype="float32")
     assert explain(error.value, "elsewhere") == 2 and "elsewhere" not in capsys.readouterr().err

@@ -224,6 +224,11 @@ def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> li
     if (folder / key / f"{value}.yaml").is_file() or value.startswith(("{", "[")):
         return [argument]
     if key == "drafter":
-        return ["drafter=head", f"drafter.spec={value}"]
+        return ["drafter=head", f"drafter.spec={quoted(value)}"]
     group = ["target=hf"] if (folder / "target").is_dir() else []  # conf/publish has none
-    return [*group, f"target.path={value}"]
+    return [*group, f"target.path={quoted(value)}"]
+
+
+def quoted(path: str) -> str:
+    """A path in Hydra's language, which has uses of its own for = ( ) { } and others."""
+    return path if re.fullmatch(r"[\w./:@+~-]+", path) else "'" + path.replace("'", "\\'") + "'"

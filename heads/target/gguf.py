@@ -51,8 +51,9 @@ def converted(file: Path, dtype: torch.dtype) -> Path:
             if not (directory / RECORD).is_file():
                 convert(file, dtype, directory)
     except (OSError, SafetensorError) as error:  # the latter where a disk fills up
+        reason = str(error).replace("No space", "no space")  # train/cli.py takes those words for a run's own disk
         raise ValueError(
-            f"target {file} cannot be kept in {folder} ({error}): mend that, or name another folder by the variable "
+            f"target {file} cannot be kept in {folder} ({reason}): mend that, or name another folder by the variable "
             "FOREDRAFT_CACHE"
         ) from None
     return directory
