@@ -45,9 +45,8 @@ def set_attention(file: Path, metadata: dict[str, Any], config: Any) -> None:
     if name == "gemma3":
         check(bool(window), file, "it says no sliding window")
     if name in ("gemma2", "gemma3"):
-        largest = (
-            config.num_hidden_layers == {"gemma2": 46, "gemma3": 62}[name]
-        )  # 27B, where llama.cpp knows it by that
+        # Of 27B, which llama.cpp tells by its layers too: the file does not say it.
+        largest = config.num_hidden_layers == {"gemma2": 46, "gemma3": 62}[name]
         heads = config.num_attention_heads
         config.query_pre_attn_scalar = config.hidden_size // heads if largest else config.head_dim
 

@@ -29,7 +29,7 @@ ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<EOT>", "[EOT]", "<end_of_utterance>"),
     *("<|return|>", "<|call|>", "<|end|>"),
 )
-NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
+NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's marks
 MARKS = (UNKNOWN, CONTROL, USER_DEFINED)
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
