@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from hydra.utils import instantiate
+from jinja2 import TemplateError
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
@@ -97,7 +98,11 @@ class Chat:
         self.seed += 1
 
     def request(self, messages: list[dict[str, str]]) -> Request:
-        tokens = self.target.text_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        words = self.target.text_tokenizer
+        try:
+            tokens = words.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        except TemplateError as error:  # Gemma 2's knows no system
+            raise ValueError(f"the chat template refuses this: {error}") from None
         ends = frozenset(self.target.eos_token_ids)
         return Request(list(tokens["input_ids"]), self.params, self.max_new_tokens, self.seed, ends)
 

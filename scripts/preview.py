@@ -24,8 +24,9 @@ GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 @entry("preview")
 def main(cfg: DictConfig) -> None:
+    path = locate(cfg.target.path, gguf_file=cfg.target.get("gguf_file"))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(locate(cfg.target.path, gguf_file=cfg.target.get("gguf_file")))
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"target.path={cfg.target.path} has no tokenizer: {str(error).splitlines()[0]}") from error
     writes = needs_target(cfg.data) and cfg.data.path is None  # the target writes what is not there yet

@@ -1,7 +1,11 @@
 """Masks, token by token: what the target writes in a conversation is supervised, all of it and nothing else."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+from rich.console import Console
+
+from foredraft.scripts.chat import Chat
 from foredraft.scripts.preview import runs
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.layouts import SkippedRow, cut_off, turns
@@ -38,6 +42,14 @@ def test_a_conversation_that_a_template_refuses_is_dropped_with_its_words():
         form_of("mistral").documents(twice)
     with pytest.raises(SkippedRow, match="no answer"):
         ChatFormat(tokenizer(CHATML)).documents(ONE[:1])
+
+
+def test_a_system_prompt_that_a_template_refuses_is_said_in_a_chat():
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
+    target = SimpleNamespace(text_tokenizer=tokenizer(template), eos_token_ids=[])
+    chat = Chat(target, None, None, 8, 0, Console(), False)
+    with pytest.raises(ValueError, match="the chat template refuses this: no system role"):
+        chat.request([{"role": "system", "content": "be kind"}, ONE[0]])
 
 
 def test_a_template_whose_answers_begin_otherwise_is_refused():

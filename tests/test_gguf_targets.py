@@ -1,22 +1,25 @@
 """Targets from GGUF files: the same model as in a directory, the file's tokenizer, one sentence for what cannot be."""
 
+import errno
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import pre_tokenizers
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, Gemma3TextConfig, LlamaForCausalLM, Phi3Config
 
 from foredraft.heads import Target, save_head
 from foredraft.heads.checkpoint import read_config
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.hub.card import model_card
 from foredraft.heads.target import gguf, packages
-from foredraft.heads.target.gguf_tokenizer import GPT2, SPLITTINGS, build_tokenizer
+from foredraft.heads.target.gguf_attention import check_rope, set_attention
+from foredraft.heads.target.gguf_tokenizer import GPT2, SPLITTINGS, build_tokenizer, end_tokens
 from foredraft.heads.target.locating import locate
 from foredraft.train import publish
-from foredraft.train.cli import CONF, spelled_out
+from foredraft.train.cli import CONF, explain, spelled_out
 from tests.support.gguf_targets import tokenizer_metadata, write_gguf
 
 
@@ -144,6 +147,64 @@ def test_sentencepiece_vocabularies_join_by_score_and_fall_back_to_bytes():
     assert plain.tokenize("ab") == ["ab"]
 
 
+def words_and_marks(*tokens, **metadata):
+    """Metadata of a SentencePiece vocabulary of letters and these marks."""
+    letters = ["▁", "a", "b", "\n"]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", *letters, *tokens],
+        "tokenizer.ggml.scores": [0.0] * (5 + len(tokens)),
+        "tokenizer.ggml.token_type": [2] + [1] * 4 + [3] * len(tokens),
+        **{name.replace("__", "."): value for name, value in metadata.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("marks", "ends"),
+    [
+        (("<eos>", "<start_of_turn>", "<end_of_turn>"), {5, 7}),
+        (("<|im_start|>", "<|im_end|>", "<|endoftext|>"), {6, 7}),
+        (("<|user|>", "<|end|>"), {6}),
+        (("<|end|>", "<|return|>", "<|call|>"), {6, 7}),
+    ],
+)
+def test_ends_of_turns_are_known_by_their_spelling(marks, ends):
+    assert set(end_tokens(words_and_marks(*marks, tokenizer__ggml__eos_token_id=min(ends)))) == ends
+    assert end_tokens(words_and_marks("a text", tokenizer__ggml__eos_token_id=5)) == [5]
+
+
+def test_phi_3s_marks_take_the_line_break_after_them():
+    def tokens(architecture):
+        metadata = words_and_marks("<|user|>", "<|end|>", general__architecture=architecture)
+        found = build_tokenizer(metadata | {"tokenizer.ggml.add_space_prefix": False}, "x")
+        return found.convert_ids_to_tokens(found("<|user|>\na<|end|>\n").input_ids)
+
+    assert tokens("phi3") == ["<|user|>", "a", "<|end|>"]
+    assert tokens("llama") == ["<|user|>", "\n", "a", "<|end|>", "\n"]
+
+
+@pytest.mark.parametrize(("layers", "scale"), [(34, 128), (62, 168)])
+def test_gemma_scales_its_full_attention_and_its_queries(layers, scale):
+    size = {"num_hidden_layers": layers, "hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128}
+    config = Gemma3TextConfig(**size)
+    said = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "attention.sliding_window": 1024}
+    metadata = {"general.architecture": "gemma3", **{f"gemma3.{name}": value for name, value in said.items()}}
+    check_rope("x.gguf", metadata, [], config)
+    set_attention("x.gguf", metadata, config)
+    assert config.rope_parameters == {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert config.query_pre_attn_scalar == scale
+
+
+def test_phi_3s_window_is_the_files():
+    config = Phi3Config()
+    metadata = {"general.architecture": "phi3", "phi3.attention.sliding_window": 2047}
+    set_attention("x.gguf", metadata, config)
+    assert config.sliding_window == 2047
+
+
 def test_rope_scaling_is_taken_over(file, model, words):
     write_gguf(file, model, words, metadata={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
     assert Target.from_pretrained(file, dtype="float32").config.rope_parameters == {
@@ -171,6 +232,11 @@ REFUSED = {
     "weights without a place": ({"tensors": {"blk.0.attn_q.bias": np.ones(32, np.float32)}}, "weights"),
     "half rotated heads": ({"metadata": {"llama.rope.dimension_count": 4}}, ""),
     "another rope scaling": ({"metadata": {"llama.rope.scaling.type": "longrope"}}, "rope scaling longrope"),
+    "one of several parts": ({"metadata": {"split.count": 2}}, "one of 2 parts: join them"),
+    "what sees images": (
+        {"metadata": {"general.type": "mmproj"}},
+        "no language model, but what belongs to one (mmproj)",
+    ),
     "other rope factors": ({"tensors": {"rope_freqs.weight": np.full(4, 3.0, np.float32)}}, "none of Llama 3's"),
 }
 
@@ -179,10 +245,33 @@ REFUSED = {
 def test_what_cannot_be_read_as_it_was_meant_is_refused_in_a_sentence(case, file, model, words):
     changes, said = REFUSED[case]
     write_gguf(file, model, words, **changes)
-    with pytest.raises(ValueError, match=r"give the model as a directory|Hub id") as error:
+    with pytest.raises(ValueError, match=r"give the model|Hub id|join them") as error:
         Target.from_pretrained(file, dtype="float32")
     assert said in str(error.value) and "\n" not in str(error.value)
     assert not list((file.parent / "cache" / "gguf").glob("*-float32-*/config.json"))
+
+
+def test_where_it_cannot_be_kept_is_said_with_the_remedy(file, monkeypatch, capsys):
+    folder = file.parent / "cache" / "gguf"
+    killed = folder / f"{gguf.digest_of(file)}-float32-{gguf.VERSION}.part"
+    killed.mkdir()
+    monkeypatch.setattr(gguf.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(ValueError, match="it takes 0 MB, and the disk has no such space") as error:
+        Target.from_pretrained(file, dtype="float32")
+    assert "FOREDRAFT_CACHE" in str(error.value) and explain(error.value, "elsewhere") == 2
+    assert "elsewhere" not in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(file.parent / "cache"))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="no space left on device") as error:
+        patch.setattr(gguf, "describe", full)
+        Target.from_pretrained(file, dtype="float32")
+    assert explain(error.value, "elsewhere") == 2 and "elsewhere" not in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["digests"]  # and nothing half-written
+    assert Target.from_pretrained(file, dtype="float32").gguf["file"] == "tiny.gguf"
 
 
 def test_files_that_are_none_are_named(tmp_path):

@@ -160,6 +160,9 @@ def test_an_adapter_makes_the_target_keep_what_it_made(small: DictConfig, tiny_p
 def test_a_target_may_be_named_without_its_group():
     assert spelled_out("target=ORG/NAME") == ["target=hf", "target.path=ORG/NAME"]
     assert spelled_out("target=ORG/NAME", CONF / "publish") == ["target.path=ORG/NAME"]
+    assert spelled_out("target=a folder/x (1)=y's.gguf", CONF / "publish") == [
+        r"target.path='a folder/x (1)=y\'s.gguf'"
+    ]
     assert [spelled_out(word) for word in ("target=hf", "gpus=8")] == [["target=hf"], ["gpus=8"]]
 
 

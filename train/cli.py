@@ -191,7 +191,7 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def no_space(error: BaseException) -> bool:
@@ -224,6 +224,11 @@ def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> li
     if (folder / key / f"{value}.yaml").is_file() or value.startswith(("{", "[")):
         return [argument]
     if key == "drafter":
-        return ["drafter=head", f"drafter.spec={value}"]
+        return ["drafter=head", f"drafter.spec={quoted(value)}"]
     group = ["target=hf"] if (folder / "target").is_dir() else []  # conf/publish has none
-    return [*group, f"target.path={value}"]
+    return [*group, f"target.path={quoted(value)}"]
+
+
+def quoted(path: str) -> str:
+    """A path in Hydra's language, which has uses of its own for = ( ) { } and others."""
+    return path if re.fullmatch(r"[\w./:@+~-]+", path) else "'" + path.replace("'", "\\'") + "'"

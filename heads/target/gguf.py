@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -20,14 +19,16 @@ from typing import Any
 
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from foredraft.heads.cache_directory import cache_directory
+from foredraft.heads.target.gguf_attention import check, check_rope, set_attention
 from foredraft.heads.target.gguf_tokenizer import build_tokenizer, end_tokens
 
 MAGIC = b"GGUF"
-VERSION = 1  # of what conversion makes of a file; a higher one converts again
+VERSION = 2  # of what conversion makes of a file; a higher one converts again
 RECORD = "gguf.json"  # beside the converted weights: file, digest, quantisation
 UNUSED = ("rope_freqs.weight",)  # tensors that are no weights
 
@@ -36,14 +37,21 @@ def converted(file: Path, dtype: torch.dtype) -> Path:
     """The directory with this file's model in `dtype`, made on first use. Raises ValueError for a file that is none, or that
     cannot be read as its authors meant it."""
     check_file(file)
-    name = str(dtype).removeprefix("torch.")
-    directory = cache_directory() / "gguf" / f"{digest_of(file)}-{name}-{VERSION}"
-    if (directory / RECORD).is_file():
-        return directory
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(directory.with_suffix(".lock")):
-        if not (directory / RECORD).is_file():
-            convert(file, dtype, directory)
+    name, folder = str(dtype).removeprefix("torch."), cache_directory() / "gguf"
+    try:
+        directory = folder / f"{digest_of(file)}-{name}-{VERSION}"
+        if (directory / RECORD).is_file():
+            return directory
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(directory.with_suffix(".lock")):
+            if not (directory / RECORD).is_file():
+                convert(file, dtype, directory)
+    except (OSError, SafetensorError) as error:  # the latter where a disk fills up
+        reason = str(error).replace("No space", "no space")  # train/cli.py takes those words for a run's own disk
+        raise ValueError(
+            f"target {file} cannot be kept in {folder} ({reason}): mend that, or name another folder by the variable "
+            "FOREDRAFT_CACHE"
+        ) from None
     return directory
 
 
@@ -86,21 +94,36 @@ def read_metadata(file: Path) -> tuple[dict[str, Any], Any]:
 
 def convert(file: Path, dtype: torch.dtype, directory: Path) -> None:
     metadata, tensors = read_metadata(file)
+    check_kind(file, metadata)
     count = sum(int(tensor.n_elements) for tensor in tensors if tensor.name not in UNUSED)
     need = count * dtype.itemsize
     if shutil.disk_usage(directory.parent).free < 1.1 * need:
-        raise OSError(28, "no space left on device", str(directory.parent))
+        raise OSError(f"it takes {need / 1e6:,.0f} MB, and the disk has no such space")
     print(f"{file.name} is dequantised once into {directory} ({need / 1e6:,.0f} MB)", flush=True)
     tokenizer = build_tokenizer(metadata, str(file))  # first, since what it refuses is refused in no time
     model = load(file, dtype, metadata, tensors, count)
-    with tempfile.TemporaryDirectory(dir=directory.parent) as scratch:
-        part = Path(scratch) / "model"
+    part = directory.with_suffix(".part")  # always the same, so that what a killed conversion left is removed
+    shutil.rmtree(part, ignore_errors=True)
+    try:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
         (part / RECORD).write_text(json.dumps(describe(file, metadata, tensors), indent=1) + "\n")
-        if directory.exists():  # of a conversion that was killed between the weights and the record
-            shutil.rmtree(directory)
         os.replace(part, directory)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def check_kind(file: Path, metadata: dict[str, Any]) -> None:
+    """Raise ValueError for a file that holds no whole language model."""
+    parts, kind = metadata.get("split.count", 1), metadata.get("general.type", "model")
+    if parts > 1:
+        raise ValueError(
+            f"target {file} is one of {parts} parts: join them by llama-gguf-split --merge FIRST_PART WHOLE"
+        )
+    if kind != "model" or metadata.get("general.architecture") == "clip":
+        raise ValueError(
+            f"target {file} holds no language model, but what belongs to one ({kind}): give the model's file"
+        )
 
 
 def describe(file: Path, metadata: dict[str, Any], tensors: Any) -> dict[str, Any]:
@@ -139,6 +162,7 @@ def load(file: Path, dtype: torch.dtype, metadata: dict[str, Any], tensors: Any,
         del config.quantization_config
     config.dtype = dtype
     check_rope(file, metadata, tensors, config)
+    set_attention(file, metadata, config)
     rows = config.get_text_config().vocab_size
     tokens = len(metadata["tokenizer.ggml.tokens"])
     check(tokens <= rows, file, f"its tokenizer has {tokens} tokens and its model {rows}")
@@ -151,51 +175,6 @@ def load(file: Path, dtype: torch.dtype, metadata: dict[str, Any], tensors: Any,
     facts = {key: getattr(config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(**{key: value for key, value in facts.items() if value is not None})
     return model
-
-
-def check(right: bool, file: Path, what: str) -> None:
-    if not right:
-        raise ValueError(
-            f"target {file}: {what}: it cannot be read as it was meant; give the model as a directory or Hub id"
-        )
-
-
-def check_rope(file: Path, metadata: dict[str, Any], tensors: Any, config: Any) -> None:
-    """Rotation of positions as the file says it, of which transformers takes the base alone."""
-    name = metadata["general.architecture"]
-    width = metadata.get(f"{name}.rope.dimension_count")
-    has = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads
-    partial = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
-    check(width in (None, int(has * partial)), file, f"it rotates {width} of the {has} numbers of a head")
-    long = [tensor.name for tensor in tensors if tensor.name.startswith("rope_factors")]
-    check(not long, file, f"its rope factors ({', '.join(long)}) are not read here")
-    kind, scaling = metadata.get(f"{name}.rope.scaling.type"), f"{name}.rope.scaling."
-    if kind not in (None, "none"):
-        check(kind in ("linear", "yarn"), file, f"its rope scaling {kind} is not read here")
-        found = {"rope_type": kind, "factor": metadata.get(f"{scaling}factor", 1.0)}
-        if kind == "yarn":
-            original = metadata.get(f"{scaling}original_context_length")
-            found["original_max_position_embeddings"] = original or config.max_position_embeddings
-        config.rope_parameters = config.rope_parameters | found
-    factors = next((tensor.data for tensor in tensors if tensor.name == "rope_freqs.weight"), None)
-    if factors is not None:
-        config.rope_parameters = config.rope_parameters | llama3_scaling(file, torch.tensor(factors.copy()), config)
-
-
-def llama3_scaling(file: Path, factors: torch.Tensor, config: Any) -> dict[str, Any]:
-    """The rope scaling of Llama 3.1 and later, which a GGUF file keeps as one factor per frequency."""
-    has = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads
-    wave = 2 * torch.pi * config.rope_parameters["rope_theta"] ** (torch.arange(0, has, 2) / has)
-    factor, low, high, original = float(factors.max()), 1.0, 4.0, 8192
-    smooth = ((original / wave - low) / (high - low)).clamp(0, 1)
-    expected = 1 / ((1 - smooth) / factor + smooth)
-    check(
-        factors.shape == expected.shape and torch.allclose(factors.float(), expected.float(), rtol=1e-3),
-        file,
-        "its factors of rope are none of Llama 3's",
-    )
-    numbers = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original}
-    return {"rope_type": "llama3", "factor": factor, **numbers}
 
 
 @contextlib.contextmanager

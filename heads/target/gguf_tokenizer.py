@@ -22,7 +22,15 @@ CASED = (
 )
 CASED_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
-CONTROL, USER_DEFINED = 3, 4  # token types of GGUF: marks of the template; words that are always one token
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types of GGUF: two kinds of marks; words that are always one token
+# What ends a text or a turn: a file names one such token, and a chat model may write another. As llama.cpp knows them.
+ENDS = (
+    *("<|endoftext|>", "<|end_of_text|>", "<eos>", "<｜end▁of▁sentence｜>", "[EOS]", "[e~["),
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<EOT>", "[EOT]", "<end_of_utterance>"),
+    *("<|return|>", "<|call|>", "<|end|>"),
+)
+NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's marks
+MARKS = (UNKNOWN, CONTROL, USER_DEFINED)
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -96,8 +104,15 @@ def build_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokeni
             "read here: give the model as a directory or a Hub id"
         )
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", [])
-    marks = [(token, type_) for token, type_ in zip(tokens, types, strict=False) if type_ in (CONTROL, USER_DEFINED)]
-    backend.add_tokens([AddedToken(t, special=k == CONTROL, normalized=False) for t, k in marks])
+    marks = [(token, type_) for token, type_ in zip(tokens, types, strict=False) if type_ in MARKS]
+    # Phi-3 was trained without the line breaks that its template has after marks.
+    strips = kind == "llama" and metadata.get("general.architecture") == "phi3"
+    backend.add_tokens(
+        [
+            AddedToken(t, special=k != USER_DEFINED, normalized=False, rstrip=strips and t not in NOT_STRIPPING)
+            for t, k in marks
+        ]
+    )
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in SPECIAL.items()}
     named = {name: tokens[number] for name, number in ids.items() if number is not None and number < len(tokens)}
     begin = named.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", add_bos) else None
@@ -160,6 +175,12 @@ def sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
-    """Ids after which a text is over: the end of text, of a turn, of a message to a tool."""
-    found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    """Ids after which a text is over: those that the file names, and those that are known by their spelling."""
+    named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", [])
+    spelled = {token: n for n, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind in MARKS}
+    ends = [token for token in ENDS if token in spelled]
+    if "<|call|>" in ends and "<|end|>" in ends:  # gpt-oss, where <|end|> ends one of several messages
+        ends.remove("<|end|>")
+    found = [*named, *(spelled[token] for token in ends)]
     return list(dict.fromkeys(number for number in found if number is not None))
