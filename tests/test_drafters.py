@@ -301,7 +301,6 @@ def test_bad_settings_are_named(target, tiny_path):
     for spec, options, message in (
         ("ngrams", {}, "'ngrams' is not one of"),
         ("ngram", {"longest": 0}, "longest=0"),
-        ("ngram", {"match": "first"}, "match=first"),
         ("suffix", {"nodes": 1}, "nodes=1"),
         ("suffix", {"per_match": 0}, "per_match=0"),
         ("lookahead", {"window": 0}, "window=0"),
