@@ -154,7 +154,7 @@ def test_how_often_beginnings_were_known_is_told(target):
     assert first == again
     shown = dict(line.rsplit(" ", 1) for line in page.page().decode().splitlines() if not line.startswith("#"))
     assert float(shown["foredraft_prefix_cache_hit_rate"]) == 64 / 140
-    assert float(shown["foredraft_prefix_cache_bytes"]) == 64 * 2 * 6 * 2 * 8 * 4
+    assert float(shown["foredraft_prefix_cache_bytes"]) == 64 * (2 * 6 * 2 * 8 * 4 + 8)  # and its token
 
 
 @pytest.mark.parametrize(

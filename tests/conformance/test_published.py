@@ -107,8 +107,8 @@ def test_a_family_without_a_cache_decodes_as_transformers_does_without_one() -> 
 
 def test_another_text_than_the_targets_fails() -> None:
     class Forgetful(Target):
-        def forward_from(self, tokens: Any, start: Any, *facts: Any, **named: Any) -> Any:
-            return super().forward_from(tokens if start == 0 else tokens * 0, start, *facts, **named)
+        def forward_tree(self, tokens: Any, *facts: Any, **named: Any) -> Any:
+            return super().forward_tree(tokens * 0, *facts, **named)
 
     with pytest.raises(RuntimeError, match="plain: another text, first different at "):
         check_family(Forgetful(small_family(families()["qwen3_5_text"]).model), new_tokens=8)
