@@ -270,14 +270,14 @@ def supports_chains(target: "Target") -> bool:
 @torch.no_grad()
 def ragged_state(target: "Target") -> Cache | None:
     """A cache of its own, if texts may lie in a StackedCache made like it."""
-    _, own = target.forward_from(torch.zeros(1, 1, dtype=torch.int64, device=target.device), 0, None)
     try:
+        _, own = target.forward_from(torch.zeros(1, 1, dtype=torch.int64, device=target.device), 0, None)
         return (
             own if stacks(own, target) and supports_ragged(target, StackedCache(own, 3, PROBE, target.device)) else None
         )
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # states of shapes of their own
+    except Exception:  # states of shapes of their own, or a text of one token that the model fails on (RecurrentGemma)
         return None
 
 
