@@ -23,11 +23,12 @@ from foredraft.heads.target.loading import load_model, load_tokenizer, loads_str
 from foredraft.heads.target.locating import full_name, locate
 from foredraft.heads.target.masks import Masks
 from foredraft.heads.target.output import TargetOutput
+from foredraft.heads.target.probes import ragged_state, supports_caching, supports_chains
 from foredraft.heads.target.ragged_cache import RaggedCache
 from foredraft.heads.target.sharding import COLLECTIVE, arguments, broadcast, full_tensor
 from foredraft.heads.target.sliding_cache import Sliding, SlidingCache, share_of
 from foredraft.heads.target.stacked_cache import StackedCache
-from foredraft.heads.target.state_cache import StateCache, ragged_state, supports_caching, supports_chains
+from foredraft.heads.target.state_cache import StateCache
 from foredraft.heads.target.support import (
     PASTS,
     check_supported,

@@ -1,0 +1,88 @@
+"""What a target without trees can do, measured by a few forwards when it is first asked: names of models say nothing."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from foredraft.heads.target.stacked_cache import StackedCache, stacks
+from foredraft.heads.target.state_cache import StateCache
+
+if TYPE_CHECKING:
+    from foredraft.heads.target.model import Target
+
+# How many tokens, and how far logits may differ, as a share of their largest. In half precision only what is grossly wrong
+# can be distinguished from rounding.
+PROBE, TOLERANCE = 12, {torch.float32: 1e-4}
+
+
+@torch.no_grad()
+def supports_caching(target: "Target") -> bool:
+    """Does the target take a token alone after those that its cache holds?"""
+    tokens = torch.arange(3, device=target.device)[None]
+    _, state = target.forward_from(tokens[:, :2], 0, None)
+    try:
+        target.forward_from(tokens[:, 2:] if state is not None else tokens, 0 if state is None else 2, state)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # in words of its own (CPM-Ant wants all of the text again)
+        return False
+    return True
+
+
+@torch.no_grad()
+def supports_chains(target: "Target") -> bool:
+    """As `Target.supports_chains`, measured on a few random tokens."""
+    tokens = torch.randint(target.vocab_size, (1, PROBE), generator=torch.Generator().manual_seed(0)).to(target.device)
+    text, nodes = tokens[:, : PROBE // 2], PROBE // 2
+    together, one_by_one = (StateCache(1, PROBE, target.device) for _ in range(2))
+    for cache in (together, one_by_one):
+        cache.prefill(target, text, [text.shape[1]])
+    try:
+        at_once, single = together.forward_chains(target, tokens[:, nodes:]).logits, []
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # some take one token at a time over a cache, each in words of its own (ProphetNet)
+        return False
+    for number in range(nodes, PROBE):
+        single.append(one_by_one.forward_chains(target, tokens[:, number : number + 1]).logits)
+        one_by_one.commit([[0]])
+    return alike(at_once, torch.cat(single, 1))
+
+
+@torch.no_grad()
+def ragged_state(target: "Target") -> Cache | None:
+    """A cache of its own, if texts may lie in a StackedCache made like it."""
+    try:
+        _, own = target.forward_from(torch.zeros(1, 1, dtype=torch.int64, device=target.device), 0, None)
+        return (
+            own if stacks(own, target) and supports_ragged(target, StackedCache(own, 3, PROBE, target.device)) else None
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # states of shapes of their own, or a text of one token that the model fails on (RecurrentGemma)
+        return None
+
+
+def supports_ragged(target: "Target", cache: StackedCache) -> bool:
+    """As `Target.supports_ragged`, measured as above, in an empty cache of three texts."""
+    tokens = torch.randint(target.vocab_size, (3, PROBE), generator=torch.Generator().manual_seed(1)).to(target.device)
+    nodes = torch.arange(3, device=target.device)[None]
+    target.prefill(tokens[:, :6], [6, 3, 5], cache)
+    cache.set_lengths([6, 3, 5])
+    for counts in ([1, 3, 2], [2, 3, 1], [1, 1, 1]):
+        rows = [(row[None], length) for row, length in zip(tokens, cache.lengths, strict=True)]
+        drafts = torch.cat([row[:, length : length + 3] for row, length in rows])
+        mask = cache.mask(nodes[..., None] >= nodes[:, None])
+        logits = target.forward_tree(drafts, cache.seq_lens + nodes, mask, cache).logits
+        whole = [target.forward_from(row[:, : length + 3], 0, None)[0].logits[:, -3:] for row, length in rows]
+        if not cache.can_go_back or not alike(logits, torch.cat(whole)):
+            return False
+        cache.commit([list(range(count)) for count in counts])
+    return True
+
+
+def alike(ours: Tensor, theirs: Tensor) -> bool:
+    difference = (ours - theirs).abs().max() / theirs.abs().max()
+    return bool(difference < TOLERANCE.get(theirs.dtype, 0.1))
