@@ -1,5 +1,6 @@
 """Promises of train/cli.py: what a user mistypes or cannot write is message in one sentence, and fails."""
 
+import errno
 import os
 import re
 import sys
@@ -164,9 +165,17 @@ def safetensors_disk_full(cfg: DictConfig) -> None:
     raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
 
 
+def another_disk_full(cfg: DictConfig) -> None:
+    try:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    except OSError:
+        raise ValueError("the cache is full") from None
+
+
 @pytest.mark.parametrize(
     "body, code, message",
     [
+        (another_disk_full, 2, "error: the cache is full\n"),
         (wrong, 2, "error: the corpus is empty\n"),
         (missing, 2, "error: /nowhere/corpus: no such file or directory\n"),
         (wrong_in_constructor, 2, "error: invalid literal for int() with base 10: 'x'\n"),

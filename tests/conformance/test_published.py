@@ -88,6 +88,7 @@ def test_a_published_head_drafts(config: dict[str, Any], kind: str) -> None:
 
 
 FAMILIES = {"qwen3_5_text": ("chains", 8), "reformer": ("decoded plainly", 30)}  # tokens
+FAMILIES |= {"recurrent_gemma": ("chains", 8)}  # fails on a first forward of one token
 FAMILIES |= dict.fromkeys(("prophetnet", "cpmant", "xlm", "xlnet"), ("decoded plainly", 6))
 
 
