@@ -73,7 +73,7 @@ def main(cfg: DictConfig) -> None:
 
 def leave_a_core() -> None:
     """To the event loop and the operating system. Where every core decodes, each product of a step waits for the thread that
-    was interrupted: two cores serve 1.2 to 1.8 times as much with one thread as with two (scripts/bench/README.md)."""
+    was interrupted: two cores serve 1.05 to 1.75 times as much with one thread as with two (scripts/bench/README.md)."""
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ:

@@ -90,7 +90,7 @@ class KVCache(Cache):
     """
 
     sliding: Any = None  # of a SlidingCache
-    lag = 0  # tokens by which it ends before a block of the prefix cache that ends with a state of it
+    lag = 0  # 1 if a block of the prefix cache stores the recurrent states before its last token
     new_counts: Tensor | None
 
     def __init__(
