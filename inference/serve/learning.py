@@ -247,8 +247,8 @@ class Learning(threading.Thread):
             log.warning("learning: %s cannot serve: %s", name, error)
             write(self.current, self.serving.head)
         else:
-            self.before = None
             self.live, self.since = deque(maxlen=LIVE), time.monotonic()
+            self.before = None
 
     def succeeds(self, arguments: list[str]) -> bool:
         """Of a process of Python. Raises Stopped."""
