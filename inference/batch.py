@@ -105,7 +105,7 @@ class Batch:
     def weigh(self, entries: int) -> int:
         """Entries of all layers that take as many bytes as a sequence of so many."""
         sliding = self.target.sliding(self.drafter.nodes)
-        return entries if sliding is None else sliding.weigh(entries)
+        return entries + self.target.state_entries if sliding is None else sliding.weigh(entries)
 
     def need(self, sequence: SequenceState) -> Need:
         now = len(sequence.text) + 2 * self.drafter.nodes

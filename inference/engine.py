@@ -32,6 +32,9 @@ from foredraft.inference.trace import trace_sequences
 from foredraft.inference.tree import TokenTree, padded
 from foredraft.inference.verify import Coupled, Validity, Verification, Verifier, to_host
 
+# Prompts that are prefilled together may take so many times the tokens that they have, or few in any case.
+PADDED, FEW = 1.25, 256
+
 
 class Engine:
     """Target, drafter, the requests that wait and the batch of those that are decoded."""
@@ -225,15 +228,18 @@ class Engine:
 
     def admit(self) -> None:
         """Waiting requests for which there is room are prefilled together: those like the first, as many as fit into one
-        chunk, or one."""
+        chunk, or one. Padded to the longest, they are little more than they are without."""
         sequences: list[SequenceState] = []
-        longest = 0
+        longest = tokens = 0
         for one in islice(self.waiting, self.num_admissible()):
             if not self.batch.are_alike(self.waiting[0], one):
                 continue
-            longest = max(longest, len(one.text))
-            if sequences and self.prefill_chunk is not None and (len(sequences) + 1) * longest > self.prefill_chunk:
+            size = (len(sequences) + 1) * max(longest, len(one.text))
+            if sequences and self.prefill_chunk is not None and size > self.prefill_chunk:
                 break
+            if size > max(FEW, PADDED * (tokens + len(one.text))):
+                continue
+            longest, tokens = max(longest, len(one.text)), tokens + len(one.text)
             sequences.append(one)
         if sequences:
             self.batch.prompt_entries = sum(one.cache.entries for one in self.prefilling)

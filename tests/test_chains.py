@@ -31,6 +31,7 @@ from foredraft.inference.drafters.auto import PLAIN
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.drafters.ngram import NgramDrafter
 from foredraft.inference.evaluation.measure import padded
+from foredraft.inference.serve.worker import Worker
 from foredraft.train.features.online import forward_target
 from tests.support import architectures, decoding
 from tests.support.architectures import VOCAB
@@ -352,3 +353,18 @@ def test_a_packed_document_has_the_features_that_it_has_alone(kind: str) -> None
         for ours, theirs in ((aux_hidden_states, alone[1]), (last, alone[-1])):
             assert (ours[row, where] - theirs).abs().max() < 1e-5 * theirs.abs().max().clamp(min=1)
     assert not last[1, 17:].any()
+
+
+@pytest.mark.parametrize("kind, entry, state", [("qwen3_5", 128, 2048), ("mamba2", 0, 7168)])
+def test_a_limit_of_memory_counts_the_states_of_texts(kind: str, entry: int, state: int) -> None:
+    """Of each text three (before drafts, after them, and gone back to) beside keys, which Mamba does not keep."""
+    target = pair(kind).target
+    requests = [Request(PROMPTS[0], max_new_tokens=6, seed=number) for number in range(5)]
+    expected, together = decoding.alone(target, requests), set[int]()
+    text = 3 * state + entry * (len(PROMPTS[0]) + 6 + 2)
+    # A fourth more while a batch grows; and as much for what is decoded plainly.
+    worker = Worker(target, None, cache_gib=2 * 1.25 * 2.5 * text / 2**30, prefix_cache_gib=0)
+    texts, _ = decoding.run(worker.engines[0], requests, lambda step: together.add(len(worker.engines[0].running())))
+    assert texts == expected and max(together) == 2
+    with pytest.raises(ValueError, match="room"):
+        Worker(target, None, cache_gib=2 * 1.25 * 0.5 * text / 2**30, prefix_cache_gib=0).engines[0].add(requests[0])

@@ -173,6 +173,16 @@ def test_what_happens_while_a_prompt_is_read(target, what, monkeypatch):
     assert [run.texts[one] for one in (short, long)] == expected
 
 
+def test_prompts_of_unlike_lengths_are_padded_little(target, monkeypatch):
+    """Those like the first come together, and the others after them, the longest at last."""
+    monkeypatch.setattr("foredraft.inference.engine.FEW", 0)
+    asked = [request(ids(length, length), 6) for length in (11, 61, 12, 13, 14, 33, 60, 35)]
+    expected = [alone("plain", target, one, monkeypatch)[0] for one in asked]
+    run = Run(Engine(target), monkeypatch).add(*asked).finish()
+    assert run.read == [11 + 12 + 13 + 14, 61 + 60, 33 + 35]
+    assert [run.texts[one] for one in asked] == expected
+
+
 def test_rows_that_are_read_have_their_place_in_the_cache(target, monkeypatch):
     """Room for two rows of the longest."""
     asked = [request(ids(40, seed), 8) for seed in range(4)]

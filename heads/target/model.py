@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -282,11 +283,25 @@ class Target:
             self.forward(token, cache=cache)
         return share_of(cache)
 
+    @cached_property
+    def state_entries(self) -> int:
+        """Entries of a cache that take as many bytes as a text's recurrent states, three times: a step of drafts has those
+        before it, those after it and those that it goes back to. An entry is a byte where no layer keeps keys."""
+        if not self.supports_ragged:
+            return 0
+        vars(self)["state_entries"] = 0  # what follows asks for it
+        cache, token = self.new_cache(1, 1), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with torch.no_grad():
+            self.forward(token, cache=cache)
+        assert isinstance(cache, StackedCache)
+        entry = sum(block.nbytes // cache.capacity for block in cache.blocks.values())
+        return math.ceil(3 * cache.state_bytes / max(1, entry))
+
     def new_cache(self, batch: int, capacity: int, nodes: int = NODES) -> KVCache | StateCache:
         """nodes: of a tree at most."""
         if self.supports_ragged:
             assert self._ragged_state is not None
-            return StackedCache(self._ragged_state, batch, capacity, self.device)
+            return StackedCache(self._ragged_state, batch, capacity, self.device, self.state_entries)
         if not self.supports_trees:
             return StateCache(batch, capacity, self.device)
         return self._new_cache(batch, capacity, nodes)

@@ -113,10 +113,11 @@ class StackedCache(KVCache):
 
     lag = 1
 
-    def __init__(self, own: Cache, batch: int, capacity: int, device: torch.device):
-        """own: any cache of the model's own, which says what the layers are."""
+    def __init__(self, own: Cache, batch: int, capacity: int, device: torch.device, state_entries: int = 0):
+        """own: any cache of the model's own, which says what the layers are. state_entries: as `Target` has them."""
         # Memory of its own for each layer that keeps keys: most keep none.
         super().__init__(len(own.layers), batch, capacity, device, one_device=False)
+        self.state_entries = state_entries
         self.states: list[StateLayer] = []
         for number, layer in enumerate(own.layers):
             if isinstance(layer, LinearAttentionLayer):
@@ -126,6 +127,14 @@ class StackedCache(KVCache):
             elif not isinstance(layer, DynamicLayer):
                 self.layers[number] = layer
         self.has_keys = any(isinstance(layer, DynamicLayer) for layer in own.layers)
+
+    def weigh(self, capacity: int) -> int:
+        return capacity + self.state_entries
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all states of all slots."""
+        return sum(states[key].nbytes for _, states, key in self.tensors())
 
     def tensors(self) -> Iterator[tuple[tuple, dict[int, Any], int]]:
         """Of every state its name, and where it stands."""

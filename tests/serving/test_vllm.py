@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from foredraft.heads import Target, load_head
 from foredraft.heads.base import BlockHead, DraftHead, PackedBatch, ParallelHead
+from foredraft.heads.target.locating import locate
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import per_depth, run
-from tests.serving.conftest import DEPTH, EMBEDDED, NEW_TOKENS, call, train_heads
+from tests.serving.conftest import DEPTH, EMBEDDED, NEW_TOKENS, SMOLLM2, call, chat_prompts, train_heads
 from tests.support import ROOT
 
 pytestmark = pytest.mark.serving
@@ -102,6 +103,28 @@ def test_the_engine_accepts_what_we_predict(heads, embedded, rows, plain, tmp_pa
     assert drafts >= 1000 and texts == plain
     assert theirs == pytest.approx(ours, rel=0.05)
     assert theirs[0] > 0.02  # nothing was left out without a word
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_smollm2_accepts_at_the_places_where_we_do(tmp_path, kind):
+    """A chat model of 135M parameters and the heads in the repository, in float32."""
+    target, folder = Target.from_pretrained(SMOLLM2, dtype="float32", device="cpu"), Path(locate(SMOLLM2, "float32"))
+    head, rows = ROOT / "scripts" / "smollm2" / kind, chat_prompts(target)
+    given = (f"head={head}", "format=vllm", f"output_dir={tmp_path / 'export'}", f"target.path={folder}")
+    call(sys.executable, "scripts/export.py", *given)
+    loaded = load_head(tmp_path / "export", target)
+    depth = loaded.depth if isinstance(loaded, BlockHead) else DEPTH
+    speculative = {"method": kind, "model": str(tmp_path / "export"), "num_speculative_tokens": depth}
+    plain = decode(tmp_path / "plain", rows, None, target=folder)["texts"]
+    out = decode(tmp_path / "drafted", rows, speculative, target=folder)
+    drafts, theirs = out["counted"]["drafts"], out["counted"]["accepted_tokens_per_pos"]
+    texts, ours = chain(loaded, target, rows, depth)
+    print(f"{kind}: {drafts} drafts, accepted per position {theirs} in vLLM, {[round(x * drafts) for x in ours]} here")
+    same = [a == b == c for a, b, c in zip(out["texts"], texts, plain, strict=True)]
+    print(f"{sum(same)} of {len(rows)} texts are the same in vLLM, drafted and plain, and here")
+    assert len(rows) >= 4 and sum(same) >= 0.9 * len(rows)  # two engines may part at a near-tie
+    assert [count / drafts for count in theirs] == pytest.approx(ours, rel=0.05, abs=2 / drafts)
+    assert theirs[0] > 0.02 * drafts
 
 
 def test_vllm_finds_the_target_of_a_speculators_directory(heads, rows, plain, tmp_path):

@@ -137,7 +137,7 @@ def in_eagle(task: Task) -> dict[str, Row]:
 def export(head: str, format: str, target: Target, directory: Path) -> Path:
     """The head as `foredraft export` writes it, if that was not done before."""
     if not directory.exists():
-        given = [f"head={head}", f"format={format}", f"output_dir={directory}", f"target.path={target.name}"]
+        given = [f"head={head}", f"format={format}", f"output_dir={directory}", f"target.path='{target.name}'"]
         subprocess.run([sys.executable, str(CONF.parent / "scripts" / "export.py"), *given], check=True)
     return directory
 
