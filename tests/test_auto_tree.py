@@ -61,7 +61,8 @@ class Short(DraftModel):
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         tree = super().propose(accepted, gumbel)
-        return tree._replace(tokens=tree.tokens.index_fill(1, torch.arange(3, tree.tokens.shape[1]), -1))
+        count = tree.tokens.shape[1]
+        return tree._replace(tokens=tree.tokens.index_fill(1, torch.arange(min(3, count), count), -1))
 
 
 class TimedSwitch(Switch):
@@ -116,6 +117,14 @@ def test_a_tree_that_is_too_large_for_a_batch_is_looked_at_rarely(small):
     drafter = Timed(large, small, lambda plan: 40.0 if plan.nodes == 16 else 1 + plan.nodes / 100)
     nodes = nodes_of_steps(small, drafter, 500, batch=4)
     assert nodes[30:].count(16) == 0 and nodes[-1] in range(2, 16)
+
+
+def test_trees_that_disappoint_are_no_reason_to_look_at_the_largest(small):
+    """Every one but the small tree seems cheap until it is timed."""
+    inner = Short(small, small, nodes=16, depth=15, width=1, min_probability=0)
+    drafter = Timed(inner, small, lambda plan: {1: 1.0, 8: 1.9, 16: 20.0}.get(plan.nodes, 3.5))
+    nodes = nodes_of_steps(small, drafter, 300, batch=8)
+    assert len(set(nodes)) > 4 and nodes[3 * FEW :].count(16) <= 1
 
 
 def test_auto_decodes_plainly_where_drafts_are_right_but_cost_more_than_they_gain(small):

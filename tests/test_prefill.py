@@ -176,10 +176,10 @@ def test_what_happens_while_a_prompt_is_read(target, what, monkeypatch):
 def test_prompts_of_unlike_lengths_are_padded_little(target, monkeypatch):
     """Those like the first come together, and the others after them, the longest at last."""
     monkeypatch.setattr("foredraft.inference.engine.FEW", 0)
-    asked = [request(ids(length, length), 6) for length in (11, 61, 12, 13, 14, 33, 60, 35)]
+    asked = [request(ids(length, length), 6) for length in (11, 61, 12, 13, 14, 20, 60, 21)]
     expected = [alone("plain", target, one, monkeypatch)[0] for one in asked]
     run = Run(Engine(target), monkeypatch).add(*asked).finish()
-    assert run.read == [11 + 12 + 13 + 14, 61 + 60, 33 + 35]
+    assert run.read == [11 + 12 + 13 + 14, 61 + 60, 20 + 21]
     assert [run.texts[one] for one in asked] == expected
 
 
@@ -262,6 +262,7 @@ def test_a_conversation_goes_on_from_its_answer(target, name, monkeypatch):
 
 def test_a_prompt_and_a_miss_are_read_together(target, monkeypatch):
     """The miss is longer than what is left of the hit, and stands behind it."""
+    monkeypatch.setattr("foredraft.inference.engine.FEW", 300)
     asked = [request(shared(1)), request(ids(70, 5)), request(shared(1)[:48]), request(ids(1, 1))]
     expected = [alone("draft model", target, one, monkeypatch) for one in asked]
     engine = Engine(target, drafter("draft model", target), prefixes=PrefixCache(2**22, block=8))

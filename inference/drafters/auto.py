@@ -153,22 +153,26 @@ class AutoTree(Drafter):
             self.untried = False
             assert self.case is not None, "a step before begin"
             last, self.best = self.best, self.choose()
-            self.explorations += 1
-            # In a batch one step says as much of what is gained as many steps of one sequence.
-            exploring = [self.full] * (1 if self.best == PLAIN else -(-TIMED // self.case.batch))
-            enough = len(exploring) * self.steps_per_exploration()
-            if self.best == PLAIN:
-                doubled = 2 * (self.interval if last == PLAIN else MIN_INTERVAL)
-                self.interval = min(max(doubled, enough), MAX_INTERVAL)
-            else:
-                self.interval = min(max(MIN_INTERVAL, enough), MAX_INTERVAL)
-                if self.explorations % PLAIN_EVERY == 0:
-                    exploring.insert(0, PLAIN)
-            # A new tree takes turns with the one before it, so that both are timed at the same speed of the machine.
-            turns = [last, self.best] if last in self.times else [self.best]
-            steps = [self.best] * self.interval if self.best in self.times else turns * (TIMED + 1)
-            self.plans = exploring + steps
+            if self.best in self.times:
+                self.plans = self.exploring(last) + [self.best] * self.interval
+            else:  # it takes turns with one before it that costs the like, so that both see the same speed of the machine
+                alike = last in self.times and self.times[last] < 2 * self.seconds(self.best)
+                self.plans = ([last, self.best] if alike else [self.best]) * (TIMED + 1)
         self.use(self.plans.pop())
+
+    def exploring(self, last: Plan) -> list[Plan]:
+        """What is tried after `interval` steps with the best tree, or none. last: the best before it."""
+        assert self.case is not None, "a step before begin"
+        self.explorations += 1
+        # In a batch one step says as much of what is gained as many steps of one sequence.
+        plans = [self.full] * (1 if self.best == PLAIN else -(-TIMED // self.case.batch))
+        enough = len(plans) * self.steps_per_exploration()
+        if self.best == PLAIN:
+            doubled = 2 * (self.interval if last == PLAIN else MIN_INTERVAL)
+            self.interval = min(max(doubled, enough), MAX_INTERVAL)
+            return plans
+        self.interval = min(max(MIN_INTERVAL, enough), MAX_INTERVAL)
+        return [PLAIN, *plans] if self.explorations % PLAIN_EVERY == 0 else plans
 
     def steps_per_exploration(self) -> int:
         """So many steps with the best tree for one with the largest, which then costs 1 % of them."""
