@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foredraft import Engine, Request, SamplingParams, Target
 from foredraft.inference.drafters import Drafter, chain_of, load_drafter, tree_of
-from foredraft.inference.drafters.base import Accepted, Wrapper
+from foredraft.inference.drafters.base import Accepted, NoDrafter, Wrapper
 from foredraft.inference.tree import TokenTree
 from foredraft.train.cli import entry
 from foredraft.train.data.prompt_sets import Prompt, questions, tokenize
@@ -70,6 +70,23 @@ def figure(gains: Gains, error: bool = False) -> str:
     return f"{ratio:.2f} ({math.sqrt(spread * len(gains) / max(1, len(gains) - 1)) / max(1, steps):.2f})"
 
 
+def draft_cost(target: Target, drafter: Drafter, prompt: Prompt, new_tokens: int) -> float:
+    """What drafting a tree takes, in plain steps, of one greedy text; the first steps are left out."""
+    seconds = {}
+    for name, one in (("plain", NoDrafter()), ("drafted", drafter)):
+        engine, steps, before = Engine(target, one, timings=True), 0, {}
+        engine.add(Request(prompt.tokens, SamplingParams(), new_tokens))
+        while engine.has_work:
+            engine.step()
+            steps += 1
+            if steps == 4:
+                before = dict(engine.clock.seconds)
+        spent = {stage: sum_ - before[stage] for stage, sum_ in engine.clock.seconds.items()}
+        seconds[name] = (spent["draft"] if name == "drafted" else sum(spent.values())) / (steps - 4)
+        engine.close()
+    return seconds["drafted"] / seconds["plain"]
+
+
 def first_turns(target: Target, name: str, limit: int, new_tokens: int) -> list[Prompt]:
     """Of so many questions of a set or a file."""
     first = [one._replace(turns=one.turns[:1]) for one in questions(name, limit)]
@@ -82,14 +99,15 @@ def main(cfg: DictConfig) -> None:
     prompts = first_turns(target, cfg.prompts, cfg.limit, cfg.new_tokens)
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))
     print(f"{len(prompts)} prompts, up to {cfg.new_tokens} tokens each, chains of {cfg.chain}, {target.dtype}\n")
-    print(f"| head | T | likeliest | sampled | chain | tree | tree: {' | '.join(categories)} |")
-    print("|---" * (6 + len(categories)) + "|", flush=True)
+    print(f"| head | drafting, plain steps | T | likeliest | sampled | chain | tree | tree: {' | '.join(categories)} |")
+    print("|---" * (7 + len(categories)) + "|", flush=True)
     for head in cfg.heads:
         fixed = load_drafter(head, target, tree="fixed")
         tree = tree_of(fixed)
         if tree is None:
             raise ValueError(f"heads names {head}, which is no head")
         chain = chain_of(tree, target, cfg.chain)
+        cost = draft_cost(target, fixed, prompts[0], cfg.new_tokens)
         for temperature in cfg.temperatures:
             ways: list[Drafter] = (
                 [chain, fixed] if temperature == 0 else [Likeliest(chain), Sampled(chain), chain, fixed]
@@ -100,7 +118,7 @@ def main(cfg: DictConfig) -> None:
             cells = [""] * (4 - len(found)) + [figure(gains, error=True) for gains, _ in found]
             for category in categories:
                 cells.append(figure([g for g, p in zip(found[-1][0], prompts, strict=True) if p.category == category]))
-            print("| " + " | ".join([head, f"{temperature:g}", *cells]) + " |", flush=True)
+            print("| " + " | ".join([head, f"{cost:.2f}", f"{temperature:g}", *cells]) + " |", flush=True)
 
 
 if __name__ == "__main__":
