@@ -291,9 +291,9 @@ class Target:
             return 0
         vars(self)["state_entries"] = 0  # what follows asks for it
         cache, token = self.new_cache(1, 1), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        assert isinstance(cache, StackedCache)
         with torch.no_grad():
             self.forward(token, cache=cache)
-        assert isinstance(cache, StackedCache)
         entry = sum(block.nbytes // cache.capacity for block in cache.blocks.values())
         return math.ceil(3 * cache.state_bytes / max(1, entry))
 
