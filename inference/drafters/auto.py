@@ -151,17 +151,17 @@ class AutoTree(Drafter):
             self.plans = [PLAIN] * TIMED
         if not self.plans:
             self.untried = False
-            assert self.case is not None, "a step before begin"
             last, self.best = self.best, self.choose()
             if self.best in self.times:
-                self.plans = self.exploring(last) + [self.best] * self.interval
+                exploring = self.exploring(last)
+                self.plans = exploring + [self.best] * self.interval
             else:  # it takes turns with one before it that costs the like, so that both see the same speed of the machine
                 alike = last in self.times and self.times[last] < 2 * self.seconds(self.best)
                 self.plans = ([last, self.best] if alike else [self.best]) * (TIMED + 1)
         self.use(self.plans.pop())
 
     def exploring(self, last: Plan) -> list[Plan]:
-        """What is tried after `interval` steps with the best tree, or none. last: the best before it."""
+        """What is tried after `interval` steps with the best tree, or none; decides how many. last: the best before it."""
         assert self.case is not None, "a step before begin"
         self.explorations += 1
         # In a batch one step says as much of what is gained as many steps of one sequence.

@@ -81,7 +81,7 @@ def draft_cost(target: Target, drafter: Drafter, prompt: Prompt, new_tokens: int
             steps += 1
             if steps == 4:
                 before = dict(engine.clock.seconds)
-        spent = {stage: sum_ - before[stage] for stage, sum_ in engine.clock.seconds.items()}
+        spent = {stage: total - before[stage] for stage, total in engine.clock.seconds.items()}
         seconds[name] = (spent["draft"] if name == "drafted" else sum(spent.values())) / (steps - 4)
         engine.close()
     return seconds["drafted"] / seconds["plain"]

@@ -24,6 +24,7 @@ from foredraft import Target, generate, load_drafter
 from foredraft.heads.target.device import device_name
 from foredraft.heads.target.locating import locate
 from foredraft.inference.drafters import Drafter, chain_of, tree_of
+from foredraft.inference.evaluation.measure import padded
 from foredraft.scripts.bench.matched import first_turns
 from foredraft.scripts.bench.rivals.table import HERE, export
 from foredraft.train.cli import entry
@@ -49,14 +50,6 @@ def transformers(target: Target, new_tokens: int) -> Writer:
         return out[:, ids.shape[1] :].tolist()
 
     return write
-
-
-def padded(prompts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask (rows, longest) int64, padded in front."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(row)) + row for row in prompts])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in prompts])
-    return ids, mask
 
 
 class InVllm:
@@ -117,6 +110,7 @@ def main(cfg: DictConfig) -> None:
                 "dtype": str(target.dtype).removeprefix("torch."),
                 "new_tokens": cfg.new_tokens,
                 "max_num_seqs": max(cfg.rows),
+                "cache_bytes": 1 << 30,
                 "max_model_len": max(map(len, prompts)) + cfg.new_tokens + 2 * cfg.chain,
                 "eager": cfg.eager,
             }

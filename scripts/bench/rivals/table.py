@@ -115,6 +115,7 @@ def in_vllm(task: Task) -> dict[str, Row]:
         job = {
             "speculative": how,
             "max_model_len": max(map(len, task.rows)) + cfg.new_tokens + 2 * cfg.chain,
+            "max_num_seqs": 1,
             "cache_bytes": 1 << 28,
             "eager": cfg.eager,
         }

@@ -8,21 +8,13 @@ import json
 import sys
 from pathlib import Path
 
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
+from vllm_run import load
 
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    llm = LLM(
-        model=job["target"],
-        dtype=job["dtype"],
-        speculative_config=job["speculative"],
-        max_model_len=job["max_model_len"],
-        max_num_seqs=job["max_num_seqs"],
-        kv_cache_memory_bytes=1 << 30,
-        enable_prefix_caching=False,
-        enforce_eager=job["eager"],
-    )
+    llm = load(job)
     settings = SamplingParams(temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False)
     for line in sys.stdin:
         outs = llm.generate([{"prompt_token_ids": row} for row in json.loads(line)], settings, use_tqdm=False)

@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from vllm import LLM, SamplingParams
 from vllm.v1.metrics.reader import Counter, Vector
@@ -23,19 +24,23 @@ def counters(llm: LLM) -> dict[str, list[int]]:
     return found
 
 
-def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
-    llm = LLM(
+def load(job: dict[str, Any]) -> LLM:
+    return LLM(
         model=job["target"],
         dtype=job["dtype"],
         speculative_config=job["speculative"],
         max_model_len=job["max_model_len"],
-        max_num_seqs=1,
+        max_num_seqs=job["max_num_seqs"],
         kv_cache_memory_bytes=job["cache_bytes"],
         disable_log_stats=False,
         enable_prefix_caching=False,
         enforce_eager=job["eager"],
     )
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    llm = load(job)
     settings = SamplingParams(temperature=0.0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False)
 
     def decode(row: list[int]) -> list[int]:
