@@ -3,10 +3,13 @@
 torch's `linear` lays a weight out anew for every product of a few rows, which for a tree of 8 nodes costs as much as the
 product itself. A packed weight is laid out once. It takes the place of the original, which `weight` rebuilds bit by bit for
 whoever asks; a weight that an embedding shares stays there as well. Gradients reach the input and never the weight.
+
+Layers that are given the same input, as queries, keys and values are, become one product (`join`).
 """
 
 import copy
 import time
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,6 +21,7 @@ ROWS = 8  # that the layout is chosen for: one for a single row makes a tree's p
 # 192 takes 24 microseconds packed and 12 as it is, 8 rows 34 and 31; 576 x 576 40 and 31, 72 and 92 (one core, AVX-512).
 SMALLEST = {torch.float32: 1 << 17, torch.bfloat16: 1 << 15}
 PROBE = (1536, 576)  # shape of the weight that is timed
+Names = tuple[tuple[str, ...], ...]
 
 
 class PackedLinear(nn.Module):
@@ -44,24 +48,74 @@ class PackedLinear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.weight
 
+    def product(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.packed, self.bias, "none", [], "")
+
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and x.requires_grad:
             return PackedProduct.apply(x, self)
-        return product(x, self)
+        return self.product(x)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def product(x: Tensor, layer: PackedLinear) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x.to(layer.dtype), layer.packed, layer.bias, "none", [], "")
+class JoinedWeight:
+    """The weights of several layers as one, which is packed. Whichever is called first computes what all give."""
+
+    def __init__(self, linears: Sequence[nn.Linear]):
+        """In the order in which they are called."""
+        self.sizes, self.dtype = [linear.out_features for linear in linears], linears[0].weight.dtype
+        biases = [
+            linear.weight.new_zeros(n) if linear.bias is None else linear.bias for n, linear in zip(self.sizes, linears)
+        ]
+        self.bias = None if all(linear.bias is None for linear in linears) else torch.cat(biases).detach()
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+        self.kept: tuple[Tensor, Sequence[Tensor]] | None = None  # an input, and what all of them give for it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "JoinedWeight":
+        memo.setdefault(id(self.packed), self.packed)
+        twin = memo[id(self)] = JoinedWeight.__new__(JoinedWeight)
+        vars(twin).update(copy.deepcopy(vars(self) | {"kept": None}, memo))
+        return twin
+
+    def product(self, x: Tensor, number: int) -> Tensor:
+        """(..., out) of layer `number`, a part of what all give."""
+        kept = self.kept  # which another thread may change
+        if kept is None or kept[0] is not x:
+            whole = torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.packed, self.bias, "none", [], "")
+            kept = x, whole.split(self.sizes, dim=-1)
+        self.kept = None if number == len(self.sizes) - 1 else kept
+        return kept[1][number]
+
+
+class JoinedLinear(PackedLinear):
+    """One of the layers of a JoinedWeight."""
+
+    def __init__(self, linear: nn.Linear, joined: JoinedWeight, number: int):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, linear.weight.dtype
+        self.bias, self.joined, self.number = linear.bias, joined, number
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "JoinedLinear":
+        twin = memo[id(self)] = JoinedLinear.__new__(JoinedLinear)
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
+    @property
+    def weight(self) -> Tensor:
+        return self.joined.packed.to_dense().split(self.joined.sizes)[self.number].clone()
+
+    def product(self, x: Tensor) -> Tensor:
+        return self.joined.product(x, self.number)
 
 
 class PackedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: PackedLinear) -> Tensor:
         ctx.layer, ctx.dtype = layer, x.dtype
-        return product(x, layer)
+        return layer.product(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -77,12 +131,68 @@ def pack(module: nn.Module) -> None:
                 setattr(parent, name, PackedLinear(child))  # type: ignore[arg-type]
 
 
+def join(module: nn.Module, forward: Callable[[], Any]) -> None:
+    """Make one product of frozen linear layers side by side that are given the same input, where some are packed. Which they
+    are a forward shows, and all modules of a kind are treated alike."""
+    if not any(isinstance(one, PackedLinear) for one in module.modules()):
+        return
+    calls: dict[nn.Module, list[tuple[str, Tensor, int]]] = {}  # by parent: child, input, how often that was written to
+    hooks = []
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if is_joinable(child):
+
+                def note(_: Any, inputs: Any, parent: nn.Module = parent, name: str = name) -> None:
+                    calls.setdefault(parent, []).append((name, inputs[0], inputs[0]._version))
+
+                hooks.append(child.register_forward_pre_hook(note))
+    try:
+        with torch.no_grad():
+            forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    kinds: dict[type, set[Names]] = {}  # of parents, and how each of them calls its children
+    for parent, made in calls.items():
+        kinds.setdefault(type(parent), set()).add(of_one_input(made))
+    for parent in list(module.modules()):
+        found = kinds.get(type(parent), set())
+        for names in next(iter(found)) if len(found) == 1 else ():
+            children: list[Any] = [getattr(parent, name, None) for name in names]
+            if all(map(is_joinable, children)) and len({dtype_of(child) for child in children}) == 1:
+                joined = JoinedWeight(children)
+                for number, (name, child) in enumerate(zip(names, children, strict=True)):
+                    setattr(parent, name, JoinedLinear(child, joined, number))
+
+
+def of_one_input(calls: Sequence[tuple[str, Tensor, int]]) -> Names:
+    """Names of layers that are called once, with one input that nobody writes to in between; calls: in their order."""
+    names = [name for name, _, _ in calls]
+    groups: dict[tuple[int, int], list[str]] = {}
+    for name, x, version in calls:
+        if names.count(name) == 1:
+            groups.setdefault((id(x), version), []).append(name)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def is_joinable(module: Any) -> bool:
+    if type(module) is PackedLinear:
+        return True
+    return type(module) is nn.Linear and is_frozen_on_cpu(module) and dtype_of(module) in SMALLEST
+
+
+def dtype_of(layer: Any) -> torch.dtype:
+    return layer.dtype if isinstance(layer, PackedLinear) else layer.weight.dtype
+
+
+def is_frozen_on_cpu(linear: nn.Linear) -> bool:
+    return linear.weight.device.type == "cpu" and not any(one.requires_grad for one in linear.parameters())
+
+
 def is_packable(module: nn.Module) -> bool:
-    if type(module) is not nn.Linear or module.weight.device.type != "cpu":
+    if type(module) is not nn.Linear or not is_frozen_on_cpu(module):
         return False
-    if any(parameter.requires_grad for parameter in module.parameters()):
-        return False
-    dtype = module.weight.dtype
+    dtype = dtype_of(module)
     return dtype in SMALLEST and module.weight.numel() >= SMALLEST[dtype] and is_faster(dtype)
 
 

@@ -243,6 +243,7 @@ class Engine:
             sequences.append(one)
         if sequences:
             self.batch.prompt_entries = sum(one.cache.entries for one in self.prefilling)
+            sequences.sort(key=lambda one: len(one.text))  # neighbours of like length are attended together
             cache = self.batch.new_prompt_cache(sequences)  # may run out of memory: until then they wait
             self.prefilling.append(Prompts(sequences, self.target, self.drafter, cache))
             admitted = {one.request for one in sequences}

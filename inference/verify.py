@@ -48,7 +48,7 @@ class Coupled:
     noisy = True
 
     def __call__(self, tree: TokenTree, logits: Tensor, sampled: Tensor | None, depth: int) -> Verification:
-        choices = logits.argmax(-1)
+        choices = largest(logits)
         return follow(tree, matches(tree, choices), choices, depth)
 
 
@@ -63,7 +63,7 @@ class TypicalAcceptance:
     noisy = False
 
     def __call__(self, tree: TokenTree, logits: Tensor, sampled: Tensor | None, depth: int) -> Verification:
-        choices = logits.argmax(-1)
+        choices = largest(logits)
         fits = matches(tree, choices)
         if sampled is None:
             return follow(tree, fits, choices, depth)
@@ -75,6 +75,11 @@ class TypicalAcceptance:
         typical = (own > threshold.gather(1, tree.parents).log()) & (tree.tokens >= 0)
         typical[:, 0] = True
         return follow(tree, torch.where(sampled, typical, fits), choices, depth, own)
+
+
+def largest(logits: Tensor) -> Tensor:
+    """Their argmax. On a CPU torch's takes four times as long over half precision as over the same numbers in float32."""
+    return (logits.float() if logits.device.type == "cpu" else logits).argmax(-1)
 
 
 def matches(tree: TokenTree, choices: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def compiled_copy(target: Target, mode: str = "layers") -> Target:
     model = copy.deepcopy(target.model)
     packing.pack(model)
+    packing.join(model, lambda: model(input_ids=IDS))
     compile_layers(model, mode)
     return Target(model)
 

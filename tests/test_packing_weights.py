@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from foredraft.heads import Target, packing, save_head
-from foredraft.heads.packing import PackedLinear, pack, unpack
+from foredraft.heads.packing import JoinedLinear, PackedLinear, join, pack, unpack
 from foredraft.inference import generate, load_drafter
 from tests.support.head_factory import make_head
 
@@ -88,3 +88,63 @@ def test_an_adapter_finds_linear_layers(everything_is_packed, tiny_path):
     packed = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     make_head("medusa2", packed)
     assert not packed_layers(packed.model)
+
+
+class Layer(nn.Module):
+    """Two layers of one input and a third of another, which is as wide."""
+
+    def __init__(self, writes: bool, bias: bool):
+        super().__init__()
+        self.writes = writes
+        self.one, self.two, self.third = nn.Linear(24, 40, bias=bias), nn.Linear(24, 16, bias=False), nn.Linear(24, 24)
+
+    def forward(self, x):
+        x = x.clone()
+        first = self.one(x)
+        if self.writes:
+            x += 1
+        return first.sum(-1, keepdim=True) + self.two(x).mean(-1, keepdim=True) + self.third(x.tanh())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("writes", [False, True])
+def test_layers_of_one_input_become_one_product(bias: bool, writes: bool, everything_is_packed):
+    module, x = nn.Sequential(*(Layer(writes, bias) for _ in range(3))).requires_grad_(False), torch.randn(2, 5, 24)
+    wanted, before = module(x), copy.deepcopy(module.state_dict())
+    pack(module)
+    join(module, lambda: module(x))
+    joined = [layer for layer in packed_layers(module) if isinstance(layer, JoinedLinear)]
+    assert len(joined) == (0 if writes else 6)  # an input that is written to in between is another
+    copied = copy.deepcopy(module)
+    for one in (module, copied):
+        torch.testing.assert_close(one(x), wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one(x[:1]), wanted[:1], rtol=1e-5, atol=1e-5)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in one.state_dict().items())
+        assert one.state_dict().keys() == before.keys()
+    if not writes:
+        assert copied[0].one.joined is copied[0].two.joined is not module[0].one.joined
+        assert copied[0].one.joined.packed is module[0].one.joined.packed
+        # Asked for alone, or in another order, each gives its own.
+        linear = nn.Linear(24, 16, bias=False)
+        linear.weight.data = before["1.two.weight"]
+        for _ in range(2):
+            torch.testing.assert_close(module[1].two(x[0]), linear(x[0]), rtol=1e-5, atol=1e-5)
+    gradient, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    module(gradient).sum().backward()
+    unpack(module)
+    module(theirs).sum().backward()
+    torch.testing.assert_close(gradient.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    assert not packed_layers(module)
+
+
+def test_modules_of_a_kind_are_joined_alike(everything_is_packed):
+    """One that no forward reaches, as an expert, too; none of a kind whose layers are called in different ways."""
+    module = nn.ModuleList([Layer(False, False) for _ in range(2)]).requires_grad_(False)
+    pack(module)
+    join(module, lambda: module[0](torch.randn(1, 24)))
+    assert [type(layer.two) for layer in module] == [JoinedLinear, JoinedLinear]
+    assert [type(layer.third) for layer in module] == [PackedLinear, PackedLinear]
+    module = nn.ModuleList([Layer(writes, False) for writes in (False, True)]).requires_grad_(False)
+    pack(module)
+    join(module, lambda: [layer(torch.randn(1, 24)) for layer in module])
+    assert not any(isinstance(layer, JoinedLinear) for layer in packed_layers(module))

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from foredraft.heads.target import ragged_cache
+from foredraft.heads.target.ragged_cache import spans
 from foredraft.heads.target.ragged_tensor import RaggedTensor
 from foredraft.inference import Engine, Request
 from foredraft.inference.drafters import NgramDrafter
@@ -26,12 +27,29 @@ from tests.support.drafters import Random, drafters
 LENGTHS = (60, 5, 33, 12, 47, 8, 21, 3)
 
 
-@pytest.fixture
-def short(monkeypatch):
-    """Of a few tokens, texts are unlike already, and longer than what sliding layers keep."""
+@pytest.fixture(params=["cohorts", "spans"])
+def parted(request, monkeypatch) -> str:
+    """Texts of a few tokens are parted already, and longer than what sliding layers keep."""
     monkeypatch.setattr("foredraft.heads.target.sliding_cache.SLACK", 0)
-    monkeypatch.setattr(ragged_cache, "SHORT", 8)
     monkeypatch.setattr("foredraft.inference.batch.ROOM", 3)
+    if request.param == "cohorts":
+        monkeypatch.setattr(ragged_cache, "SHORT", 8)
+    else:
+        monkeypatch.setattr(ragged_cache, "CALL", 1)
+    return request.param
+
+
+def parts(engine: Engine) -> int:
+    return sum(map(len, engine.batch.cache.spans))
+
+
+def test_spans_spare_padding_where_that_is_worth_a_call():
+    lengths = [10, 11, 10, 90, 12, 10]
+    assert spans(lengths, 150) == [(slice(0, 3), 11), (slice(3, 4), 90), (slice(4, 6), 12)]
+    assert spans(lengths, 200) == [(slice(0, 3), 11), (slice(3, 6), 90)]  # another would spare 2 x 78
+    assert spans(lengths, 240) == [(slice(0, 6), 90)]
+    assert spans(lengths, 0.5)[0] == (slice(0, 1), 10) and spans([7], 1) == [(slice(0, 1), 7)]
+    assert spans([5, 5, 5], 0) == [(slice(0, 3), 5)]
 
 
 def asked(new: int = 12) -> list[Request]:
@@ -53,24 +71,25 @@ def run(engine: Engine, requests: list[Request], note: Callable[[], object]) -> 
 
 
 @pytest.mark.parametrize("name", ["random", "medusa", "eagle3", "draft model"])
-def test_texts_are_the_plain_ones(target, name, short):
+def test_texts_are_the_plain_ones(target, name, parted):
     """Greedy and sampled; they join and leave, and grow."""
-    expected, engine, cohorts = alone(target, requests()), Engine(target, drafters(target)[name], max_num_seqs=4), []
-    texts = run(engine, requests(), lambda: cohorts.append(len(engine.batch.cache.cohorts)))
-    assert texts == expected and max(cohorts) > 2
+    expected, engine, counts = alone(target, requests()), Engine(target, drafters(target)[name], max_num_seqs=4), []
+    texts = run(engine, requests(), lambda: counts.append(parts(engine)))
+    assert texts == expected and max(counts) > 2
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text", "gpt2", "deepseek_v3", "gpt_neox", "gpt_oss"])
-def test_texts_of_every_kind_of_attention(family, short):
+def test_texts_of_every_kind_of_attention(family, parted):
     """Windows, learned positions, keys of two widths."""
-    model, cohorts = pair(family, "eager" if family == "gpt_oss" else "sdpa").target, []
+    model, counts = pair(family, "eager" if family == "gpt_oss" else "sdpa").target, []
     expected, engine = alone(model, asked()), Engine(model, Random())
-    assert run(engine, asked(), lambda: cohorts.append(len(engine.batch.cache.cohorts))) == expected
-    assert max(cohorts) > 2
+    assert run(engine, asked(), lambda: counts.append(parts(engine))) == expected
+    slides = parted == "spans" and model.window is not None
+    assert max(counts) == 1 if slides else max(counts) > 2
 
 
-def test_each_cohort_attends_to_its_own_length(target, short, monkeypatch):
-    """Nor is memory reserved for more."""
+def test_each_part_attends_to_its_own_length(target, parted, monkeypatch):
+    """Nor is memory reserved for more where there are cohorts."""
     engine, keys, seen = Engine(target, NgramDrafter()), list[tuple[int, int]](), []
     attention = F.scaled_dot_product_attention
 
@@ -89,12 +108,12 @@ def test_each_cohort_attends_to_its_own_length(target, short, monkeypatch):
     run(engine, asked(), note)
     longest = max(LENGTHS) + 14
     assert seen and max(ratio for ratio, _ in seen) < 1.5 < len(LENGTHS) * longest / (sum(LENGTHS) + 8 * 14)
-    assert max(entries for _, entries in seen) < 0.75 * len(LENGTHS) * longest
+    assert parted == "spans" or max(entries for _, entries in seen) < 0.75 * len(LENGTHS) * longest
 
 
-def test_what_knows_no_cohorts_gets_one_tensor():
-    parts, rows = [torch.ones(1, 2, 3, 4), torch.full((2, 2, 5, 4), 2.0)], [torch.tensor([1]), torch.tensor([0, 2])]
-    ragged = RaggedTensor(parts, rows, 2, -9.0)
+def test_what_knows_no_parts_gets_one_tensor():
+    two, rows = [torch.ones(1, 2, 3, 4), torch.full((2, 2, 5, 4), 2.0)], [torch.tensor([1]), torch.tensor([0, 2])]
+    ragged = RaggedTensor(two, rows, 2, -9.0)
     assert ragged.shape == (3, 2, 5, 4)
     dense = ragged * 1
     assert type(dense) is Tensor and dense[1, :, :3].unique().tolist() == [1] and dense[[0, 2]].unique().tolist() == [2]

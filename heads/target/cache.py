@@ -232,6 +232,7 @@ class KVCache(Cache):
     def set_lengths(self, lengths: list[int], seq_lens: Tensor | None = None) -> None:
         """seq_lens: the same (batch, 1) where the device has them; else they are sent there."""
         self.lengths, self.num_uncommitted, self.new_counts = lengths, 0, None
+        self.newest_columns: tuple[tuple[int, int], Tensor] | None = None
         self.uniform_lengths = min(lengths) == max(lengths)
         self.seq_lens = to_device(lengths, self.device)[:, None] if seq_lens is None else seq_lens
         if self.graphs.active:  # captured graphs look for it in one place
@@ -268,8 +269,12 @@ class KVCache(Cache):
         return width
 
     def columns(self, new: int) -> Tensor:
-        """(batch, new): where each slot's newest entries go."""
-        return self.seq_lens + torch.arange(self.num_uncommitted, self.num_uncommitted + new, device=self.device)
+        """(batch, new): where each slot's newest entries go; every layer asks."""
+        key = self.num_uncommitted, new
+        if self.newest_columns is None or self.newest_columns[0] != key or self.kv_bucket is not None:
+            first, after = self.num_uncommitted, self.num_uncommitted + new
+            self.newest_columns = key, self.seq_lens + torch.arange(first, after, device=self.device)
+        return self.newest_columns[1]
 
     def key_positions(self, positions: Tensor) -> Tensor:
         """(batch, width) of all columns that a forward of new entries sees, of these positions (batch, new)."""

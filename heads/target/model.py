@@ -148,6 +148,7 @@ class Target:
         target = cls(model, tokenizer, name, context)
         if pack and sharding not in COLLECTIVE:  # whose weights are pieces
             packing.pack(model)  # frozen by now
+            packing.join(model, lambda: target._forward(torch.zeros(1, 2, dtype=torch.int64), None, (), 0, {}))
         if sharding is None:
             compile_layers(model, compile)
         target.checkpoint, target.gguf, target.revision = path, record_of(path), revision

@@ -8,11 +8,13 @@ attention alone goes cohort by cohort:
     cohort 1   [ t t t t t t t t t t t t t t t | n n . ]
 
 A cohort grows alone, and whoever is prefilled where there is none of its length brings a cohort along: nothing is copied.
+Within a cohort, attention goes by spans of neighbours that are about as long, each up to its longest: views of that memory.
 Captured forwards know one width and one block of memory, so there a batch stays one KVCache.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,10 @@ from foredraft.heads.target.masks import Masks
 from foredraft.heads.target.ragged_tensor import RaggedTensor
 
 SHORT, RATIO = 1024, 1.25  # entries that are alike whatever they are; above, the longest over the shortest of a cohort
+# Entries x heads x dim that attention must be spared for one more call of it: what a call takes on a CPU (20 microseconds,
+# in which a layer of 3 heads of 64 reads so many).
+CALL = 1 << 16
+Span = tuple[slice, int]  # neighbouring slots, and the length of the longest
 
 
 class Need(NamedTuple):
@@ -50,19 +56,31 @@ def most_entries(finals: Sequence[int], weigh: Callable[[int], int]) -> int:
     return sum(weigh(min(math.ceil(SHORT * RATIO ** size_class(final)), longest)) for final in finals)
 
 
+def spans(lengths: Sequence[int], least: float) -> list[Span]:
+    """Of neighbours, cut as long as that spares so many entries of padding."""
+    count, longest = len(lengths), max(lengths)
+    left, right = list(accumulate(lengths, max)), list(accumulate(reversed(lengths), max))
+    sizes = {cut: cut * left[cut - 1] + (count - cut) * right[count - cut - 1] for cut in range(1, count)}
+    cut = min(sizes, key=sizes.__getitem__, default=0)
+    if not cut or count * longest - sizes[cut] <= least:
+        return [(slice(0, count), longest)]
+    rest = [(slice(cut + one.start, cut + one.stop), length) for one, length in spans(lengths[cut:], least)]
+    return [*spans(lengths[:cut], least), *rest]
+
+
 class RaggedLayer(CacheLayer):
     cache: "RaggedCache"
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        cohorts, rows = self.cache.cohorts, self.cache.rows
-        if self.cache.is_one:
-            return cohorts[0].layers[self.index].update(key_states, value_states)
+        cache = self.cache
         both = [
-            cohort.layers[self.index].update(key_states[mine], value_states[mine])
-            for cohort, mine in zip(cohorts, rows, strict=True)
+            cohort.layers[self.index].update(
+                *((key_states, value_states) if cache.is_one else (key_states[mine], value_states[mine]))
+            )
+            for cohort, mine in zip(cache.cohorts, cache.rows, strict=True)
         ]
         keys, values = ([*parts] for parts in zip(*both, strict=True))
-        return RaggedTensor(keys, rows, 2), RaggedTensor(values, rows, 2)
+        return cache.by_span(keys, 2), cache.by_span(values, 2)
 
 
 class RaggedCache(Cache):
@@ -96,6 +114,25 @@ class RaggedCache(Cache):
             for slot, length in zip(slots, cohort.lengths, strict=True):
                 self.lengths[slot] = length
         self.seq_lens = self.cohorts[0].seq_lens if self.is_one else to_device(self.lengths, self.device)[:, None]
+        self.spans = [self.spans_of(cohort) for cohort in self.cohorts]
+
+    def spans_of(self, cohort: KVCache) -> list[Span]:
+        width = max((heads * dim for _, heads, dim, *_ in cohort.blocks), default=1)
+        if cohort.sliding is not None:  # of which layers hold different entries
+            return [(slice(0, cohort.batch), max(cohort.lengths))]
+        return spans(cohort.lengths, CALL / width)
+
+    def by_span(self, tensors: list[Tensor], dim: int, fill: float = 0.0) -> Tensor:
+        """Of the cohorts' tensors, whose dimension `dim` goes over what a forward sees, the part that each span sees."""
+        if self.is_one and len(self.spans[0]) == 1:
+            return tensors[0]
+        parts, rows = [], []
+        for tensor, cohort, mine, spans in zip(tensors, self.cohorts, self.rows, self.spans, strict=True):
+            for slots, length in spans:
+                size = tensor.shape[dim] - max(cohort.lengths) + length
+                parts.append(tensor[slots].narrow(dim, 0, size) if len(spans) > 1 else tensor)
+                rows.append(slots if self.is_one else mine[slots])
+        return RaggedTensor(parts, rows, dim, fill)
 
     @property
     def entries(self) -> int:
@@ -210,16 +247,15 @@ class RaggedCache(Cache):
 
     def attention_mask(self, masks: Masks, mask: Tensor | list[Tensor], dtype: torch.dtype, positions: Tensor) -> Any:
         """As `KVCache.attention_mask`."""
-        if isinstance(mask, Tensor):
-            return self.cohorts[0].attention_mask(masks, mask, dtype, positions)
+        masked = [mask] if isinstance(mask, Tensor) else mask
         made = [
-            cohort.attention_mask(masks, part, dtype, positions[mine])
-            for cohort, mine, part in zip(self.cohorts, self.rows, mask, strict=True)
+            cohort.attention_mask(masks, part, dtype, positions if self.is_one else positions[mine])
+            for cohort, mine, part in zip(self.cohorts, self.rows, masked, strict=True)
         ]
         hidden = torch.finfo(dtype).min
         if not isinstance(made[0], dict):
-            return RaggedTensor(made, self.rows, 3, hidden)
-        return {kind: RaggedTensor([one[kind] for one in made], self.rows, 3, hidden) for kind in made[0]}
+            return self.by_span(made, 3, hidden)
+        return {kind: self.by_span([one[kind] for one in made], 3, hidden) for kind in made[0]}
 
     def commit(self, path: list[list[int]], padded_path: Tensor | None = None, counts: Tensor | None = None) -> None:
         """As `KVCache.commit`."""

@@ -23,19 +23,19 @@ class OnDemand(Tensor):
 
 
 class RaggedTensor(OnDemand):
-    """Tensors of a batch's cohorts, `parts`, which differ in the size of one dimension; `rows`: (n,) int64, the rows of the
-    batch in each. Dense, it is padded by `fill`."""
+    """Tensors of a batch's spans, `parts`, which differ in the size of one dimension; `rows`: the rows of the batch in each,
+    (n,) int64 or a slice. Dense, it is padded by `fill`."""
 
     parts: list[Tensor]
-    rows: list[Tensor]
+    rows: list[Tensor | slice]
 
     @staticmethod
-    def __new__(cls, parts: list[Tensor], rows: list[Tensor], dim: int, fill: float = 0.0) -> "RaggedTensor":
+    def __new__(cls, parts: list[Tensor], rows: list[Tensor | slice], dim: int, fill: float = 0.0) -> "RaggedTensor":
         shape, like = [*parts[0].shape], parts[0]
         shape[0], shape[dim] = sum(map(len, parts)), max(part.shape[dim] for part in parts)
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
 
-    def __init__(self, parts: list[Tensor], rows: list[Tensor], dim: int, fill: float = 0.0):
+    def __init__(self, parts: list[Tensor], rows: list[Tensor | slice], dim: int, fill: float = 0.0):
         self.parts, self.rows, self.fill = parts, rows, fill
 
     def dense(self) -> Tensor:

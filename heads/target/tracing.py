@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AttentionInterface, Cache, PreTrainedConfig
 
 from foredraft.heads.cache_directory import cache_directory
-from foredraft.heads.packing import PackedLinear
+from foredraft.heads.packing import JoinedLinear, PackedLinear
 from foredraft.heads.target.attention import EXTRAS, NAME, grouped_sdpa
 
 TRACED = f"{NAME}_traced"  # how a layer that is traced attends
@@ -120,9 +120,13 @@ def places(layer: nn.Module) -> list[Place]:
     """Where a layer's weights and buffers are."""
     found: list[Place] = []
     for module in layer.modules():
-        for table in (module._parameters, module._buffers):
-            found += [(table, name) for name, tensor in table.items() if tensor is not None]
-        if isinstance(module, PackedLinear):
+        tables = [module._parameters, module._buffers]
+        found += [(table, name) for table in tables for name, tensor in table.items() if tensor is not None]
+        if isinstance(module, JoinedLinear):
+            if module.number == 0:
+                table = vars(module.joined)
+                found += [(table, name) for name in ("packed", "bias") if table[name] is not None]
+        elif isinstance(module, PackedLinear):
             found.append((vars(module), "packed"))
     return found
 
