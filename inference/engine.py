@@ -32,8 +32,9 @@ from foredraft.inference.trace import trace_sequences
 from foredraft.inference.tree import TokenTree, padded
 from foredraft.inference.verify import Coupled, Validity, Verification, Verifier, to_host
 
-# Prompts that are prefilled together may take so many times the tokens that they have, or few in any case.
-PADDED, FEW = 1.25, 256
+# Prompts that are prefilled together may take so many times the tokens that they have, or few in any case; where the target
+# packs them the memory that they are given, and what drafters compute, is padded all the same.
+PADDED, PACKED, FEW = 1.25, 2.0, 256
 
 
 class Engine:
@@ -231,13 +232,14 @@ class Engine:
         chunk, or one. Padded to the longest, they are little more than they are without."""
         sequences: list[SequenceState] = []
         longest = tokens = 0
+        padded = PACKED if self.target.packs_prompts else PADDED
         for one in islice(self.waiting, self.num_admissible()):
             if not self.batch.are_alike(self.waiting[0], one):
                 continue
             size = (len(sequences) + 1) * max(longest, len(one.text))
             if sequences and self.prefill_chunk is not None and size > self.prefill_chunk:
                 break
-            if size > max(FEW, PADDED * (tokens + len(one.text))):
+            if size > max(FEW, padded * (tokens + len(one.text))):
                 continue
             longest, tokens = max(longest, len(one.text)), tokens + len(one.text)
             sequences.append(one)

@@ -18,6 +18,7 @@ from foredraft.inference.drafters import (
     StaticTree,
     Union,
 )
+from foredraft.inference.engine import PADDED
 from foredraft.inference.prefix_cache import PrefixCache
 from tests.support import hybrids
 from tests.support.architectures import VOCAB, pair
@@ -176,11 +177,33 @@ def test_what_happens_while_a_prompt_is_read(target, what, monkeypatch):
 def test_prompts_of_unlike_lengths_are_padded_little(target, monkeypatch):
     """Those like the first come together, and the others after them, the longest at last."""
     monkeypatch.setattr("foredraft.inference.engine.FEW", 0)
+    monkeypatch.setattr("foredraft.inference.engine.PACKED", PADDED)
     asked = [request(ids(length, length), 6) for length in (11, 61, 12, 13, 14, 20, 60, 21)]
     expected = [alone("plain", target, one, monkeypatch)[0] for one in asked]
     run = Run(Engine(target), monkeypatch).add(*asked).finish()
     assert run.read == [11 + 12 + 13 + 14, 61 + 60, 20 + 21]
     assert [run.texts[one] for one in asked] == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3", "gpt_neox", "gemma3_text", "mistral"])
+def test_prompts_of_unlike_lengths_are_one_row(family, monkeypatch):
+    """None of it is padding; but sliding layers, which keep the newest entries alone, are given padded prompts. Drafts of
+    the target itself are all accepted, if its keys are those of their places."""
+    model = pair(family, "sdpa").target
+    asked = [request(ids(length, length), 8) for length in (11, 31, 12, 23)]
+    expected = [alone("draft model", model, one, monkeypatch) for one in asked]
+    seen, forward = [], model.forward
+
+    def spy(tokens, *args, **kwargs):
+        seen.append(tuple(tokens.shape))
+        return forward(tokens, *args, **kwargs)
+
+    engine = Engine(model, drafter("draft model", model))
+    run = Run(engine, monkeypatch).add(*asked)
+    monkeypatch.setattr(model, "forward", spy)
+    run.finish()
+    assert ((1, 11 + 31 + 12 + 23) in seen) == (model.window is None) == (family not in ("gemma3_text", "mistral"))
+    assert [(run.texts[one], run.drafts[one]) for one in asked] == expected
 
 
 def test_rows_that_are_read_have_their_place_in_the_cache(target, monkeypatch):
@@ -321,7 +344,9 @@ def test_logits_that_are_not_numbers_are_not_kept(target, monkeypatch):
     assert run.texts[asked] == [] and not prefixes.blocks
 
 
-def test_the_lm_head_takes_the_last_position_of_each_prompt_alone(target):
+@pytest.mark.parametrize("packs", [True, False])
+def test_the_lm_head_takes_the_last_position_of_each_prompt_alone(target, packs, monkeypatch):
+    monkeypatch.setattr(Target, "packs_prompts", packs)
     shapes: list = []
     note = target.model.get_output_embeddings().register_forward_pre_hook(
         lambda _, inputs: shapes.append(inputs[0].shape)
@@ -331,4 +356,4 @@ def test_the_lm_head_takes_the_last_position_of_each_prompt_alone(target):
         engine.add(Request(prompt(length)[0].tolist(), max_new_tokens=1))
     engine.step()
     note.remove()
-    assert [shape[:2] for shape in shapes] == [(4, 1)]
+    assert [shape[:2] for shape in shapes] == [(1, 4) if packs else (4, 1)]

@@ -24,6 +24,7 @@ from foredraft.heads.target.loading import load_model, load_tokenizer, loads_str
 from foredraft.heads.target.locating import full_name, locate
 from foredraft.heads.target.masks import Masks
 from foredraft.heads.target.output import TargetOutput
+from foredraft.heads.target.packed_prefill import PackedPrompts
 from foredraft.heads.target.probes import ragged_state, supports_caching, supports_chains
 from foredraft.heads.target.ragged_cache import RaggedCache
 from foredraft.heads.target.sharding import COLLECTIVE, arguments, broadcast, full_tensor
@@ -236,6 +237,12 @@ class Target:
         ours = self.model.config._attn_implementation == attention.NAME
         return self.supports_trees and self.on_one_device and ours
 
+    @property
+    def packs_prompts(self) -> bool:
+        """Are prompts of several lengths prefilled as one packed row (heads/target/packed_prefill.py)? A GPU, which would
+        wait to know where they end, pads them."""
+        return self.supports_ragged_cache and self.device.type == "cpu"
+
     @cached_property
     def on_one_device(self) -> bool:
         return len({parameter.device for parameter in self.model.parameters()}) == 1
@@ -336,7 +343,7 @@ class Target:
         tokens: Tensor,
         positions: Tensor | None = None,
         mask: Any = None,
-        cache: KVCache | RaggedCache | None = None,
+        cache: KVCache | RaggedCache | PackedPrompts | None = None,
         layers: Sequence[int] = (),
         keep_logits: int = 0,
         key_positions: Tensor | None = None,
@@ -417,11 +424,13 @@ class Target:
         self, tokens: Tensor, lengths: Sequence[int], cache: TargetCache, layers: Sequence[int] = ()
     ) -> TargetOutput:
         """A forward of prompts (batch, longest), padded on the right, or where it `supports_chunks` of a part of them, after
-        what the cache holds. logits (batch, 1, vocab): of each prompt's last token; aux_hidden_states (batch, longest,
-        width), those of padding without meaning."""
+        what the cache holds. Where it `packs_prompts`, padding costs nothing. logits (batch, 1, vocab): of each prompt's last
+        token; aux_hidden_states (batch, longest, width), those of padding without meaning."""
         self.check_tokens(tokens)
         if isinstance(cache, StateCache):
             return cache.prefill(self, tokens, lengths, layers)
+        if self.packs_prompts and not any(cache.lengths) and type(cache) is KVCache and min(lengths) < tokens.shape[1]:
+            return self.prefill_packed(PackedPrompts(cache, tokens, lengths), layers)
         if tokens.shape[1] == 1 and min(lengths) == 0:  # a lone token would move every sequence's state
             tokens = torch.nn.functional.pad(tokens, (0, 1))
         positions = cache.seq_lens + torch.arange(tokens.shape[1], device=tokens.device)
@@ -436,9 +445,19 @@ class Target:
             logits = logits.gather(1, last.expand(-1, -1, logits.shape[-1]))
         return TargetOutput(logits, output.aux_hidden_states)
 
+    def prefill_packed(self, prompts: PackedPrompts, layers: Sequence[int]) -> TargetOutput:
+        """`prefill` of prompts that lie in one row."""
+        last, mask = prompts.last[None, :, None], self.masks.packed(prompts.starts, self.dtype)
+        with self.only_logits_at(last, prompts.tokens.shape):
+            output = self.forward(prompts.tokens, prompts.positions, mask, prompts, layers)
+        logits = output.logits
+        if logits.shape[1] > last.shape[1]:
+            logits = logits.gather(1, last.expand(-1, -1, logits.shape[-1]))
+        return TargetOutput(logits.transpose(0, 1), output.aux_hidden_states[0][prompts.places])
+
     @contextlib.contextmanager
     def only_logits_at(self, positions: Tensor, shape: torch.Size) -> Iterator[None]:
-        """Let the lm_head take of each sequence this position alone, (batch, 1, 1) int64, which no argument of a model's
+        """Let the lm_head take of each row these positions alone, (batch, n, 1) int64, which no argument of a model's
         says where they differ; shape: of the tokens. A model that calls it in a way of its own gives the logits of all."""
 
         def select(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
