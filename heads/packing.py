@@ -66,7 +66,7 @@ class JoinedWeight:
     def __init__(self, linears: Sequence[nn.Linear]):
         """In the order in which they are called."""
         self.sizes, self.dtype = [linear.out_features for linear in linears], linears[0].weight.dtype
-        biases = [
+        biases: list[Tensor] = [
             linear.weight.new_zeros(n) if linear.bias is None else linear.bias for n, linear in zip(self.sizes, linears)
         ]
         self.bias = None if all(linear.bias is None for linear in linears) else torch.cat(biases).detach()

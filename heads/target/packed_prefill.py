@@ -17,7 +17,7 @@ from foredraft.heads.target.cache import CacheLayer, KVCache
 
 
 class PackedLayer(CacheLayer):
-    cache: "PackedPrompts"  # type: ignore[assignment]
+    cache: "PackedPrompts"
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         layer = self.cache.slots.layers[self.index]
@@ -34,7 +34,7 @@ class PackedPrompts(Cache):
 
     def __init__(self, slots: KVCache, tokens: Tensor, lengths: Sequence[int]):
         """tokens: (slots, longest) int64, padded on the right."""
-        super().__init__(layers=[PackedLayer(self, number) for number in range(len(slots.layers))])  # type: ignore[arg-type]
+        super().__init__(layers=[PackedLayer(self, number) for number in range(len(slots.layers))])
         self.slots, device = slots, tokens.device
         self.ends = list(accumulate(lengths))
         self.begins = [0, *self.ends[:-1]]

@@ -120,7 +120,7 @@ def places(layer: nn.Module) -> list[Place]:
     """Where a layer's weights and buffers are."""
     found: list[Place] = []
     for module in layer.modules():
-        tables = [module._parameters, module._buffers]
+        tables: list[dict[str, Any]] = [module._parameters, module._buffers]
         found += [(table, name) for table in tables for name, tensor in table.items() if tensor is not None]
         if isinstance(module, JoinedLinear):
             if module.number == 0:
