@@ -73,12 +73,13 @@ class RaggedLayer(CacheLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         cache = self.cache
-        both = [
-            cohort.layers[self.index].update(
-                *((key_states, value_states) if cache.is_one else (key_states[mine], value_states[mine]))
-            )
-            for cohort, mine in zip(cache.cohorts, cache.rows, strict=True)
-        ]
+        if cache.is_one:
+            both = [cache.cohorts[0].layers[self.index].update(key_states, value_states)]
+        else:
+            both = [
+                cohort.layers[self.index].update(key_states[mine], value_states[mine])
+                for cohort, mine in zip(cache.cohorts, cache.rows, strict=True)
+            ]
         keys, values = ([*parts] for parts in zip(*both, strict=True))
         return cache.by_span(keys, 2), cache.by_span(values, 2)
 
@@ -127,10 +128,10 @@ class RaggedCache(Cache):
         if self.is_one and len(self.spans[0]) == 1:
             return tensors[0]
         parts, rows = [], []
-        for tensor, cohort, mine, spans in zip(tensors, self.cohorts, self.rows, self.spans, strict=True):
-            for slots, length in spans:
-                size = tensor.shape[dim] - max(cohort.lengths) + length
-                parts.append(tensor[slots].narrow(dim, 0, size) if len(spans) > 1 else tensor)
+        for tensor, cohort, mine, cuts in zip(tensors, self.cohorts, self.rows, self.spans, strict=True):
+            for slots, length in cuts:
+                size = tensor.shape[dim] - (max(cohort.lengths) - length)
+                parts.append(tensor[slots].narrow(dim, 0, size) if len(cuts) > 1 else tensor)
                 rows.append(slots if self.is_one else mine[slots])
         return RaggedTensor(parts, rows, dim, fill)
 
