@@ -4,6 +4,8 @@ Those of heads and their criteria: test_heads.py; losses: test_losses.py; format
 what a whole run chooses (optimizers, features): test_strategies.py and test_data_runs.py."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,8 @@ from tests.support.batches import PROMPT
 from tests.support.configs import composed
 from tests.support.tiny import TEXT
 
+ROOT = Path(__file__).resolve().parent.parent
+
 
 @pytest.mark.parametrize("name", names("strategy"))
 def test_a_strategy(name: str, target, tmp_path: Path):
@@ -27,6 +31,22 @@ def test_a_strategy(name: str, target, tmp_path: Path):
     assert cfg.strategy.name == name
     args = arguments(cfg.trainer, target, **instantiate(cfg.strategy.arguments, _convert_="all"))
     assert bool(args.deepspeed) == name.startswith("zero") and bool(args.fsdp) == (name == "fsdp")
+
+
+@pytest.mark.parametrize(
+    "typed, refused",
+    [
+        ("head=eagle3 head.draft_vocab_size=null", False),
+        ("head=p_eagle head.draft_vocab_size=null", False),
+        ("head=eagle3 head.depth=null", True),
+        ("trainer.max_steps=null", True),
+    ],
+)
+def test_null_is_taken_where_it_means_something(typed: str, refused: bool) -> None:
+    """By the program itself."""
+    command = [sys.executable, "train/run.py", *typed.split(), "--cfg", "job"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "=null: a whole number is wanted" in done.stderr) == ((2, True) if refused else (0, False))
 
 
 def test_stored_features_can_be_read_without_a_worker(target, tmp_path: Path):

@@ -1,7 +1,8 @@
 """What is checked of a command line before anything runs, in a sweep for every job: choices, keys and types.
 
 Hydra composes in struct mode, so it finds what is not known; here that becomes one sentence with the nearest known name.
-A value must have the type of the default it replaces, and what a yaml passes to its `_target_` must fit the signature there.
+A value must have the type of the default it replaces, or be null where a constructor takes None, and what a yaml passes to
+its `_target_` must fit the signature there.
 (`+key=value` adds a key, `++key=value` sets one whatever its default.) Whatever is wrong is a HydraException.
 """
 
@@ -12,11 +13,11 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import make_dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -165,10 +166,9 @@ def flat(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def check_call(key: str, node: DictConfig) -> None:
     """HydraException if the constructor that `node` names takes no such argument, or not such a value."""
-    try:
-        parameters = inspect.signature(get_object(node._target_), eval_str=True).parameters
-    except (HydraException, ImportError, NameError, TypeError, ValueError):
-        return  # instantiate says what is wrong with it, in the words of Python
+    parameters = parameters_of(node)
+    if parameters is None:
+        return
     taken = {name: parameter for name, parameter in parameters.items() if parameter.kind != parameter.VAR_KEYWORD}
     for name, child in ((str(name), child) for name, child in node.items_ex(resolve=False)):
         dotted = f"{key}.{name}".removeprefix(".")
@@ -227,13 +227,31 @@ def check_type(key: str, base: DictConfig, final: DictConfig) -> None:
     except OmegaConfBaseException as error:
         raise HydraException(f"{key}: {first_line(error)}") from None
     wrong = type_mismatch(value, default)
-    if wrong is not None:
+    if wrong is not None and not (value is None and takes_null(key, final)):
         got, wanted = KINDS[type(wrong[0])], KINDS[type(wrong[1])]
         shown = json.dumps(value) if value is None or isinstance(value, bool) else value
         hint = f"; ++{key}=null sets it all the same" if value is None else ""
         if isinstance(default, str) and value is not None:
             hint = f"; as text it is written {key}=\"'{shown}'\""
         raise HydraException(f"{key}={shown}: {wanted} is wanted, not {got} (the default is {default}){hint}")
+
+
+def takes_null(key: str, cfg: DictConfig) -> bool:
+    """Is it an argument of a constructor that takes None for it?"""
+    group, _, name = key.rpartition(".")
+    node = OmegaConf.select(cfg, group) if group else cfg
+    if not isinstance(node, DictConfig) or "_target_" not in node:
+        return False
+    parameter = (parameters_of(node) or {}).get(name)
+    return parameter is not None and type(None) in get_args(parameter.annotation)
+
+
+def parameters_of(node: DictConfig) -> Mapping[str, inspect.Parameter] | None:
+    """Of the constructor that it names; None where `instantiate` says what is wrong with it, in the words of Python."""
+    try:
+        return inspect.signature(get_object(node._target_), eval_str=True).parameters
+    except (HydraException, ImportError, NameError, TypeError, ValueError):
+        return None
 
 
 def plain(cfg: DictConfig, key: str) -> Any:
