@@ -200,7 +200,7 @@ def test_another_tree_than_the_largest_must_promise_more(small, promise, then):
 
 @pytest.mark.parametrize(("cost", "then"), [(0.1, 5), (6.0, 1)])
 def test_auto_tries_no_full_tree_at_first_in_a_batch_of_another_size(small, cost, then):
-    """What it gains is known by then, and what it cost in the nearest batch size, as a share of plain decoding."""
+    """What it gains is known by then, and what it cost in the nearest batch size."""
     drafter = Timed(itself(small), small, lambda plan: 1.0 + (cost if plan != PLAIN else 0.0))
     times = drafter.all_times[Case(4, False)] = Times()
     for plan in (PLAIN, drafter.full):
@@ -208,6 +208,20 @@ def test_auto_tries_no_full_tree_at_first_in_a_batch_of_another_size(small, cost
     times.drafting.extend([0.0] * TIMED)
     drafter.all_paths[False] = deque([[0, 1, 2, 3]] * FIRST)
     assert nodes_of_steps(small, drafter, 20, batch=2) == [1] * FEW + [then] * (20 - FEW)
+
+
+def test_a_node_costs_as_much_for_each_sequence_of_a_larger_batch(small):
+    """Five tokens for 2.2 seconds pay for one sequence; for eight they take 10.6, and none needs to be tried for that."""
+    drafter = Timed(itself(small), small, lambda plan: 1.0 + 0.3 * 8 * (plan.nodes - 1))
+    times = drafter.all_times[Case(1, False)] = Times()
+    for plan, seconds in ((PLAIN, 1.0), (drafter.full, 2.2)):
+        times.steps[plan] = deque([seconds] * TIMED)
+    times.drafting.extend([0.0] * TIMED)
+    drafter.all_paths[False] = deque([[0, 1, 2, 3]] * FIRST)
+    assert nodes_of_steps(small, drafter, 20, batch=8) == [1] * 20
+    drafter.begin(2, 100, Sampling.of([SamplingParams(temperature=1.0)], 1024))
+    know(drafter, 0.0, (PLAIN, 1.5))
+    assert drafter.seconds(drafter.full) == pytest.approx(1.5 + 2 * 1.2)
 
 
 def test_seconds_are_those_of_decoding_steps_alone(small, monkeypatch):

@@ -138,7 +138,7 @@ class AutoTree(Drafter):
             missing = -(-(FIRST - len(self.paths)) // case.batch)  # every sequence of a step is one more path
             # Where gains are known the costs decide at once: a server meets every size, and in large batches a full tree
             # costs many plain steps.
-            if missing > 0 or self.nearest_times() is None:
+            if missing > 0 or self.nearest_case() is None:
                 self.plans = [self.full] * max(TIMED + 1, missing)
                 self.plans += [self.small] * (TIMED + 1) if self.small != self.full else []
             self.plans += [PLAIN] * (TIMED + 1)
@@ -260,22 +260,26 @@ class AutoTree(Drafter):
         return least + (most - least) * (nodes - low) / (high - low)
 
     def full_seconds(self) -> tuple[float, float]:
-        """Of a step with the largest tree, and of its drafting; where it was not used yet, as many plain steps as in the
-        nearest batch size."""
-        times, scale = self.times, 1.0
-        if self.full not in times:
-            near = self.nearest_times()
-            if near is None:
-                return times[PLAIN], 0.0
-            times, scale = near, times[PLAIN] / near[PLAIN]
-        return scale * times[self.full], scale * median(times.drafting)
+        """Of a step with the largest tree, and of its drafting; where it was not used yet, after the nearest batch size: a
+        node costs as much for each sequence as it does there, and drafting as many plain steps."""
+        if self.full in self.times:
+            return self.times[self.full], median(self.times.drafting)
+        plain, near = self.times[PLAIN], self.nearest_case()
+        if near is None:
+            return plain, 0.0
+        assert self.case is not None, "a step before begin"
+        times = self.all_times[near]
+        drafting = median(times.drafting)
+        added = max(0.0, times[self.full] - times[PLAIN] - drafting) * self.case.batch / near.batch
+        drafting *= plain / times[PLAIN]
+        return plain + drafting + added, drafting
 
-    def nearest_times(self) -> Times | None:
-        """Of the case nearest in batch size in which plain steps and the largest tree were timed."""
+    def nearest_case(self) -> Case | None:
+        """The one nearest in batch size in which plain steps and the largest tree were timed."""
         assert self.case is not None, "a step before begin"
         batch = self.case.batch
-        timed = [(case, times) for case, times in self.all_times.items() if PLAIN in times and self.full in times]
-        return min(timed, key=lambda one: abs(log(one[0].batch / batch)), default=(None, None))[1]
+        timed = [case for case, times in self.all_times.items() if PLAIN in times and self.full in times]
+        return min(timed, key=lambda case: abs(log(case.batch / batch)), default=None)
 
     def gains(self) -> list[list[float]]:
         """[levels][nodes - 1]: drafts of such a tree that are accepted in a step. Along a path ranks only rise, so its nodes
