@@ -2,9 +2,12 @@
 
 import copy
 from collections.abc import Callable
+from threading import Event, Thread
 
 import pytest
 import torch
+from torch import nn
+from torch.fx import symbolic_trace
 from transformers import LlamaForCausalLM
 
 from foredraft.heads import Target, packing
@@ -110,3 +113,33 @@ def test_every_family_writes_the_same_through_inductor(at_once, monkeypatch, fam
     for settings in ({}, {"temperature": 1.0, "seed": 3}):
         assert text(target, **settings) == text(plain, **settings)
     assert any(graph.is_used for graph in graphs(target))
+
+
+def test_a_forward_goes_on_while_another_thread_traces():
+    """torch.fx changes nn.Module for all threads."""
+    started, goes_on, traced = Event(), Event(), []
+
+    class Waits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            started.set()
+            assert goes_on.wait(60)
+            return self.inner(x)
+
+    def trace() -> None:
+        with tracing.other_threads_go_on():
+            traced.append(symbolic_trace(Waits()))
+
+    thread, linear = Thread(target=trace), nn.Linear(3, 3)
+    wanted = linear(torch.ones(1, 3))
+    thread.start()
+    try:
+        assert started.wait(60)
+        assert torch.equal(linear(torch.ones(1, 3)), wanted)
+    finally:
+        goes_on.set()
+        thread.join(60)
+    assert [node.op for node in traced[0].graph.nodes] == ["placeholder", "call_module", "output"]

@@ -8,6 +8,7 @@ and serves any length of text:
 Any layer of transformers that hands new keys to its cache and what comes back to its attention can be traced so, unchanged.
 """
 
+import contextlib
 import copy
 import os
 import threading
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Tracer
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AttentionInterface, Cache, PreTrainedConfig
 
@@ -49,6 +50,7 @@ class Untraceable(Exception):
     """A layer that cannot be compiled here, and why."""
 
 
+FX = threading.Lock()
 NOW = threading.local()  # call: that runs in this thread; traced: the cache of the layer that is traced in it
 
 
@@ -131,6 +133,26 @@ def places(layer: nn.Module) -> list[Place]:
     return found
 
 
+@contextlib.contextmanager
+def other_threads_go_on() -> Iterator[None]:
+    """torch.fx, which inductor traces with too, puts a function of its own in the place of nn.Module's calls, of all threads:
+    in a forward of another one it does not find the module in what it traces, and raises. Here that forward goes on. One
+    thread at a time."""
+    with FX:
+        mine, call_module = threading.get_ident(), Tracer.call_module
+
+        def call(tracer: Tracer, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            if threading.get_ident() != mine:
+                return forward(*args, **kwargs)
+            return call_module(tracer, module, forward, args, kwargs)
+
+        Tracer.call_module = call  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Tracer.call_module = call_module  # type: ignore[method-assign]
+
+
 class LayerTrace:
     """A copy of a layer, without its weights, and inputs like those of a call: what can be compiled in another thread."""
 
@@ -164,6 +186,10 @@ class LayerTrace:
 
     def compile(self) -> Callable[..., Any]:
         """A function of weights and inputs that returns what the layer does. Raises what tracing or inductor raises."""
+        with other_threads_go_on():
+            return self.compiled()
+
+    def compiled(self) -> Callable[..., Any]:
         with FakeTensorMode():
             fake = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self.device) for x in self.examples]
         with torch.no_grad():
