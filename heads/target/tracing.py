@@ -146,7 +146,7 @@ def other_threads_go_on() -> Iterator[None]:
                 return forward(*args, **kwargs)
             return call_module(tracer, module, forward, args, kwargs)
 
-        Tracer.call_module = call  # type: ignore[method-assign]
+        Tracer.call_module = call  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:
