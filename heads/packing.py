@@ -51,10 +51,10 @@ class PackedLinear(nn.Module):
     def product(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.packed, self.bias, "none", [], "")
 
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and x.requires_grad:
-            return PackedProduct.apply(x, self)
-        return self.product(x)
+    def forward(self, input: Tensor) -> Tensor:  # as nn.Linear calls it
+        if torch.is_grad_enabled() and input.requires_grad:
+            return PackedProduct.apply(input, self)
+        return self.product(input)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -143,11 +143,15 @@ def join(module: nn.Module, forward: Callable[[], Any]) -> None:
             if is_joinable(child):
 
                 def note(_: Any, inputs: Any, parent: nn.Module = parent, name: str = name) -> None:
-                    calls.setdefault(parent, []).append((name, inputs[0], inputs[0]._version))
+                    if inputs:  # else it is called by keyword
+                        calls.setdefault(parent, []).append((name, inputs[0], inputs[0]._version))
 
                 hooks.append(child.register_forward_pre_hook(note))
     try:
-        with torch.no_grad():
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # tensors of inference mode do not count what is written to them
             forward()
     finally:
         for hook in hooks:

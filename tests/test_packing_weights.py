@@ -148,3 +148,24 @@ def test_modules_of_a_kind_are_joined_alike(everything_is_packed):
     pack(module)
     join(module, lambda: [layer(torch.randn(1, 24)) for layer in module])
     assert not any(isinstance(layer, JoinedLinear) for layer in packed_layers(module))
+
+
+def test_a_target_is_loaded_in_inference_mode_too(everything_is_packed, tiny_path):
+    with torch.inference_mode():
+        packed = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+        text = generate(packed, None, torch.arange(5, 25)[None], max_new_tokens=4).sequences
+    assert text.shape[1] > 20 and any(isinstance(layer, JoinedLinear) for layer in packed_layers(packed.model))
+
+
+def test_a_layer_that_is_called_by_keyword_is_left_alone(everything_is_packed):
+    class ByKeyword(Layer):
+        def forward(self, x):
+            return self.one(input=x).sum(-1, keepdim=True) + self.two(input=x).mean(-1, keepdim=True)
+
+    module, x = nn.Sequential(ByKeyword(False, False)).requires_grad_(False), torch.randn(1, 24)
+    pack(module)
+    wanted = module(x)
+    join(module, lambda: module(x))
+    assert torch.equal(module(x), wanted) and not any(
+        isinstance(layer, JoinedLinear) for layer in packed_layers(module)
+    )

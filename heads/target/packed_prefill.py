@@ -44,9 +44,8 @@ class PackedPrompts(Cache):
         self.starts = begins.repeat_interleave(counts)[None]  # (1, all): where each one's prompt begins
         self.positions = torch.arange(self.ends[-1], device=device) - self.starts
         self.last = begins + counts - 1  # (slots,)
-        self.places = (begins[:, None] + columns).clamp(
-            max=self.ends[-1] - 1
-        )  # (slots, longest): of its tokens in the row
+        # (slots, longest): where its tokens are in the row.
+        self.places = (begins[:, None] + columns).clamp(max=self.ends[-1] - 1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
