@@ -21,47 +21,11 @@ ROWS = 8  # that the layout is chosen for: one for a single row makes a tree's p
 # 192 takes 24 microseconds packed and 12 as it is, 8 rows 34 and 31; 576 x 576 40 and 31, 72 and 92 (one core, AVX-512).
 SMALLEST = {torch.float32: 1 << 17, torch.bfloat16: 1 << 15}
 PROBE = (1536, 576)  # shape of the weight that is timed
-Names = tuple[tuple[str, ...], ...]
+Names = tuple[tuple[str, ...], ...]  # groups of a module's children
 
 
-class PackedLinear(nn.Module):
-    """A frozen `nn.Linear`."""
-
-    def __init__(self, linear: nn.Linear):
-        super().__init__()
-        self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, linear.weight.dtype
-        self.bias = linear.bias
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), ROWS)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
-        memo.setdefault(id(self.packed), self.packed)  # torch cannot copy it, and nothing ever writes into it
-        twin = memo[id(self)] = PackedLinear.__new__(PackedLinear)
-        vars(twin).update(copy.deepcopy(vars(self), memo))
-        return twin
-
-    @property
-    def weight(self) -> Tensor:
-        """A copy (out, in) of the weight as it was."""
-        return self.packed.to_dense()
-
-    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = self.weight
-
-    def product(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.packed, self.bias, "none", [], "")
-
-    def forward(self, input: Tensor) -> Tensor:  # as nn.Linear calls it
-        if torch.is_grad_enabled() and input.requires_grad:
-            return PackedProduct.apply(input, self)
-        return self.product(input)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
-
-class JoinedWeight:
-    """The weights of several layers as one, which is packed. Whichever is called first computes what all give."""
+class PackedWeight:
+    """The weights of one or more layers of one input, laid out as one. Whichever is called first computes what all give."""
 
     def __init__(self, linears: Sequence[nn.Linear]):
         """In the order in which they are called."""
@@ -71,12 +35,12 @@ class JoinedWeight:
         ]
         self.bias = None if all(linear.bias is None for linear in linears) else torch.cat(biases).detach()
         weight = torch.cat([linear.weight.detach() for linear in linears])
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+        self.tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
         self.kept: tuple[Tensor, Sequence[Tensor]] | None = None  # an input, and what all of them give for it
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "JoinedWeight":
-        memo.setdefault(id(self.packed), self.packed)
-        twin = memo[id(self)] = JoinedWeight.__new__(JoinedWeight)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedWeight":
+        memo.setdefault(id(self.tensor), self.tensor)  # torch cannot copy it, and nothing ever writes into it
+        twin = memo[id(self)] = PackedWeight.__new__(PackedWeight)
         vars(twin).update(copy.deepcopy(vars(self) | {"kept": None}, memo))
         return twin
 
@@ -84,38 +48,52 @@ class JoinedWeight:
         """(..., out) of layer `number`, a part of what all give."""
         kept = self.kept  # which another thread may change
         if kept is None or kept[0] is not x:
-            whole = torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.packed, self.bias, "none", [], "")
+            whole = packed_linear(x.to(self.dtype), self.tensor, self.bias)
             kept = x, whole.split(self.sizes, dim=-1)
         self.kept = None if number == len(self.sizes) - 1 else kept
         return kept[1][number]
 
 
-class JoinedLinear(PackedLinear):
-    """One of the layers of a JoinedWeight."""
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
-    def __init__(self, linear: nn.Linear, joined: JoinedWeight, number: int):
-        nn.Module.__init__(self)
+
+class PackedLinear(nn.Module):
+    """A frozen `nn.Linear`."""
+
+    def __init__(self, linear: nn.Linear, packed: PackedWeight | None = None, number: int = 0):
+        """packed: that it shares with other layers, as `number` of them; None for one of its own."""
+        super().__init__()
         self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, linear.weight.dtype
-        self.bias, self.joined, self.number = linear.bias, joined, number
+        self.bias, self.packed, self.number = linear.bias, packed or PackedWeight([linear]), number
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "JoinedLinear":
-        twin = memo[id(self)] = JoinedLinear.__new__(JoinedLinear)
-        vars(twin).update(copy.deepcopy(vars(self), memo))
-        return twin
+    @property
+    def is_joined(self) -> bool:
+        return len(self.packed.sizes) > 1
 
     @property
     def weight(self) -> Tensor:
-        return self.joined.packed.to_dense().split(self.joined.sizes)[self.number].clone()
+        """A copy (out, in) of the weight as it was."""
+        return self.packed.tensor.to_dense().split(self.packed.sizes)[self.number].clone()
 
-    def product(self, x: Tensor) -> Tensor:
-        return self.joined.product(x, self.number)
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight
+
+    def forward(self, input: Tensor) -> Tensor:  # as nn.Linear calls it
+        if torch.is_grad_enabled() and input.requires_grad:
+            return PackedProduct.apply(input, self)
+        return self.packed.product(input, self.number)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 class PackedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: PackedLinear) -> Tensor:
         ctx.layer, ctx.dtype = layer, x.dtype
-        return layer.product(x)
+        return layer.packed.product(x, layer.number)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -148,10 +126,8 @@ def join(module: nn.Module, forward: Callable[[], Any]) -> None:
 
                 hooks.append(child.register_forward_pre_hook(note))
     try:
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):  # tensors of inference mode do not count what is written to them
+        # Tensors of inference mode do not count what is written to them.
+        with torch.inference_mode(False), torch.no_grad():
             forward()
     finally:
         for hook in hooks:
@@ -164,9 +140,9 @@ def join(module: nn.Module, forward: Callable[[], Any]) -> None:
         for names in next(iter(found)) if len(found) == 1 else ():
             children: list[Any] = [getattr(parent, name, None) for name in names]
             if all(map(is_joinable, children)) and len({dtype_of(child) for child in children}) == 1:
-                joined = JoinedWeight(children)
+                packed = PackedWeight(children)
                 for number, (name, child) in enumerate(zip(names, children, strict=True)):
-                    setattr(parent, name, JoinedLinear(child, joined, number))
+                    setattr(parent, name, PackedLinear(child, packed, number))
 
 
 def of_one_input(calls: Sequence[tuple[str, Tensor, int]]) -> Names:
@@ -180,8 +156,8 @@ def of_one_input(calls: Sequence[tuple[str, Tensor, int]]) -> Names:
 
 
 def is_joinable(module: Any) -> bool:
-    if type(module) is PackedLinear:
-        return True
+    if isinstance(module, PackedLinear):
+        return not module.is_joined
     return type(module) is nn.Linear and is_frozen_on_cpu(module) and dtype_of(module) in SMALLEST
 
 

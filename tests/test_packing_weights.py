@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from foredraft.heads import Target, packing, save_head
-from foredraft.heads.packing import JoinedLinear, PackedLinear, join, pack, unpack
+from foredraft.heads.packing import PackedLinear, join, pack, unpack
 from foredraft.inference import generate, load_drafter
 from tests.support.head_factory import make_head
 
@@ -44,7 +44,9 @@ def test_the_weight_comes_back_bit_by_bit(everything_is_packed):
     pack(module)
     assert len(packed_layers(module)) == 2
     packed_state, copied = module.state_dict(), copy.deepcopy(module)
-    assert [one.packed is two.packed for one, two in zip(packed_layers(copied), packed_layers(module))] == [True, True]
+    assert [
+        one.packed.tensor is two.packed.tensor for one, two in zip(packed_layers(copied), packed_layers(module))
+    ] == [True, True]
     assert copied[0] is not module[0] and copied[0].bias is not module[0].bias
     unpack(module)
     assert not packed_layers(module) and [type(layer) for layer in module] == [nn.Linear, nn.Linear]
@@ -113,8 +115,9 @@ def test_layers_of_one_input_become_one_product(bias: bool, writes: bool, everyt
     wanted, before = module(x), copy.deepcopy(module.state_dict())
     pack(module)
     join(module, lambda: module(x))
-    joined = [layer for layer in packed_layers(module) if isinstance(layer, JoinedLinear)]
-    assert len(joined) == (0 if writes else 6)  # an input that is written to in between is another
+    assert sum(layer.is_joined for layer in packed_layers(module)) == (
+        0 if writes else 6
+    )  # an input that is written to in between is another
     copied = copy.deepcopy(module)
     for one in (module, copied):
         torch.testing.assert_close(one(x), wanted, rtol=1e-5, atol=1e-5)
@@ -122,13 +125,14 @@ def test_layers_of_one_input_become_one_product(bias: bool, writes: bool, everyt
         assert all(torch.equal(tensor, before[name]) for name, tensor in one.state_dict().items())
         assert one.state_dict().keys() == before.keys()
     if not writes:
-        assert copied[0].one.joined is copied[0].two.joined is not module[0].one.joined
-        assert copied[0].one.joined.packed is module[0].one.joined.packed
+        assert copied[0].one.packed is copied[0].two.packed is not module[0].one.packed
+        assert copied[0].one.packed.tensor is module[0].one.packed.tensor
         # Asked for alone, or in another order, each gives its own.
         linear = nn.Linear(24, 16, bias=False)
         linear.weight.data = before["1.two.weight"]
-        for _ in range(2):
-            torch.testing.assert_close(module[1].two(x[0]), linear(x[0]), rtol=1e-5, atol=1e-5)
+        for row in x:
+            module[1].one(row + 1)  # whose outputs nobody else asks for
+            torch.testing.assert_close(module[1].two(row), linear(row), rtol=1e-5, atol=1e-5)
     gradient, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     module(gradient).sum().backward()
     unpack(module)
@@ -142,19 +146,18 @@ def test_modules_of_a_kind_are_joined_alike(everything_is_packed):
     module = nn.ModuleList([Layer(False, False) for _ in range(2)]).requires_grad_(False)
     pack(module)
     join(module, lambda: module[0](torch.randn(1, 24)))
-    assert [type(layer.two) for layer in module] == [JoinedLinear, JoinedLinear]
-    assert [type(layer.third) for layer in module] == [PackedLinear, PackedLinear]
+    assert [(layer.two.is_joined, layer.third.is_joined) for layer in module] == [(True, False)] * 2
     module = nn.ModuleList([Layer(writes, False) for writes in (False, True)]).requires_grad_(False)
     pack(module)
     join(module, lambda: [layer(torch.randn(1, 24)) for layer in module])
-    assert not any(isinstance(layer, JoinedLinear) for layer in packed_layers(module))
+    assert not any(layer.is_joined for layer in packed_layers(module))
 
 
 def test_a_target_is_loaded_in_inference_mode_too(everything_is_packed, tiny_path):
     with torch.inference_mode():
         packed = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
         text = generate(packed, None, torch.arange(5, 25)[None], max_new_tokens=4).sequences
-    assert text.shape[1] > 20 and any(isinstance(layer, JoinedLinear) for layer in packed_layers(packed.model))
+    assert text.shape[1] > 20 and any(layer.is_joined for layer in packed_layers(packed.model))
 
 
 def test_a_layer_that_is_called_by_keyword_is_left_alone(everything_is_packed):
@@ -166,6 +169,4 @@ def test_a_layer_that_is_called_by_keyword_is_left_alone(everything_is_packed):
     pack(module)
     wanted = module(x)
     join(module, lambda: module(x))
-    assert torch.equal(module(x), wanted) and not any(
-        isinstance(layer, JoinedLinear) for layer in packed_layers(module)
-    )
+    assert torch.equal(module(x), wanted) and not any(layer.is_joined for layer in packed_layers(module))

@@ -35,7 +35,7 @@ def parted(request, monkeypatch) -> str:
     if request.param == "cohorts":
         monkeypatch.setattr(ragged_cache, "SHORT", 8)
     else:
-        monkeypatch.setattr(ragged_cache, "CALL", 1)
+        monkeypatch.setattr(ragged_cache, "CALL_COST", 1)
     return request.param
 
 
@@ -86,6 +86,24 @@ def test_texts_of_every_kind_of_attention(family, parted):
     assert run(engine, asked(), lambda: counts.append(parts(engine))) == expected
     slides = parted == "spans" and model.window is not None
     assert max(counts) == 1 if slides else max(counts) > 2
+
+
+def test_logits_are_the_same_with_spans_and_without(target, monkeypatch):
+    """Of one new token and of several, every one of which sees itself."""
+    lengths, tokens = [4, 19, 5, 11], torch.cat([prompt(19, seed) for seed in range(4)])
+    first = target.new_cache(4, 40)
+    target.prefill(tokens, lengths, first)
+    first.set_lengths(lengths)
+    cache = ragged_cache.RaggedCache(first, 40)
+    for new in (1, 3):
+        positions, logits = cache.seq_lens + torch.arange(new), []
+        for cost, count in ((1 << 30, 1), (1, 4)):
+            monkeypatch.setattr(ragged_cache, "CALL_COST", cost)
+            cache.note_lengths()
+            assert len(cache.spans[0]) == count
+            mask = cache.mask(torch.ones(4, new, new, dtype=torch.bool).tril())
+            logits.append(target.forward_tree(tokens[:, :new], positions, mask, cache).logits)
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
 
 
 def test_each_part_attends_to_its_own_length(target, parted, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foredraft.inference.tree import TokenTree, from_parents
-from foredraft.inference.verify import Coupled, TypicalAcceptance, Verification, Verifier
+from foredraft.inference.verify import Coupled, TypicalAcceptance, Verification, Verifier, argmax
 
 
 class Cases(NamedTuple):
@@ -91,3 +91,11 @@ def test_typical_acceptance_is_medusas(seed):
         assert found.path[row, :count].tolist() == path and found.tokens[row, count - 1] == last
     coupled = Coupled()(tree, logits, None, 8)
     assert all(torch.equal(one[3], other[3]) for one, other in zip(found, coupled, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_argmax_is_that_of_the_numbers_as_they_are(dtype: torch.dtype):
+    """The first of equal ones; of nearly equal ones, the larger in their own precision; a NaN before all."""
+    above = torch.tensor(1.0, dtype=dtype).nextafter(torch.tensor(2.0, dtype=dtype)).item()
+    rows = [[1.0, above, above, 0.0], [above, 1.0, 1.0, above], [2.0, 1.0, float("nan"), 3.0]]
+    assert argmax(torch.tensor(rows, dtype=dtype)).tolist() == [1, 0, 2]

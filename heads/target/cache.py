@@ -269,7 +269,7 @@ class KVCache(Cache):
         return width
 
     def columns(self, new: int) -> Tensor:
-        """(batch, new): where each slot's newest entries go; every layer asks."""
+        """(batch, new): where each slot's newest entries go. Every layer asks; captured ones compute it at each replay."""
         key = self.num_uncommitted, new
         if self.newest_columns is None or self.newest_columns[0] != key or self.kv_bucket is not None:
             first, after = self.num_uncommitted, self.num_uncommitted + new

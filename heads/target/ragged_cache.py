@@ -29,7 +29,7 @@ from foredraft.heads.target.ragged_tensor import RaggedTensor
 SHORT, RATIO = 1024, 1.25  # entries that are alike whatever they are; above, the longest over the shortest of a cohort
 # Entries x heads x dim that attention must be spared for one more call of it: what a call takes on a CPU (20 microseconds,
 # in which a layer of 3 heads of 64 reads so many).
-CALL = 1 << 16
+CALL_COST = 1 << 16
 Span = tuple[slice, int]  # neighbouring slots, and the length of the longest
 
 
@@ -121,7 +121,7 @@ class RaggedCache(Cache):
         width = max((heads * dim for _, heads, dim, *_ in cohort.blocks), default=1)
         if cohort.sliding is not None:  # of which layers hold different entries
             return [(slice(0, cohort.batch), max(cohort.lengths))]
-        return spans(cohort.lengths, CALL / width)
+        return spans(cohort.lengths, CALL_COST / width)
 
     def by_span(self, tensors: list[Tensor], dim: int, fill: float = 0.0) -> Tensor:
         """Of the cohorts' tensors, whose dimension `dim` goes over what a forward sees, the part that each span sees."""

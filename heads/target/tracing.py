@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AttentionInterface, Cache, PreTrainedConfig
 
 from foredraft.heads.cache_directory import cache_directory
-from foredraft.heads.packing import JoinedLinear, PackedLinear
+from foredraft.heads.packing import PackedLinear, packed_linear
 from foredraft.heads.target.attention import EXTRAS, NAME, grouped_sdpa
 
 TRACED = f"{NAME}_traced"  # how a layer that is traced attends
@@ -71,13 +71,9 @@ OPERATORS.impl("attend", attend, "CompositeExplicitAutograd")
 OPERATORS.impl("attend", attended, "Meta")
 
 
-def linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-
-
 # A product with a packed weight that is an input: inductor takes oneDNN's own operator for constants of a graph only.
 OPERATORS.define("linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
-OPERATORS.impl("linear", linear, "CompositeExplicitAutograd")
+OPERATORS.impl("linear", packed_linear, "CompositeExplicitAutograd")
 OPERATORS.impl("linear", lambda x, packed, bias: x.new_empty(*x.shape[:-1], packed.shape[0]), "Meta")
 LINEAR = torch.ops.foredraft.linear.default
 
@@ -124,12 +120,9 @@ def places(layer: nn.Module) -> list[Place]:
     for module in layer.modules():
         tables: list[dict[str, Any]] = [module._parameters, module._buffers]
         found += [(table, name) for table in tables for name, tensor in table.items() if tensor is not None]
-        if isinstance(module, JoinedLinear):
-            if module.number == 0:
-                table = vars(module.joined)
-                found += [(table, name) for name in ("packed", "bias") if table[name] is not None]
-        elif isinstance(module, PackedLinear):
-            found.append((vars(module), "packed"))
+        if isinstance(module, PackedLinear) and module.number == 0:
+            packed = vars(module.packed)
+            found += [(packed, name) for name in ("tensor", "bias") if packed[name] is not None]
     return found
 
 
