@@ -1,7 +1,9 @@
 """Targets from GGUF files: the same model as in a directory, the file's tokenizer, one sentence for what cannot be."""
 
 import errno
+import json
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +19,7 @@ from foredraft.heads.hub.card import model_card
 from foredraft.heads.target import gguf, packages
 from foredraft.heads.target.gguf_attention import check_rope, set_attention
 from foredraft.heads.target.gguf_tokenizer import GPT2, SPLITTINGS, build_tokenizer, end_tokens
+from foredraft.heads.target.loading import load_tokenizer
 from foredraft.heads.target.locating import locate
 from foredraft.train import publish
 from foredraft.train.cli import CONF, explain, spelled_out
@@ -98,6 +101,15 @@ def test_numbers_are_split_as_the_file_says(file, model, words):
     }
     assert found == {"gpt-2": ["123"], "smollm": ["1", "2", "3"]}
     assert ids("smollm", "def") == ids("gpt-2", "def")
+
+
+def test_the_tokenizer_is_the_files_and_not_its_familys(file, model):
+    """Qwen's own composes an accent with its letter; llama.cpp leaves both as they are."""
+    directory = Path(locate(file, "float32"))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
+    tokenizer, _ = load_tokenizer(str(directory), model, None, trust_remote_code=False)
+    assert tokenizer.tokenize("e\u0301") != tokenizer.tokenize("\u00e9")
 
 
 def test_gpt2s_pattern_cuts_as_the_tokenizers_of_that_name_do():

@@ -22,8 +22,10 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 
+from foredraft.heads.target.gguf import record_of
 from foredraft.heads.target.images import reads_images
 
 
@@ -176,8 +178,11 @@ def load_tokenizer(
     path: str, model: PreTrainedModel, revision: str | None, trust_remote_code: bool
 ) -> tuple[PreTrainedTokenizerBase | None, str | None]:
     """The tokenizer, or None and why there is none: decoding and drafting need only ids."""
+    # AutoTokenizer takes the class of the model's family, which cuts and normalizes as that family's first models did: a
+    # GGUF file's own tokenizer may not.
+    kind = AutoTokenizer if record_of(path) is None else PreTrainedTokenizerFast
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = kind.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # none there, or a package is missing: what transformers raises differs by kind
         return None, first_line(error)
     rows = model.get_input_embeddings().num_embeddings
