@@ -46,6 +46,7 @@ def test_more_text_goes_on_where_the_last_ended(target, tmp_path: Path, monkeypa
     assert list(kept) == list(parts[5])
 
 
+@pytest.mark.nightly
 def test_two_processes_read_the_text_that_one_does(tiny_path: Path, folder: Path, tmp_path: Path):
     given = [*SMALL_EAGLE3, f"target.path={tiny_path}", f"data.path={folder}", *FRESH]
     alone = end(program(*given, ONE, "output_dir=alone", cwd=tmp_path))

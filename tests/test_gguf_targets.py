@@ -50,7 +50,7 @@ def test_a_gguf_file_gives_the_weights_template_and_end_tokens_of_its_model(file
     target = Target.from_pretrained(file, dtype="float32")
     ids = torch.arange(3, 40)[None]
     torch.testing.assert_close(target.model(ids).logits, model(ids).logits)
-    assert target.name == str(file) and target.eos_token_ids == [0, 5]
+    assert target.name == target.text_tokenizer.name_or_path == str(file) and target.eos_token_ids == [0, 5]
     assert target.text_tokenizer.chat_template == "{{ messages }}"
     assert target.gguf == {"file": "tiny.gguf", "sha256": gguf.digest_of(file), "weights": "F32 100 %", "license": None}
 

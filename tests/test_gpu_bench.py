@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.processes import script
 from tests.support.tiny import tiny_config
 
@@ -17,6 +19,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path):
     assert gpu(cwd=tmp_path, CUDA_VISIBLE_DEVICES="").startswith("no GPU here")
 
 
+@pytest.mark.nightly
 def test_every_figure_on_a_small_target(tmp_path: Path):
     tiny_config(architectures=["LlamaForCausalLM"]).to_json_file(tmp_path / "tiny.json")
     small = ["device=cpu", "dtype=float32", "prompt_tokens=20", "new_tokens=12", "length=64", "steps=2", "warmup=1"]

@@ -52,7 +52,8 @@ def test_noise_depends_on_seed_position_and_token_alone():
 
 def test_argmax_of_logits_and_noise_has_the_softmax_law():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5])
-    draws = (logits + Noise([11], 5, "cpu").at(torch.arange(200_000)[None])[0]).argmax(-1)
+    noise = Noise([11], 250, "cpu").at(torch.arange(4_000)[None])  # 50 draws of 5 tokens at each position
+    draws = (logits + noise.view(-1, 5)).argmax(-1)
     shares = torch.bincount(draws, minlength=5) / 200_000
     torch.testing.assert_close(shares, logits.softmax(-1), atol=0.004, rtol=0)
 

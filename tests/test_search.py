@@ -135,9 +135,17 @@ def test_why_the_slower_ones_are_dropped():
     assert reason.startswith("2.5 ± ? tokens/s, 7.5 ± ? fewer") and "on one text alone, so it may be as good" in reason
 
 
+def test_a_search_drops_the_slower_ones_and_finishes_the_winner(given: list[str], here, tmp_path: Path, monkeypatch):
+    """One candidate fails, which the others survive."""
+    monkeypatch.setattr(judge, "judged", lambda table, name, texts: pretended(name, len(texts)))
+    ended = here(*given, "output_dir=whole")
+    assert ended.code == 0, ended.err
+    check_results(tmp_path / "whole")
+
+
+@pytest.mark.nightly
 def test_a_search_that_is_stopped_twice_is_the_one_that_was_not(given: list[str], here, tmp_path: Path, monkeypatch):
-    """By Ctrl-C in the first candidate and killed in the second: the same weights, round by round, and the same winner. One
-    candidate fails, which the others survive."""
+    """By Ctrl-C in the first candidate and killed in the second: the same weights, round by round, and the same winner."""
     monkeypatch.setattr(judge, "judged", lambda table, name, texts: pretended(name, len(texts)))
     ended = here(*given, "output_dir=whole")
     assert ended.code == 0, ended.err
@@ -160,7 +168,6 @@ def test_a_search_that_is_stopped_twice_is_the_one_that_was_not(given: list[str]
         weights = [load_file(tmp_path / name / head / "model.safetensors") for name in ("whole", "out")]
         assert weights[0].keys() == weights[1].keys()
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    check_results(tmp_path / "whole")
 
 
 def interrupt(callback: StopAt, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:

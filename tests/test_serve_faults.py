@@ -156,7 +156,7 @@ def read_all_until_done(connection: socket.socket) -> bytes:
 
 def test_nothing_that_the_schema_allows_or_forbids_breaks_the_server(server, client, short, tmp_path):
     """A bounded number of schemathesis's requests; `-n 500` beside a server of one's own is the long run."""
-    checks = ["--checks", "not_a_server_error", "--phases", "examples,coverage,fuzzing", "-n", "10", "--max-time", "15"]
+    checks = ["--checks", "not_a_server_error", "--phases", "examples,coverage,fuzzing", "-n", "10", "--max-time", "8"]
     checks += ["--no-shrink", "--seed", "1", "--generation-database", "none"]
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", *checks]
     key = ["-H", f"Authorization: Bearer {KEY}"]

@@ -146,6 +146,8 @@ class Target:
             if quantization is None and sharding is None and "device_map" not in kwargs:
                 model = model.to(device)
         tokenizer, reason = load_tokenizer(path, model, revision, trusted)
+        if tokenizer is not None:
+            tokenizer.name_or_path = name  # for messages: a file's path is what the user typed
         target = cls(model, tokenizer, name, context)
         if pack and sharding not in COLLECTIVE:  # whose weights are pieces
             packing.pack(model)  # frozen by now
