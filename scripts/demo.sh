@@ -6,7 +6,8 @@
 #   bash scripts/demo.sh target=smollm2 trainer.max_minutes=10  trains that head further first, for so long
 set -euo pipefail
 extras=train
-case " $* " in *" target=smollm2 "*) extras=train,gguf ;; esac
+case " $* " in *" target=smollm2 "*) shipped=yes ;; *) shipped= ;; esac
+case " $* " in *" target=smollm2 "* | *.gguf\ *) extras=train,gguf ;; esac
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 started=$(mktemp)
@@ -18,7 +19,7 @@ for argument in "$@"; do
     case $argument in output_dir=*) output=${argument#output_dir=} ;; esac
 done
 
-if [ "$extras" = train ]; then
+if [ -z "$shipped" ]; then
     say "training and measuring: python train/run.py $*"
     "$python" train/run.py "$@"
 else

@@ -14,6 +14,7 @@ from hydra.utils import instantiate
 
 from foredraft.inference import generate
 from foredraft.inference.drafters import Drafter
+from foredraft.train import cli
 from foredraft.train.trainer import arguments
 from tests.support import names
 from tests.support.batches import PROMPT
@@ -78,7 +79,8 @@ def test_data(name: str, target, folder: Path, tmp_path: Path):
     assert any(found.train[0].loss_mask) and found.card["source"]
 
 
-def test_a_real_target_is_trained_as_published_and_the_embedded_one_in_minutes():
+def test_a_real_target_is_trained_as_published_and_the_embedded_one_in_minutes(monkeypatch):
+    monkeypatch.setattr(cli, "has_gpu", lambda: True)
     demo, real = composed("train"), composed("train", "target=hf", "target.path=ORG/NAME", "data.path=FILE")
     assert demo.trainer.max_steps == 500 and demo.self_generated_tokens > 0 and demo.length == 256
     assert demo.optimizer._target_ == "foredraft.train.optimizer.muon" and demo.data._target_.endswith(
@@ -90,6 +92,18 @@ def test_a_real_target_is_trained_as_published_and_the_embedded_one_in_minutes()
     typed = composed("train", "optimizer=adamw", "trainer.max_steps=3", "data=text", "data.path=FILE")
     assert typed.optimizer._target_ == "foredraft.train.optimizer.adamw" and typed.trainer.max_steps == 3
     assert typed.data._target_ == "foredraft.train.data.corpus.text_files" and typed.length == 256
+
+
+def test_without_a_gpu_a_real_target_is_trained_for_hours(monkeypatch):
+    monkeypatch.setattr(cli, "has_gpu", lambda: False)
+
+    def found(*changes):
+        made = composed("train", *changes, "target.path=ORG/NAME", "data.path=FILE")
+        return made.length, made.trainer.learning_rate, made.optimizer._target_.rpartition(".")[2]
+
+    assert found("target=hf") == (512, 3e-3, "muon")
+    assert found("target=hf", "data=accepted") == found("target=hf", "recipe=hf") == (2048, 1e-4, "adamw")
+    assert found("experiment=qwen3_8b_eagle3")[1:] == (1e-4, "adamw")
 
 
 @pytest.mark.parametrize("name", names("target"))

@@ -12,7 +12,7 @@ from foredraft.heads import Target, adapter
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.scripts import plan
-from foredraft.train.cli import CONF, spelled_out
+from foredraft.train.cli import CONF, named_target, spelled_out
 from foredraft.train.losses import soft
 from foredraft.train.module import DistillationModel
 from foredraft.train.optimizer import adamw
@@ -164,6 +164,10 @@ def test_a_target_may_be_named_without_its_group():
         r"target.path='a folder/x (1)=y\'s.gguf'"
     ]
     assert [spelled_out(word) for word in ("target=hf", "gpus=8")] == [["target=hf"], ["gpus=8"]]
+    assert named_target(["target.path=FILE.gguf", "length=64"]) == ["target=hf"]
+    for arguments in (["target=smollm2", "target.path=FILE.gguf"], ["experiment=x", "target.path=y"], ["length=64"]):
+        assert named_target(arguments) == []
+    assert named_target(["target.path=ORG/NAME"], CONF / "publish") == []
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "domino", "lilicorr", "p_eagle", "uno", "xpress"])

@@ -42,13 +42,17 @@ def shipped(name: str) -> str:
     return str(relative if relative.exists() and relative.samefile(path) else path)
 
 
-def bfloat16_products() -> bool:
-    """For `${bfloat16_products:}`: may the device of a run compute in bfloat16?"""
+def has_gpu() -> bool:
     import torch  # seconds, which `--help` of the other programs need not wait for
 
+    return torch.cuda.is_available()
+
+
+def bfloat16_products() -> bool:
+    """For `${bfloat16_products:}`: may the device of a run compute in bfloat16?"""
     from foredraft.heads.target.loading import has_bfloat16_products
 
-    return has_bfloat16_products("cuda" if torch.cuda.is_available() else "cpu")
+    return has_bfloat16_products("cuda" if has_gpu() else "cpu")
 
 
 def for_demo(target: str, demo: str, other: str) -> str:
@@ -56,8 +60,11 @@ def for_demo(target: str, demo: str, other: str) -> str:
     return demo if target == "embedded" else other
 
 
-def recipe_for(target: str, data: str) -> str:
-    """The choice of conf/recipe: the target's own, but for what a small one's server has logged."""
+def recipe_for(target: str, data: str, experiment: str | None) -> str:
+    """The choice of conf/recipe where none is named. Without a GPU a head learns for hours, not for days as a published
+    experiment does."""
+    if target == "smollm2" or (target == "hf" and data != "accepted" and experiment is None and not has_gpu()):
+        return "hours"
     return for_demo(target, "embedded_log", target) if data == "accepted" else target
 
 
@@ -72,9 +79,9 @@ def data_for(target: str) -> str:
     return "self" if target == "smollm2" else for_demo(target, "stdlib", "conversations")
 
 
-def optimizer_for(recipe: str) -> str:
+def optimizer_for(target: str, recipe: str) -> str:
     """The choice of conf/optimizer where none is named: Muon where a head learns for minutes or hours."""
-    return "muon" if recipe == "smollm2" else for_demo(recipe, "muon", "adamw")
+    return "muon" if recipe == "hours" else for_demo(target, "muon", "adamw")
 
 
 for resolver in (shipped, bfloat16_products, for_demo, recipe_for, data_for, optimizer_for, unless_typed):
@@ -100,7 +107,8 @@ def entry(config_name: str, config_dir: Path = CONF) -> Callable[[Callable[[Dict
         @functools.wraps(main)
         def run() -> None:
             several = config_name == "evaluate"
-            sys.argv[1:] = [part for argument in sys.argv[1:] for part in spelled_out(argument, config_dir, several)]
+            typed = [part for argument in sys.argv[1:] for part in spelled_out(argument, config_dir, several)]
+            sys.argv[1:] = [*named_target(typed, config_dir), *typed]
             args = get_args_parser().parse_args()
             # As Hydra reads --config-path: beside the file of `main`, unless it is absolute.
             folder = Path(inspect.getfile(main)).resolve().parent / (args.config_path or config_dir)
@@ -227,6 +235,14 @@ def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> li
         return ["drafter=head", f"drafter.spec={quoted(value)}"]
     group = ["target=hf"] if (folder / "target").is_dir() else []  # conf/publish has none
     return [*group, f"target.path={quoted(value)}"]
+
+
+def named_target(arguments: list[str], folder: Path = CONF) -> list[str]:
+    """target=hf where there is a target.path of one's own and nothing says what kind of target it is: the embedded target's
+    recipe would not suit it."""
+    keys = {argument.partition("=")[0] for argument in arguments}
+    given = keys & {"target", "experiment", "--config-name", "-cn"}
+    return ["target=hf"] if "target.path" in keys and not given and (folder / "target").is_dir() else []
 
 
 def quoted(path: str) -> str:
