@@ -79,9 +79,9 @@ def data_for(target: str) -> str:
     return "self" if target == "smollm2" else for_demo(target, "stdlib", "conversations")
 
 
-def optimizer_for(target: str, recipe: str) -> str:
+def optimizer_for(recipe: str) -> str:
     """The choice of conf/optimizer where none is named: Muon where a head learns for minutes or hours."""
-    return "muon" if recipe == "hours" else for_demo(target, "muon", "adamw")
+    return "muon" if recipe in ("embedded", "hours") else "adamw"
 
 
 for resolver in (shipped, bfloat16_products, for_demo, recipe_for, data_for, optimizer_for, unless_typed):
