@@ -69,6 +69,16 @@ def test_a_row_depends_on_its_number_alone_and_a_killed_writer_continues(chat, t
     assert file.read_bytes() == before
 
 
+def test_what_is_left_is_estimated_before_the_first_row_is_done(chat, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(magpie, "EVERY", 0)
+    monkeypatch.setattr(magpie, "LONG", 0)
+    written(chat, tmp_path / "rows.jsonl", 200)
+    said = capsys.readouterr().out
+    lines = [line for line in said.splitlines() if line.startswith("self-written text: 0 of 200")]
+    assert " left; " not in lines[0] and " left; " in lines[-1]  # questions alone, then answers, too
+    assert said.count("data.tokens=0 then takes what the file holds") == 1
+
+
 def test_greedy_answers_are_the_targets_own_and_those_that_repeat_themselves_are_dropped(chat, tmp_path, monkeypatch):
     """A bigram model's greedy text does nothing else."""
     monkeypatch.setattr(magpie, "HOPELESS", 12)

@@ -18,7 +18,7 @@ from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.target import Target
 from foredraft.train import checks, parity_gate
 from foredraft.train.data.packing import Document
-from foredraft.train.optimizer import Float32Muon, adamw, muon
+from foredraft.train.optimizer import Float32Muon, MuonAdamW, adamw, muon
 from foredraft.train.runtime import callbacks, checkpoints, distributed
 from foredraft.train.trainer import HeadTrainer
 from tests.support.processes import SMALL, complaint
@@ -242,6 +242,25 @@ def test_muon_in_float32_takes_the_steps_of_torchs(monkeypatch):
         assert exact.state[one].keys() == rounded.state[other].keys()
     monkeypatch.setattr("foredraft.train.optimizer.has_bfloat16_products", lambda device: False)
     assert type(muon(ours, set(), 1e-3, (0.9, 0.95)).parts[0]) is Float32Muon
+
+
+@pytest.mark.parametrize(
+    ("module", "parts"),
+    [
+        (nn.Linear(4, 4), ["Float32Muon", "AdamW"]),
+        (nn.Linear(4, 4, bias=False), ["Float32Muon"]),
+        (nn.Linear(4, 7), None),  # a projection to the vocabulary: AdamW's
+    ],
+)
+def test_muon_takes_heads_with_nothing_for_one_of_its_parts(module, parts, monkeypatch):
+    monkeypatch.setattr("foredraft.train.optimizer.has_bfloat16_products", lambda device: False)
+    made = muon(module, {7}, 1e-3, (0.9, 0.95))
+    assert parts == ([type(part).__name__ for part in made.parts] if isinstance(made, MuonAdamW) else None)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    module(torch.ones(1, 4)).square().sum().backward()
+    made.step()
+    assert not any(torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True))
+    made.load_state_dict(made.state_dict())
 
 
 def matrices(module: nn.Module) -> list[nn.Parameter]:

@@ -47,7 +47,8 @@ SHORTEST_ANSWER = 4  # tokens
 SHORTEST_CUT = 40  # tokens of an answer before it repeats itself
 PREFIXES = 1 << 28  # bytes of texts whose beginnings are not read again
 EVERY = 20  # seconds between lines of progress
-HOPELESS = 200  # rows of which none is kept, after which no other is tried
+LONG = 3600  # seconds left, from which on it is said how to do with less
+HOPELESS = 100  # rows of which none is kept, after which no other is tried
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class Writer:
         self.numbers = (number for number in itertools.count() if number not in rows.numbers)
         self.texts: dict[Request, tuple[Conversation, list[int]]] = {}
         self.engine = Engine(target, None, max_num_seqs=batch, prefixes=PrefixCache(PREFIXES))
+        self.advised = False
 
     def write(self, tokens: int) -> None:
         """Until the file holds `tokens` in the loss. What is in hand then is left: its numbers are written next time."""
@@ -141,8 +143,16 @@ class Writer:
             self.check_hope()
             if time.monotonic() - since >= EVERY:
                 since = time.monotonic()
-                self.report(tokens, (self.rows.tokens - base) / (since - begun))
+                # With what is in hand, since the first rows end long after the first answers began.
+                self.report(tokens, (self.rows.tokens - base + self.answered()) / (since - begun))
         self.engine.close()
+
+    def answered(self) -> int:
+        """Tokens of answers in rows that are not done."""
+        return sum(
+            sum(end - start for start, end in conversation.written) + len(text) * conversation.answering
+            for conversation, text in self.texts.values()
+        )
 
     def check_hope(self) -> None:
         if not self.rows.kept and len(self.rows.numbers) >= HOPELESS:
@@ -154,12 +164,16 @@ class Writer:
 
     def report(self, tokens: int, rate: float) -> None:
         share = self.rows.kept / max(1, len(self.rows.numbers))
-        left = f", {duration((tokens - self.rows.tokens) / rate)} left" if rate else ""
+        seconds = (tokens - self.rows.tokens) / rate if rate else 0.0
+        left = f", {duration(seconds)} left" if rate else ""
         print(
             f"self-written text: {self.rows.tokens:,} of {tokens:,} answer tokens, {rate:,.0f} tokens/s{left}; "
             f"{100 * share:.0f} % of {len(self.rows.numbers):,} rows kept",
             flush=True,
         )
+        if seconds > LONG and not self.advised:
+            self.advised = True
+            print("Ctrl-C loses no row that is done: data.tokens=0 then takes what the file holds", flush=True)
 
     def begin(self, number: int) -> Conversation:
         draw = random.Random(f"{self.settings.seed} {number}")
