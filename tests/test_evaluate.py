@@ -18,6 +18,7 @@ from foredraft.inference.drafters import Drafter, DraftModel, drafter_for
 from foredraft.inference.drafters.base import Accepted, Wrapper
 from foredraft.inference.evaluation.alignment import Alignment, Noted, guess_in_training, head_of
 from foredraft.inference.evaluation.benchmark import Lines, Text
+from foredraft.inference.evaluation.benchmark_report import Results, tables
 from foredraft.inference.evaluation.figures import Table, by_context, conditional, decoding, row, whole
 from foredraft.inference.evaluation.speed import Stopwatch, time_decoders
 from foredraft.inference.tree import TokenTree
@@ -160,6 +161,27 @@ def test_figures_of_known_lines():
     assert by_context(long, long.lines("head", "code")) == {"256": 4.0, "512": 3.0}
     assert conditional(lines[9:10]) == [1.0, 1.0, 1.0, 0.5]  # the step without a draft does not count
     assert row(table, "missing", "all", [], None) is None
+
+
+def test_texts_are_compared_in_the_table_of_all_of_them():
+    texts = [Text("code", [1], False), Text("talk", [2], False)]
+    table = Table([text_line("plain", number, 5.5) for number in range(2)], texts, 0.0)
+    rows = [
+        {
+            **(row(table, "plain", category, [], None) or {}),
+            "drafter": "plain",
+            "category": category,
+            "temperature": 0.0,
+        }
+        for category in ("all", "code")
+    ]
+    identity = [{"drafter": "plain", "temperature": 0.0, "texts": 2, "identical": 1, "rounding": 1, "wrong": 0}]
+    found = {
+        title: dict(zip(heads, body[0]))
+        for title, heads, body in tables(Results({}, rows, [], identity, [], {}, {}), ("all", "code"))
+    }
+    assert found["Temperature 0, all: 2 texts"]["text"] == "identical but for rounding in 1 text"
+    assert "text" not in found["Temperature 0, code: 1 text"]
 
 
 def test_half_a_line_is_cut_off_and_failures_are_tried_again(tmp_path):

@@ -90,21 +90,27 @@ def verdict(results: Results, drafter: str, temperature: float) -> str:
         if (row["drafter"], row["temperature"]) == (drafter, temperature):
             if row["wrong"]:
                 return "changes the text"
-            return "identical" if not row["rounding"] else f"identical but for rounding in {row['rounding']} texts"
+            return "identical" if not row["rounding"] else f"identical but for rounding in {counted(row['rounding'])}"
     return ""
+
+
+def counted(texts: int) -> str:
+    return f"{texts} text" if texts == 1 else f"{texts} texts"
 
 
 Table = tuple[str, list[str], list[list[str]]]  # title, headings, rows
 
 
 def tables(results: Results, chosen: Iterable[str]) -> Iterator[Table]:
-    """Per temperature and chosen category. Columns in which no drafter has a figure are left out."""
+    """Per temperature and chosen category. Columns in which no drafter has a figure are left out; whether texts are
+    plain ones is known of all together."""
     for temperature in dict.fromkeys(row["temperature"] for row in results.rows):
         for category in chosen:
             rows = [r for r in results.rows if (r["temperature"], r["category"]) == (temperature, category)]
             if rows:
-                title = f"Temperature {temperature:g}, {category}: {rows[0]['texts']} texts"
-                body = [[*cells(row), verdict(results, row["drafter"], temperature)] for row in rows]
+                title = f"Temperature {temperature:g}, {category}: {counted(rows[0]['texts'])}"
+                whole = category == ALL
+                body = [[*cells(row), verdict(results, row["drafter"], temperature) if whole else ""] for row in rows]
                 filled = [column for column in zip([*HEADINGS, "text"], *body) if any(column[1:])]
                 headings, *body = map(list, zip(*filled))
                 yield title, headings, body
