@@ -62,8 +62,9 @@ def check_file(file: Path) -> None:
         begins = opened.read(4)
     if begins != MAGIC:
         raise ValueError(f"target {file} is no GGUF file: its first bytes are {begins!r}, not {MAGIC!r}")
-    if find_spec("gguf") is None:
-        raise ValueError(f"target {file} needs the package gguf: pip install gguf")
+    for package in ("gguf", "accelerate"):  # transformers reads GGUF with both alone
+        if find_spec(package) is None:
+            raise ValueError(f"target {file} needs the package {package}: pip install 'foredraft[gguf]'")
 
 
 def digest_of(file: Path) -> str:

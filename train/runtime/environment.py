@@ -4,6 +4,7 @@ import datetime
 import importlib.metadata
 import platform
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 from foredraft.heads import adapter
@@ -14,7 +15,8 @@ from foredraft.train.runtime.memory import peak_memory
 
 
 def versions() -> dict[str, str]:
-    names = ("torch", "transformers", "accelerate", "safetensors")
+    """Of the packages that figures depend on; only training needs accelerate."""
+    names = [name for name in ("torch", "transformers", "accelerate", "safetensors") if find_spec(name)]
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
 
 
