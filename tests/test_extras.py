@@ -55,7 +55,8 @@ def gguf(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("extras", "kind", "given"),
     [
-        ("cli", "directory", "generate drafter=ngram prompt=one max_new_tokens=4"),
+        ("cli", "directory", "generate drafter=ngram+suffix prompt=one max_new_tokens=4"),
+        ("cli", "directory", "generate drafter=HEAD+suffix prompt=one max_new_tokens=4"),
         ("cli", "directory", "evaluate drafter=[ngram] prompts=PROMPTS limit=1 repeats=1 new_tokens=8 output_dir=out"),
         ("cli", "directory", "plan head=eagle3 strategy=single tokens=1000"),
         ("cli", "directory", "lossless drafter=HEAD data=text data.path=TEXTS prompts=1 prompt_tokens=8 new_tokens=8"),

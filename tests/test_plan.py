@@ -163,6 +163,7 @@ def test_a_target_may_be_named_without_its_group():
     assert spelled_out("target=a folder/x (1)=y's.gguf", CONF / "publish") == [
         r"target.path='a folder/x (1)=y\'s.gguf'"
     ]
+    assert spelled_out("drafter=ORG/NAME+suffix") == ["drafter=union", "drafter.spec=ORG/NAME+suffix"]
     assert [spelled_out(word) for word in ("target=hf", "gpus=8")] == [["target=hf"], ["gpus=8"]]
     assert named_target(["target.path=FILE.gguf", "length=64"]) == ["target=hf"]
     for arguments in (["target=smollm2", "target.path=FILE.gguf"], ["experiment=x", "target.path=y"], ["length=64"]):

@@ -211,7 +211,7 @@ def no_space(error: BaseException) -> bool:
 
 def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> list[str]:
     """What stands for `argument` in Hydra's language: target=ORG/NAME is target=hf target.path=ORG/NAME, drafter=DIRECTORY
-    is drafter=head drafter.spec=DIRECTORY, and a prompt is text whatever characters are in it. several: of a program that
+    is drafter=head drafter.spec=DIRECTORY, drafter=A+B is drafter=union drafter.spec=A+B, and a prompt is text whatever characters are in it. several: of a program that
     takes a list of drafters, drafter=A is drafters=[A]."""
     key, _, value = argument.partition("=")
     if key == "--local_rank":
@@ -227,6 +227,8 @@ def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> li
     if key == "target" and not (folder / "target").is_dir() and (CONF / "target" / f"{value}.yaml").is_file():
         path = OmegaConf.load(CONF / "target" / f"{value}.yaml").path
         return [f"target.path='{path}'"]  # conf/publish has no such group
+    if key == "drafter" and "+" in value and not value.startswith(("{", "[")) and not os.path.exists(value):
+        return ["drafter=union", f"drafter.spec={quoted(value)}"]
     if key not in ("target", "drafter") or not ("/" in value or os.path.exists(value)):
         return [argument]
     if (folder / key / f"{value}.yaml").is_file() or value.startswith(("{", "[")):
