@@ -211,8 +211,8 @@ def no_space(error: BaseException) -> bool:
 
 def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> list[str]:
     """What stands for `argument` in Hydra's language: target=ORG/NAME is target=hf target.path=ORG/NAME, drafter=DIRECTORY
-    is drafter=head drafter.spec=DIRECTORY, drafter=A+B is drafter=union drafter.spec=A+B, and a prompt is text whatever characters are in it. several: of a program that
-    takes a list of drafters, drafter=A is drafters=[A]."""
+    is drafter=head drafter.spec=DIRECTORY, drafter=A+B is drafter=union drafter.spec=A+B, and a prompt is text whatever
+    characters are in it. several: of a program that takes a list of drafters, drafter=A is drafters=[A]."""
     key, _, value = argument.partition("=")
     if key == "--local_rank":
         return []  # DeepSpeed's launcher adds it; the variable LOCAL_RANK, which it sets too, says the same
