@@ -62,7 +62,7 @@ def check_file(file: Path) -> None:
         begins = opened.read(4)
     if begins != MAGIC:
         raise ValueError(f"target {file} is no GGUF file: its first bytes are {begins!r}, not {MAGIC!r}")
-    for package in ("gguf", "accelerate"):  # transformers reads GGUF with both alone
+    for package in ("gguf", "accelerate"):  # transformers needs both to read GGUF
         if find_spec(package) is None:
             raise ValueError(f"target {file} needs the package {package}: pip install 'foredraft[gguf]'")
 
