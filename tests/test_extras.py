@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from foredraft.heads import save_head
-from tests.support import typed
+from tests.support import nightly_but, typed
 from tests.support.gguf_targets import write_gguf
 from tests.support.head_factory import make_head
 
@@ -52,21 +52,22 @@ def gguf(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.parametrize(
-    ("extras", "kind", "given"),
-    [
-        ("cli", "directory", "generate drafter=ngram+suffix prompt=one max_new_tokens=4"),
-        ("cli", "directory", "generate drafter=HEAD+suffix prompt=one max_new_tokens=4"),
-        ("cli", "directory", "evaluate drafter=[ngram] prompts=PROMPTS limit=1 repeats=1 new_tokens=8 output_dir=out"),
-        ("cli", "directory", "plan head=eagle3 strategy=single tokens=1000"),
-        ("cli", "directory", "lossless drafter=HEAD data=text data.path=TEXTS prompts=1 prompt_tokens=8 new_tokens=8"),
-        ("cli", "directory", "export head=HEAD format=vllm output_dir=out"),
-        ("cli", "directory", "parity head=HEAD"),
-        ("chat,gguf", "file", "generate drafter=ngram prompt=one max_new_tokens=4"),
-        ("chat,gguf", "file", "chat drafter=ngram max_new_tokens=4"),
-        ("chat", "file", "generate prompt=one"),
-    ],
-)
+BY_DAY = [
+    ("cli", "directory", "generate drafter=HEAD+suffix prompt=one max_new_tokens=4"),
+    ("cli", "directory", "evaluate drafter=[ngram] prompts=PROMPTS limit=1 repeats=1 new_tokens=8 output_dir=out"),
+    ("chat,gguf", "file", "chat drafter=ngram max_new_tokens=4"),
+    ("chat", "file", "generate prompt=one"),
+]
+BY_NIGHT = [
+    ("cli", "directory", "generate drafter=ngram+suffix prompt=one max_new_tokens=4"),
+    ("cli", "directory", "plan head=eagle3 strategy=single tokens=1000"),
+    ("cli", "directory", "lossless drafter=HEAD data=text data.path=TEXTS prompts=1 prompt_tokens=8 new_tokens=8"),
+    ("cli", "directory", "export head=HEAD format=vllm output_dir=out"),
+    ("cli", "directory", "parity head=HEAD"),
+]
+
+
+@pytest.mark.parametrize(("extras", "kind", "given"), nightly_but([*BY_DAY, *BY_NIGHT], *BY_DAY))
 def test_an_extra_is_enough_for_its_programs(
     extras, kind, given, tiny_path, target, folder, gguf, tmp_path, monkeypatch
 ):
