@@ -227,14 +227,13 @@ def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> li
     if key == "target" and not (folder / "target").is_dir() and (CONF / "target" / f"{value}.yaml").is_file():
         path = OmegaConf.load(CONF / "target" / f"{value}.yaml").path
         return [f"target.path='{path}'"]  # conf/publish has no such group
-    if key == "drafter" and "+" in value and not value.startswith(("{", "[")) and not os.path.exists(value):
-        return ["drafter=union", f"drafter.spec={quoted(value)}"]
-    if key not in ("target", "drafter") or not ("/" in value or os.path.exists(value)):
+    joined = key == "drafter" and "+" in value and not os.path.exists(value)
+    if key not in ("target", "drafter") or not (joined or "/" in value or os.path.exists(value)):
         return [argument]
     if (folder / key / f"{value}.yaml").is_file() or value.startswith(("{", "[")):
         return [argument]
     if key == "drafter":
-        return ["drafter=head", f"drafter.spec={quoted(value)}"]
+        return [f"drafter={'union' if joined else 'head'}", f"drafter.spec={quoted(value)}"]
     group = ["target=hf"] if (folder / "target").is_dir() else []  # conf/publish has none
     return [*group, f"target.path={quoted(value)}"]
 

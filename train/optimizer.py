@@ -48,19 +48,19 @@ def orthogonal(matrix: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Optimizers in one: what shards, saves or schedules it sees one list of groups and one state."""
+    """Two optimizers in one: what shards, saves or schedules it sees one list of groups and one state."""
 
-    def __init__(self, *parts: torch.optim.Optimizer):
-        self.parts = parts
-        super().__init__([group for part in parts for group in part.param_groups], {})
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW):
+        self.parts = (muon, adamw)
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
         self.share()
 
     def share(self) -> None:
         """The parts work on this one's groups and state."""
-        groups = iter(self.param_groups)
-        for part in self.parts:
-            part.param_groups = [next(groups) for _ in part.param_groups]
-            part.state = self.state
+        first, second = self.parts
+        count = len(first.param_groups)
+        first.param_groups, second.param_groups = self.param_groups[:count], self.param_groups[count:]
+        first.state = second.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -88,14 +88,14 @@ def muon(
     learning_rate / head_multiplier."""
     named, adapter = split(module)
     matrices = [p for p in named if p.ndim == 2 and p.shape[0] not in vocabularies]
-    if not matrices:  # a head that is an adapter (UNO)
+    if not matrices:  # of a head that is an adapter (UNO) no matrix is for Muon
         return adamw(module, vocabularies, learning_rate, betas, weight_decay, epsilon, head_multiplier)
     others = [p for p in named if p.ndim != 2 or p.shape[0] in vocabularies]
     parts = groups(others, adapter, learning_rate / head_multiplier, weight_decay)
     kind = torch.optim.Muon if has_bfloat16_products(named[0].device) else Float32Muon
     first = kind(matrices, lr=matrix_lr, weight_decay=weight_decay)
-    if not parts:  # matrices alone
-        return MuonAdamW(first)
+    if not parts:  # torch refuses an optimizer of nothing
+        return first
     return MuonAdamW(
         first, torch.optim.AdamW(parts, learning_rate, betas, epsilon, weight_decay=0.0, fused=fused(others))
     )
