@@ -3,7 +3,6 @@ the chat template writes (<think>, <tool_call>): nobody can end a turn that is n
 
 import copy
 import inspect
-import json
 import re
 from typing import Any
 
@@ -11,8 +10,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.heads.target import Target
+from foredraft.heads.target.messages import normalize_messages
 from foredraft.inference.serve.limits import Refused
-from foredraft.inference.serve.protocol import ChatRequest, CompletionRequest, Message, is_tokens
+from foredraft.inference.serve.protocol import ChatRequest, CompletionRequest, is_tokens
 
 PLACE = "\ue000{}\ue001"  # of a mark's text in a message; private characters, which are taken out of messages
 PLACES = re.compile("\ue000(\\d+)\ue001")
@@ -40,8 +40,10 @@ class PromptEncoder:
         """Raises ValueError for what the template or the tokenizer refuses."""
         if self.tokenizer.chat_template is None:
             raise ValueError(f"{self.target.name} has no chat template: use /v1/completions")
-        messages = [self.plain(message) for message in request.messages]
         tools: Any = None if request.tool_choice == "none" else request.tools or None
+        template = self.tokenizer.get_chat_template(tools=tools)
+        given = [message.model_dump(exclude_unset=True) for message in request.messages]
+        messages = [self.plain(message) for message in normalize_messages(given, template)]
         if tools is not None:
             tools = self.without_marks([tool.model_dump(exclude_unset=True) for tool in tools])
         facts = {**self.effort(request.reasoning_effort), **self.without_marks(request.chat_template_kwargs)}
@@ -76,21 +78,18 @@ class PromptEncoder:
             self.spellings[number] = [token for part in whole for token in self.tokenizer(part, **parts)["input_ids"]]
         return self.spellings[number]
 
-    def plain(self, message: Message) -> dict[str, Any]:
+    def plain(self, message: dict[str, Any]) -> dict[str, Any]:
         """What the template is given: text parts joined, thoughts by its own name for them, and marks taken out of all
         text. An earlier answer keeps those that are not special: templates look for thoughts in it."""
-        given = message.model_dump(exclude_unset=True)
-        if message.role == "developer" and not self.knows_developers:
-            given["role"] = "system"
-        if thoughts := given.pop("reasoning", None) or given.pop("reasoning_content", None):
-            given[self.thoughts] = thoughts
-        if isinstance(message.content, list):
-            if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in message.content):
+        if message["role"] == "developer" and not self.knows_developers:
+            message["role"] = "system"
+        if thoughts := message.pop("reasoning", None) or message.pop("reasoning_content", None):
+            message[self.thoughts] = thoughts
+        if isinstance(parts := message["content"], list):
+            if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in parts):
                 raise ValueError("messages hold parts that are not text: only text is supported here")
-            given["content"] = "".join(part["text"] for part in message.content)
-        if isinstance(given.get("tool_calls"), list):
-            given["tool_calls"] = [with_parsed_arguments(call) for call in given["tool_calls"]]
-        return self.without_marks(given, message.role == "assistant")
+            message["content"] = "".join(part["text"] for part in parts)
+        return self.without_marks(message, message["role"] == "assistant")
 
     def without_marks(self, value: Any, specials_alone: bool = False) -> Any:
         if isinstance(value, str):
@@ -140,12 +139,3 @@ class PromptEncoder:
             return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         except (TypeError, UnicodeError):
             raise ValueError("the text is not valid Unicode: it holds half of a surrogate pair") from None
-
-
-def with_parsed_arguments(call: Any) -> Any:
-    """A call of an earlier answer as templates take it: with its arguments as an object, not as OpenAI's string of JSON."""
-    try:
-        function = call["function"]
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except (TypeError, KeyError, ValueError, RecursionError):
-        return call

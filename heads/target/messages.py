@@ -1,0 +1,162 @@
+"""Prepare messages for a chat template: earlier tool calls as clients replay them and as data sets hold them.
+
+OpenAI's protocol has `content: null` next to calls, arguments as a string of JSON, and ids of any form. Templates are less
+tolerant, and each in its own way, so `template_needs` renders a small conversation to find out what a template takes.
+"""
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+Message = dict[str, Any]
+NINE = re.compile("[a-zA-Z0-9]{9}")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of a message's reasoning
+
+
+class TemplateNeeds(NamedTuple):
+    """What a chat template asks of messages with tool calls."""
+
+    ids: str = "any"  # "nine": of letters and digits (Mistral); "numbered": functions.NAME:0 (Kimi-K2)
+    one_call: bool = False  # per message (Llama 3, gpt-oss)
+    text_arguments: bool = False  # a string of JSON, not an object (DeepSeek-V3.1)
+    no_content: str | None = ""  # the content of a message that consists of calls
+    one_text: bool = False  # next to calls: thoughts or content, not both (gpt-oss)
+
+
+def normalize_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list[Message]:
+    """Return messages that this template takes. Raises ValueError for `tool_calls` that are not calls of functions."""
+    return arrange(messages, template_needs(template))
+
+
+@lru_cache(64)
+def template_needs(template: str) -> TemplateNeeds:
+    """Return the first needs with which the template shows two calls and their arguments; the defaults if it shows none."""
+    ids = "numbered" if "<|tool_call_argument_begin|>" in template else "any"
+    for choice in itertools.product((ids, "nine"), (False, True), (False, True)):
+        needs = TemplateNeeds(*choice)
+        if text := shown_calls(template, needs):
+            without = shown_calls(template, needs._replace(no_content=None))
+            if without and len(without) < len(text):  # they write an answer unless its content is none (DeepSeek-R1)
+                needs = needs._replace(no_content=None)
+            both = dict.fromkeys((*THOUGHTS, "content"), "c")
+            return needs._replace(one_text=not shown_calls(template, needs, **both))
+    return TemplateNeeds()
+
+
+def shown_calls(template: str, needs: TemplateNeeds, **message: str) -> str:
+    """Render a conversation with two calls; return "" if it is refused, or if a call is lost or written as Python."""
+    calls = [{"id": f"call-{name}", "function": {"name": name, "arguments": {"key_x": "y"}}} for name in ("f_a", "f_b")]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "z"} for call in calls]
+    asked: list[Message] = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": calls, **message}]
+    conversation = arrange([*asked, *results], needs)
+    marks = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "<s>")
+    try:
+        (text,), _ = render_jinja_template([conversation], chat_template=template, add_generation_prompt=True, **marks)
+    except (TemplateError, TypeError, ValueError):
+        return ""
+    whole = "f_a" in text and "f_b" in text and text.count("key_x") >= 2
+    return text if whole and "{'" not in text and "None" not in text else ""
+
+
+def arrange(messages: Sequence[Mapping[str, Any]], needs: TemplateNeeds) -> list[Message]:
+    found = [clean(message, needs) for message in messages]
+    if needs.one_call:
+        found = [message for group in answers(found) for message in split(group)]
+    if needs.ids != "any":
+        name_calls(found, needs.ids)
+    return found
+
+
+def clean(message: Mapping[str, Any], needs: TemplateNeeds) -> Message:
+    """Drop what is null, and write calls as the template wants them."""
+    message = {name: value for name, value in message.items() if value is not None}
+    calls = message.pop("tool_calls", None)
+    if calls:
+        if not isinstance(calls, list):
+            raise ValueError(f"tool_calls is {str(calls)[:40]!r}, not a list of calls")
+        message["tool_calls"] = [clean_call(call, needs.text_arguments) for call in calls]
+    if calls and needs.one_text and message.get("content") and any(message.get(name) for name in THOUGHTS):
+        content = message.pop("content")
+        message |= {name: f"{message[name]}\n\n{content}" for name in THOUGHTS if message.get(name)}
+    if not message.get("content"):
+        message["content"] = needs.no_content if calls else ""
+    return message
+
+
+def clean_call(call: Any, text_arguments: bool) -> dict[str, Any]:
+    """Return a call with parsed arguments, {} where they are missing or empty. Broken JSON stays text."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError("tool_calls has a call without the name of a function")
+    arguments = parsed_arguments(function.get("arguments"))
+    if text_arguments and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    own = {name: value for name, value in call.items() if value is not None and name not in ("name", "arguments")}
+    # The name comes first: Mistral's template writes the whole object.
+    return {"type": "function", **own, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def parsed_arguments(arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else None
+        except (ValueError, RecursionError):
+            return arguments
+    return {} if arguments is None else arguments
+
+
+def answers(messages: list[Message]) -> Iterator[list[Message]]:
+    """Group each message with the results of tools that follow it."""
+    group: list[Message] = []
+    for message in messages:
+        if message.get("role") != "tool" and group:
+            yield group
+            group = []
+        group.append(message)
+    if group:
+        yield group
+
+
+def split(group: list[Message]) -> list[Message]:
+    """Spread several calls of one message over several messages, each with its result."""
+    message, *results = group
+    calls = message.get("tool_calls", [])
+    if len(calls) < 2:
+        return group
+    found = []
+    for call in calls:
+        found.append({**message, "tool_calls": [call]})
+        own = [number for number, result in enumerate(results) if result.get("tool_call_id") in (None, call.get("id"))]
+        found += [results.pop(number) for number in own[:1]]
+        message = {"role": message["role"], "content": message["content"] and ""}
+    return found + results
+
+
+def name_calls(messages: list[Message], ids: str) -> None:
+    """Give calls and their results, in place, the ids that the template wants. A result without one answers the next call."""
+    number, names, waiting = 0, dict[str, str](), list[str]()
+    for message in messages:
+        waiting = [] if "tool_calls" in message else waiting
+        for call in message.get("tool_calls", []):
+            given = str(call.get("id", number))
+            call["id"] = names[given] = template_id(given, call["function"]["name"], number, ids)
+            waiting.append(call["id"])
+            number += 1
+        if message.get("role") == "tool":
+            given = str(message.get("tool_call_id"))
+            name = names.get(given) or next(iter(waiting), "") or template_id(given, "unknown", number, ids)
+            message["tool_call_id"] = name
+            waiting = [one for one in waiting if one != name]
+
+
+def template_id(given: str, name: str, number: int, ids: str) -> str:
+    if ids == "numbered":
+        return f"functions.{name}:{number}"
+    return given if NINE.fullmatch(given) else hashlib.sha256(given.encode()).hexdigest()[:9]

@@ -1,0 +1,120 @@
+"""Messages of earlier turns, as clients replay them and data sets hold them, made into what a chat template takes."""
+
+import re
+
+import pytest
+
+from foredraft.heads.target.messages import normalize_messages, template_needs
+from foredraft.inference.serve.tools import new_call
+from tests.support import ROOT
+
+TEMPLATES = ROOT / "tests" / "support" / "chat_templates"
+QUESTION = {"role": "user", "content": "q"}
+
+
+def template(name: str) -> str:
+    return (TEMPLATES / f"{name}.jinja").read_text()
+
+
+def call(name: str = "f", arguments="{}", **more) -> dict:
+    return {"id": "call_0123456789", "type": "function", "function": {"name": name, "arguments": arguments}, **more}
+
+
+def answer(*calls: dict, **more) -> dict:
+    return {"role": "assistant", "content": "", "tool_calls": list(calls), **more}
+
+
+def result(content: str = "3", **more) -> dict:
+    return {"role": "tool", "content": content, "tool_call_id": "call_0123456789", **more}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": "yes", "tool_calls": []},
+        {"role": "assistant", "content": "yes", "tool_calls": None},
+        # message.model_dump() of the openai package
+        {
+            "content": "yes",
+            "refusal": None,
+            "role": "assistant",
+            "audio": None,
+            "function_call": None,
+            "tool_calls": None,
+        },
+    ],
+)
+def test_what_a_message_has_not_is_left_out(message):
+    assert normalize_messages([QUESTION, message], template("llama3"))[1] == {"role": "assistant", "content": "yes"}
+
+
+@pytest.mark.parametrize("arguments", ["", " \n", None, "null", "{}", {}])
+def test_a_call_without_arguments_has_an_empty_object(arguments):
+    (message,) = normalize_messages([answer(call(arguments=arguments))], template("qwen3"))
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+
+
+def test_broken_arguments_stay_text_and_others_are_an_object():
+    for arguments, shown in (('{"a": ', '{"a": '), ('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1})):
+        (message,) = normalize_messages([answer(call(arguments=arguments))], template("qwen3"))
+        assert message["tool_calls"][0]["function"]["arguments"] == shown
+
+
+@pytest.mark.parametrize(
+    "calls", ["f()", {"name": "f"}, [None], [{}], [{"function": {"name": None}}], [{"function": "f"}]]
+)
+def test_what_is_no_call_is_refused(calls):
+    with pytest.raises(ValueError, match="tool_calls"):
+        normalize_messages([{"role": "assistant", "tool_calls": calls}], template("qwen3"))
+
+
+@pytest.mark.parametrize("name, content", [("qwen3", ""), ("smollm2", ""), ("deepseek_r1", None)])
+@pytest.mark.parametrize("given", [{}, {"content": None}, {"content": ""}])
+def test_calls_without_content_have_what_the_template_takes_for_nothing(name, content, given):
+    (message,) = normalize_messages([{"role": "assistant", "tool_calls": [call()], **given}], template(name))
+    assert message["content"] == content
+
+
+@pytest.mark.parametrize("ids", [("call_0123456789", "call_0123456780"), (None, None), ("123456789", "abcDEF789")])
+def test_ids_are_nine_letters_and_digits_where_the_template_wants_that(ids):
+    """The same for a call and its result, and another for each call."""
+    calls, results = [call(id=one) for one in ids], [result(tool_call_id=one) for one in ids]
+    messages = normalize_messages([QUESTION, answer(*calls), *results], template("mistral"))
+    found = [one["id"] for one in messages[1]["tool_calls"]]
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", one) for one in found) and len(set(found)) == 2
+    assert [message["tool_call_id"] for message in messages[2:]] == found
+    assert ids[0] != "123456789" or found == [*ids]
+    (untouched, _, _) = normalize_messages([answer(*calls), *results], template("qwen3"))
+    assert [one.get("id") for one in untouched["tool_calls"]] == [*ids]
+
+
+def test_our_own_ids_are_what_every_template_takes():
+    assert re.fullmatch("[a-zA-Z0-9]{9}", new_call("f", "{}")["id"])
+
+
+def test_several_calls_of_one_message_are_spread_where_the_template_takes_one():
+    asked = [QUESTION, answer(call("f", id="a"), call("g", id="b"), content="I look."), result("2", tool_call_id="b")]
+    asked.append(result("1", tool_call_id="a"))
+    messages = normalize_messages(asked, template("llama3"))[1:]
+    assert [message["content"] for message in messages] == ["I look.", "1", "", "2"]
+    assert [one["function"]["name"] for message in messages for one in message.get("tool_calls", [])] == ["f", "g"]
+    assert len(normalize_messages(asked, template("qwen3"))) == 4
+    asked[2:] = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "1"}]  # without ids they come in order
+    assert [message["content"] for message in normalize_messages(asked, template("llama3"))[2:]] == ["1", "", "1"]
+
+
+def test_thoughts_and_content_beside_calls_are_one_text_where_the_template_takes_one():
+    asked = [QUESTION, answer(call(), content="I look.", reasoning="Look it up.")]
+    message = normalize_messages(asked, template("gpt_oss"))[1]
+    assert message["reasoning"] == "Look it up.\n\nI look." and message["content"] == ""
+    assert normalize_messages(asked, template("qwen3"))[1]["content"] == "I look."
+
+
+def test_a_template_that_concatenates_arguments_is_given_text():
+    shown = "{{ c.function.name + c.function.arguments }}"
+    text = f"{{% for m in messages %}}{{% for c in m.tool_calls %}}{shown}{{% endfor %}}{{% endfor %}}"
+    printed = text.replace(" + ", " }}{{ ")  # which writes Python where it is given an object
+    for written in (text, printed):
+        assert template_needs(written).text_arguments
+        (message,) = normalize_messages([answer(call(arguments={"a": "é"}))], written)
+        assert message["tool_calls"][0]["function"]["arguments"] == '{"a": "é"}'
