@@ -173,6 +173,12 @@ class DraftHead(nn.Module, ABC):
         """Its own projections to the draft vocabulary, if it has any."""
         return []
 
+    @property
+    def vocabulary_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that have a row for each token: those of embeddings and of projections to a vocabulary."""
+        embeddings = [module for module in self.modules() if isinstance(module, nn.Embedding)]
+        return [parameter for module in (*embeddings, *self.projections) for parameter in module.parameters()]
+
     @torch.no_grad()
     def init_projections(self, target: Target, counts: Tensor | None) -> None:
         """Start its projections as the target's lm_head, pruned ones as its rows of the most frequent tokens by `counts`

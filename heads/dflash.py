@@ -23,7 +23,7 @@ from foredraft.heads import llama_config
 from foredraft.heads.base import BlockHead, PackedBatch
 from foredraft.heads.block_attention import Blocks, attend_blocks, within
 from foredraft.heads.eagle3 import check_layers
-from foredraft.heads.layers import DecoderLayer, NormedAttention, RMSNorm, Rotary
+from foredraft.heads.layers import DecoderLayer, NormedAttention, RMSNorm, Rotary, ScaledLinear
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import KVCache
 
@@ -74,7 +74,7 @@ class DFlashHead(BlockHead):
         self.width, self.cache_layers = config.hidden_size, config.num_hidden_layers
         self.layer_types = layer_types or [FULL] * self.cache_layers
         self.block_entries = block_size
-        self.fc = nn.Linear(len(layers) * self.width, self.width, bias=False)
+        self.fc = ScaledLinear(len(layers) * self.width, self.width)
         self.hidden_norm, self.norm = (RMSNorm(self.width, config.rms_norm_eps) for _ in range(2))
         self.blocks = nn.ModuleList(self.new_layer() for _ in range(self.cache_layers))
         self.draft_vocab = self.prune_vocabulary(draft_vocab_size, config.vocab_size)
@@ -127,6 +127,12 @@ class DFlashHead(BlockHead):
             self.fc.weight.div_(llama_config.aux_sizes(self.layers, target).cpu())
         llama_config.init_norm(self.norm, target)
         llama_config.init_near_identity(*self.own_layers)
+
+    def on_train_begin(self, target: Target) -> None:
+        self.fc.scale_inputs(llama_config.aux_sizes(self.layers, target).to(self.device))
+
+    def on_train_end(self) -> None:
+        self.fc.scale_inputs(None)
 
     def new_layer(self) -> BlockLayer:
         return BlockLayer(self.config)
@@ -199,7 +205,7 @@ class DFlashHead(BlockHead):
         return self.target.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
 
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
-        return self.hidden_norm(self.fc(aux_hidden_states.to(self.fc.weight.dtype)))
+        return self.hidden_norm(self.fc(aux_hidden_states))
 
     def inputs(self, anchors: Tensor) -> Tensor:
         """(..., block_size, hidden): a block's inputs, from embeddings (..., hidden) of the bonus tokens."""

@@ -113,6 +113,11 @@ class DFlash2Head(DFlashHead):
         return self.causal, super().masking(layer)[1]
 
     @property
+    def vocabulary_parameters(self) -> list[nn.Parameter]:
+        selector = self.candidate_selector
+        return [*super().vocabulary_parameters, selector.predecessor_codebook, selector.successor_codebook]
+
+    @property
     def own_settings(self) -> dict[str, Any]:
         return dict(zip(self.own_names, (self.taps, self.group, self.correction, self.candidates), strict=True))
 

@@ -36,6 +36,10 @@ class DominoHead(DFlashHead):
         nn.init.zeros_(up.weight)  # no correction at first
 
     @property
+    def vocabulary_parameters(self) -> list[nn.Parameter]:
+        return [*super().vocabulary_parameters, *self.embed_proj[-1].parameters()]
+
+    @property
     def own_settings(self) -> dict[str, Any]:
         values = self.embed_proj[0].out_features, self.memory, self.pure
         return dict(zip(self.own_names, values, strict=True)) | {"shift_label": self.sample_from_anchor}

@@ -78,6 +78,10 @@ class DraftModelHead(RecurrentHead):
             setattr(part, name, buffer.to(getattr(part, name).device))
         return self
 
+    @property
+    def vocabulary_parameters(self) -> list[nn.Parameter]:
+        return [*super().vocabulary_parameters, *self.model.get_output_embeddings().parameters()]
+
     def on_train_end(self) -> None:
         if self.tuner:
             self.tuner.pop().merge_and_unload()

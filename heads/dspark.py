@@ -80,6 +80,10 @@ class DSparkHead(DFlashHead):
         self.confidence_head = ConfidenceHead(self.width + markov_rank) if enable_confidence_head else None
 
     @property
+    def vocabulary_parameters(self) -> list[nn.Parameter]:
+        return [*super().vocabulary_parameters, self.markov_head.markov_w2.weight]
+
+    @property
     def own_settings(self) -> dict[str, Any]:
         values = self.rank, self.markov_head.variant, self.confident
         return dict(zip(self.own_names, values, strict=True)) | {"confidence_head_with_markov": True}

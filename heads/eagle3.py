@@ -119,19 +119,15 @@ class Eagle3Head(LayerHead):
         if not fc_norm:
             assert head.fc is not None
             with torch.no_grad():
-                head.fc.weight.div_(head.aux_sizes(target).cpu())
+                head.fc.weight.div_(llama_config.aux_sizes(layers, target).cpu())
         llama_config.init_norm(head.norm, target)
         llama_config.init_near_identity(head.layer)
         head.init_projections(target, counts)
         return head.to(target.device)
 
-    def aux_sizes(self, target: Target) -> Tensor:
-        """(len(layers) * hidden,): of its aux hidden states, to the nearest power of two."""
-        return llama_config.aux_sizes(self.layers, target).log2().round().exp2()
-
     def on_train_begin(self, target: Target) -> None:
         if self.fc is not None and self.input_norm is None and not len(self.fc_norm):
-            self.fc.scale_inputs(self.aux_sizes(target).to(self.device))
+            self.fc.scale_inputs(llama_config.aux_sizes(self.layers, target).to(self.device))
 
     def on_train_end(self) -> None:
         if self.fc is not None:

@@ -134,9 +134,10 @@ def probe_tokens(target: Target) -> Tensor:
 
 
 def aux_sizes(layers: list[int], target: Target) -> Tensor:
-    """(len(layers) * hidden,) float32: the root mean square of each layer's hidden states, for every one of them."""
+    """Return (len(layers) * hidden,) float32: for each number of the hidden states the root mean square of its layer's,
+    rounded to a power of two."""
     sizes = probe(target, layers).unflatten(-1, (len(layers), -1)).pow(2).mean((0, 2)).sqrt()
-    return sizes.repeat_interleave(target.hidden_size)
+    return sizes.log2().round().exp2().repeat_interleave(target.hidden_size)
 
 
 @torch.no_grad()

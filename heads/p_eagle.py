@@ -24,7 +24,7 @@ from foredraft.heads.base import BlockHead, PackedBatch
 from foredraft.heads.block_attention import Blocks, attend_blocks, within
 from foredraft.heads.dflash import check_mask_token
 from foredraft.heads.eagle3 import MidLayer, check_layers, paper_layers
-from foredraft.heads.layers import Attention, DecoderLayer, RMSNorm, Rotary
+from foredraft.heads.layers import Attention, DecoderLayer, RMSNorm, Rotary, ScaledLinear
 from foredraft.heads.step_attention import attend_steps
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import KVCache
@@ -60,7 +60,7 @@ class PEagleHead(BlockHead):
         inputs, eps = len(layers) * self.width, config.rms_norm_eps
         self.embed_tokens = nn.Embedding(config.vocab_size, self.width)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, inputs))
-        self.fc = nn.Linear(inputs, self.width, bias=False)
+        self.fc = ScaledLinear(inputs, self.width)
         self.input_norm = RMSNorm(inputs, eps) if norm_before_fc else None
         further = (DecoderLayer(config) for _ in range(self.cache_layers - 1))
         self.blocks = nn.ModuleList([MidLayer(config), *further])
@@ -99,6 +99,13 @@ class PEagleHead(BlockHead):
         llama_config.init_near_identity(*head.own_layers)
         head.init_projections(target, counts)
         return head.to(target.device)
+
+    def on_train_begin(self, target: Target) -> None:
+        if self.input_norm is None:
+            self.fc.scale_inputs(llama_config.aux_sizes(self.layers, target).to(self.device))
+
+    def on_train_end(self) -> None:
+        self.fc.scale_inputs(None)
 
     @property
     def own_layers(self) -> list[DecoderLayer]:
@@ -144,7 +151,7 @@ class PEagleHead(BlockHead):
     def fuse(self, aux_hidden_states: Tensor) -> Tensor:
         if self.input_norm is not None:
             aux_hidden_states = self.input_norm(aux_hidden_states)
-        return self.fc(aux_hidden_states.to(self.fc.weight.dtype))
+        return self.fc(aux_hidden_states)
 
     def mask_inputs(self, *shape: int) -> tuple[Tensor, Tensor]:
         """(*shape, hidden) each: in the place of fused hidden states, and the mask token's embedding."""

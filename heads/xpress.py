@@ -98,6 +98,10 @@ class XPressHead(DFlashHead):
         self.xpress_head = Refiner(*sizes)
         self.width += (2 if self.sample_from_anchor else 4) * xpress_rank
 
+    @property
+    def vocabulary_parameters(self) -> list[nn.Parameter]:
+        return [*super().vocabulary_parameters, self.xpress_head.w2.weight]
+
     def to_config(self) -> dict:
         return super().to_config() | {
             "xpress_rank": self.correction,

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from foredraft.heads import Target, eagle3, hydra, layer_head, load_head, save_head, vocab
+from foredraft.heads import Target, eagle3, hydra, layer_head, llama_config, load_head, save_head, vocab
 from foredraft.heads import step_attention as steps
 from foredraft.heads.base import PackedBatch, draft_loss_mask
 from foredraft.heads.draft_model import DraftModelHead
@@ -117,6 +117,37 @@ def test_the_begin_and_the_end_of_training_change_neither_drafts_nor_weights(fre
     head.on_train_end()
     assert head.state_dict().keys() == before.keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in head.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "p_eagle"])
+def test_an_optimizers_step_counts_alike_for_hidden_states_of_all_sizes(fresh, kind: str):
+    for layer in fresh.model.model.layers[2:]:  # their outputs are far larger than those of the first two
+        layer.mlp.down_proj.weight.data *= 50
+    head = make_head(kind, fresh, layers=[1, 4])
+    hidden = llama_config.probe(fresh, head.layers)
+    small, large = hidden.chunk(2, dim=-1)
+    assert large.std() > 30 * small.std()
+    head.on_train_begin(fresh)
+    before, moved = head.fc(hidden), []
+    for columns in head.fc.weight.chunk(2, dim=1):
+        step = torch.randn_like(columns)
+        with torch.no_grad():
+            columns.add_(step)
+        moved.append((head.fc(hidden) - before).std().item())
+        with torch.no_grad():
+            columns.sub_(step)
+    assert 0.4 < moved[0] / moved[1] < 2.5
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "p_eagle"])
+def test_a_checkpoint_whose_inputs_were_not_scaled_gives_the_same_drafts(fresh, kind: str):
+    head, text = make_head(kind, fresh), batch(20, 12)
+    drafts, unscaled = states(head, fresh, text), {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    head.on_train_begin(fresh)
+    with torch.no_grad():
+        head.fc.weight.zero_()
+    head.load_state_dict(unscaled)
+    torch.testing.assert_close(states(head, fresh, text), drafts)
 
 
 def test_layers_are_not_tied_by_accident(head):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import save_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.hydra import HydraHead
@@ -21,6 +22,7 @@ from foredraft.train.data.packing import Document
 from foredraft.train.optimizer import Float32Muon, MuonAdamW, adamw, muon
 from foredraft.train.runtime import callbacks, checkpoints, distributed
 from foredraft.train.trainer import HeadTrainer
+from tests.support.head_factory import make_head
 from tests.support.processes import SMALL, complaint
 from tests.support.tiny import TEXT
 from tests.support.trainers import make_trainer
@@ -229,7 +231,7 @@ def test_muon_in_float32_takes_the_steps_of_torchs(monkeypatch):
     theirs.load_state_dict(ours.state_dict())
     monkeypatch.setattr("foredraft.train.optimizer.has_bfloat16_products", lambda device: True)
     exact = Float32Muon(matrices(ours), lr=0.05, weight_decay=0.1)
-    rounded = muon(theirs, set(), 1e-3, (0.9, 0.95), weight_decay=0.1).parts[0]
+    rounded = muon(theirs, [], 1e-3, (0.9, 0.95), weight_decay=0.1).parts[0]
     assert type(rounded) is torch.optim.Muon
     for step in range(4):
         for one, other in zip(matrices(ours), matrices(theirs), strict=True):
@@ -241,7 +243,7 @@ def test_muon_in_float32_takes_the_steps_of_torchs(monkeypatch):
         torch.testing.assert_close(one, other, atol=2e-3, rtol=0.02)
         assert exact.state[one].keys() == rounded.state[other].keys()
     monkeypatch.setattr("foredraft.train.optimizer.has_bfloat16_products", lambda device: False)
-    assert type(muon(ours, set(), 1e-3, (0.9, 0.95)).parts[0]) is Float32Muon
+    assert type(muon(ours, [], 1e-3, (0.9, 0.95)).parts[0]) is Float32Muon
 
 
 @pytest.mark.parametrize(
@@ -254,12 +256,29 @@ def test_muon_in_float32_takes_the_steps_of_torchs(monkeypatch):
 )
 def test_muon_takes_heads_of_matrices_alone_and_of_none(module, kind, monkeypatch):
     monkeypatch.setattr("foredraft.train.optimizer.has_bfloat16_products", lambda device: False)
-    made = muon(module, {7}, 1e-3, (0.9, 0.95))
+    made = muon(module, [*module.parameters()] if module.out_features == 7 else [], 1e-3, (0.9, 0.95))
     assert type(made) is kind
     before = [parameter.detach().clone() for parameter in module.parameters()]
     module(torch.ones(1, 4)).square().sum().backward()
     made.step()
     assert not any(torch.equal(one, other) for one, other in zip(before, module.parameters(), strict=True))
+
+
+def test_muon_knows_what_has_a_row_per_token_by_its_role(fresh, head_kind):
+    """Not by its number of rows, which may be a hidden size's as well (`draft_vocab_size` of 4,096 with an 8B model)."""
+    head = make_head(head_kind, fresh)
+    sizes = {fresh.vocab_size, len(head.d2t) if head.pruned else fresh.vocab_size}
+    by_role = {id(parameter) for parameter in head.vocabulary_parameters if parameter.ndim == 2}
+    assert by_role == {id(p) for p in head.parameters() if p.ndim == 2 and p.shape[0] in sizes}
+    if head.pruned:
+        alike = make_head(head_kind, fresh, draft_vocab_size=fresh.hidden_size)
+        assert names_in_muon(alike) == names_in_muon(head) != set()
+
+
+def names_in_muon(head: DraftHead) -> set[str]:
+    made = muon(head, head.vocabulary_parameters, 1e-3, (0.9, 0.95))
+    names = {id(parameter): name for name, parameter in head.named_parameters()}
+    return {names[id(parameter)] for parameter in made.parts[0].param_groups[0]["params"]}
 
 
 def matrices(module: nn.Module) -> list[nn.Parameter]:

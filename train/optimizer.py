@@ -5,7 +5,7 @@ faster by it: after 75 steps on the embedded target it agreed on 0.275 of tokens
 to a vocabulary, norms and biases stay with AdamW, as its authors advise.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 def muon(
     module: nn.Module,
-    vocabularies: set[int],
+    vocabulary: Sequence[nn.Parameter],
     learning_rate: float,
     betas: tuple[float, float],
     weight_decay: float = 0.0,
@@ -83,14 +83,15 @@ def muon(
     matrix_lr: float = 0.05,
     head_multiplier: float = 4.0,
 ) -> torch.optim.Optimizer:
-    """learning_rate, betas, epsilon: of AdamW's share; weight_decay: of both, on matrices alone. vocabularies: sizes by which
-    projections to a vocabulary are known. head_multiplier: the target's adapter, if it has one, learns at
-    learning_rate / head_multiplier."""
+    """learning_rate, betas, epsilon: of AdamW's share; weight_decay: of both, only on matrices. vocabulary: the head's
+    `vocabulary_parameters`. head_multiplier: the target's adapter, if it has one, learns at learning_rate /
+    head_multiplier."""
     named, adapter = split(module)
-    matrices = [p for p in named if p.ndim == 2 and p.shape[0] not in vocabularies]
+    by_token = {id(parameter) for parameter in vocabulary}
+    matrices = [p for p in named if p.ndim == 2 and id(p) not in by_token]
     if not matrices:  # of a head that is an adapter (UNO) no matrix is for Muon
-        return adamw(module, vocabularies, learning_rate, betas, weight_decay, epsilon, head_multiplier)
-    others = [p for p in named if p.ndim != 2 or p.shape[0] in vocabularies]
+        return adamw(module, vocabulary, learning_rate, betas, weight_decay, epsilon, head_multiplier)
+    others = [p for p in named if p.ndim != 2 or id(p) in by_token]
     parts = groups(others, adapter, learning_rate / head_multiplier, weight_decay)
     kind = torch.optim.Muon if has_bfloat16_products(named[0].device) else Float32Muon
     first = kind(matrices, lr=matrix_lr, weight_decay=weight_decay)
@@ -103,7 +104,7 @@ def muon(
 
 def adamw(
     module: nn.Module,
-    vocabularies: set[int],
+    vocabulary: Sequence[nn.Parameter],
     learning_rate: float,
     betas: tuple[float, float],
     weight_decay: float = 0.0,

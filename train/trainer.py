@@ -148,10 +148,9 @@ class HeadTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            ids = self.distillation.head.draft_ids
             self.optimizer = self.build_optimizer(
                 model or self.model,
-                {self.distillation.target.vocab_size} | (set() if ids is None else {len(ids)}),
+                self.distillation.head.vocabulary_parameters,
                 self.args.learning_rate,
                 (self.args.adam_beta1, self.args.adam_beta2),
                 weight_decay=self.args.weight_decay,

@@ -187,9 +187,7 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
             with torch.autocast("cpu", torch.bfloat16, enabled=cfg.bf16):
                 loss = distillation(*text).loss
             loss.backward()
-    ids = head.draft_ids
-    vocabularies = {target.vocab_size} | (set() if ids is None else {len(ids)})
-    optimizer = instantiate(cfg.optimizer)(distillation, vocabularies, 1e-4, (0.9, 0.95))
+    optimizer = instantiate(cfg.optimizer)(distillation, head.vocabulary_parameters, 1e-4, (0.9, 0.95))
     optimizer.step()
     state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))
     held = sum(tensor.nbytes for tensor in [*head.parameters(), *head.buffers()])
