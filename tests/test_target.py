@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.target import loading
 from foredraft.heads.target import model as model_module
 from foredraft.heads.target.loading import read_config
 from foredraft.heads.target.sharding import left_whole
@@ -40,6 +41,33 @@ def test_auto_is_float32_where_the_cpu_has_no_bfloat16_products(
     assert Target.from_pretrained(tmp_path, device="cpu").dtype == dtype
     assert ("computed in float32, because" in capsys.readouterr().err) == (dtype == torch.float32)
     assert Target.from_pretrained(tmp_path, device="cpu", dtype="bfloat16").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "device, reported, bf16",
+    [
+        ("cuda", (7, 0), False),  # V100
+        ("cuda:1", (7, 5), False),  # T4, RTX 20xx
+        ("cuda", (8, 0), True),
+        ("cuda:1", (12, 0), True),
+        ("cpu", {"bf16": False}, False),  # Graviton2, M1
+        ("cpu", {"bf16": True}, True),
+        ("cpu", {}, False),  # a version of torch that does not say
+        ("mps", None, True),
+    ],
+)
+def test_bfloat16_is_chosen_where_the_device_reports_it(monkeypatch, device, reported, bf16):
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: reported if str(of) == device else (9, 9))
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: reported, raising=False)
+    assert loading.has_bfloat16_products(device) is bf16
+
+
+def test_products_of_4_bit_weights_are_in_what_the_device_has(monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert loading.quantization_config("4bit", "auto", "cuda").bnb_4bit_compute_dtype == torch.float32
+    assert loading.quantization_config("4bit", torch.float16, "cuda").bnb_4bit_compute_dtype == torch.float16
 
 
 @pytest.mark.parametrize("named", ["flash_attention_2", "flex_attention"])

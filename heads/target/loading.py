@@ -61,12 +61,19 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 
 def has_bfloat16_products(device: torch.device | str) -> bool:
-    """Are products in bfloat16 as fast as in float32 on this device? An x86 CPU without instructions for them (AVX512_BF16,
-    AMX) widens every number first: 16 rows take twice as long with AVX-512, four times with AVX2.
+    """Return whether products in bfloat16 are as fast as in float32 on this device. A GPU below compute capability 8 (T4,
+    V100) emulates them. A CPU without instructions for them (AVX512_BF16, AMX, ARM's BF16) widens every number first: 16 rows
+    take twice as long with AVX-512, four times with AVX2.
 
-    By what the CPU says of itself, and not by a measurement, which beside other busy processes gives anything."""
-    if torch.device(device).type != "cpu" or platform.machine().lower() not in ("x86_64", "amd64"):
+    This goes by what the device reports, and not by a measurement, which next to other busy processes gives anything."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu":
         return True
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch 2.9
+        return bool(capabilities.get("bf16", False))
     if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX", "AVX2"):  # ATEN_CPU_CAPABILITY can ask for less
         return False
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -94,14 +101,15 @@ class Once(logging.Filter):
 ONCE = Once()
 
 
-def quantization_config(name: str, dtype: str | torch.dtype) -> Any:
-    """dtype: of the products with 4-bit weights; "auto" is bfloat16."""
+def quantization_config(name: str, dtype: str | torch.dtype, device: str | torch.device) -> Any:
+    """dtype: of the products with 4-bit weights; "auto" is bfloat16 where the device computes in it, else float32."""
     if name not in ("4bit", "8bit"):
         raise ValueError(f"quantization={name} is not one of 4bit, 8bit")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(f"quantization={name} needs bitsandbytes: pip install bitsandbytes")
     if name == "4bit":
-        compute = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+        automatic = torch.bfloat16 if has_bfloat16_products(device) else torch.float32
+        compute = dtype if isinstance(dtype, torch.dtype) else automatic
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
     return BitsAndBytesConfig(load_in_8bit=True)
 
@@ -156,7 +164,7 @@ def load_model(
     if isinstance(dtype, str) and dtype != "auto":
         dtype = resolve_dtype(dtype)
     if quantization is not None:
-        kwargs["quantization_config"] = quantization_config(quantization, dtype)
+        kwargs["quantization_config"] = quantization_config(quantization, dtype, device)
         kwargs.setdefault("device_map", device)
     try:
         config = read_config(path, revision, kwargs["trust_remote_code"])
@@ -165,8 +173,12 @@ def load_model(
         if dtype == "auto" and quantization is None and not has_bfloat16_products(device):
             dtype = torch.float32
             if config.dtype != torch.float32:  # not on stdout, where programs write texts
-                said = "computed in float32, because this CPU has no bfloat16 products (dtype=bfloat16 insists)"
-                print(f"{path} is {said}", file=sys.stderr, flush=True)
+                kind = torch.device(device).type
+                half = ", dtype=float16 takes half the memory" if kind == "cuda" else ""
+                said = (
+                    f"computed in float32, because this {'GPU' if kind == 'cuda' else 'CPU'} has no bfloat16 products"
+                )
+                print(f"{path} is {said} (dtype=bfloat16 insists{half})", file=sys.stderr, flush=True)
         model = model_class(config).from_pretrained(path, dtype=dtype, revision=revision, **kwargs)
     except (OSError, ImportError, json.JSONDecodeError) as error:  # some models need further packages
         raise ValueError(f"target {path} cannot be loaded: {first_line(error)}") from error
