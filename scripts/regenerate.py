@@ -11,6 +11,7 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from foredraft.inference.evaluation.progress import report
 from foredraft.train.cli import entry
 from foredraft.train.data.chat_template import ChatFormat, switched
 from foredraft.train.data.conversations import source_of
@@ -43,7 +44,7 @@ async def serve(cfg: DictConfig, source: Source, sampling: GenerationSettings, d
     server = Server(cfg.endpoint, cfg.model, cfg.timeout, cfg.retries, sampling, extra)
     await server.start()
     output = Output(Path(cfg.output), sampling._asdict() | {"model": server.model, "thinking": thinking})
-    print(f"{server.model} at {cfg.endpoint} answers; {len(output.done)} rows are there already", flush=True)
+    report(f"{server.model} at {cfg.endpoint} answers; {len(output.done)} rows are there already")
     await through_server(server, output.remaining(questions(source, dropped)), cfg.concurrency, output)
     return output
 

@@ -73,7 +73,7 @@ def test_what_is_left_is_estimated_before_the_first_row_is_done(chat, tmp_path, 
     monkeypatch.setattr(magpie, "EVERY", 0)
     monkeypatch.setattr(magpie, "LONG", 0)
     written(chat, tmp_path / "rows.jsonl", 200)
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     lines = [line for line in said.splitlines() if line.startswith("self-written text: 0 of 200")]
     assert " left; " not in lines[0] and " left; " in lines[-1]  # questions alone, then answers, too
     assert said.count("data.tokens=0 then takes what the file holds") == 1
@@ -153,6 +153,37 @@ def test_a_target_whose_questions_are_all_dropped_is_told_so(tmp_path, monkeypat
         written(target, tmp_path / "rows.jsonl", 100)
 
 
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (MagpieSettings(max_question=8000), r"data.max_question=8000 does not fit behind .* to \d+ at most"),
+        (MagpieSettings(max_answer=1024), r"data.max_answer=1024 does not fit behind .* to \d+ at most"),
+        (MagpieSettings(max_question=900, seeds=("bees", "birds " * 90)), r"data.max_question=900 does not fit behind"),
+    ],
+)
+def test_a_context_without_room_for_what_is_asked_is_refused_before_anything_is_written(
+    chat, tmp_path, settings, sentence
+):
+    assert chat.context == 1024
+    with pytest.raises(ValueError, match=sentence):
+        written(chat, tmp_path / "rows.jsonl", 100, settings=settings)
+    assert not (tmp_path / "rows.jsonl").read_text()
+
+
+def test_rows_that_end_before_the_target_writes_do_not_run_on(chat, tmp_path, monkeypatch):
+    """Every question, and behind the first kept ones: so few that the file cannot grow."""
+    monkeypatch.setattr(magpie, "EXHAUSTED", 30)
+    monkeypatch.setattr(magpie, "HOPELESS", 30)
+    monkeypatch.setattr(magpie.Writer, "check_context", lambda self: None)
+    with pytest.raises(ValueError, match=r"none of 3. questions .*conversation longer than the context"):
+        written(chat, tmp_path / "none.jsonl", 100, settings=MagpieSettings(max_question=8000))
+    written(chat, tmp_path / "rows.jsonl", 100)
+    with pytest.raises(
+        ValueError, match=r"none of the last 3. questions .* Set data.tokens=0 to use the [\d,]+ tokens"
+    ):
+        written(chat, tmp_path / "rows.jsonl", 9000, settings=MagpieSettings(max_question=8000))
+
+
 GOOD = "How do bees find their way home in the dark?"
 
 
@@ -170,11 +201,14 @@ GOOD = "How do bees find their way home in the dark?"
         (GOOD, {"tokens": [5, 6] * 40}, "repeats itself"),
         ("How do bees find their way home in the rain?", {"seen": GOOD}, "like an earlier one"),
         ("How do birds find their way home in the dark?", {"seen": "What is a whale?"}, None),
+        # Nothing in it is new, but no earlier question is like it.
+        (GOOD, {"seen": "How do bees find their way to me?\nCan owls find their way home in the dark?"}, None),
     ],
 )
 def test_what_is_dropped_and_why(question, facts, reason):
     rules = QuestionFilter("latin")
-    rules.add(facts.get("seen", ""))
+    for earlier in facts.get("seen", "").splitlines():
+        rules.add(earlier)
     tokens, special, ended = facts.get("tokens", list(range(20))), facts.get("special", False), facts.get("ended", True)
     found = rules.reason(question, tokens, special, ended)
     assert found is None if reason is None else reason in str(found)
@@ -244,7 +278,7 @@ def test_a_head_learns_from_nothing_but_its_target(here, chat_path, tmp_path, mo
     more.append(f"target.path={chat_path}")
     ended = here(*arguments, *own, *more, "output_dir=out")
     assert ended.code == 0, ended.err
-    assert "the target writes 700 tokens" in ended.out and "rows kept" in ended.out
+    assert "the target writes 700 tokens" in ended.err and "rows kept" in ended.out
     again = here(*arguments, *own, *more, "output_dir=other")
-    assert again.code == 0 and "the target writes" not in again.out  # shared by runs
+    assert again.code == 0 and "the target writes" not in again.err  # shared by runs
     assert TALK

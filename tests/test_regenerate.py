@@ -15,6 +15,7 @@ import torch
 from openai.types.chat import ChatCompletion
 
 from foredraft.inference import generate
+from foredraft.train.data import generation_clients
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.generation_clients import Server, in_process, through_server
 from foredraft.train.data.layouts import SkippedRow
@@ -247,20 +248,38 @@ def refusal(kind: type[openai.APIStatusError], status: int, message: str) -> ope
     return kind(message, response=SimpleNamespace(status_code=status, headers={}, request=None), body=None)
 
 
-def test_a_server_that_takes_fewer_requests_at_a_time_answers_all(tmp_path: Path):
-    flying = 0
+def test_a_server_that_takes_fewer_requests_for_a_while_gets_all_of_them_again(tmp_path: Path, monkeypatch):
+    """A quota of no request at a time, even: nobody who was refused stays away."""
+    monkeypatch.setattr(generation_clients, "PAUSE", 0.001)
+    flying, answered, refused, most = 0, 0, 0, 0
 
     async def create(question: str, **_: Any) -> dict:
-        nonlocal flying
-        if flying >= 3:
+        nonlocal flying, answered, refused, most
+        if answered >= 10 and refused < 20:
+            refused += 1
             raise refusal(openai.RateLimitError, 429, "too many requests wait")
         flying += 1
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
+        most = max(most, flying) if refused else 0
         flying -= 1
+        answered += 1
         return {}
 
-    found = rows_of(stubbed(create), ["next"] * 50, tmp_path / "out.jsonl", concurrency=8)
-    assert len(found) == 50 and not any("error" in row for row in found)
+    found = rows_of(stubbed(create), ["next"] * 200, tmp_path / "out.jsonl", concurrency=8)
+    assert len(found) == 200 and not any("error" in row for row in found)
+    assert refused == 20 and most == 8
+
+
+def test_a_server_that_refuses_everything_ends_the_run(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(generation_clients, "PAUSE", 0.001)
+
+    async def create(question: str, **_: Any) -> dict:
+        raise refusal(openai.RateLimitError, 429, "quota of this month")
+
+    server = stubbed(create)
+    server.patience = 0.05
+    with pytest.raises(ValueError, match=r"gives no answer.*quota of this month.*the same command continues"):
+        rows_of(server, ["next"] * 9, tmp_path / "out.jsonl")
 
 
 def test_an_engine_that_refuses_to_tell_ids_is_asked_without(tmp_path: Path):

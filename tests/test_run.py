@@ -176,7 +176,7 @@ def test_a_run_ends_with_a_head(sweep: Sweep, kind: str):
 def test_a_sweep_trains_every_head_in_a_directory_of_its_own(sweep: Sweep):
     assert sorted(path.name for path in sweep.directory.iterdir() if path.is_dir()) == sorted(KINDS)
     for number, kind in enumerate(KINDS, start=1):
-        assert f"job {number} of 2: head={kind}" in sweep.ended.out
+        assert f"job {number} of 2: head={kind}" in sweep.ended.err
         assert metrics(sweep.directory / kind)["head"] == kind
         assert [entry["step"] for entry in history(sweep.directory / kind) if "loss" in entry] == [1, 2, 3, 4]
         assert [entry["step"] for entry in history(sweep.directory / kind) if "acceptance_length" in entry] == [2, 4]

@@ -32,3 +32,20 @@ def test_text_beside_the_weights_is_found_for_its_weights_and_data_only(tmp_path
     data = corpus.Corpus(Documents.of([]), [], [], {"source": "books"})
     own = self_generated.self_generate(target, data, 29, 0, tmp_path / "self_generated.safetensors")
     assert list(own.train) == documents
+
+
+def test_long_beginnings_are_continued_a_few_at_a_time(target, tmp_path, monkeypatch):
+    """A batch of them, each padded to the longest, would be a cache of a hundred gigabytes."""
+    monkeypatch.setattr(self_generated, "POSITIONS", 400)
+    sizes, ask = [], self_generated.generate
+
+    def generate(target, drafter, ids, *args, **settings):
+        sizes.append(ids.shape)
+        return ask(target, drafter, ids, *args, **settings)
+
+    monkeypatch.setattr(self_generated, "generate", generate)
+    lengths = [5, 190, 9, 40, 7, 160, 12, 30]
+    texts = Documents.of([Document([*range(3, 3 + n), 4], [False] * n + [True]) for n in lengths])
+    written = self_generated.write(target, texts, tokens=8 * 8, seed=0, begin=32, new=8)
+    assert sorted(len(row.tokens) - sum(row.loss_mask) for row in written) == sorted(lengths)
+    assert all(rows == 1 or rows * (length + 8) <= 400 for rows, length in sizes) and max(rows for rows, _ in sizes) > 1

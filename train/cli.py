@@ -140,7 +140,7 @@ def run_job(main: Callable[[DictConfig], None], plan: Plan, cfg: DictConfig) -> 
     if plan.sweep:
         job = HydraConfig.get().job.num
         overrides = HydraConfig.get().overrides.task
-        print(f"job {job + 1} of {plan.jobs}: {' '.join(overrides)}", flush=True)
+        print(f"job {job + 1} of {plan.jobs}: {' '.join(overrides)}", file=sys.stderr, flush=True)
         if plan.apart:
             swept = [override for override in overrides if override.partition("=")[0] in plan.apart]
             # No sign that would need quotes when the path is typed again in an override.

@@ -16,7 +16,7 @@ from torch import Tensor
 from foredraft.heads.target import Target
 from foredraft.inference.drafters.auto import AutoTree, HeadTree
 from foredraft.inference.drafters.base import Drafter
-from foredraft.inference.evaluation.progress import Ticker
+from foredraft.inference.evaluation.progress import Ticker, report
 from foredraft.inference.evaluation.speed import foredraft_decoder, time_decoders
 from foredraft.inference.generation import Generation, generate, tokens_per_forward
 
@@ -92,10 +92,9 @@ def float32(target: Target) -> Target | None:
         need = 4 * sum(parameter.numel() for parameter in target.model.parameters())
         free = torch.cuda.mem_get_info(target.device)[0]
         if need > free:
-            print(
+            report(
                 f"warning: the target in float32 takes {need / 2**30:.1f} GiB and {free / 2**30:.1f} are free: identity is "
-                "not proven (scripts/lossless.py does it elsewhere; evaluate.proof=false does not try)",
-                flush=True,
+                "not proven (scripts/lossless.py does it elsewhere; evaluate.proof=false does not try)"
             )
             return None
     same: dict[str, Any] = {"device": target.device, "quantization": target.quantization, "sharding": target.sharding}

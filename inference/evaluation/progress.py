@@ -1,8 +1,16 @@
-"""How far long work has come, a line at a time."""
+"""How far long work has come, a line at a time, on stderr: stdout is for what a program gives."""
 
+import os
+import sys
 import time
 
 FIRST, EVERY = 1.0, 5.0  # seconds until the first line, and between lines
+
+
+def report(line: str) -> None:
+    """Print a line of progress on stderr, from the first process of a run."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)
 
 
 class Ticker:
@@ -21,4 +29,4 @@ class Ticker:
             return
         self.next = now + EVERY
         of = "" if self.total is None else f" of {self.total:,}"
-        print(f"{self.what}: {self.done:,}{of} {self.unit}, {now - self.start:.0f} s", flush=True)
+        report(f"{self.what}: {self.done:,}{of} {self.unit}, {now - self.start:.0f} s")

@@ -3,12 +3,14 @@
 import asyncio
 import os
 import random
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from foredraft.heads.target import Target
 from foredraft.inference.engine import Engine
+from foredraft.inference.evaluation.progress import report
 from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request
 from foredraft.inference.sampling import SamplingParams
@@ -17,6 +19,8 @@ from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow, tool_cal
 from foredraft.train.data.regeneration import AnsweredRow, ConversationRequest, GenerationSettings, Output, Reply
 
 FAILURES = 16  # conversations in a row that a server fails at, at least, before it is taken for broken
+PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds that a conversation waits after status 429, at first and at most
+PATIENCE = 900.0  # seconds in which a server may refuse all requests by status 429
 PREFIXES = 1 << 28  # bytes of texts whose beginnings are not read again
 TOKEN_IDS = "return_token_ids"  # of vLLM and SGLang
 
@@ -27,10 +31,6 @@ class Refused(ValueError):
 
 class Failed(ValueError):
     """This conversation was not answered after all retries: for its own sake, or because the server is broken."""
-
-
-class Busy(Failed):
-    """The server takes fewer requests at a time."""
 
 
 class Server:
@@ -45,6 +45,7 @@ class Server:
         except ImportError:
             raise ValueError("endpoint=... needs the openai package: pip install 'foredraft[regenerate]'") from None
         self.errors, self.endpoint, self.retries, self.settings = openai, endpoint, retries, settings
+        self.patience, self.last_answer = max(PATIENCE, timeout), time.monotonic()
         self.extra = extra | {TOKEN_IDS: True}
         key = os.environ.get("OPENAI_API_KEY", "none")
         self.client = openai.AsyncOpenAI(base_url=endpoint, api_key=key, timeout=timeout, max_retries=retries)
@@ -69,7 +70,7 @@ class Server:
             except self.errors.APIStatusError as error:
                 if TOKEN_IDS not in self.extra or TOKEN_IDS not in error.message:
                     raise
-                print(f"{self.endpoint} knows no {TOKEN_IDS}: training will tokenize the messages", flush=True)
+                report(f"{self.endpoint} does not support {TOKEN_IDS}: training will tokenize the messages")
                 self.extra = {name: value for name, value in self.extra.items() if name != TOKEN_IDS}
                 return await once()
             choice = out.choices[0]
@@ -87,12 +88,18 @@ class Server:
         return await self.retried(once)
 
     async def retried(self, ask: Callable[[], Awaitable[Any]]) -> Any:
-        """Raises Refused for a request that the server will never take, Failed for one that it did not answer, ValueError for
-        a server that is not there."""
+        """Return what `ask` gives. While the server refuses it by status 429 it waits, and longer each time, so that as many
+        conversations are asked for at once as the server takes, and all of them again when it takes more.
+
+        Raises Refused for a request that the server will never take, Failed for one that it did not answer, ValueError for a
+        server that is not there, or answers nothing but 429."""
         failure: Exception | None = None
-        for attempt in range(self.retries + 1):
+        attempt, pause = 0, PAUSE
+        while attempt <= self.retries:
             try:
-                return await ask()
+                answer = await ask()
+                self.last_answer = time.monotonic()
+                return answer
             except Refused:
                 raise
             except self.errors.APIStatusError as error:
@@ -101,7 +108,11 @@ class Server:
                 if error.status_code in (401, 403, 404):
                     raise self.gone(error) from error
                 if error.status_code == 429:
-                    raise Busy(f"status 429: {error.message[:300]}") from error
+                    if time.monotonic() - self.last_answer > self.patience:
+                        raise self.gone(error) from error
+                    await asyncio.sleep(pause * random.uniform(0.75, 1.0))
+                    pause = min(2 * pause, LONGEST_PAUSE)
+                    continue
                 failure = error
                 break
             except self.errors.APITimeoutError as error:
@@ -112,6 +123,7 @@ class Server:
             except (self.errors.APIResponseValidationError, ValueError, TypeError, IndexError, AttributeError) as error:
                 failure = error  # no JSON, or not an answer's
                 await asyncio.sleep(min(8.0, 0.5 * 2**attempt) * random.uniform(0.75, 1.0))
+                attempt += 1
         raise Failed(f"tried {self.retries + 1} times: {str(failure)[:300]}") from failure
 
     def gone(self, failure: Exception) -> ValueError:
@@ -138,24 +150,18 @@ class Server:
 
 
 async def through_server(server: Server, rows: Iterable[ConversationRequest], concurrency: int, output: Output) -> None:
-    """`concurrency` conversations at once, or as many as the server does not refuse with status 429, each written when it is
-    done.
+    """Answer `concurrency` conversations at once, and write each when it is done.
 
     A conversation that the server failed at becomes a row that says so once it has answered another one. Raises ValueError,
     and writes none of them, where it fails at all."""
-    left, refused, failed, some, working = iter(rows), deque[ConversationRequest](), [], bool(output.done), concurrency
+    left, failed, some = iter(rows), [], bool(output.done)
 
     async def work() -> None:
-        nonlocal some, working
-        while (row := refused.popleft() if refused else next(left, None)) is not None:
+        nonlocal some
+        for row in left:
             answered = AnsweredRow()
             try:
                 await server.converse(row, answered)
-            except Busy as error:
-                if working == 1:
-                    raise server.gone(error) from error
-                refused.append(row)
-                break
             except Failed as error:
                 failed.append((row, answered.row))
                 if len(failed) > max(FAILURES, concurrency):
@@ -165,7 +171,6 @@ async def through_server(server: Server, rows: Iterable[ConversationRequest], co
             some = True
             while failed:
                 output.add(*failed.pop())
-        working -= 1
 
     try:
         async with asyncio.TaskGroup() as group:

@@ -30,6 +30,7 @@ from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.hub.card import duration
 from foredraft.heads.target import Target
 from foredraft.inference.engine import Engine
+from foredraft.inference.evaluation.progress import report
 from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request
 from foredraft.inference.sampling import SamplingParams
@@ -49,6 +50,7 @@ PREFIXES = 1 << 28  # bytes of texts whose beginnings are not read again
 EVERY = 20  # seconds between lines of progress
 LONG = 3600  # seconds left, from which on it is said how to do with less
 HOPELESS = 100  # rows of which none is kept, after which no other is tried
+EXHAUSTED = 1000  # the same, where earlier rows were kept
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ class Writer:
         self.ends = frozenset(target.eos_token_ids)
         added = openings.tokenizer.added_tokens_decoder
         self.special = {number for number, token in added.items() if token.special}
+        self.check_context()
+        self.kept, self.tried = rows.kept, len(rows.numbers) if rows.kept else 0  # when a row was last kept
         self.numbers = (number for number in itertools.count() if number not in rows.numbers)
         self.texts: dict[Request, tuple[Conversation, list[int]]] = {}
         self.engine = Engine(target, None, max_num_seqs=batch, prefixes=PrefixCache(PREFIXES))
@@ -132,9 +136,9 @@ class Writer:
         """Until the file holds `tokens` in the loss. What is in hand then is left: its numbers are written next time."""
         begun, since, base = time.monotonic(), time.monotonic(), self.rows.tokens
         while self.rows.tokens < tokens:
-            while len(self.texts) < self.batch:
+            for _ in range(self.batch - len(self.texts)):  # a row may be done at once
                 self.ask(self.begin(next(self.numbers)))
-            for output in self.engine.step():
+            for output in self.engine.step() if self.texts else ():
                 conversation, text = self.texts[output.request]
                 text += output.tokens
                 if output.finish_reason is not None:
@@ -154,26 +158,47 @@ class Writer:
             for conversation, text in self.texts.values()
         )
 
+    def check_context(self) -> None:
+        """Raise ValueError where the target's context has no room for a question, or for an answer to the shortest one."""
+        if self.target.context is None:
+            return
+        topics = {None if seed.endswith("...") else seed for seed in self.settings.seeds} or {None}
+        opening = max(len(self.openings.opening(topic)) for topic in topics)
+        around = len(self.openings.tokens(self.openings.before + self.openings.after)) + 1
+        for name, before in (("max_question", opening), ("max_answer", around)):
+            if before + (most := getattr(self.settings, name)) > self.target.context:
+                raise ValueError(
+                    f"data.{name}={most} does not fit behind the {before} tokens before it: {self.target.name} reads "
+                    f"{self.target.context} tokens. Set data.{name} to {self.target.context - before} at most"
+                )
+
     def check_hope(self) -> None:
-        if not self.rows.kept and len(self.rows.numbers) >= HOPELESS:
-            reasons = "; ".join(f"{count} x {reason}" for reason, count in self.rows.dropped.most_common(3))
+        if self.rows.kept > self.kept:
+            self.kept, self.tried = self.rows.kept, len(self.rows.numbers)
+        dropped = len(self.rows.numbers) - self.tried
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in self.rows.dropped.most_common(3))
+        if not self.kept and dropped >= HOPELESS:
             raise ValueError(
-                f"none of {len(self.rows.numbers)} questions that {self.target.name} wrote is kept ({reasons}): is it one "
-                "that was trained to chat? Else give data=text or data=conversations"
+                f"none of {dropped} questions that {self.target.name} wrote is kept ({reasons}): is it one that was trained "
+                "to chat? Else give data=text or data=conversations"
+            )
+        if dropped >= EXHAUSTED:
+            raise ValueError(
+                f"none of the last {dropped} questions that {self.target.name} wrote is kept (of all rows: {reasons}). Set "
+                f"data.tokens=0 to use the {self.rows.tokens:,} tokens of {self.rows.path}, or data.seeds for other questions"
             )
 
     def report(self, tokens: int, rate: float) -> None:
         share = self.rows.kept / max(1, len(self.rows.numbers))
         seconds = (tokens - self.rows.tokens) / rate if rate else 0.0
         left = f", {duration(seconds)} left" if rate else ""
-        print(
+        report(
             f"self-written text: {self.rows.tokens:,} of {tokens:,} answer tokens, {rate:,.0f} tokens/s{left}; "
-            f"{100 * share:.0f} % of {len(self.rows.numbers):,} rows kept",
-            flush=True,
+            f"{100 * share:.0f} % of {len(self.rows.numbers):,} rows kept"
         )
         if seconds > LONG and not self.advised:
             self.advised = True
-            print("Ctrl-C loses no row that is done: data.tokens=0 then takes what the file holds", flush=True)
+            report("Ctrl-C loses no row that is done: data.tokens=0 then takes what the file holds")
 
     def begin(self, number: int) -> Conversation:
         draw = random.Random(f"{self.settings.seed} {number}")
@@ -316,12 +341,12 @@ def write(target: Target, form: ChatFormat, settings: MagpieSettings, file: Path
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        print(f"another process writes {file}: waiting for it", flush=True)
+        report(f"another process writes {file}: waiting for it")
         lock.acquire()
     try:
         rows = RowFile(file, {"target": fingerprint(target), "settings": asdict(settings), "dtype": str(target.dtype)})
         if rows.tokens < tokens:
-            print(f"the target writes {tokens - rows.tokens:,} tokens into {file}", flush=True)
+            report(f"the target writes {tokens - rows.tokens:,} tokens into {file}")
             Writer(target, Openings(form), settings, rows, batch).write(tokens)
         rows.close()
     finally:

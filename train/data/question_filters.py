@@ -7,13 +7,13 @@ which decoding drafts without having learned anything. No model judges: these ar
 import re
 import unicodedata
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 SHORTEST = 12  # characters of a question
 LETTERS = 0.6  # share of letters and spaces in a question, at least
 ONE_SCRIPT = 0.85  # share of its letters in one script
-SHINGLE, DUPLICATE = 4, 0.7  # words that are compared together; share of them seen before
+SHINGLE, DUPLICATE = 4, 0.7  # words that are compared together; Jaccard similarity of two questions that are alike
 REPEATED = 12  # tokens said twice in a row of an answer that loops
 LONGEST_PERIOD = 16
 
@@ -23,10 +23,21 @@ class QuestionFilter:
 
     def __init__(self, script: str | None = None):
         self.script = None if script is None else script.upper()
-        self.seen: set[int] = set()
+        self.sizes: list[int] = []  # shingles of each question
+        self.questions: defaultdict[int, list[int]] = defaultdict(list)  # with a shingle
 
     def add(self, question: str) -> None:
-        self.seen |= shingles(question)
+        found = shingles(question)
+        for shingle in found:
+            self.questions[shingle].append(len(self.sizes))
+        self.sizes.append(len(found))
+
+    def is_duplicate(self, question: str) -> bool:
+        """Return whether one earlier question is nearly the same. A comparison with all of them together would reject ever
+        more good questions as the set grows."""
+        found = shingles(question)
+        shared = Counter(number for shingle in found for number in self.questions.get(shingle, ()))
+        return any(count >= DUPLICATE * (len(found) + self.sizes[number] - count) for number, count in shared.items())
 
     def reason(self, question: str, tokens: Sequence[int], special: bool, ended: bool) -> str | None:
         """Why not to keep a question, None where it is kept. special: does it hold marks of the template? ended: did the
@@ -47,10 +58,7 @@ class QuestionFilter:
             return "question in several scripts" if share < ONE_SCRIPT else f"question not in {self.script}"
         if question[-1] in ":,;-([":
             return "question that ends badly"
-        found = shingles(question)
-        if len(found & self.seen) >= DUPLICATE * len(found):
-            return "question like an earlier one"
-        return None
+        return "question like an earlier one" if self.is_duplicate(question) else None
 
 
 def shingles(text: str) -> set[int]:

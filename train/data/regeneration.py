@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from foredraft.inference.evaluation.progress import report
 from foredraft.train.data.layouts import Message, SkippedRow, tools
 from foredraft.train.data.sources import Source
 
@@ -180,5 +181,5 @@ class Output:
         self.done[row.number] = row.digest
         if time.monotonic() - self.since >= 10:
             os.fsync(self.file.fileno())
-            print(f"{len(self.done)} rows answered", flush=True)
+            report(f"{len(self.done)} rows answered")
             self.since = time.monotonic()

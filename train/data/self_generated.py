@@ -5,6 +5,7 @@ On text that people wrote a head learns to draft neither them nor its target. A 
 """
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.target import Target
 from foredraft.inference.evaluation.measure import padded
-from foredraft.inference.evaluation.progress import Ticker
+from foredraft.inference.evaluation.progress import Ticker, report
 from foredraft.inference.generation import generate
 from foredraft.train.data.corpus import Corpus, start_tokens
 from foredraft.train.data.documents import Document, Documents
@@ -25,6 +26,7 @@ from foredraft.train.data.documents import Document, Documents
 # In a folder: serving engines take every safetensors file beside the weights for weights.
 NAME = "self_generated/self_generated.safetensors"
 BATCH = 256  # rows that the target writes at once, half of them greedily
+POSITIONS = 1 << 15  # of all rows that are written at once, padded to the longest: 4 GiB of cache for a target of 8B
 BEGIN, NEW = 32, 224  # tokens of raw text that a row begins with; that the target writes in it, at most
 
 
@@ -85,17 +87,32 @@ def write(target: Target, texts: Documents, tokens: int, seed: int, begin: int, 
             row = texts.stretch(number, first, last)[0].tolist()
             greedy = i % 2 == 0 and i < len(order)
             prompts[0.0 if greedy else 1.0].append(row if first == 0 else [*start, *row])
-        for temperature, rows in prompts.items():
-            if rows:
-                settings: dict[str, Any] = {"temperature": temperature, "seed": seed + base, "progress": ticker.add}
+        for temperature, some in prompts.items():
+            first = seed + base
+            for rows in batches_of(some, new):
+                settings: dict[str, Any] = {"temperature": temperature, "seed": first, "progress": ticker.add}
                 ids, mask = (part.to(target.device) for part in padded(rows))
                 text = generate(target, None, ids, mask, max_new_tokens=new, **settings)
                 written = [masked(row + more, len(row)) for row, more in zip(rows, text.new_tokens, strict=True)]
                 batches.append(Documents.of(written))
+                first += len(rows)
     joined = Documents.joined(batches)
     rate = joined.supervised / (time.perf_counter() - since)
-    print(f"self-generated text: {size} of {size} rows, {rate:,.0f} tokens/s", flush=True)
+    report(f"self-generated text: {size} of {size} rows, {rate:,.0f} tokens/s")
     return joined
+
+
+def batches_of(prompts: list[list[int]], new: int) -> Iterator[list[list[int]]]:
+    """Give the prompts in batches that have POSITIONS places at most, with `new` for each row's answer: those of about one
+    length together where not all fit."""
+    if len(prompts) * (max(map(len, prompts), default=0) + new) > POSITIONS:
+        prompts = sorted(prompts, key=len)
+    while prompts:
+        count = 1
+        while count < len(prompts) and (count + 1) * (len(prompts[count]) + new) <= POSITIONS:
+            count += 1
+        yield prompts[:count]
+        prompts = prompts[count:]
 
 
 def beginnings(number: int, texts: Documents, begin: int) -> np.ndarray:
