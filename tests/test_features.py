@@ -97,6 +97,24 @@ def test_a_store_with_more_layers_serves_a_head_that_takes_some(target, tmp_path
         disk.disk(rows(), target, [target.num_layers + 1], 2, **given)
 
 
+@pytest.mark.parametrize(("dtype", "top_k"), [("float32", None), ("fp8", None), ("bf16", 5)])
+def test_a_file_of_rows_is_bounded_in_bytes(target, tmp_path: Path, monkeypatch, dtype: str, top_k: int | None):
+    """256 rows of an 8B model are 17 GB, which each process of a run would hold in memory."""
+    row = disk.bytes_per_position(target, LAYERS, dtype, top_k) * 32
+    given = {"path": str(tmp_path), "dtype": dtype, "top_k": top_k}
+    monkeypatch.setattr(disk, "SHARD_BYTES", 3 * row + 1)
+    first = batch_of(disk.disk(rows(), target, LAYERS, 2, **given))
+    files = sorted(tmp_path.glob("shard-*.safetensors"))
+    assert len(files) == -(-len(rows()) // 3) > 1
+    assert max(file.stat().st_size for file in files) < 3 * row + 4096
+    monkeypatch.undo()  # the same store is read whatever its files hold
+    again = batch_of(disk.disk(rows(), target, LAYERS, 2, **given, shard_rows=2))
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name].view(torch.uint8), again[name].view(torch.uint8)) for name in first)
+    monkeypatch.setattr(disk, "SHARD_BYTES", 1)
+    assert disk.describe(rows(), target, LAYERS, dtype, top_k, 256)["shard_rows"] == 1
+
+
 def test_the_best_logits_stand_for_all(target, tmp_path: Path):
     teacher = DistillationModel(head(target), target, losses.soft)
     everything = batch_of(stored(target, tmp_path / "all", top_k=target.vocab_size))

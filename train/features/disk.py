@@ -42,6 +42,7 @@ from foredraft.train.features.storage import DTYPES, store
 from foredraft.train.runtime import distributed
 
 MANIFEST, PROBE = "manifest.json", "probe.safetensors"
+SHARD_BYTES = 1 << 30  # of a shard, which a process holds in memory while it writes it; a row may be larger
 OPEN = 64  # shards at a time: a system has a limit of files, often 1,024
 OWNER = ("target_hash", "layers", "dtype", "top_k", "data_hash", "shard_rows", "target")
 
@@ -65,6 +66,7 @@ def disk(
     which is smaller where the hidden size is above 3 * top_k. verify: compare a shard with its checksum when it is
     first read. whole_target: keep the target's layers, which nothing but measurements need once all is stored.
     also_layers: hidden states to store beside those of `layers`, so that heads that take them read the same files.
+    shard_rows: rows per file at most; as many as SHARD_BYTES hold where those are fewer.
 
     Raises ValueError that names what does not fit: the target, the layers, the data, a shard.
     """
@@ -103,6 +105,7 @@ def describe(
     packed: Packed, target: Target, layers: list[int], dtype: str, top_k: int | None, shard_rows: int
 ) -> dict[str, Any]:
     """The manifest without the shards."""
+    row = bytes_per_position(target, layers, dtype, top_k) * packed.length
     return {
         "target": target.name,
         "target_hash": None if target.ends_only else target_hash(target),
@@ -114,7 +117,7 @@ def describe(
         "length": packed.length,
         "tokens": packed.tokens,
         "data_hash": packed.digest,
-        "shard_rows": shard_rows,
+        "shard_rows": min(shard_rows, max(1, SHARD_BYTES // row)),
     }
 
 
@@ -139,8 +142,11 @@ def hash_of(weights: Mapping[str, Tensor], numbers: int) -> str:
 
 
 def compare(manifest: dict, facts: dict, directory: Path) -> None:
-    """Raise ValueError where stored features are not those that this run needs. There may be more layers of them."""
-    left_out = {"target"} if facts["target_hash"] else {"target", "target_hash"}  # not known of ends alone
+    """Raise ValueError where stored features are not those that this run needs. There may be more layers of them, and other
+    numbers of rows in a file."""
+    left_out = {"target", "shard_rows"} | (
+        set() if facts["target_hash"] else {"target_hash"}
+    )  # not known of ends alone
     if set(facts["layers"]) <= set(manifest.get("layers", [])):
         left_out.add("layers")
     names = [name for name in facts if name not in left_out and manifest.get(name) != facts[name]]
@@ -208,26 +214,25 @@ def check_owner(shard: Shard, facts: dict) -> None:
 def shard(
     packed: Packed, target: Target, facts: dict, rows: range, batch: int, ticker: Ticker | None
 ) -> dict[str, Tensor]:
-    found: dict[str, list[Tensor]] = {}
+    found: dict[str, Tensor] = {}
     for start in range(rows.start, rows.stop, batch):
         items = [packed[row] for row in range(start, min(start + batch, rows.stop))]
         text = PackedBatch(**send_to_device(collate(items), target.device))
         aux_hidden_states, last = forward_target(target, text, facts["layers"])
-        kept = {"features": aux_hidden_states}
+        stored = store("features", aux_hidden_states, facts["dtype"], len(facts["layers"]))
         if facts["top_k"] is None:
-            kept["last"] = last
+            stored |= store("last", last, facts["dtype"], len(facts["layers"]))
         else:
             top = target.logits(last).topk(facts["top_k"])
-            kept["top_ids"] = top.indices.to(torch.int32)
-            found.setdefault("top_values", []).append(
-                top.values.to(torch.float32 if facts["dtype"] == "float32" else torch.bfloat16).cpu()
-            )
-        for name, tensor in kept.items():
-            for key, stored in store(name, tensor, facts["dtype"], len(facts["layers"])).items():
-                found.setdefault(key, []).append(stored.cpu())
+            values = top.values.to(torch.float32 if facts["dtype"] == "float32" else torch.bfloat16)
+            stored |= {"top_ids": top.indices.to(torch.int32), "top_values": values}
+        for name, tensor in stored.items():
+            if name not in found:
+                found[name] = torch.empty(len(rows), *tensor.shape[1:], dtype=tensor.dtype)
+            found[name][start - rows.start :][: len(items)].copy_(tensor)
         if ticker is not None:
             ticker.add(len(items))
-    return {name: torch.cat(parts).contiguous() for name, parts in found.items()}
+    return found
 
 
 def write_probe(target: Target, layers: list[int], directory: Path) -> None:
