@@ -1,6 +1,8 @@
 """Documents as flat arrays, rows put together when they are read, and sets prepared once for all processes."""
 
+import itertools
 import json
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -8,10 +10,13 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from foredraft.train.data import conversations, sources
 from foredraft.train.data.conversations import corpus
 from foredraft.train.data.documents import Documents
+from foredraft.train.data.packing import Packed, collate
 from tests.support import ROOT
 from tests.support.batches import documents
 from tests.support.chats import CHATML, tokenizer
@@ -29,18 +34,47 @@ def test_joined_and_selected_documents_are_the_same_documents():
     assert whole.supervised == sum(sum(text.loss_mask) for text in texts)
 
 
+def arrow_file(folder: Path) -> str:
+    """Of 100 documents, 2.5 MB."""
+    texts = [{"tokens": [n] * 5_000, "flags": [n % 2] * 5_000} for n in range(100)]
+    features = datasets.Features({name: datasets.List(datasets.Value(kind)) for name, kind in COLUMNS.items()})
+    stored = datasets.Dataset.from_generator(lambda: iter(texts), features=features, cache_dir=str(folder))
+    [file] = stored.cache_files
+    return file["filename"]
+
+
+def test_mapped_documents_go_to_another_process_as_their_files_name(tmp_path: Path):
+    """A loader's workers are spawned on macOS, and on Linux from Python 3.14 on: what they read is pickled for them."""
+    own = documents(4, 9)
+    parts = [Documents.of(own), Documents.mapped(arrow_file(tmp_path)), Documents.of(own)]
+    given = Documents.joined(parts).select(np.array([1, 7, 40, 103]))
+    given.weights = np.array([0.0, 1.0])
+    sent = pickle.dumps(given)
+    assert len(sent) < 20_000
+    found = pickle.loads(sent)
+    assert list(found) == list(given) and found.digest == given.digest and found.weights.tolist() == [0, 1]
+    assert list(pickle.loads(pickle.dumps(found))) == list(given)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_spawned_workers_read_rows_of_mapped_documents(tmp_path: Path, method: str):
+    packed = Packed(Documents.mapped(arrow_file(tmp_path)), 64, 0)
+    rows = DataLoader(packed, 4, num_workers=2, multiprocessing_context=method, collate_fn=collate)
+    alone = DataLoader(packed, 4, collate_fn=collate)
+    for ours, theirs in itertools.islice(zip(rows, alone, strict=True), 9):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="says what a mapped file takes on Linux")
 def test_what_was_read_of_a_mapped_file_does_not_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("foredraft.train.data.documents.KEPT", 50_000)
-    texts = [{"tokens": [n] * 5_000, "flags": [n % 2] * 5_000} for n in range(100)]
-    features = datasets.Features({name: datasets.List(datasets.Value(kind)) for name, kind in COLUMNS.items()})
-    stored = datasets.Dataset.from_generator(lambda: iter(texts), features=features, cache_dir=str(tmp_path))
-    [file] = stored.cache_files
-    found = Documents.joined([Documents.mapped(file["filename"])])  # of 2.5 MB
+    file = arrow_file(tmp_path)
+    found = Documents.joined([Documents.mapped(file)])
     for _ in range(2):
         assert [document.tokens[-1] for document in found] == [*range(100)]
     assert found.select(np.array([7])).supervised == 5_000
-    taken = re.findall(rf"{file['filename']}(?s:.*?)^Rss: +(\d+) kB", Path("/proc/self/smaps").read_text(), re.M)
+    taken = re.findall(rf"{file}(?s:.*?)^Rss: +(\d+) kB", Path("/proc/self/smaps").read_text(), re.M)
     assert len(taken) >= 1 and sum(map(int, taken)) < 1_000
 
 

@@ -28,6 +28,25 @@ class Document(NamedTuple):
     images: Sequence[str] = ()  # where its images are (heads.target.images.open_image), in their order
 
 
+class MappedFile:
+    """An Arrow file of `datasets` in memory: its columns `tokens` (lists of int32) and `flags` (of uint8). A copy in another
+    process, which a loader's worker gets, maps the file again."""
+
+    def __init__(self, path: str):
+        import pyarrow.ipc  # with its libraries, which most runs need not load
+
+        self.path = path
+        with open(path, "rb") as opened:
+            self.pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        table = pyarrow.ipc.open_stream(pyarrow.py_buffer(self.pages)).read_all()
+        parts = [table.column(name).chunks for name in ("tokens", "flags")]
+        self.tokens, self.flags = ([part.values.to_numpy(zero_copy_only=True) for part in column] for column in parts)
+        self.offsets = [part.offsets.to_numpy().astype(np.int64) for part in parts[0]]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MappedFile, (self.path,)
+
+
 class Documents(Sequence[Document]):
     """Document n is tokens[chunk[n]][begin[n] : begin[n] + sizes[n]], and the same stretch of `flags`.
 
@@ -38,7 +57,7 @@ class Documents(Sequence[Document]):
     """
 
     weights: np.ndarray | None = None
-    files: Sequence[mmap.mmap] = ()
+    files: Sequence[MappedFile] = ()
     reader: ImageReader | None = None
     images: Any = None
     pictured: np.ndarray | None = None
@@ -84,20 +103,27 @@ class Documents(Sequence[Document]):
 
     @classmethod
     def mapped(cls, path: str) -> "Documents":
-        """The columns `tokens` (lists of int32) and `flags` (of uint8) of an Arrow file of `datasets`, where they lie."""
-        import pyarrow.ipc  # with its libraries, which most runs need not load
-
-        with open(path, "rb") as opened:
-            file = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        table = pyarrow.ipc.open_stream(pyarrow.py_buffer(file)).read_all()
-        parts = [table.column(name).chunks for name in ("tokens", "flags")]
-        tokens, flags = ([part.values.to_numpy(zero_copy_only=True) for part in column] for column in parts)
-        offsets = [part.offsets.to_numpy().astype(np.int64) for part in parts[0]]
-        chunk = np.repeat(np.arange(len(offsets)), [len(part) - 1 for part in offsets])
-        begin, sizes = np.concatenate([np.stack([part[:-1], np.diff(part)]) for part in offsets], axis=1)
-        found = cls(tokens, flags, chunk, begin, sizes)
+        """The documents of an Arrow file of `datasets`, where they lie."""
+        file = MappedFile(path)
+        chunk = np.repeat(np.arange(len(file.offsets)), [len(part) - 1 for part in file.offsets])
+        begin, sizes = np.concatenate([np.stack([part[:-1], np.diff(part)]) for part in file.offsets], axis=1)
+        found = cls(file.tokens, file.flags, chunk, begin, sizes)
         found.files = [file]
         return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out arrays that are mapped: (file, number) stands for each of them."""
+        state = self.__dict__.copy()
+        for name in ("tokens", "flags"):
+            mapped = {id(a): (f, n) for f, file in enumerate(self.files) for n, a in enumerate(getattr(file, name))}
+            state[name] = [mapped.get(id(array), array) for array in state[name]]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        for name in ("tokens", "flags"):
+            files = [getattr(file, name) for file in self.files]
+            setattr(self, name, [files[a[0]][a[1]] if isinstance(a, tuple) else a for a in state[name]])
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -127,7 +153,7 @@ class Documents(Sequence[Document]):
         if self.touched > KEPT:
             self.touched = 0
             for file in self.files:
-                file.madvise(mmap.MADV_DONTNEED)
+                file.pages.madvise(mmap.MADV_DONTNEED)
         chunk, begin = self.chunk[number], self.begin[number]
         part = slice(begin + start, begin + stop)
         return self.tokens[chunk][part], self.flags[chunk][part]
