@@ -4,31 +4,63 @@
 aux hidden states of another layer, a norm, a shift, a lost config field) all show as a difference here. It runs before the
 first step, so that a head that cannot be saved fails then, and before every save that is final.
 
-The head computes in float32, and the target as it is loaded: a second copy in float32 would need as much memory again. A
-target in half precision rounds a short and a long forward differently, so there both get the aux hidden states of one.
+The head and the target's lm_head compute in float32, and the target's layers as they are loaded: a second copy in float32
+would need as much memory again. A target in half precision rounds a short and a long forward differently, so there both get
+the aux hidden states of one.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from foredraft.heads.base import BlockHead, DraftHead, PackedBatch, RecurrentHead
 from foredraft.heads.checkpoint import load_head
+from foredraft.heads.packing import PackedLinear
 from foredraft.heads.target import Target
+from foredraft.heads.target.sharding import full_tensor
 from foredraft.heads.uno import UnoHead
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.sampling import Sampling, SamplingParams
 
-TOLERANCE = 1e-3  # of a float32 target's logits
-ROUNDINGS = 8  # of a target in half precision: so many roundings of the largest logit, which its lm_head makes
+TOLERANCE = 1e-3  # of logits that are computed in float32
+ROUNDINGS = 8  # of the largest logit, where a target in half precision computes it
+ROWS = 1 << 13  # of the target's lm_head that are in float32 at a time
 
 
-def tolerance(target: Target, logits: Tensor) -> float:
-    if target.dtype == torch.float32 or not target.dtype.is_floating_point:
+@contextlib.contextmanager
+def float32_lm_head(target: Target) -> Iterator[bool]:
+    """Let `target.logits` compute in float32, where its lm_head has plain weights; whether it does. A tolerance for the
+    rounding of a bfloat16 lm_head would hide every small mistake of a head that drafts with it."""
+    head = target.model.get_output_embeddings()
+    plain = isinstance(head, nn.Linear | PackedLinear)
+    weight = full_tensor(head.weight) if plain else torch.empty(0, dtype=torch.int8)
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        yield False
+        return
+
+    def logits(hidden: Tensor) -> Tensor:
+        parts = [F.linear(hidden.float(), rows.float()) for rows in weight.to(hidden.device).split(ROWS)]
+        bias = 0 if head.bias is None else head.bias.float().to(hidden.device)
+        return target.scaled(torch.cat(parts, dim=-1) + bias)
+
+    target.logits = logits  # type: ignore[method-assign]
+    try:
+        yield True
+    finally:
+        del target.logits
+
+
+def tolerance(head: DraftHead, target: Target, exact: bool, logits: Tensor) -> float:
+    """Return the difference that rounding may make. exact: are the target's logits in float32? Then UNO alone, which drafts
+    with the target's layers, computes anything in the target's precision."""
+    own = bool(head.projections) or (exact and not isinstance(head, UnoHead))
+    if own or target.dtype == torch.float32 or not target.dtype.is_floating_point:
         return TOLERANCE
     return max(TOLERANCE, ROUNDINGS * torch.finfo(target.dtype).eps * logits.abs().max().item())
 
@@ -100,17 +132,18 @@ def check(head: DraftHead, target: Target, prompt: list[int], saved: Path | None
     head.eval()
     head.attach(target)
     worst = 0.0
-    for cut in (len(prompt) // 2, len(prompt) - 1):
-        before, bonus = prompt[:cut], prompt[cut]
-        for who, reader in heads.items():
-            chain, drafted = drafted_logits(reader, target, before, bonus)
-            trained = trained_logits(head, target, [*before, bonus, *chain, 0], cut - 1)
-            for depth, (ours, theirs) in enumerate(zip(trained, drafted, strict=True), start=1):
-                difference, most = (ours - theirs).abs().max().item(), tolerance(target, ours)
-                if not difference <= most:
-                    raise ValueError(
-                        f"parity gate: at depth {depth} the training forward and {who} differ by {difference:.3g} in the "
-                        f"draft's logits (more than {most:.3g}); nothing is called final until they agree"
-                    )
-                worst = max(worst, difference)
+    with float32_lm_head(target) as exact:
+        for cut in (len(prompt) // 2, len(prompt) - 1):
+            before, bonus = prompt[:cut], prompt[cut]
+            for who, reader in heads.items():
+                chain, drafted = drafted_logits(reader, target, before, bonus)
+                trained = trained_logits(head, target, [*before, bonus, *chain, 0], cut - 1)
+                for depth, (ours, theirs) in enumerate(zip(trained, drafted, strict=True), start=1):
+                    difference, most = (ours - theirs).abs().max().item(), tolerance(head, target, exact, ours)
+                    if not difference <= most:
+                        raise ValueError(
+                            f"parity gate: at depth {depth} the training forward and {who} differ by {difference:.3g} in the "
+                            f"draft's logits (more than {most:.3g}); nothing is called final until they agree"
+                        )
+                    worst = max(worst, difference)
     return worst

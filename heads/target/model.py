@@ -553,7 +553,12 @@ class Target:
         head = self.model.get_output_embeddings()
         if not isinstance(head, packing.PackedLinear) and head.weight.is_floating_point():
             hidden = hidden.to(head.weight.dtype)
-        logits = head(hidden).to(hidden.device)  # of several devices (sharding=layers) it may lie on the last
+        return self.scaled(
+            head(hidden).to(hidden.device)
+        )  # of several devices (sharding=layers) it may lie on the last
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Apply what the target's config does to what its lm_head gives."""
         divisor, factor, cap = self.logit_settings
         logits = logits if divisor is None else logits / divisor
         logits = logits if factor is None else logits * factor
