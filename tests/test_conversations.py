@@ -10,7 +10,7 @@ from datasets import Dataset
 from foredraft.train.data import data_card, encoding
 from foredraft.train.data.conversations import corpus
 from foredraft.train.data.corpus import count_tokens, has_chats, prompts
-from foredraft.train.data.documents import Document
+from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.encoding import Encoder
 from foredraft.train.data.layouts import SkippedRow
 from foredraft.train.data.sources import Row, Source
@@ -185,8 +185,18 @@ def test_prompts_of_conversations_end_where_the_answer_begins(file: Path, tmp_pa
     assert len(rows) == 4
     assert all(form.decode(row).startswith("<|im_start|>user\nwhat is ") for row in rows)
     assert all(form.decode(row).endswith("?<|im_end|>\n<|im_start|>assistant\n") for row in rows)
+    assert prompts(form, list(data.test), 4, 16) == rows
     with pytest.raises(ValueError, match="more than 8 tokens"):
         prompts(form, data.test, 4, 1)
+
+
+def test_held_out_conversations_that_are_not_chosen_stay_arrays(file: Path, tmp_path: Path, monkeypatch):
+    """Millions of tokens would become Python's numbers, at each measurement, while all processes wait."""
+    form = tokenizer(CHATML)
+    data = corpus(form, path=str(file), cache_dir=str(tmp_path), test_share=0.4)
+    read, get = [], Documents.__getitem__
+    monkeypatch.setattr(Documents, "__getitem__", lambda self, number: read.append(number) or get(self, number))
+    assert len(data.test) > 4 and len(prompts(form, data.test, 2, 16)) == 2 and len(read) == 2
 
 
 def test_the_card_counts_what_is_trained_on(tmp_path: Path):

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -324,3 +325,22 @@ def test_nodes_that_do_not_share_the_output_are_told_so(tmp_path: Path):
             "all nodes share\n"
         ), ended.err
     assert not list(tmp_path.rglob(".*"))  # what was looked for
+
+
+def test_nodes_that_read_other_rows_are_told_so_before_the_first_step(tiny_path: Path, folder: Path, tmp_path: Path):
+    """Their steps would be of other numbers, and the one that ends first would be waited for."""
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(reserved_port())}
+    given = [*SMALL_EAGLE3, TWO, f"target.path={tiny_path}", "data.path=texts", f"output_dir={tmp_path / 'out'}"]
+    nodes = []
+    for rank in ("0", "1"):
+        shutil.copytree(folder, texts := tmp_path / rank / "texts")
+        if rank == "1":
+            (texts / "3.txt").write_text("x = 1\n" * 90)
+        command = [PYTHON, str(ROOT / "train/run.py"), *given, "strategy=ddp"]
+        nodes.append(start(*command, cwd=tmp_path / rank, RANK=rank, LOCAL_RANK="0", **group))
+    for ended in map(end, nodes):
+        assert ended.code == 2, ended
+        assert (
+            "error: 1 of the 2 processes have other training rows, of texts, than the first: give all nodes"
+            in ended.err
+        )

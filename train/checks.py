@@ -76,8 +76,21 @@ def save_checked(
     return parity_gate.check(head.to(torch.float32), target, text[:GATE_TOKENS], saved=directory)
 
 
+# Losses that cannot do with the target's k largest logits, and why.
+NOT_OF_TOP_K = {
+    "reverse_kl": "is infinite where a token has no probability",
+    "regression": "compares last hidden states",
+}
+
+
 def check_features(cfg: DictConfig) -> None:
-    """Raises ValueError for stored features of a target whose layers are trained."""
+    """Raise ValueError for stored features of a target whose layers are trained, and for a loss of what is not stored."""
+    losses = {cfg.loss._target_.rpartition(".")[2], *(cfg.loss.get("weights") or {})}
+    for loss in sorted(losses & NOT_OF_TOP_K.keys()) if cfg.features.get("top_k") else ():
+        raise ValueError(
+            f"features.top_k={cfg.features.top_k} stores the largest logits only, and loss={loss} {NOT_OF_TOP_K[loss]}: set "
+            "features.top_k=null, or another loss"
+        )
     if cfg.criterion._target_.rpartition(".")[2] in ("JointDistillation", "UnoDistillation") and (
         cfg.features._target_ != ONLINE
     ):
@@ -92,6 +105,11 @@ def check_fresh_text(cfg: DictConfig, target: Target) -> None:
         raise ValueError("fresh_text=true writes text anew, and self_generated_tokens=0 lets the target write none")
     if cfg.features._target_ != ONLINE:
         raise ValueError("fresh_text=true trains on text that is not there at the start: take features=online")
+    if workers := cfg.trainer.get("dataloader_num_workers"):
+        raise ValueError(
+            f"trainer.dataloader_num_workers={workers}: with fresh_text=true the process that reads rows runs the target, "
+            "which a worker cannot. Set 0"
+        )
     if target.is_collective:
         raise ValueError(
             f"target.sharding={target.sharding} lets all processes write together, and they come to the end of a text one by "

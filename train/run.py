@@ -48,7 +48,6 @@ from foredraft.train.finalize import finalize
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import Measure, Progress, StopOnSignal, fitted
 from foredraft.train.runtime.memory import keep_freed, out_of_memory_named
-from foredraft.train.runtime.memory_plan import planned_memory
 from foredraft.train.runtime.run_state import CHECKPOINTS, done_before, open_directory, rows_per_step
 from foredraft.train.start import init_from
 from foredraft.train.trainer import HeadTrainer, HeadTrainingArguments, arguments
@@ -168,6 +167,8 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     if head.pruned and cfg.init_from is None:  # to what the target writes, which is what the head will draft
         head.init_projections(target, counts)
     packed = Packed(data.train, cfg.length, cfg.data_seed, cfg.long)
+    if distributed.world_size() > 1:  # each node may have read files of its own, a cache in its home among them
+        distributed.check_same(packed.digest, f"training rows, of {data.card['source']},")
     card = data_card.describe(data.train) | data_card.coverage(counts, head.draft_ids)
     data = data._replace(card=data.card | card | packed.card)
     if distributed.rank() == 0:
@@ -249,18 +250,19 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
         fresh = "after each time the target writes others"
         print(f"the {len(dataset):,} rows are read {times:.1f} times: {fresh if run.later else flatters}", flush=True)
 
+    decodes = cfg.evaluate.eval_steps and not target.ends_only and has_prompts(run.data.validation)
+    settings = cfg.evaluate.eval_prompts, cfg.evaluate.prompt_tokens
+    validation = prompts(target.text_tokenizer, run.data.validation, *settings) if decodes else []
+
     def validate(head: DraftHead) -> dict[str, float]:
-        some = prompts(
-            target.text_tokenizer, run.data.validation, cfg.evaluate.eval_prompts, cfg.evaluate.prompt_tokens
-        )
-        decoded = decode(target, drafter_for(head, target), some, **limited(64, has_chats(run.data.validation)))
+        limits = limited(64, has_chats(run.data.validation))
+        decoded = decode(target, drafter_for(head, target), validation, **limits)
         found = {
             "acceptance_length": round(tokens_per_forward(decoded), 4),
             "acceptance_error": held_out.standard_error(decoded),
         }
         return found | held_out.agreement(trainer.criterion.with_head(head), run.held_out).figures
 
-    decodes = not target.ends_only and has_prompts(run.data.validation)
     stop = StopOnSignal()
     trainer = HeadTrainer(
         distillation,
@@ -276,7 +278,6 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
         cfg.trainer.per_device_train_batch_size,
         cfg.length,
         f"target={target.name} head={run.head.kind} strategy={cfg.strategy.name} gpus={distributed.world_size()}",
-        lambda: planned_memory(cfg, target),
     )
     try:
         with named:

@@ -45,8 +45,28 @@ NOT_HERE = {  # arguments of Trainer that would change nothing here, and what do
         ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
         "set trainer.compile_head, which leaves the target",
     ),
-    "eval_strategy": "set evaluate.eval_steps",
-    "load_best_model_at_end": "set evaluate.keep_best",
+    **dict.fromkeys(("eval_strategy", "eval_steps", "eval_delay"), "set evaluate.eval_steps"),
+    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), "set evaluate.keep_best"),
+    **dict.fromkeys(
+        ("fp16", "bf16_full_eval", "fp16_full_eval"), "products are in bfloat16 or float32: set trainer.bf16"
+    ),
+    **dict.fromkeys(
+        (
+            "activation_checkpointing",
+            "activation_checkpointing_kwargs",
+            "gradient_checkpointing",  # the same, by their earlier names
+            "gradient_checkpointing_kwargs",
+        ),
+        "lower trainer.per_device_train_batch_size or length",
+    ),
+    "auto_find_batch_size": "set trainer.per_device_train_batch_size (foredraft plan counts what fits)",
+    **dict.fromkeys(
+        ("use_liger_kernel", "liger_kernel_config", "neftune_noise_alpha"),
+        "it is for a model with embeddings: leave it out",
+    ),
+    "data_seed": "set data_seed, without trainer.",
+    "push_to_hub": "set push_to_hub=ORG/NAME, without trainer.",
+    "resume_from_checkpoint": "the same command resumes a run",
 }
 
 
@@ -66,9 +86,9 @@ class HeadTrainingArguments(TrainingArguments):
                 f"trainer.compile_head={self.compile_head} is no backend of torch.compile: {', '.join(known)}"
             )
         defaults = {field.name: field.default for field in fields(TrainingArguments)}
-        for name, remedy in NOT_HERE.items():
+        for name in (name for name in NOT_HERE if name in defaults):  # versions of transformers have not all of them
             if (value := getattr(self, name)) != defaults[name]:
-                raise ValueError(f"trainer.{name}={value} has no effect on a head: {remedy}")
+                raise ValueError(f"trainer.{name}={value} has no effect on a head: {NOT_HERE[name]}")
         if self.max_minutes < 0:
             raise ValueError(f"trainer.max_minutes={self.max_minutes} must not be negative; 0 is no limit")
         # accelerate and DeepSpeed would cast weights, gradients and the loss as well: DistillationModel casts products alone.
@@ -87,16 +107,18 @@ def arguments(settings: Any, target: Target, **strategy: Any) -> HeadTrainingArg
     """The arguments that conf/trainer and conf/strategy give. From here on the processes of a run can communicate."""
     if not settings.get("dataloader_num_workers"):  # nobody reads ahead then
         strategy["dataloader_prefetch_factor"] = None
-    return instantiate(
-        settings,
-        output_dir=str(Path(settings.output_dir) / checkpoints.UNFINISHED),
-        use_cpu=target.device.type == "cpu",
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        train_sampling_strategy="sequential",  # train/data/row_order.py has the order
-        logging_nan_inf_filter=False,  # it waits for the loss of every batch, to hide one that is no number
-        **strategy,
-    )
+    fixed = {
+        "use_cpu": target.device.type == "cpu",
+        "remove_unused_columns": False,
+        "disable_tqdm": True,
+        "train_sampling_strategy": "sequential",  # train/data/row_order.py has the order
+        "logging_nan_inf_filter": False,  # it waits for the loss of every batch, to hide one that is no number
+    }
+    for name in sorted(fixed.keys() & settings.keys()):
+        if settings[name] != fixed[name]:
+            raise ValueError(f"trainer.{name}={settings[name]} has no effect on a head: leave it out")
+    output_dir = str(Path(settings.output_dir) / checkpoints.UNFINISHED)
+    return instantiate(settings, output_dir=output_dir, **fixed, **strategy)
 
 
 class HeadTrainer(Trainer):

@@ -27,6 +27,15 @@ class HeldOut(Sequence[str | Document]):
     def __getitem__(self, number: int) -> str | Document:  # type: ignore[override]  # no slices
         return self.raws[number].as_py() or self.documents[number]
 
+    def prompt_sizes(self) -> dict[int, int]:
+        """Return `corpus.prompt_sizes` without a list of tokens: there may be millions of conversations."""
+        import pyarrow.compute
+
+        left_out = self.documents.with_images() | (pyarrow.compute.binary_length(self.raws).to_numpy() > 0)
+        sizes = self.documents.sizes
+        flags = ((n, self.documents.stretch(n, 0, int(sizes[n]))[1] != 0) for n in np.flatnonzero(~left_out).tolist())
+        return {number: int(learned.argmax()) for number, learned in flags}
+
 
 def corpus(
     tokenizer: PreTrainedTokenizerBase,

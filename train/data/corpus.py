@@ -124,22 +124,34 @@ def has_prompts(held: Held) -> bool:
     return any(isinstance(document, str) or not document.images for document in held)
 
 
+def prompt_sizes(held: Held) -> dict[int, int]:
+    """Return by number how many tokens each conversation without images has before its first answer."""
+    if (sizes := getattr(held, "prompt_sizes", None)) is not None:  # of conversations that are read from disk
+        return sizes()
+    return {
+        number: document.loss_mask.index(True)
+        for number, document in enumerate(held)
+        if isinstance(document, Document) and not document.images
+    }
+
+
 def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: int) -> list[list[int]]:
     """`count` prompts, spread evenly: `length` tokens of raw texts, or all of a conversation before its first answer.
 
     A conversation is not cut (its prompt would lose its question or its form); one of more than 8 * `length` tokens is
     skipped. Raises ValueError where there is no prompt.
     """
-    chats = [d.tokens[: d.loss_mask.index(True)] for d in held if isinstance(d, Document) and not d.images]
+    chats = prompt_sizes(held)
     if chats:
-        fitting = [prompt for prompt in chats if 0 < len(prompt) <= 8 * length]
+        fitting = [number for number, size in chats.items() if 0 < size <= 8 * length]
         if not fitting:
             raise ValueError(
                 f"every held-out conversation has a prompt of more than {8 * length} tokens: evaluate.prompt_tokens={length} "
                 "is an eighth of the longest that is measured on, raise it"
             )
         count = min(count, len(fitting))
-        return [fitting[len(fitting) * i // count] for i in range(count)]
+        chosen = [fitting[len(fitting) * i // count] for i in range(count)]
+        return [held[number].tokens[: chats[number]] for number in chosen]  # type: ignore[union-attr]
     texts = [text for text in held if isinstance(text, str)]
 
     def lines() -> Iterator[str]:

@@ -96,6 +96,17 @@ def check_shared(directory: Path, setting: str) -> None:
         )
 
 
+def check_same(value: str, what: str) -> None:
+    """Raise ValueError, in every process, unless all of them have the same `value`. what: in words, what it stands for. Every
+    process must call this."""
+    different = int(all_reduce(torch.tensor(float(value != broadcast(value)))))
+    if different:
+        raise ValueError(
+            f"{different} of the {world_size()} processes have other {what} than the first: give all nodes the same files, "
+            "best on a file system that they share"
+        )
+
+
 @contextlib.contextmanager
 def lost_process_named() -> Iterator[None]:
     """Raise ConnectionError where another process has ended, and ChildProcessError where one of this process's own that read

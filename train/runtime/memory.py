@@ -2,14 +2,15 @@
 
 By default every large tensor is a mapping of its own, given back to the kernel when it is freed and paged in again,
 zeroed, for the next one: a third of a training step's time went there (measured: 1.78 s and 1.19 s a step of 8,192 tokens,
-6M parameters, two cores). A GPU's memory is kept by torch's own allocator.
+6M parameters, two cores). A GPU's memory is kept by torch's own allocator, and its host has large rows and shards to give
+back.
 """
 
 import contextlib
 import ctypes
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -17,7 +18,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # mallopt's names, from malloc.h
 
 
 def keep_freed() -> None:
-    if sys.platform == "linux":
+    if sys.platform == "linux" and not torch.cuda.is_available():
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
         if mallopt is not None:
             mallopt(M_MMAP_MAX, 0)
@@ -33,9 +34,9 @@ def peak_memory(device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def out_of_memory_named(rows: int, length: int, plan: str, predicted: Callable[[], float]) -> Iterator[None]:
+def out_of_memory_named(rows: int, length: int, plan: str) -> Iterator[None]:
     """Raise ValueError, with the setting to change, where a batch of `rows` rows does not fit. plan: arguments of
-    scripts/plan.py; predicted: the GiB that it counts."""
+    scripts/plan.py."""
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's has no class of its own
@@ -46,11 +47,7 @@ def out_of_memory_named(rows: int, length: int, plan: str, predicted: Callable[[
             remedy = f"lower length={length}, or {remedy}"
         if rows > 1:
             remedy = "halve the first and double trainer.gradient_accumulation_steps, which trains the same"
-        counted = ""
-        # A head may be none that can be planned, and there may be no memory for the count itself.
-        with contextlib.suppress(ValueError, RuntimeError):
-            counted = f"its steps are counted at {predicted():.2f} GiB, and "
         raise ValueError(
-            f"out of memory with trainer.per_device_train_batch_size={rows} and length={length}: {remedy}; {counted}"
+            f"out of memory with trainer.per_device_train_batch_size={rows} and length={length}: {remedy}; "
             f"`foredraft plan {plan} rows={rows} length={length}` says what fits"
         ) from error

@@ -1,10 +1,9 @@
 """What train/runtime/cost.py counted of a step, divided over the GPUs of a run: the memory of each."""
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from foredraft.heads.target import Target, loading
-from foredraft.train.runtime import distributed
-from foredraft.train.runtime.cost import BITS, Body, Head, study
+from foredraft.heads.target import Target
+from foredraft.train.runtime.cost import BITS, Body, Head
 
 GIB = 2**30
 NODE = 8  # GPUs of a node, over which a target is spread
@@ -72,19 +71,3 @@ def memory_per_gpu(
         gathered = 2 * body.weights / target.num_layers + body.ends
         found["gathered target"] = (gathered / GIB, "a layer at work and the next one, embedding and lm_head")
     return found
-
-
-def planned_memory(cfg: DictConfig, target: Target) -> float:
-    """GiB that scripts/plan.py counts on each device of a run that trains with `cfg`, as conf/train.yaml describes it."""
-    asked = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(asked, dict)
-    plan = {name: asked[name] for name in ("head", "optimizer", "strategy", "length", "features")}
-    plan["target"] = {"path": target.name, "quantization": None, "sharding": None} | asked["target"]
-    plan |= {
-        "rows": cfg.trainer.per_device_train_batch_size,
-        "bf16": cfg.trainer.bf16,
-        "gpus": distributed.world_size(),
-    }
-    made = OmegaConf.create(plan)
-    head, body, empty = study(made, loading.read_config(target.checkpoint), target.dtype)
-    return sum(size for size, _ in memory_per_gpu(made, head, body, len(head.layers), empty).values())
