@@ -81,7 +81,7 @@ class DSparkHead(DFlashHead):
 
     @property
     def vocabulary_parameters(self) -> list[nn.Parameter]:
-        return [*super().vocabulary_parameters, self.markov_head.markov_w2.weight]
+        return [*super().vocabulary_parameters, *self.markov_head.markov_w2.parameters()]
 
     @property
     def own_settings(self) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class XPressHead(DFlashHead):
 
     @property
     def vocabulary_parameters(self) -> list[nn.Parameter]:
-        return [*super().vocabulary_parameters, self.xpress_head.w2.weight]
+        return [*super().vocabulary_parameters, *self.xpress_head.w2.parameters()]
 
     def to_config(self) -> dict:
         return super().to_config() | {

@@ -45,7 +45,7 @@ NOT_HERE = {  # arguments of Trainer that would change nothing here, and what do
         ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
         "set trainer.compile_head, which leaves the target",
     ),
-    **dict.fromkeys(("eval_strategy", "eval_steps", "eval_delay"), "set evaluate.eval_steps"),
+    **dict.fromkeys(("eval_strategy", "eval_steps", "eval_delay", "eval_on_start"), "set evaluate.eval_steps"),
     **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), "set evaluate.keep_best"),
     **dict.fromkeys(
         ("fp16", "bf16_full_eval", "fp16_full_eval"), "products are in bfloat16 or float32: set trainer.bf16"

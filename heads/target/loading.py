@@ -72,8 +72,8 @@ def has_bfloat16_products(device: torch.device | str) -> bool:
     if device.type != "cpu":
         return True
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch 2.9
-        return bool(capabilities.get("bf16", False))
+        reported: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch 2.9
+        return bool(reported.get("bf16", False))
     if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX", "AVX2"):  # ATEN_CPU_CAPABILITY can ask for less
         return False
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
