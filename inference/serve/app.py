@@ -20,10 +20,21 @@ from foredraft.inference.serve.accepted_log import AcceptedLog
 from foredraft.inference.serve.learning import Learning
 from foredraft.inference.serve.limits import Gate, Refused, error_response
 from foredraft.inference.serve.protocol import ChatRequest, CompletionRequest
+from foredraft.inference.serve.responses import ResponsesAnswer
+from foredraft.inference.serve.responses_protocol import ResponsesRequest
 from foredraft.inference.serve.service import BUG, Service
 from foredraft.inference.serve.worker import Failed, QueueFull, Worker
 
-PATHS = ("/", "/health", "/metrics", "/openapi.json", "/v1/models", "/v1/completions", "/v1/chat/completions")
+PATHS = (
+    "/",
+    "/health",
+    "/metrics",
+    "/openapi.json",
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+)
 PAGE = Path(__file__).with_name("page.html")
 # Nothing of another host, nobody's frame; what is inline is the page's own.
 PAGE_POLICY = (
@@ -73,6 +84,10 @@ def create_app(
     @app.post("/v1/completions", response_model=None)
     async def completions(asked: CompletionRequest, request: Request) -> Response:
         return await service.answer(asked, request)
+
+    @app.post("/v1/responses", response_model=None)
+    async def responses(asked: ResponsesRequest, request: Request) -> Response:
+        return await service.answer(asked.chat(), request, partial(ResponsesAnswer, asked))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

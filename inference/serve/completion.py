@@ -1,5 +1,6 @@
 """An answer as it grows, one choice per text, in OpenAI's words. `usage` says the acceptance length too."""
 
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -9,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from foredraft.inference.engine import RequestOutput
 from foredraft.inference.serve.detokenizer import Detokenizer, StopStrings
+from foredraft.inference.serve.limits import error_body
 from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, CompletionRequest
 from foredraft.inference.serve.reasoning import ThoughtReader, is_harmony, thought_reader
 from foredraft.inference.serve.scoring import Scored
@@ -270,6 +272,15 @@ class Answer:
             yield {**whole, "choices": [self.part(piece)], **({"trace": piece.trace} if piece.trace else {})}
         if counted:
             yield {**envelope, "choices": [], "usage": self.usage()}
+
+    async def events(self) -> AsyncIterator[str]:
+        """The chunks as they are sent. Raises Failed."""
+        async for chunk in self.chunks():
+            yield f"data: {json.dumps(chunk)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def error_event(self, failed: Failed) -> str:
+        return f"data: {json.dumps(error_body(str(failed), failed.status))}\n\n"
 
     def part(self, piece: Piece) -> dict[str, Any]:
         return {

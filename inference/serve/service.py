@@ -1,11 +1,10 @@
 """A client's request on its way: prompts encoded, texts submitted to the worker's thread, and its answer sent."""
 
 import asyncio
-import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from foredraft.inference.serve import tools
 from foredraft.inference.serve.accepted_log import AcceptedLog
 from foredraft.inference.serve.completion import Answer, Echo
 from foredraft.inference.serve.learning import Learning
-from foredraft.inference.serve.limits import Refused, error_body
+from foredraft.inference.serve.limits import Refused
 from foredraft.inference.serve.metrics import Metrics
 from foredraft.inference.serve.prompts import PromptEncoder
 from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, CompletionRequest
@@ -42,15 +41,14 @@ class EventStream(StreamingResponse):
 
     async def events(self, answer: Answer) -> AsyncIterator[str]:
         try:
-            async for chunk in answer.chunks():
-                yield f"data: {json.dumps(chunk)}\n\n"
-            yield "data: [DONE]\n\n"
+            async for event in answer.events():
+                yield event
         except Failed as failed:
-            yield f"data: {json.dumps(error_body(str(failed), failed.status))}\n\n"
+            yield answer.error_event(failed)
         except Exception:
             log.exception("a stream failed")
             answer.failure = Failed(BUG)
-            yield f"data: {json.dumps(error_body(BUG, 500))}\n\n"
+            yield answer.error_event(answer.failure)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -93,9 +91,12 @@ class Service:
             raise Refused(404, message, "model", "model_not_found")
         return 0 if name is None else self.names.index(name)
 
-    async def answer(self, asked: ChatRequest | CompletionRequest, request: Request) -> Response:
+    async def answer(
+        self, asked: ChatRequest | CompletionRequest, request: Request, form: Callable[..., Answer] = Answer
+    ) -> Response:
+        """form: how the answer is told, a class with what it needs besides."""
         tenant = self.tenant(asked.model)
-        answer = await self.begin(asked, tenant)
+        answer = await self.begin(asked, tenant, form)
         ended = partial(self.ended, answer, request.url.path, tenant)
         if asked.stream:
             return EventStream(answer, ended)
@@ -105,7 +106,9 @@ class Service:
         finally:
             ended()
 
-    async def begin(self, asked: ChatRequest | CompletionRequest, tenant: int) -> Answer:
+    async def begin(
+        self, asked: ChatRequest | CompletionRequest, tenant: int, form: Callable[..., Answer] = Answer
+    ) -> Answer:
         """Submit its texts. They are counted before anything is made of them, so only so many wait to be encoded."""
         encode: Any = self.encoder.chat if isinstance(asked, ChatRequest) else self.encoder.completion
         loop, submitted = asyncio.get_running_loop(), False
@@ -123,7 +126,7 @@ class Service:
                     self.worker.release(asked.num_texts)
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
-        return Answer(self.worker, jobs, asked, self.names[tenant], sum(map(len, prompts)), echoes)
+        return form(self.worker, jobs, asked, self.names[tenant], sum(map(len, prompts)), echoes)
 
     async def echoes(self, asked: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
         """The prompts, where they stand before their texts, with their log-probabilities where these were asked for."""
@@ -210,5 +213,5 @@ async def unless_gone(request: Request, awaited: Coroutine[Any, Any, None]) -> b
 
 
 async def read(answer: Answer) -> None:
-    async for _ in answer.pieces():
+    async for _ in answer.chunks():
         pass

@@ -1,0 +1,241 @@
+"""The Responses API through the openai package: the answers of chat completions, told as items and events."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+from tests.support.serving import Served, served
+
+# It shows all that a conversation holds; the prompt begins the thoughts where these are asked for.
+TEMPLATE = """!{%- if tools %}{{ 'Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>' }}
+{%- for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
+{%- for message in messages %}{{ message.role + ": " }}{% if message.reasoning_content %}{{ message.reasoning_content + "; " }}{% endif %}
+{%- for call in message.tool_calls or [] %}{{ call.function.name + "(" }}
+{%- for key, value in call.function.arguments.items() %}{{ key ~ "=" ~ value }}{% endfor %}{{ ")" }}
+{%- endfor %}{{ message.content or "" }}{{ "\n" }}{% endfor %}{{ "assistant:" }}
+{%- if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{# until </think> #}"""
+SCHEMA = {"type": "object", "properties": {"kind": {"enum": ["alpha", "beta"]}}, "required": ["kind"]}
+SCHEMA["additionalProperties"] = False
+PICK = {"type": "function", "name": "pick", "description": "Pick one.", "parameters": SCHEMA, "strict": True}
+CHAT_PICK = {"type": "function", "function": {name: value for name, value in PICK.items() if name != "type"}}
+QUESTION = {"role": "user", "content": "def add(self, other):"}
+EVENT = TypeAdapter(ResponseStreamEvent)
+
+
+class Kind(BaseModel):
+    kind: bool
+
+
+@pytest.fixture(scope="module")
+def model(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("responses") / "tiny"
+    shutil.copytree(tiny_path, path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))  # tools are long prompts
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Served]:
+    facts = [f"target={model}", "target.dtype=float32", "target.device=cpu", "drafter=ngram", "max_tokens=300"]
+    with served(model.parent, *facts, "log_accepted=accepted.jsonl") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> openai.OpenAI:
+    return server.client()
+
+
+def ask(client: openai.OpenAI, seed: int = 1, **facts) -> Response:
+    """A response whose fields are all as the openai package has them: it does not check by itself."""
+    extra = {"seed": seed, **facts.pop("extra_body", {})}
+    raw = client.responses.with_raw_response.create(model="tiny", **{"input": [QUESTION]} | facts, extra_body=extra)
+    return Response.model_validate_json(raw.text)
+
+
+def stream(server: Served, **facts) -> list[dict]:
+    """The events of a response, checked too."""
+    asked = {"model": "tiny", "input": [QUESTION], "stream": True, "seed": 1} | facts
+    status, _, body = server.post(json.dumps(asked).encode(), "/v1/responses", Connection="close")
+    blocks = [block.splitlines() for block in body.decode().strip().split("\n\n")]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
+    assert status == 200 and [name for name, _ in blocks] == [f"event: {event['type']}" for event in events]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    for event in events:
+        EVENT.validate_python(event)
+    return events
+
+
+def without_ids(response: dict) -> dict:
+    items = [{key: item[key] for key in item if key not in ("id", "call_id")} for item in response["output"]]
+    return {**response, "id": None, "created_at": None, "output": items}
+
+
+def same(server: Served, client: openai.OpenAI, **facts) -> list[dict]:
+    """Events, of which the last one has the response that is given without a stream."""
+    events, whole = stream(server, **facts), client.post("/responses", body=asked_whole(facts), cast_to=object)
+    assert without_ids(events[-1]["response"]) == without_ids(whole)
+    return events
+
+
+def asked_whole(facts: dict) -> dict:
+    return {"model": "tiny", "input": [QUESTION], "seed": 1} | facts
+
+
+def test_a_response_is_the_answer_to_the_same_chat(client):
+    facts = {"seed": 4, "temperature": 0.8}
+    messages = [{"role": "system", "content": "Be brief."}, QUESTION]
+    chat = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=20, **facts)
+    parts = [{"type": "input_text", "text": "def add("}, {"type": "input_text", "text": "self, other):"}]
+    for given in (QUESTION["content"], [QUESTION], [{"type": "message", "role": "user", "content": parts}]):
+        found = ask(client, 4, input=given, instructions="Be brief.", temperature=0.8, max_output_tokens=20)
+        assert found.output_text == chat.choices[0].message.content and found.status == "incomplete"
+        assert found.incomplete_details.reason == "max_output_tokens" and found.output[0].status == "incomplete"
+        counts = found.usage.input_tokens, found.usage.output_tokens, found.usage.total_tokens
+        assert counts == (chat.usage.prompt_tokens, 20, chat.usage.total_tokens)
+    assert found.instructions == "Be brief." and found.temperature == 0.8 and found.store is False
+
+
+def test_events_tell_how_a_response_grows(server, client):
+    events = same(server, client, max_output_tokens=12, include=["message.output_text.logprobs"], top_logprobs=2)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    opened = ["created", "in_progress", "output_item.added", "content_part.added"]
+    closed = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert kinds[:4] == opened and kinds[-4:] == closed and {*kinds[4:-4]} == {"output_text.delta"}
+    deltas, (part,) = events[4:-4], events[-1]["response"]["output"][0]["content"]
+    assert "".join(event["delta"] for event in deltas) == part["text"] == events[-4]["text"] and len(deltas) > 3
+    assert [one for event in deltas for one in event["logprobs"]] == part["logprobs"]
+    assert len(part["logprobs"][0]["top_logprobs"]) == 2 and len(part["logprobs"]) == 12
+    items = {event["item_id"] for event in events if "item_id" in event}
+    assert items == {events[-1]["response"]["output"][0]["id"]}
+
+
+def test_thoughts_are_an_item_before_the_answer(server, client):
+    facts = {"max_output_tokens": 12, "reasoning": {"effort": "low", "summary": "auto"}}
+    events = same(server, client, **facts)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds.count("output_item.added") == 1 and kinds[-4:-2] == ["reasoning_text.done", "content_part.done"]
+    (item,) = events[-1]["response"]["output"]
+    deltas = [event["delta"] for event in events if event["type"] == "response.reasoning_text.delta"]
+    assert item["type"] == "reasoning" and "".join(deltas) == item["content"][0]["text"]
+    assert 0 < events[-1]["response"]["usage"]["output_tokens_details"]["reasoning_tokens"] <= 12
+
+
+def test_the_openai_package_parses_and_streams_a_model_of_pydantic(client):
+    asked = {"model": "tiny", "input": "a", "text_format": Kind, "extra_body": {"seed": 1}}
+    parsed = client.responses.parse(**asked).output_parsed
+    assert parsed.kind in (True, False)
+    with client.responses.stream(**asked) as events:
+        texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+        assert Kind.model_validate_json("".join(texts)) == events.get_final_response().output_parsed == parsed
+
+
+def test_an_agent_calls_a_tool_and_goes_on_with_its_result(server, client):
+    """As an agent does: with all items of the answers before. The prompts are those of the same chat."""
+    facts = {"tools": [PICK], "tool_choice": {"type": "function", "name": "pick"}, "parallel_tool_calls": False}
+    items, messages = [QUESTION], [QUESTION]
+    for turn in range(3):
+        events = same(server, client, input=items, **facts)
+        kinds = [event["type"].removeprefix("response.") for event in events[2:-1]]
+        arguments = "function_call_arguments"
+        assert kinds == ["output_item.added", f"{arguments}.delta", f"{arguments}.done", "output_item.done"]
+        (call,) = ask(client, input=items, **facts).output
+        assert json.loads(call.arguments)["kind"] in ("alpha", "beta") and call.name == events[-3]["name"] == "pick"
+        thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]}
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": f"result {turn}"}
+        items = [*items, thought, call.model_dump(), result]
+        function = {"id": call.call_id, "type": "function", "function": {"name": "pick", "arguments": call.arguments}}
+        messages += [{"role": "assistant", "content": None, "reasoning": "a", "tool_calls": [function]}]
+        messages += [{"role": "tool", "tool_call_id": call.call_id, "content": f"result {turn}"}]
+    answer = ask(client, input=items, tools=[PICK], max_output_tokens=9)
+    settings = {"tools": [CHAT_PICK], "max_tokens": 9, "seed": 1}
+    chat = client.chat.completions.create(model="tiny", messages=messages, **settings)
+    assert answer.output_text == chat.choices[0].message.content
+    assert answer.usage.input_tokens == chat.usage.prompt_tokens and answer.tools[0].name == "pick"
+
+
+def test_items_of_one_answer_are_one_message(client):
+    """Thoughts, text and several calls; an answer after them is the next message."""
+    calls = [{"type": "function_call", "call_id": key, "name": "pick", "arguments": "{}"} for key in "ab"]
+    results = [
+        {"type": "function_call_output", "call_id": "a", "output": "1"},
+        {"type": "function_call_output", "call_id": "b", "output": [{"type": "input_text", "text": "2"}]},
+    ]
+    text = {"type": "message", "id": "m", "status": "completed", "role": "assistant"}
+    text["content"] = [{"type": "output_text", "text": "I pick.", "annotations": []}]
+    thought = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "hm"}], "encrypted_content": "x"}
+    asked = [QUESTION, thought, text, *calls, *results, {"role": "assistant", "content": "Done."}, QUESTION]
+    found = ask(client, input=asked, max_output_tokens=1)
+    functions = [{"id": key, "type": "function", "function": {"name": "pick", "arguments": "{}"}} for key in "ab"]
+    messages = [
+        QUESTION,
+        {"role": "assistant", "reasoning": "hm", "content": "I pick.", "tool_calls": functions},
+        *({"role": "tool", "tool_call_id": key, "content": result} for key, result in (("a", "1"), ("b", "2"))),
+        {"role": "assistant", "content": "Done."},
+        QUESTION,
+    ]
+    chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
+    assert found.usage.input_tokens == chat.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    "settings, message, param",
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id is not supported here: no response is stored", None),
+        ({"conversation": "conv_1"}, "conversation is not supported", None),
+        ({"background": True}, "background is not supported", None),
+        ({"truncation": "auto"}, "truncation is not supported", None),
+        ({"extra_body": {"n": 2}}, "n is not supported here: /v1/chat/completions", None),
+        ({"extra_body": {"max_tokens": 2}}, "use max_output_tokens", None),
+        ({"extra_body": {"typical_p": 0.5}}, "Unknown parameter: 'typical_p'", "typical_p"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item 0 is an item_reference", "input"),
+        ({"input": [QUESTION, {"type": "web_search_call", "id": "ws_1"}]}, "item 1 has type 'web_search_call'", "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "type 'input_image' are not supported", ...),
+        ({"input": []}, "at least 1 item", "input"),
+        ({"tools": [PICK, {"type": "web_search"}]}, "tools of type 'web_search' are not supported", "tools.1"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "match pattern", "tools.0.name"),
+        ({"tools": [PICK, PICK]}, "two of one name", None),
+        ({"tool_choice": "required"}, "tool_choice required needs tools", None),
+        ({"text": {"verbosity": "low"}}, "verbosity is not supported", None),
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
+        ({"extra_body": {"min_tokens": 4}, "max_output_tokens": 3}, "more than max_tokens=3", None),
+    ],
+)
+def test_what_needs_stored_state_or_is_not_done_is_refused_by_name(client, settings, message, param):
+    for more in ({}, {"stream": True}):
+        with pytest.raises(openai.BadRequestError, match=message) as caught:
+            client.responses.create(**{"model": "tiny", "input": "a"} | more | settings)
+        assert caught.value.type == "invalid_request_error" and param in (caught.value.param, ...)
+
+
+def test_fields_that_change_nothing_are_taken(client, model):
+    """And `store: false` keeps a response out of the log, which none of them would be in otherwise."""
+    log = model.parent / "accepted.jsonl"
+    harmless = {"truncation": "disabled", "background": False, "include": ["reasoning.encrypted_content"], "metadata": {}}
+    asked = {"max_output_tokens": 1, "user": "me", "service_tier": "auto", **harmless}
+    counts = []
+    for store in (True, False):
+        found = ask(client, **asked, store=store, text={"format": {"type": "text"}, "verbosity": "medium"})
+        assert found.store is False and found.error is None and found.output_text is not None
+        counts.append(len(log.read_text().splitlines()))
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_failure_is_the_last_event(model, tmp_path):
+    """Of an engine that meets a bug with prompts that begin as this template's do."""
+    facts = [f"target={model}", "target.dtype=float32", "target.device=cpu", "drafter=none"]
+    with served(tmp_path, *facts, program="tests/support/broken_server.py") as running:
+        events = stream(running)
+        failed = events[-1]["response"]
+        assert [event["type"] for event in events[1:]] == ["response.in_progress", "response.failed"]
+        assert failed["status"] == "failed" and failed["error"]["code"] == "server_error" and failed["usage"] is None
+        with pytest.raises(openai.InternalServerError, match="decoding this request failed"):
+            running.client().responses.create(model="tiny", input="a")
