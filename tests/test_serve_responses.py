@@ -4,18 +4,20 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, get_args
 
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 
 from tests.support.serving import Served, served
 
 # It shows all that a conversation holds; the prompt begins the thoughts where these are asked for.
 TEMPLATE = """!{%- if tools %}{{ 'Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>' }}
 {%- for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
-{%- for message in messages %}{{ message.role + ": " }}{% if message.reasoning_content %}{{ message.reasoning_content + "; " }}{% endif %}
+{%- for message in messages %}{{ message.role + ": " }}
+{%- if message.reasoning_content %}{{ message.reasoning_content + "; " }}{% endif %}
 {%- for call in message.tool_calls or [] %}{{ call.function.name + "(" }}
 {%- for key, value in call.function.arguments.items() %}{{ key ~ "=" ~ value }}{% endfor %}{{ ")" }}
 {%- endfor %}{{ message.content or "" }}{{ "\n" }}{% endfor %}{{ "assistant:" }}
@@ -25,7 +27,7 @@ SCHEMA["additionalProperties"] = False
 PICK = {"type": "function", "name": "pick", "description": "Pick one.", "parameters": SCHEMA, "strict": True}
 CHAT_PICK = {"type": "function", "function": {name: value for name, value in PICK.items() if name != "type"}}
 QUESTION = {"role": "user", "content": "def add(self, other):"}
-EVENT = TypeAdapter(ResponseStreamEvent)
+EVENT = TypeAdapter(Annotated[get_args(ResponseStreamEvent)[0], Field(discriminator="type")])
 
 
 class Kind(BaseModel):
@@ -64,7 +66,7 @@ def ask(client: openai.OpenAI, seed: int = 1, **facts) -> Response:
 def stream(server: Served, **facts) -> list[dict]:
     """The events of a response, checked too."""
     asked = {"model": "tiny", "input": [QUESTION], "stream": True, "seed": 1} | facts
-    status, _, body = server.post(json.dumps(asked).encode(), "/v1/responses", Connection="close")
+    status, _, body = server.post(json.dumps(asked).encode(), "/v1/responses")
     blocks = [block.splitlines() for block in body.decode().strip().split("\n\n")]
     events = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
     assert status == 200 and [name for name, _ in blocks] == [f"event: {event['type']}" for event in events]
@@ -149,7 +151,12 @@ def test_an_agent_calls_a_tool_and_goes_on_with_its_result(server, client):
         assert kinds == ["output_item.added", f"{arguments}.delta", f"{arguments}.done", "output_item.done"]
         (call,) = ask(client, input=items, **facts).output
         assert json.loads(call.arguments)["kind"] in ("alpha", "beta") and call.name == events[-3]["name"] == "pick"
-        thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "a"}]}
+        thought = {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "a"}],
+        }
         result = {"type": "function_call_output", "call_id": call.call_id, "output": f"result {turn}"}
         items = [*items, thought, call.model_dump(), result]
         function = {"id": call.call_id, "type": "function", "function": {"name": "pick", "arguments": call.arguments}}
@@ -171,7 +178,12 @@ def test_items_of_one_answer_are_one_message(client):
     ]
     text = {"type": "message", "id": "m", "status": "completed", "role": "assistant"}
     text["content"] = [{"type": "output_text", "text": "I pick.", "annotations": []}]
-    thought = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "hm"}], "encrypted_content": "x"}
+    thought = {
+        "type": "reasoning",
+        "id": "r",
+        "summary": [{"type": "summary_text", "text": "hm"}],
+        "encrypted_content": "x",
+    }
     asked = [QUESTION, thought, text, *calls, *results, {"role": "assistant", "content": "Done."}, QUESTION]
     found = ask(client, input=asked, max_output_tokens=1)
     functions = [{"id": key, "type": "function", "function": {"name": "pick", "arguments": "{}"}} for key in "ab"]
@@ -197,8 +209,16 @@ def test_items_of_one_answer_are_one_message(client):
         ({"extra_body": {"max_tokens": 2}}, "use max_output_tokens", None),
         ({"extra_body": {"typical_p": 0.5}}, "Unknown parameter: 'typical_p'", "typical_p"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item 0 is an item_reference", "input"),
-        ({"input": [QUESTION, {"type": "web_search_call", "id": "ws_1"}]}, "item 1 has type 'web_search_call'", "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "type 'input_image' are not supported", ...),
+        (
+            {"input": [QUESTION, {"type": "web_search_call", "id": "ws_1"}]},
+            "item 1 has type 'web_search_call'",
+            "input",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "type 'input_image' are not supported",
+            ...,
+        ),
         ({"input": []}, "at least 1 item", "input"),
         ({"tools": [PICK, {"type": "web_search"}]}, "tools of type 'web_search' are not supported", "tools.1"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "match pattern", "tools.0.name"),
@@ -219,7 +239,12 @@ def test_what_needs_stored_state_or_is_not_done_is_refused_by_name(client, setti
 def test_fields_that_change_nothing_are_taken(client, model):
     """And `store: false` keeps a response out of the log, which none of them would be in otherwise."""
     log = model.parent / "accepted.jsonl"
-    harmless = {"truncation": "disabled", "background": False, "include": ["reasoning.encrypted_content"], "metadata": {}}
+    harmless = {
+        "truncation": "disabled",
+        "background": False,
+        "include": ["reasoning.encrypted_content"],
+        "metadata": {},
+    }
     asked = {"max_output_tokens": 1, "user": "me", "service_tier": "auto", **harmless}
     counts = []
     for store in (True, False):

@@ -75,63 +75,63 @@ class ResponsesAnswer(Answer):
     def grow(self, piece: Piece) -> Iterator[dict[str, Any]]:
         if piece.reasoning:
             self.reasoning_tokens += len(piece.ids)
-            yield from self.add("reasoning", piece.reasoning)
+            yield from self.extend_item("reasoning", piece.reasoning)
         self.logprobs += [] if piece.reasoning else piece.logprobs
         if piece.text:
-            yield from self.add("message", piece.text, logprobs=self.logprobs)
+            yield from self.extend_item("message", piece.text, logprobs=self.logprobs)
             self.logprobs = []
         if piece.finish_reason is None:
             return
         if not (self.output or piece.calls):
-            yield from self.open("message")
-        yield from self.close("incomplete" if piece.finish_reason == "length" else "completed")
+            yield from self.open_item("message")
+        yield from self.close_item("incomplete" if piece.finish_reason == "length" else "completed")
         for call in piece.calls:
-            yield from self.call(call)
+            yield from self.add_call(call)
 
-    def add(self, kind: str, text: str, **more: list[Any]) -> Iterator[dict[str, Any]]:
+    def extend_item(self, kind: str, text: str, **more: list[Any]) -> Iterator[dict[str, Any]]:
         """To the last item, or to a new one where that is of another kind."""
         if not self.output or self.output[-1]["type"] != kind:
-            yield from self.close("completed")
-            yield from self.open(kind)
+            yield from self.close_item("completed")
+            yield from self.open_item(kind)
         (part,) = self.output[-1]["content"]
         part["text"] += text
         for name, values in more.items():
             part[name] += values
-        yield self.of_item(f"{part['type']}.delta", content_index=0, delta=text, **more)
+        yield self.item_event(f"{part['type']}.delta", content_index=0, delta=text, **more)
 
-    def open(self, kind: str) -> Iterator[dict[str, Any]]:
+    def open_item(self, kind: str) -> Iterator[dict[str, Any]]:
         given: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
         item = {"id": new_id(kind), "type": kind, "status": "in_progress", **given, "content": []}
         part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
         if kind == "message":
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         self.output.append(item)
-        yield self.of_item("output_item.added", item=item)
+        yield self.item_event("output_item.added", item=item)
         item["content"].append(part)
-        yield self.of_item("content_part.added", content_index=0, part=part)
+        yield self.item_event("content_part.added", content_index=0, part=part)
 
-    def close(self, status: str) -> Iterator[dict[str, Any]]:
+    def close_item(self, status: str) -> Iterator[dict[str, Any]]:
         """The item that is open, if one is."""
         if not self.output or self.output[-1]["status"] != "in_progress":
             return
         item = self.output[-1]
         item["status"], (part,) = status, item["content"]
         said = {name: part[name] for name in ("text", "logprobs") if name in part}
-        yield self.of_item(f"{part['type']}.done", content_index=0, **said)
-        yield self.of_item("content_part.done", content_index=0, part=part)
-        yield self.of_item("output_item.done", item=item)
+        yield self.item_event(f"{part['type']}.done", content_index=0, **said)
+        yield self.item_event("content_part.done", content_index=0, part=part)
+        yield self.item_event("output_item.done", item=item)
 
-    def call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def add_call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         item = {"id": new_id("function_call"), "type": "function_call", "status": "in_progress"}
         self.output.append(item | {"call_id": call["id"], "name": name, "arguments": ""})
-        yield self.of_item("output_item.added", item=self.output[-1])
-        yield self.of_item("function_call_arguments.delta", delta=arguments)
+        yield self.item_event("output_item.added", item=self.output[-1])
+        yield self.item_event("function_call_arguments.delta", delta=arguments)
         self.output[-1] |= {"arguments": arguments, "status": "completed"}
-        yield self.of_item("function_call_arguments.done", name=name, arguments=arguments)
-        yield self.of_item("output_item.done", item=self.output[-1])
+        yield self.item_event("function_call_arguments.done", name=name, arguments=arguments)
+        yield self.item_event("output_item.done", item=self.output[-1])
 
-    def of_item(self, kind: str, **facts: Any) -> dict[str, Any]:
+    def item_event(self, kind: str, **facts: Any) -> dict[str, Any]:
         """An event of the last item."""
         place = {"output_index": len(self.output) - 1, "item_id": self.output[-1]["id"]}
         return self.event(kind, **place, **facts)
