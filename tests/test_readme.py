@@ -19,7 +19,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.S)
 TRAINING = ("torchrun", "accelerate", "deepspeed", "sbatch")  # what follows the script is train/run.py's
 # Programs of others, whose command lines are theirs.
-FOREIGN = ("hf auth login", "git ", "vllm serve ", "llama-server ")
+FOREIGN = ("hf auth login", "git ", "vllm serve ", "llama-server ", "guidellm ", "lm_eval ")
 
 
 def blocks(document: Path, language: str) -> list[str]:

@@ -35,13 +35,11 @@ class ResponsesAnswer(Answer):
             "model": self.model,
             "output": self.output,
             **self.request.echo(),
-            **{
-                "background": False,
-                "store": False,
-                "previous_response_id": None,
-                "truncation": "disabled",
-                "metadata": {},
-            },
+            "background": False,
+            "store": False,
+            "previous_response_id": None,
+            "truncation": "disabled",
+            "metadata": {},
             "usage": None if choice.finish_reason is None else self.details(),
         }
 
@@ -76,7 +74,7 @@ class ResponsesAnswer(Answer):
         if piece.reasoning:
             self.reasoning_tokens += len(piece.ids)
             yield from self.extend_item("reasoning", piece.reasoning)
-        self.logprobs += [] if piece.reasoning else piece.logprobs
+        self.logprobs += [] if piece.reasoning else self.entries(piece)
         if piece.text:
             yield from self.extend_item("message", piece.text, logprobs=self.logprobs)
             self.logprobs = []
@@ -87,6 +85,14 @@ class ResponsesAnswer(Answer):
         yield from self.close_item("incomplete" if piece.finish_reason == "length" else "completed")
         for call in piece.calls:
             yield from self.add_call(call)
+
+    def entries(self, piece: Piece) -> list[dict[str, Any]]:
+        """The log-probabilities of its tokens, where they are wanted. `bytes` is null in chats, and never here."""
+        found = (self.logprobs_field(piece.logprobs) or {"content": []})["content"]
+        for entry in found:
+            for one in (entry, *entry["top_logprobs"]):
+                one["bytes"] = one["bytes"] or []
+        return list(found)
 
     def extend_item(self, kind: str, text: str, **more: list[Any]) -> Iterator[dict[str, Any]]:
         """To the last item, or to a new one where that is of another kind."""

@@ -62,7 +62,7 @@ def test_a_client_s_own_loop_runs(server, name):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
-def test_a_load_generator_measures_the_server(server, model, tmp_path, path):
+def test_a_load_generator_measures_the_server(server, model, embedded, tmp_path, path):
     """guidellm wants answers of a fixed length, and counts in every part of a stream."""
     backend = f"kind=openai_http,target={server.url},model=tiny,request_format={path}"
     given = [
@@ -82,7 +82,14 @@ def test_a_load_generator_measures_the_server(server, model, tmp_path, path):
     given += ["--output", f"kind=json,path={tmp_path / 'report.json'}", "--disable-console-interactive"]
     call(program("guidellm", "guidellm"), "run", *given)
     (benchmark,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
-    print(json.dumps(benchmark)[:3000])
+    metrics = benchmark["metrics"]
+    assert metrics["request_totals"] == {"successful": 24, "errored": 0, "incomplete": 0, "total": 24}
+    assert metrics["output_token_count"]["successful"] == 24 * 16
+    for request in benchmark["requests"]["successful"]:
+        assert request["output_tokens"] == 16 and request["time_to_first_token_ms"] > 0 and request["output"]
+        body = json.loads(request["request_args"])["body"]
+        if "prompt" in body:
+            assert request["prompt_tokens"] == len(embedded.text_tokenizer(body["prompt"]).input_ids)
 
 
 def test_a_harness_scores_with_the_target_s_log_likelihoods(server, model, embedded, tmp_path, monkeypatch):
