@@ -147,7 +147,7 @@ class TextFormat(BaseModel):
 
 
 class TextConfig(BaseModel):
-    format: TextFormat = TextFormat()
+    format: TextFormat = TextFormat.model_validate({})
     verbosity: str | None = None
 
 
@@ -201,8 +201,10 @@ class ResponsesRequest(CommonRequest):
             facts["response_format"]["json_schema"] = {"name": wanted.name or "", "schema": wanted.definition}
         functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in self.tools]
         facts["tools"] = [{"type": "function", "function": function} for function in functions]
-        named = isinstance(choice, NamedFunction)
-        facts["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice
+        if isinstance(choice, NamedFunction):
+            facts["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        else:
+            facts["tool_choice"] = choice
         return ChatRequest(**facts)
 
     def messages(self) -> list[dict[str, Any]]:
