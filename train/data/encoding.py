@@ -24,7 +24,7 @@ from foredraft.train.data.documents import Document
 from foredraft.train.data.layouts import Message, SkippedRow, has_images, tools
 from foredraft.train.data.sources import Row, Shard, Source
 
-CODE = ("sources", "layouts", "chat_template", "corpus", "encoding")  # what makes documents of rows
+CODE = ("sources", "layouts", "chat_template", "answer_spans", "corpus", "encoding")  # what makes documents of rows
 TRIED = 256  # rows that are encoded before all others, to see whether the template fits
 
 

@@ -99,7 +99,7 @@ def has_images(row: dict, messages: str | None) -> bool:
 
 def split_thoughts(message: Message) -> Message:
     """The answer with thoughts that stand in its content, <think>so</think>, apart."""
-    found = IN_TEXT.fullmatch(message["content"])
+    found = IN_TEXT.fullmatch(message["content"] or "")
     if found is None or "reasoning_content" in message:
         return message
     thoughts, text = found[1].strip("\n"), found[2].lstrip("\n")

@@ -1,0 +1,232 @@
+"""Find what the target wrote in a conversation: where each answer starts, and what ends it.
+
+    render(turns before, with generation prompt)    <user> hi <end> <assistant>
+    render(turns before, and the answer)            <user> hi <end> <assistant> hello <end> \\n
+    learned                                                                    ~~~~~~~~~~~
+
+An answer starts where its generation prompt ends, and includes what the target must write to stop, once. That is the end
+mark that the template writes after each answer. A template without one shows what its target stops with in other ways: by
+the mark that it writes at the end of a chat only, by the mark of the next turn, or not at all (then it is eos_token).
+
+Reasoning that the template leaves out of an answer, although the generation prompt opens it, is put back: the target wrote
+it. Where the template has {% generation %} marks, only what they enclose is learned.
+"""
+
+import os
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow, split_thoughts
+
+if TYPE_CHECKING:
+    from foredraft.train.data.chat_template import ChatFormat
+
+STAND_IN = "\u2402answer\u2403"
+THINK = r"(?:<(?:\w+:)?think(?:ing)?>|\[THINK\])"
+OPENED = re.compile(rf"({THINK})\s*$")  # a generation prompt that opens the reasoning
+EMPTY = re.compile(rf"\s*{THINK}?\s*{THINK.replace('<', '</').replace('[T', '[/T')}\s*")
+Span = tuple[int, int]
+Tools = list[dict] | None
+
+
+class TurnEnd(NamedTuple):
+    """What a template writes after an answer."""
+
+    mark: str = ""  # after every answer
+    chat: str = ""  # after the mark of a chat's last answer
+    next_turn: str = ""  # what the target stops with, if the template ends no answer at all
+
+
+class Written(NamedTuple):
+    """A conversation up to an answer, as the target saw and wrote it."""
+
+    text: str
+    start: int  # of the answer
+    message: Message | None  # from which the template writes this very text, if it does
+
+
+def learned(form: "ChatFormat", messages: list[Message], tools: Tools = None) -> list[tuple[str, list[Span]]]:
+    """Return texts with the spans in the loss. One text, or several if the template shows an earlier answer otherwise than it
+    was written. Raises SkippedRow where no answer can be learned."""
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise SkippedRow("no answer in it")
+    texts: list[tuple[str, list[Span]]] = []
+    reason = SkippedRow("no answer in it that is to be learned: the row says so")
+    for number in answers:
+        if messages[number].get("weight", 1) <= 0:
+            continue
+        try:
+            text, spans = find_answer(form, messages[: number + 1], tools)
+        except SkippedRow as error:
+            reason = error
+            continue
+        if texts and text.startswith(texts[-1][0]):
+            texts[-1] = text, [*texts[-1][1], *spans]
+        else:
+            texts.append((text, spans))
+    if not texts:
+        raise reason
+    return texts
+
+
+def find_answer(form: "ChatFormat", messages: list[Message], tools: Tools) -> tuple[str, list[Span]]:
+    """Return the conversation up to its last message, an answer, and the spans that the target wrote of it. Raises ValueError
+    for a template whose answers begin otherwise than its generation prompts, SkippedRow for an answer without the reasoning
+    that the target starts with."""
+    history, answer = [form.shown(message) for message in messages[:-1]], messages[-1]
+    try:
+        written = with_thoughts(form, history, answer, tools) or without_thoughts(form, history, answer, tools)
+    except ValueError as error:
+        if isinstance(error, SkippedRow) or not form.tagged:
+            raise
+        shown = form.shown(answer)
+        text, before = form.write([*history, shown], tools=tools)[0], form.write(history, tools=tools)[0]
+        written = Written(text, len(os.path.commonprefix([text, before])), shown)
+    text, end = with_end(form, history, answer, written, tools)
+    spans = [(written.start, end)]
+    if form.tagged and written.message is not None:
+        spans = marked(form, [*history, written.message], text, spans[0], tools)
+    return text, [without_end(text, span, answer) for span in spans]
+
+
+def with_thoughts(form: "ChatFormat", history: list[Message], answer: Message, tools: Tools) -> Written | None:
+    """Return an answer behind its reasoning; None if it has none, or if the template neither shows nor opens it."""
+    plain = split_thoughts(answer)
+    thoughts = "" if form.thinking is False else str(plain.get("reasoning_content") or "").strip("\n")
+    if not thoughts or not form.knows_thoughts:
+        return None
+    plain = {name: value for name, value in plain.items() if name not in THOUGHTS}
+    thinking = form.switched_to(True)
+    prompt, _ = form.write(history, True, tools=tools, thinking=thinking)
+    without, _ = form.write([*history, plain], tools=tools, thinking=thinking)
+
+    def shown(message: Message) -> Written | None:
+        text, _ = form.write([*history, message], tools=tools, thinking=thinking)
+        if text == without:
+            return None
+        if not text.startswith(prompt):
+            text = prompt + after_header(form, history, prompt, text, tools, thinking)
+        return Written(text, len(prompt), message) if thoughts.strip() in text[len(prompt) :] else None
+
+    if by_name := shown(plain | dict.fromkeys(THOUGHTS, thoughts)):
+        return by_name
+    if opened := OPENED.search(prompt):
+        close = opened[1][0] + "/" + opened[1][1:]
+        close = f"\n{close}\n\n" if prompt.endswith("\n") else close
+        rest = after_header(form, history, prompt, without, tools, thinking)
+        return Written(prompt + thoughts + close + rest, len(prompt), None)
+    tags = f"<think>\n{thoughts}\n</think>\n\n{plain['content'] or ''}"
+    return shown(answer if "reasoning_content" not in answer else plain | {"content": tags})
+
+
+def without_thoughts(form: "ChatFormat", history: list[Message], answer: Message, tools: Tools) -> Written:
+    """Return an answer that was written with thinking off, where the template has that switch."""
+    thinking = form.switched_to(False)
+    plain = {name: value for name, value in split_thoughts(answer).items() if name not in THOUGHTS}
+    plain = plain if form.knows_thoughts else answer
+    prompt, _ = form.write(history, True, tools=tools, thinking=thinking)
+    text, _ = form.write([*history, plain], tools=tools, thinking=thinking)
+    written = Written(text, len(prompt), plain)
+    if not text.startswith(prompt):
+        rest = after_header(form, history, prompt, text, tools, thinking)
+        written = Written(prompt + rest, len(prompt), None)
+    if (written.message is None and OPENED.search(prompt)) or EMPTY.match(written.text, len(prompt)):
+        raise SkippedRow("an answer without the thoughts that its target begins with")
+    return written
+
+
+def after_header(
+    form: "ChatFormat", history: list[Message], prompt: str, text: str, tools: Tools, thinking: bool | None
+) -> str:
+    """Return what the template writes of an answer behind that part of its header which the generation prompt has too.
+
+    Both are compared from the last message on: Mistral's template shows a system prompt in the last question only. Raises
+    ValueError if the header has more than the prompt, but for the empty reasoning that some templates write."""
+    stand_in = {"role": "assistant", "content": STAND_IN}
+    header, found, _ = form.write([*history, stand_in], tools=tools, thinking=thinking)[0].partition(STAND_IN)
+    asked = str(history[-1]["content"]).strip() if history else ""
+    begin = max(0, header.rfind(asked))
+    since = prompt[max(0, prompt.rfind(asked)) :]
+    at = begin + len(form.shared(since, header[begin:]))
+    more = at < len(header) and at < begin + len(since)
+    if not found or text[:at] != header[:at] or (more and not EMPTY.fullmatch(header, at)):
+        raise ValueError(
+            f"{form.name} begins an answer otherwise than its generation prompt does ({prompt[-40:]!r}), so the "
+            "loss mask cannot be found: give a template with {% generation %} marks (data.template=FILE)"
+            + (", or another data.thinking" if form.switch else "")
+        )
+    empty = EMPTY.match(text, at)
+    return text[empty.end() if empty else at :]
+
+
+def turn_end(form: "ChatFormat") -> TurnEnd:
+    """Return what the template writes after an answer, found with an answer that another turn follows or not."""
+    user, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": STAND_IN}
+    try:
+        last = form.write([user, answer])[0].partition(STAND_IN)[2]
+        followed = form.write([user, answer, user])[0].partition(STAND_IN)[2]
+    except SkippedRow:
+        return TurnEnd()
+    kept = form.shared(last, followed)
+    if kept.strip():
+        return TurnEnd(kept.strip(), last[len(kept) :])
+    return TurnEnd() if last.strip() else TurnEnd(next_turn=next_mark(form, followed))
+
+
+def next_mark(form: "ChatFormat", text: str) -> str:
+    """Return the mark of the turn that starts here, or eos_token if it starts with words."""
+    eos = str(form.tokenizer.eos_token or "")
+    marks = "|".join(re.escape(mark) for mark in form.marks if mark != form.tokenizer.bos_token)
+    found = re.match(rf"\s*(?:{marks})", text) if marks else None
+    return found[0] if found else eos
+
+
+def with_end(
+    form: "ChatFormat", history: list[Message], answer: Message, written: Written, tools: Tools
+) -> tuple[str, int]:
+    """Return the text with what the target must write to stop, and where that ends."""
+    ends, calls = form.turn_end, answer.get("tool_calls") or []
+    text = written.text.removesuffix(ends.chat)
+    end = len(text.rstrip())
+    if answer.get("finish_reason") == "length" or text[written.start : end].endswith(ends.mark or "\0"):
+        return text, end
+    if calls and (ends.mark or ends.next_turn) and (mark := mark_after_calls(form, history, answer, tools)):
+        return text + mark, len(text + mark)
+    if not ends.next_turn:
+        return text, end
+    text = text if ends.next_turn != form.tokenizer.eos_token else text[:end]
+    return text + ends.next_turn, len(text + ends.next_turn)
+
+
+def mark_after_calls(form: "ChatFormat", history: list[Message], answer: Message, tools: Tools) -> str:
+    """Return the mark of the tools' results after an answer that only calls them and has no end mark; "" if there is none."""
+    calls = [{"role": "tool", "content": STAND_IN, "name": call["function"]["name"]} for call in answer["tool_calls"]]
+    calls = [
+        one | {"tool_call_id": call.get("id")} for one, call in zip(calls, answer["tool_calls"], strict=True)
+    ]
+    try:
+        text, followed = (form.write([*history, answer, *more], tools=tools)[0] for more in ([], calls))
+    except SkippedRow:
+        return ""
+    return next_mark(form, followed[len(text) :]) if followed.startswith(text) else ""
+
+
+def marked(form: "ChatFormat", messages: list[Message], text: str, span: Span, tools: Tools) -> list[Span]:
+    """Return the spans that the template marks as generated, within the one that the target wrote, with the end mark that
+    follows the last one."""
+    start, end = span
+    _, found = form.write(messages, marked=True, tools=tools)
+    found = [(max(a, start), min(len(text[:b].rstrip()), end)) for a, b in found if b > start]
+    if found and found[-1][0] < found[-1][1] and not text[found[-1][1] : end].removesuffix(form.turn_end.mark).strip():
+        found[-1] = found[-1][0], end
+    return found
+
+
+def without_end(text: str, span: Span, message: Message) -> Span:
+    """The span of an answer in the text; of one that was cut off only up to there, since its target wrote no end."""
+    if message.get("finish_reason") != "length":
+        return span
+    last = (message["content"] or "").rstrip() or str(message.get("reasoning_content", "")).rstrip()
+    at = text.rfind(last, *span)
+    return span if at < 0 else (span[0], at + len(last))
