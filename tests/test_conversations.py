@@ -158,24 +158,11 @@ def test_nothing_to_train_on_names_the_reasons_and_the_remedy(tmp_path: Path):
         corpus(tokenizer(CHATML), path=str(tmp_path / "none.jsonl"), cache_dir=str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("template", "share"),
-    [
-        ("{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}", "100 %"),
-        (
-            "{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}",
-            "0 %",
-        ),
-    ],
-)
-def test_masks_of_all_or_nothing_are_an_error_that_names_the_template(
-    file: Path, tmp_path: Path, template: str, share: str
-):
+def test_a_template_that_marks_nothing_is_an_error_that_names_it(file: Path, tmp_path: Path):
     own = tmp_path / "own.jinja"
-    own.write_text(template)
-    with pytest.raises(ValueError, match=share) as raised:
+    own.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{% generation %}{% endgeneration %}")
+    with pytest.raises(ValueError, match=r"own.jinja.*0 %.*{% generation %}"):
         corpus(tokenizer(None), path=str(file), cache_dir=str(tmp_path), template=str(own))
-    assert "own.jinja" in str(raised.value) and "{% generation %}" in str(raised.value)
 
 
 def test_prompts_of_conversations_end_where_the_answer_begins(file: Path, tmp_path: Path):

@@ -12,7 +12,6 @@ Reasoning that the template leaves out of an answer, although the generation pro
 it. Where the template has {% generation %} marks, only what they enclose is learned.
 """
 
-import os
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -82,7 +81,7 @@ def find_answer(form: "ChatFormat", messages: list[Message], tools: Tools) -> tu
             raise
         shown = form.shown(answer)
         text, before = form.write([*history, shown], tools=tools)[0], form.write(history, tools=tools)[0]
-        written = Written(text, len(os.path.commonprefix([text, before])), shown)
+        written = Written(text, common(text, before), shown)
     text, end = with_end(form, history, answer, written, tools)
     spans = [(written.start, end)]
     if form.tagged and written.message is not None:
@@ -160,6 +159,12 @@ def after_header(
     return text[empty.end() if empty else at :]
 
 
+def common(one: str, other: str) -> int:
+    """Return the length of what two texts begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def turn_end(form: "ChatFormat") -> TurnEnd:
     """Return what the template writes after an answer, found with an answer that another turn follows or not."""
     user, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": STAND_IN}
@@ -202,9 +207,7 @@ def with_end(
 def mark_after_calls(form: "ChatFormat", history: list[Message], answer: Message, tools: Tools) -> str:
     """Return the mark of the tools' results after an answer that only calls them and has no end mark; "" if there is none."""
     calls = [{"role": "tool", "content": STAND_IN, "name": call["function"]["name"]} for call in answer["tool_calls"]]
-    calls = [
-        one | {"tool_call_id": call.get("id")} for one, call in zip(calls, answer["tool_calls"], strict=True)
-    ]
+    calls = [one | {"tool_call_id": call.get("id")} for one, call in zip(calls, answer["tool_calls"], strict=True)]
     try:
         text, followed = (form.write([*history, answer, *more], tools=tools)[0] for more in ([], calls))
     except SkippedRow:

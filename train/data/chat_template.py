@@ -1,10 +1,9 @@
-"""A tokenizer's own chat template: conversations as text and tokens, with what the target wrote in the loss (answer_spans.py).
+"""Conversations as text and tokens, by a tokenizer's own chat template, with what the target wrote in the loss.
 
 Nothing is added to what the template says, no system prompt and no token, but for what answer_spans.py names.
 """
 
 import hashlib
-import os
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -18,7 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from foredraft.heads.target.images import ImageReader
 from foredraft.heads.target.messages import normalize_messages
-from foredraft.train.data.answer_spans import STAND_IN, Span, TurnEnd, learned, turn_end
+from foredraft.train.data.answer_spans import STAND_IN, Span, TurnEnd, common, learned, turn_end
 from foredraft.train.data.corpus import Document
 from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow, split_thoughts
 
@@ -34,9 +33,9 @@ def template_file(template: str) -> Path:
 
 class ChatFormat:
     """template: a Jinja file in place of the tokenizer's own, or the name of one that the tokenizer has. thinking: the
-    template's switch for thoughts; None leaves it at its default. images: of a target that takes them. tools: the template for
-    rows with tools, of a tokenizer that has a separate one. Raises ValueError where there is no template, or it has no such
-    switch."""
+    template's switch for thoughts; None leaves it at its default. images: of a target that takes them. tools: use the
+    template for rows with tools, of a tokenizer that has a separate one. Raises ValueError where there is no template, or it
+    has no such switch."""
 
     def __init__(
         self,
@@ -114,9 +113,11 @@ class ChatFormat:
         return texts[0], spans[0] if marked else []
 
     def shown(self, message: Message) -> Message:
-        """Return an earlier message as the template wants it. Thoughts have one of several names; those in the text stay there
-        if the template reads no name."""
-        if message["role"] != "assistant" or not (self.knows_thoughts and (self.names_thoughts or self.thinking is False)):
+        """Return an earlier message as the template wants it. Thoughts have one of several names; those in the text stay
+        there if the template reads no name."""
+        if message["role"] != "assistant" or not (
+            self.knows_thoughts and (self.names_thoughts or self.thinking is False)
+        ):
             return message
         message = split_thoughts(message)
         thoughts = None if self.thinking is False else message.get("reasoning_content")
@@ -142,7 +143,7 @@ class ChatFormat:
 
     def shared(self, one: str, other: str) -> str:
         """Return how both texts begin, without a part of a mark."""
-        end = len(os.path.commonprefix([one, other]))
+        end = common(one, other)
         for text in (one, other):
             for mark in self.marks:
                 at = text.find(mark, max(0, end - len(mark) + 1), end + len(mark) - 1)

@@ -65,7 +65,7 @@ class Encoder:
         if self.images is not None:
             messages = [self.located(message) for message in messages]
         self.form = self.form or ChatFormat(self.tokenizer, self.template, self.thinking, self.images)
-        return self.form.documents(messages, tools(row.value.get("tools"))), messages
+        return self.form.documents(messages, tools(row.value.get("tools") or row.value.get("functions"))), messages
 
     def located(self, message: Message) -> Message:
         """The message with whole paths of its images, which may be given as they lie beside the file."""
@@ -101,8 +101,7 @@ class Encoder:
         return found, [{"role": "user", "content": self.tokenizer.decode(tokens[a:b])} for a, b in row["asked"]]
 
     def check(self) -> None:
-        """Raise ValueError where there is no row, and for a template by which nothing in the first ones is in the loss, or
-        all. Packed rows are no evidence: one may lie inside a single answer."""
+        """Raise ValueError where there is no row, and for a template by which nothing in the first ones is in the loss."""
         rows, shares = list(islice(self.source.rows(), TRIED)), []
         for row in rows:
             try:
@@ -113,14 +112,11 @@ class Encoder:
                 shares += [sum(document.loss_mask) / max(1, len(document.tokens)) for document in found]
         if not rows:
             raise ValueError(f"data.path={self.source.path} gives nothing to train on: it has no rows")
-        if self.form is None or not shares or not (all(share == 1 for share in shares) or not any(shares)):
+        if self.form is None or not shares or any(shares):
             return
-        share, rest = (
-            ("100 %", ", the prompts too: mark the answers alone") if shares[0] else ("0 %", ": mark the answers")
-        )
         raise ValueError(
-            f"{self.form.name} gives {len(shares)} conversations of which {share} of the tokens are in the loss{rest} with "
-            "{% generation %} in a template of your own (data.template=FILE)"
+            f"{self.form.name} gives {len(shares)} conversations of which 0 % of the tokens are in the loss: mark the "
+            "answers with {% generation %} in a template of your own (data.template=FILE)"
         )
 
     def rows(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:

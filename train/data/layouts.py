@@ -17,11 +17,20 @@ Message = dict[str, Any]
 # Tried in this order, so a set with both `prompt` and `messages` (UltraChat-200k) is read from `messages`.
 LISTS = ("messages", "conversations", "conversation", "turns", "data")
 PROMPTS = ("prompt", "question", "instruction", "problem", "query")
-RESPONSES = ("response", "answer", "output", "completion", "solution")
+RESPONSES = ("response", "answer", "output", "completion", "solution", "answers", "chosen")
 TEXTS = ("text", "content", "code")
-ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
-ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "developer": "system"}
-ROLES |= {"observation": "tool", "function": "tool", "ipython": "tool"}
+SYSTEMS = ("system", "system_prompt", "system_message")
+CALLS = ("function_call", "tool_call", "tool_calls")  # roles of an answer that is a call, written as JSON
+NAMES = {
+    "system": "system developer",
+    "user": "user human prompter",
+    "assistant": "assistant gpt gpt4 gpt_4 chatgpt bing bard claude gemini model bot chatbot ai " + " ".join(CALLS),
+    "tool": "tool observation function ipython tool_response tool_result tool_results tool_output function_response "
+    "function_result function_observation",
+}
+ROLES = {name: role for role, names in NAMES.items() for name in names.split()}
+# Whether a message is learned, as OpenAI, axolotl, tinker, AgentInstruct and ms-swift name it: 0 or false if it is not.
+LEARNED = ("weight", "train", "train_turn", "training", "trainable", "loss", "loss_mask")
 
 # A model's thoughts, as engines, templates and data sets call them (DeepSeek and Qwen, vLLM, gpt-oss).
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts")
@@ -40,18 +49,44 @@ def pick(row: dict, named: str | None, usual: tuple[str, ...]) -> str | None:
     return next((name for name in usual if name in row), None)
 
 
+def system(row: dict) -> list[Message]:
+    """The system prompt that a row has in a column of its own."""
+    texts = (row[name] for name in SYSTEMS if isinstance(row.get(name), str) and row[name].strip())
+    return [{"role": "system", "content": unicode(text)} for text in texts][:1]
+
+
 def pair(row: dict, prompt: str, response: str | None) -> list[Message]:
     """A prompt and its answer; either may be a list of messages (TRL's layout). Without an answer: a prompt alone."""
-    question, answer = row[prompt], row[response] if response else None
+    question, answer = row[prompt], first(parsed(row[response]) if response == "answers" else row.get(response))
     messages = turns(question) if isinstance(question, list) else [{"role": "user", "content": content(question)}]
-    if prompt == "instruction" and isinstance(row.get("input"), str) and row["input"].strip():  # Alpaca
-        messages[0]["content"] += "\n\n" + content(row["input"])
-    if isinstance(row.get("system"), str) and row["system"].strip():
-        messages.insert(0, {"role": "system", "content": content(row["system"])})
+    more = next(
+        (row[name] for name in ("input", "context") if isinstance(row.get(name), str) and row[name].strip()), ""
+    )
+    if prompt in ("instruction", "question") and more and len(messages) == 1:  # Alpaca, Dolly
+        messages[0]["content"] += "\n\n" + content(more)
+    if not has_system(messages):
+        messages = system(row) + messages
     if answer is None:
         return messages
-    said = answer if isinstance(answer, list) else [row | {"role": "assistant", "content": content(answer)}]
-    return messages + turns(said)
+    facts = {name: row[name] for name in (*THOUGHTS, "tool_calls") if name in row}
+    if isinstance(answer, list) and all(isinstance(call, dict) and "name" in call for call in answer):  # xLAM
+        facts, answer = facts | {"tool_calls": answer}, ""
+    said = turns(answer if isinstance(answer, list) else [facts | {"role": "assistant", "content": answer}])
+    if response == "completion" and row.get("label") is False:  # TRL's unpaired preference, rejected
+        said[-1]["weight"] = 0
+    return said if said and said[0]["role"] in ("system", "user") else messages + said
+
+
+def has_system(messages: list[Message]) -> bool:
+    return bool(messages) and messages[0]["role"] == "system"
+
+
+def first(answer: Any) -> Any:
+    """An answer, or the first one of alternatives (NQ, TriviaQA, SQuAD)."""
+    if isinstance(answer, dict):
+        answer = answer.get("value") or answer.get("text") or answer
+    texts = isinstance(answer, list) and all(isinstance(text, str) for text in answer)
+    return next((text for text in answer if text.strip()), "") if texts else answer
 
 
 def turns(items: list, all_user: bool = False, images: list | None = None) -> list[Message]:
@@ -66,24 +101,51 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
         if not isinstance(item, dict):
             raise SkippedRow("a turn that is neither text nor a message")
         named = next((item[name] for name in ("role", "from") if isinstance(item.get(name), str)), None)
-        role = ROLES.get(named.lower()) if named is not None else None
+        named = None if named is None else re.sub(r"[\s-]+", "_", named.strip().lower())
+        role = ROLES.get(named) if named is not None else None
         if role is None:
             raise SkippedRow("a role that is not known" if named is not None else "a turn without a role")
-        text = next((item[name] for name in ("content", "value") if item.get(name) is not None), None)
-        if role == "system" and text == "":
+        text = next((item[name] for name in ("content", "value", "text") if item.get(name) is not None), None)
+        if role == "system" and (text is None or (isinstance(text, str) and not text.strip())):
             continue
         message: Message = {"role": role}
         if role == "assistant":
             thoughts = next((item[name] for name in THOUGHTS if isinstance(item.get(name), str)), "")
             message |= {"reasoning_content": unicode(thoughts)} if thoughts.strip() else {}
-            message |= {"tool_calls": tool_calls(item["tool_calls"])} if item.get("tool_calls") else {}
+            calls = text if named in CALLS else item.get("tool_calls") or item.get("function_call")
+            message |= {"tool_calls": tool_calls(calls)} if calls else {}
+            text = None if named in CALLS else text
+            message |= {"weight": 0} if not_learned(item, LEARNED) else {}
         elif role == "tool":
             message |= {name: item[name] for name in ("tool_call_id", "name") if isinstance(item.get(name), str)}
         # An answer may be nothing but thoughts that were cut off, or a call.
         pictured = None if images is None or role != "user" else parts(text, images)
-        nothing = not text and message.keys() & {"reasoning_content", "tool_calls"}
+        nothing = not text and (role == "tool" or message.keys() & {"reasoning_content", "tool_calls"})
         message["content"] = pictured or ("" if nothing else content(text))
         messages.append(message)
+    return messages
+
+
+def not_learned(item: dict, names: tuple[str, ...]) -> bool:
+    """Does a message or a row say that it is not learned?"""
+    found = [item[name] for name in names if isinstance(item.get(name), bool | int | float)]
+    return any(value <= 0 for value in found)
+
+
+def weighted(messages: list[Message], row: dict) -> list[Message]:
+    """The messages, with a weight of 0 at answers that the row says are not learned: all of them, or by a list with a place
+    for each message or each answer."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if not_learned(row, ("weight", "train")):
+        for message in answers:
+            message["weight"] = 0
+    for name in ("weights", "mask", "train", "loss_mask"):
+        for places in (messages, answers):
+            if isinstance(row.get(name), list) and len(row[name]) == len(places):
+                for message, weight in zip(places, row[name], strict=True):
+                    if not_learned({name: weight}, (name,)) and message["role"] == "assistant":
+                        message["weight"] = 0
+                break
     return messages
 
 
@@ -108,12 +170,13 @@ def split_thoughts(message: Message) -> Message:
 
 def tool_calls(calls: Any) -> list[dict]:
     """OpenAI's, with the arguments as templates want them: an object, which APIs and data sets write as JSON."""
-    found = []
-    for call in parsed(calls) if isinstance(parsed(calls), list) else [None]:
+    found, calls = [], parsed(calls)
+    for call in calls if isinstance(calls, list) else [calls]:
+        call = parsed(call)
         function = call.get("function", call) if isinstance(call, dict) else None
-        if call is None or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise SkippedRow("a tool call without a name")
-        arguments = parsed(function.get("arguments") or {})
+        arguments = parsed(function.get("arguments", function.get("parameters")) or {})
         call = {"type": "function", **call, "function": {"name": function["name"], "arguments": arguments}}
         found.append({name: value for name, value in call.items() if name in ("id", "type", "function")})
     return found
@@ -122,9 +185,10 @@ def tool_calls(calls: Any) -> list[dict]:
 def tools(column: Any) -> list[dict] | None:
     """The functions that a row's `tools` column declares, in OpenAI's layout; None where there are none."""
     column = parsed(column)
-    if not isinstance(column, list) or not all(isinstance(tool, dict) for tool in column):
+    found = [parsed(tool) for tool in (column if isinstance(column, list) else [column])]
+    if not all(isinstance(tool, dict) for tool in found):
         return None
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in column] or None
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in found] or None
 
 
 def parsed(value: Any) -> Any:

@@ -21,11 +21,15 @@ from foredraft.train.data.layouts import (
     Message,
     SkippedRow,
     cut_off,
+    has_system,
     pair,
     pick,
+    system,
     turns,
     unicode,
+    weighted,
 )
+from foredraft.train.data.layouts import parsed as parsed_json
 
 SHARD = 1 << 24  # bytes of a file of JSON Lines that one process reads at a time
 SHARD_ROWS = 10_000  # and rows of a dataset from the Hub
@@ -88,7 +92,7 @@ class Source:
         if shard.reader != "hub":
             return READERS[shard.reader](shard)
         rows = hub(self, streamed=self.max_rows is not None)
-        return (Row(f"row {number}", value) for number, value in enumerate(rows))
+        return (Row(f"row {number}", without_nulls(value)) for number, value in enumerate(rows))
 
     def conversation(self, row: Row, images: bool = False) -> list[Message] | str:
         """The row's conversation, with its images or without, or its raw text. Raises SkippedRow."""
@@ -97,13 +101,16 @@ class Source:
         if not isinstance(row.value, dict):
             raise SkippedRow("not an object with columns")
         value = {name: cell for name, cell in row.value.items() if cell is not None}
-        if (column := pick(value, self.messages, LISTS)) and isinstance(value[column], list):
+        if (column := pick(value, self.messages, LISTS)) and isinstance(items := parsed_json(value[column]), list):
             beside = value.get("images", value.get("image", [])) if images else None
             beside = beside if beside is None or isinstance(beside, list) else [beside]
-            found = turns(value[column], column == "turns", None if beside is None else [*beside])
-            return cut_off(found, value.get("finish_reasons"))
+            found = turns(items, column == "turns", None if beside is None else [*beside])
+            found = cut_off(weighted(found, value), value.get("finish_reasons"))
+            return found if has_system(found) else system(value) + found
         if column := pick(value, self.prompt, PROMPTS):
-            return pair(value, column, pick(value, self.response, RESPONSES))
+            return weighted(pair(value, column, pick(value, self.response, RESPONSES)), value)
+        if isinstance(value.get("chosen"), list):  # a preference without a prompt of its own
+            return turns(value["chosen"])
         if "error" in value:
             raise SkippedRow("no answer came")  # regeneration says why
         if column := pick(value, self.text, TEXTS):
@@ -206,7 +213,7 @@ def parquet(shard: Shard) -> Iterator[Row]:
         with pyarrow.parquet.ParquetFile(shard.path) as file:
             parts = file.iter_batches(row_groups=range(shard.start, shard.stop), batch_size=256)
             for number, value in enumerate((row for part in parts for row in part.to_pylist()), start=shard.first):
-                yield Row(f"row {number}", value)
+                yield Row(f"row {number}", without_nulls(value))
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{shard.path} cannot be read: {' '.join(str(error).split())[:300]}") from error
 
@@ -217,7 +224,15 @@ def arrow(shard: Shard) -> Iterator[Row]:
 
     table = datasets.Dataset.from_file(shard.path)
     for number in range(shard.start, shard.stop):
-        yield Row(f"row {shard.first + number - shard.start}", table[number])
+        yield Row(f"row {shard.first + number - shard.start}", without_nulls(table[number]))
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without fields that are null: Arrow gives every object of a column the fields of all others, arguments of
+    other tools' calls among them."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 READERS = {"lines": json_lines, "array": json_array, "parquet": parquet, "arrow": arrow}

@@ -1,0 +1,199 @@
+"""Rows as published data sets have them: whose words are whose, which answers are learned, and what a file format adds."""
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from foredraft.scripts.preview import runs
+from foredraft.train.data.encoding import Encoder
+from foredraft.train.data.layouts import SkippedRow, tools
+from foredraft.train.data.sources import Row, Source
+from tests.support.chats import CHATML, SPECIAL, form_of, tokenizer
+
+ASKED = {"role": "user", "content": "q"}
+HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+BRIEF = {"role": "system", "content": "Be brief."}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+
+
+def said(row: dict) -> list[dict] | str:
+    return Source("x").conversation(Row("", row))
+
+
+def learned(row: dict, words=None) -> list[str]:
+    """Each stretch in the loss."""
+    words = words or form_of("smollm2").tokenizer
+    documents, _ = Encoder(words, Source("x")).documents(Row("", row))
+    return [text for document in documents for flag, text in runs(words, document) if flag]
+
+
+def answer(text: str, **more) -> dict:
+    return {"role": "assistant", "content": text, **more}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": SHAREGPT},
+        {"messages": HI},
+        {"data": ["hi", "hello"]},
+        {"messages": json.dumps(HI)},
+        {"question": "hi", "response": "hello"},
+        {"prompt": HI[:1], "completion": HI[1:]},
+        {"prompt": "hi", "chosen": HI, "rejected": [HI[0], answer("no")]},
+    ],
+)
+@pytest.mark.parametrize("column", ["system", "system_prompt", "system_message"])
+def test_a_system_prompt_in_a_column_of_its_own_is_the_first_message(row: dict, column: str):
+    if "chosen" not in row:
+        assert said(row | {column: "Be brief."}) == [BRIEF, *HI]
+    for nothing in ("", " ", None):
+        assert said(row | {column: nothing}) == HI
+
+
+def test_a_system_prompt_among_the_messages_wins_unless_it_is_empty():
+    assert said({"system": "Be long.", "messages": [BRIEF, *HI]}) == [BRIEF, *HI]
+    for nothing in ("", "  ", None):
+        empty = {"role": "system", "content": nothing}
+        assert said({"system": "Be brief.", "messages": [empty, *HI]}) == [BRIEF, *HI]
+        assert said({"messages": [empty, *HI]}) == HI
+
+
+@pytest.mark.parametrize(
+    ("row", "texts"),
+    [
+        ({"weight": 0}, ["good"]),
+        ({"weight": 0.0}, ["good"]),
+        ({"weight": -1}, ["good"]),
+        ({"train": False}, ["good"]),
+        ({"train_turn": False}, ["good"]),
+        ({"training": False}, ["good"]),
+        ({"loss": False}, ["good"]),
+        ({"loss_mask": 0}, ["good"]),
+        ({"trainable": False}, ["good"]),
+        ({"weight": 0.5}, ["bad", "good"]),
+        ({"weight": None, "loss": None}, ["bad", "good"]),
+        ({"train": True}, ["bad", "good"]),
+    ],
+)
+def test_an_answer_that_its_row_does_not_want_learned_is_context(row: dict, texts: list[str]):
+    value = {"messages": [ASKED, answer("bad", **row), ASKED, answer("good")]}
+    assert learned(value) == [f"{text}<|im_end|>" for text in texts]
+    words = form_of("smollm2").tokenizer
+    (document, *_), _ = Encoder(words, Source("x")).documents(Row("", value))
+    assert "bad" in words.decode(document.tokens)
+
+
+@pytest.mark.parametrize(
+    "mask", [{"weights": [0, 0, 0, 1]}, {"weights": [0, 1]}, {"mask": [False, True]}, {"train": [1, 0, 1, 1]}]
+)
+def test_a_row_can_say_of_all_its_answers_which_are_learned(mask: dict):
+    assert learned({"messages": [ASKED, answer("bad"), ASKED, answer("good")]} | mask) == ["good<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": HI, "weight": 0},
+        {"messages": [HI[0], answer("hello", weight=0)]},
+        {"prompt": "hi", "response": "hello", "train": False},
+        {"prompt": HI[:1], "completion": HI[1:], "label": False},
+        {"prompt": "hi", "completion": "hello", "label": False},
+    ],
+)
+def test_a_row_without_an_answer_to_learn_is_dropped_by_that_name(row: dict):
+    with pytest.raises(SkippedRow, match="no answer in it that is to be learned"):
+        learned(row)
+
+
+def test_what_an_arrow_file_adds_to_its_rows_is_not_there(tmp_path: Path):
+    """One column has one type: every object gets the fields of all others, and pandas adds its index."""
+    asked = {"role": "user", "content": "q", "weight": None}
+    calls = [{"function": {"name": name, "arguments": {key: 1}}} for name, key in (("f", "a"), ("g", "b"))]
+    rows = [{"messages": [asked, answer("", tool_calls=[call])], "tools": [call]} for call in calls]
+    table = pyarrow.Table.from_pylist([row | {"__index_level_0__": n} for n, row in enumerate(rows)])
+    pyarrow.parquet.write_table(table, file := tmp_path / "rows.parquet")
+    read = list(Source(str(file)).rows())
+    found = [Source(str(file)).conversation(row)[1]["tool_calls"][0]["function"] for row in read]
+    assert found == [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": 1}}]
+    assert [tools(row.value["tools"]) for row in read] == [[call] for call in calls]
+
+
+@pytest.mark.parametrize("column", ["answer", "answers", "output"])
+@pytest.mark.parametrize("value", [["hello", "hey"], ["", "hello"], {"value": "hello", "aliases": ["hey"]}])
+def test_of_alternative_answers_the_first_is_the_answer(column: str, value):
+    assert said({"question": "hi", column: value}) == HI
+    assert said({"question": "hi", column: {"text": ["hello", "hey"], "answer_start": [0, 1]}}) == HI
+
+
+def test_what_a_question_is_about_belongs_to_it():
+    for row in ({"instruction": "Sum up.", "context": "A text."}, {"question": "Sum up.", "input": "A text."}):
+        assert said(row | {"response": "So."})[0]["content"] == "Sum up.\n\nA text."
+        assert said(row | {"response": "So.", "context": " ", "input": None})[0]["content"] == "Sum up."
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        *[(name, "assistant") for name in ("bing", "bard", "chatgpt", "gpt-4", "Assistant", "AI", "model", "claude")],
+        *[(name, "user") for name in ("prompter", "Human", "USER")],
+        *[(name, "tool") for name in ("tool_response", "function-response", "observation", "Function Response")],
+        ("developer", "system"),
+    ],
+)
+def test_roles_have_many_names(name: str, role: str):
+    assert said({"conversations": [{"from": name, "value": "x"}]}) == [{"role": role, "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'}],
+        [{"from": "tool-call", "value": '[{"name": "f", "arguments": "{\\"a\\": 1}"}]'}],
+        [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}],
+        [{"role": "assistant", "tool_calls": '[{"name": "f", "parameters": {"a": 1}}]'}],
+    ],
+)
+def test_a_call_is_found_however_it_is_written(messages: list[dict]):
+    """As LLaMA-Factory, Glaive and the first function calling of OpenAI have it; a tool may have nothing to say."""
+    found = said({"conversations": [ASKED, *messages, {"role": "tool", "content": ""}, answer("done")]})
+    assert found == [ASKED, answer("", tool_calls=[CALL]), {"role": "tool", "content": ""}, answer("done")]
+
+
+def test_answers_that_are_calls_and_tools_as_json_text():
+    function = {"name": "f", "description": "F.", "parameters": {}}
+    row = {"query": "q", "answers": json.dumps([CALL["function"]]), "tools": json.dumps([function])}  # xLAM
+    assert said(row) == [ASKED, answer("", tool_calls=[CALL])]
+    for column in (row["tools"], [json.dumps(function)], function, [{"type": "function", "function": function}]):
+        assert tools(column) == [{"type": "function", "function": function}]
+    assert tools("") is tools(None) is tools("[]") is tools([]) is None
+
+
+def test_ids_of_calls_suit_a_template_that_wants_nine_characters():
+    call = CALL | {"id": "call_0123456789abcdef01234567"}
+    back = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
+    form = form_of("mistral")
+    found = learned({"messages": [ASKED, answer("", tool_calls=[call]), back, answer("three")]}, form.tokenizer)
+    assert len(found) == 2 and found[0].startswith("[TOOL_CALLS]") and found[1] == "three</s>"
+
+
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_rows_with_tools_use_the_template_for_tools(with_tools: bool):
+    words = tokenizer(
+        {"default": CHATML, "tool_use": "{{ tools | tojson }}" + CHATML, "rag": "RAG" + CHATML}, special=SPECIAL
+    )
+    row = {"messages": HI} | ({"tools": [CALL["function"] | {"parameters": {}}]} if with_tools else {})
+    encoder = Encoder(words, Source("x"))
+    (document,), _ = encoder.documents(Row("", row))
+    text = words.decode(document.tokens)
+    assert text.startswith('[{"type": "function"' if with_tools else "<|im_start|>user")
+    prompt = encoder.form.prompt(HI[:1], tools(row.get("tools")))
+    assert document.tokens[: len(prompt)] == prompt
+    (document,), _ = Encoder(words, Source("x"), template="rag").documents(Row("", row))
+    assert words.decode(document.tokens).startswith("RAG")
+    with pytest.raises(ValueError, match=r"has the chat templates rag: choose one with data.template=NAME"):
+        Encoder(tokenizer({"rag": CHATML}), Source("x")).documents(Row("", row))
