@@ -61,6 +61,13 @@ class Grammars:
         if not self.eos_token_ids:
             raise ValueError(f"a grammar ends a text by an end token, and {target.name} has none")
         self.tokenizer = from_tokenizer(target.text_tokenizer, target.vocab_size, self.eos_token_ids)
+        added = target.text_tokenizer.added_tokens_decoder.items()
+        # Special tokens, which rules cannot spell: <[5]> in Lark's; None of ends, which come after all rules.
+        self.special = {
+            token.content: None if number in target.eos_token_ids else number
+            for number, token in added
+            if token.special
+        }
         self.compiled = lru_cache(64)(self.compile)
 
     def json_schema(self, schema: dict[str, Any]) -> Grammar:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from foredraft.heads.target.messages import normalize_messages, template_needs
+from foredraft.heads.target.messages import normalize_messages, normalize_tools, rendered, template_needs
 from foredraft.inference.serve.tools import new_call
 from tests.support import ROOT
 
@@ -108,6 +108,15 @@ def test_thoughts_and_content_beside_calls_are_one_text_where_the_template_takes
     message = normalize_messages(asked, template("gpt_oss"))[1]
     assert message["reasoning"] == "Look it up.\n\nI look." and message["content"] == ""
     assert normalize_messages(asked, template("qwen3"))[1]["content"] == "I look."
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3", "mistral"])
+def test_a_tool_without_description_and_parameters_is_shown(name):
+    """And is as the client sent it where the template takes that."""
+    bare = [{"type": "function", "function": {"name": "look_up", "description": None}}]
+    tools = normalize_tools(bare, template(name))
+    assert "look_up" in rendered([QUESTION], template(name), tools)
+    assert name == "gpt_oss" or tools == [{"type": "function", "function": {"name": "look_up"}}]
 
 
 def test_a_template_that_concatenates_arguments_is_given_text():

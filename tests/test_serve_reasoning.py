@@ -1,5 +1,6 @@
 """Thoughts out of texts as they come, and marks in messages, with the chat templates of real models."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -39,6 +40,10 @@ TEXTS = [
         [("f", '{"a": "<"}')],
     ),
     (HarmonyReader(), "<|channel|>analysis<|message|>cut <|e", "cut <|e", "", []),
+    (HarmonyReader(), CALL.removesuffix("<|call|>"), "", '{"a": "<"}', []),  # which was cut
+    (HarmonyReader(), CALL.replace('{"a": "<"}', ""), "", "", [("f", "{}")]),
+    (HarmonyReader(["g"]), HARMONY + CALL, "a < b", '{"a": "<"}', []),  # of a tool that nobody gave
+    (HarmonyReader([]), CALL, "", '{"a": "<"}', []),
     (HarmonyReader(), "no marks", "", "no marks", []),
 ]
 
@@ -47,7 +52,7 @@ TEXTS = [
 @pytest.mark.parametrize("number", range(len(TEXTS)))
 def test_thoughts_are_read_out_of_a_text(number, size):
     reader, text, thoughts, content, calls = TEXTS[number]
-    reader = type(reader)(*([reader.state == "thoughts"] if isinstance(reader, ThinkReader) else []))
+    reader = copy.deepcopy(reader)
     parts = [reader.push(text[at : at + size]) for at in range(0, len(text), size)]
     parts.append(reader.end())
     assert tuple(map("".join, zip(*parts, strict=True))) == (thoughts, content) and reader.calls == calls

@@ -7,13 +7,56 @@ from pathlib import Path
 
 import openai
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel
 
+from foredraft.heads.target.messages import normalize_messages, rendered, template_needs
 from foredraft.inference.grammar import Grammars
-from foredraft.inference.serve.protocol import ChatRequest
-from foredraft.inference.serve.tools import BARE, HERMES, LLAMA, ToolFormat, ToolReader, format_of, grammar
+from foredraft.inference.serve.protocol import ChatRequest, Tool
+from foredraft.inference.serve.tool_formats import (
+    BARE,
+    DEEPSEEK_V3,
+    DEEPSEEK_V3_1,
+    GLM,
+    GRANITE,
+    HARMONY,
+    HERMES,
+    KIMI,
+    LLAMA,
+    MINIMAX,
+    MISTRAL,
+    MISTRAL_ARGS,
+    MISTRAL_ID,
+    QWEN3_CODER,
+    ToolFormat,
+    format_of,
+)
+from foredraft.inference.serve.tool_rules import call_rules
+from foredraft.inference.serve.tools import ToolReader, grammar
+from tests.support import ROOT
 from tests.support.serving import Served, served
 
+TEMPLATES = ROOT / "tests" / "support" / "chat_templates"
+STYLES = {
+    "deepseek_r1": DEEPSEEK_V3,
+    "deepseek_v3_1": DEEPSEEK_V3_1,
+    "devstral": MISTRAL_ARGS,
+    "gemma3": None,
+    "glm4_5": GLM,
+    "gpt_oss": HARMONY,
+    "granite3": GRANITE,
+    "granite4": HERMES,
+    "kimi_k2": KIMI,
+    "llama3": LLAMA,
+    "minimax_m2": MINIMAX,
+    "mistral": MISTRAL,
+    "mistral_small3_2": MISTRAL_ID,
+    "qwen2_5": HERMES,
+    "qwen3": HERMES,
+    "qwen3_coder": QWEN3_CODER,
+    "qwq": HERMES,
+    "smollm2": None,
+}
 ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "def add(self, other):"}]}
 SCHEMA = {
     "type": "object",
@@ -183,38 +226,162 @@ def test_what_cannot_be_followed_is_refused(client, settings, message):
 
 
 CALL = '{"name": "f", "arguments": {"a": "</tool_call> é"}}'
-F = ("f", {"a": "</tool_call> é"})
+F, NOTHING, ONE = ("f", {"a": "</tool_call> é"}), ("f", {}), ("f", {"a": 1})
+GIVEN = '{"a": 1}'
+R1 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+V3_1 = "<｜tool▁call▁begin｜>f<｜tool▁sep｜>"
+K2 = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
 TEXTS: list[tuple[ToolFormat, str, str, list]] = [
     (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", [F]),
     (HERMES, f"I look.\n<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}", "I look.\n", [F, F]),
+    (HERMES, f"<tool_call>{CALL}</tool_call>\nI will wait.", "I will wait.", [F]),
+    (HERMES, f"Look.\n<tool_call>{CALL}</tool_call> and\n<tool_call>{CALL}</tool_call>\n", "Look.\n and", [F, F]),
+    (HERMES, f'<tool_call>{CALL}</tool_call><tool_call>{{"name": "f", "argu', '<tool_call>{"name": "f", "argu', [F]),
+    (HERMES, f'<tool_call>{{"name": "g"}}</tool_call>{CALL[:0]}', '<tool_call>{"name": "g"}</tool_call>', []),
+    (
+        HERMES,
+        f'<tool_call>{{"name": "g"}}</tool_call><tool_call>{CALL}</tool_call>',
+        '<tool_call>{"name": "g"}</tool_call>',
+        [F],
+    ),
+    (HERMES, '<tool_call>{"name": "f"}</tool_call>', "", [NOTHING]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [NOTHING]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", [NOTHING]),
+    (HERMES, '<tool_call>{"arguments": "{\\"a\\": 1}", "name": "f"}</tool_call>', "", [ONE]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "\n"}}</tool_call>', "", [("f", {"a": "\n"})]),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        [],
+    ),
     (HERMES, "a < b <tool <b>", "a < b <tool <b>", []),
     (HERMES, "x<tool_call>{broken</tool_call>", "x<tool_call>{broken</tool_call>", []),
     (HERMES, CALL.replace('"f"', '"g"'), CALL.replace('"f"', '"g"'), []),
-    (HERMES, '<tool_call>{"name": "g", "arguments": {}}', '<tool_call>{"name": "g", "arguments": {}}', []),
     (HERMES, '<tool_call>{"name": ["f"], "arguments": {}}', '<tool_call>{"name": ["f"], "arguments": {}}', []),
     (HERMES, "<tool_call>" + "[" * 9000, "<tool_call>" + "[" * 9000, []),
-    (LLAMA, ' {"name": "f", "parameters": {"a": 1}}', "", [("f", {"a": 1})]),
+    (HERMES, "<tool_call>" * 999, "<tool_call>" * 999, []),
+    (LLAMA, ' {"name": "f", "parameters": {"a": 1}}', "", [ONE]),
+    (LLAMA, '{"name": "f", "parameters": null}', "", [NOTHING]),
+    (LLAMA, '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "f", "parameters": {}}', "", [ONE, NOTHING]),
+    (LLAMA, 'See.\n{"name": "f", "parameters": {"a": 1}}\nDone.', "See.\nDone.", [ONE]),
     (LLAMA, 'See {"name": "f", "parameters": {}}', 'See {"name": "f", "parameters": {}}', []),
     (LLAMA, '{"no": "call"} of mine', '{"no": "call"} of mine', []),
+    (MISTRAL, f'[TOOL_CALLS] [{{"name": "f", "arguments": {GIVEN}, "id": "123456789"}}, {CALL}]', "", [ONE, F]),
+    (MISTRAL_ARGS, f"I look.[TOOL_CALLS]f[ARGS]{GIVEN}[TOOL_CALLS]f[ARGS]{{}}", "I look.", [ONE, NOTHING]),
+    (MISTRAL_ARGS, "[TOOL_CALLS]f[ARGS]{", "[TOOL_CALLS]f[ARGS]{", []),
+    (MISTRAL_ID, f"[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{GIVEN}", "", [ONE]),
+    (GRANITE, f"<|tool_call|>[{CALL}]", "", [F]),
+    (DEEPSEEK_V3, f"{R1}{GIVEN}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "", [ONE]),
+    (DEEPSEEK_V3_1, f"I look.{V3_1}{GIVEN}<｜tool▁call▁end｜>{V3_1}<｜tool▁call▁end｜>", "I look.", [ONE, NOTHING]),
+    (KIMI, f"<|tool_calls_section_begin|>{K2}{GIVEN}<|tool_call_end|><|tool_calls_section_end|>ok", "ok", [ONE]),
+    (HARMONY, f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{GIVEN}<|call|>", "", [ONE]),
     (BARE, CALL, "", [F]),
     (BARE, "", "", []),
 ]
 
 
+def read(reader: ToolReader, text: str, size: int) -> tuple[str, list]:
+    shown = "".join(reader.push(text[at : at + size]) for at in range(0, len(text), size))
+    rest, calls = reader.end()
+    assert len({call["id"] for call in calls}) == len(calls)
+    return shown + rest, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+
+
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize("style, text, content, calls", TEXTS)
 def test_calls_are_read_out_of_a_text(style, text, content, calls, size):
-    reader = ToolReader(style, ["f"])
-    shown = "".join(reader.push(text[at : at + size]) for at in range(0, len(text), size))
-    rest, found = reader.end()
-    assert shown + rest == content
-    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found] == calls
-    assert len({call["id"] for call in found}) == len(calls)
+    assert read(ToolReader(style, ["f"]), text, size) == (content, calls)
 
 
-def test_formats_are_known_by_their_templates():
-    qwen = 'within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <name>, \\"arguments\\": <args>}'
-    llama = 'in the format {"name": function name, "parameters": dictionary of argument name and its value}'
-    assert format_of(qwen) == HERMES and format_of(llama) == LLAMA
-    coder = "<tool_call>\\n<function=name>\\n<parameter=arguments>"
-    assert format_of(None) is None and format_of("plain") is None and format_of(coder) is None
+TYPED = {
+    "text": {"type": "string"},
+    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "kind": {"enum": ["1", "b c"]},
+    "number": {"type": "integer"},
+    "flag": {"type": "boolean"},
+    "many": {"type": "array", "items": {"$ref": "#/$defs/one"}},
+    "any": {},
+}
+PARAMETERS = {
+    "type": "object",
+    "properties": TYPED,
+    "required": ["text", "many"],
+    "$defs": {"one": {"type": "integer"}},
+}
+VALUES = {"text": "if a < b:\n  12", "maybe": None, "kind": "1", "number": 7, "flag": True, "many": [1, 2], "any": "3"}
+WRITTEN = {key: value if isinstance(value, str) else json.dumps(value) for key, value in VALUES.items()}
+TAGS = {  # the format: a call of f with these parameters, and one without
+    "qwen3_coder": (
+        "<tool_call>\n<function=f>\n{}</function>\n</tool_call>",
+        "<parameter={}>\n{}\n</parameter>\n",
+    ),
+    "glm4_5": ("<tool_call>f\n{}</tool_call>", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="f">\n{}</invoke>\n</minimax:tool_call>',
+        '<parameter name="{}">{}</parameter>\n',
+    ),
+}
+
+
+@pytest.mark.parametrize("model", TAGS)
+def test_arguments_in_tags_have_the_types_of_their_schema(model):
+    style, (call, one) = format_of((TEMPLATES / f"{model}.jinja").read_text()), TAGS[model]
+    whole = call.format("".join(one.format(*item) for item in WRITTEN.items()))
+    for text, content, calls in (
+        (f"I look.\n{whole}\nDone.", "I look.\n\nDone.", [("f", VALUES)]),
+        (whole.replace(">True<", ">true<") + call.format(""), "", [("f", VALUES), NOTHING]),
+        (whole[: -len("</tool_call>") - 12], whole[: -len("</tool_call>") - 12], []),
+    ):
+        assert read(ToolReader(style, ["f"], {"f": PARAMETERS}), text, 3) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    "template, style",
+    [
+        (
+            'within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{\\"name\\": <name>, \\"arguments\\": <args>}',
+            HERMES,
+        ),
+        ('in the format {"name": function name, "parameters": dictionary of argument name and its value}', LLAMA),
+        (None, None),
+        ("plain <tool_call>", None),
+        *((name, style) for name, style in STYLES.items()),
+    ],
+)
+def test_formats_are_known_by_their_templates(template, style):
+    file = TEMPLATES / f"{template}.jinja"
+    assert format_of(file.read_text() if template in STYLES else template) == style
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("name", [name for name, style in STYLES.items() if style not in (None, HARMONY, MISTRAL)])
+def test_a_forced_call_is_what_the_template_writes(name, many):
+    """The grammar takes the template's own text of calls, which is read as the same calls. (gpt-oss has a second order of its
+    header, and the ids in Mistral-Nemo's list are not for the model to write.)"""
+    template, style = (TEMPLATES / f"{name}.jinja").read_text(), STYLES[name]
+    many = many and not template_needs(template).one_call
+    plain = {key: value for key, value in VALUES.items() if key not in ("maybe", "flag")}  # some are written in Python
+    calls = [{"id": "123456789", "function": {"name": "f", "arguments": plain}}] * (1 + many)
+    asked = {"role": "user", "content": "q"}
+    messages = [asked, {"role": "assistant", "tool_calls": calls}, *[{"role": "tool", "content": "r"}] * len(calls)]
+    shown = rendered(normalize_messages(messages, template), template)
+    start = shown.index((style.section[0] or style.opening).split("NAME")[0].rstrip())
+    tool = Tool(type="function", function={"name": "f", "parameters": PARAMETERS})
+    matcher, accepted = LLMatcher(LLTokenizer("byte"), call_rules([tool], style, many, {}), log_level=0), b""
+    assert not matcher.is_error(), matcher.get_error()
+    text = shown[start:].encode()
+    for at, byte in enumerate(text):
+        accepted = text[:at] if matcher.is_accepting() else accepted
+        if not matcher.try_consume_tokens([byte]):
+            break
+    assert read(ToolReader(style, ["f"], {"f": PARAMETERS}), accepted.decode(), 9) == ("", [("f", plain)] * len(calls))
+
+
+def test_special_tokens_are_not_spelled_in_a_forced_call():
+    rules = call_rules(
+        [Tool(type="function", function={"name": "f"})], MISTRAL_ARGS, True, {"[TOOL_CALLS]": 5, "[ARGS]": 6}
+    )
+    assert 'call_0: <[5]> "f" <[6]> arguments_0' in rules
+    rules = call_rules([Tool(type="function", function={"name": "f"})], HARMONY, True, {"<|call|>": None})
+    assert "<|call|>" not in rules

@@ -50,19 +50,44 @@ def template_needs(template: str) -> TemplateNeeds:
     return TemplateNeeds()
 
 
+FULL_TOOL = {"description": "", "parameters": {"type": "object", "properties": {}}}
+
+
+def normalize_tools(tools: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Return tools that this template takes: some refuse one without a description, or without parameters."""
+    full = {} if shows_tools(template, full=False) else FULL_TOOL
+    functions = [{name: value for name, value in tool["function"].items() if value is not None} for tool in tools]
+    return [{**tool, "function": {**function, **full, **function}} for tool, function in zip(tools, functions)]
+
+
+@lru_cache(64)
+def shows_tools(template: str, full: bool = True) -> bool:
+    """Does the template write the tools that it is given? full: with all that a tool may have."""
+    tool = {"type": "function", "function": {"name": "f_a", **(FULL_TOOL if full else {})}}
+    return "f_a" in rendered([{"role": "user", "content": "q"}], template, [tool])
+
+
 def shown_calls(template: str, needs: TemplateNeeds, **message: str) -> str:
     """Render a conversation with two calls; return "" if it is refused, or if a call is lost or written as Python."""
     calls = [{"id": f"call-{name}", "function": {"name": name, "arguments": {"key_x": "y"}}} for name in ("f_a", "f_b")]
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "z"} for call in calls]
     asked: list[Message] = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": calls, **message}]
     conversation = arrange([*asked, *results], needs)
-    marks = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "<s>")
-    try:
-        (text,), _ = render_jinja_template([conversation], chat_template=template, add_generation_prompt=True, **marks)
-    except (TemplateError, TypeError, ValueError):
-        return ""
+    text = rendered(conversation, template)
     whole = "f_a" in text and "f_b" in text and text.count("key_x") >= 2
     return text if whole and "{'" not in text and "None" not in text else ""
+
+
+def rendered(messages: list[Message], template: str, tools: list[dict] | None = None) -> str:
+    """Return the text, "" if the template refuses the messages."""
+    marks = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "<s>")
+    try:
+        texts, _ = render_jinja_template(
+            conversations=[messages], tools=tools, chat_template=template, add_generation_prompt=True, **marks
+        )
+    except (TemplateError, TypeError, ValueError):
+        return ""
+    return texts[0]
 
 
 def arrange(messages: Sequence[Mapping[str, Any]], needs: TemplateNeeds) -> list[Message]:

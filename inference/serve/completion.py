@@ -12,9 +12,9 @@ from foredraft.inference.engine import RequestOutput
 from foredraft.inference.serve.detokenizer import Detokenizer, StopStrings
 from foredraft.inference.serve.limits import error_body
 from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, CompletionRequest
-from foredraft.inference.serve.reasoning import ThoughtReader, is_harmony, thought_reader
+from foredraft.inference.serve.reasoning import CLOSING, OPENING, HarmonyReader, ThoughtReader, thought_reader
 from foredraft.inference.serve.scoring import Scored
-from foredraft.inference.serve.tools import ToolReader, new_call, reader
+from foredraft.inference.serve.tools import ToolReader, callable_tools, new_call, reader
 from foredraft.inference.serve.worker import Failed, Job, Worker
 from foredraft.inference.trace import Trace
 
@@ -52,10 +52,13 @@ class Choice:
         template = tokenizer.chat_template
         self.thoughts: ThoughtReader | None = None  # a grammar's text has none
         if isinstance(asked, ChatRequest) and not asked.has_grammar:
-            self.thoughts = thought_reader(template, job.request.prompt, tokenizer.decode)
-        marked = self.thoughts is not None and is_harmony(template)  # by special tokens
-        self.detokenizer, self.stops = Detokenizer(tokenizer, not marked), StopStrings(asked.stop_strings)
-        self.tools: ToolReader | None = reader(asked, template)
+            self.thoughts = thought_reader(template, job.request.prompt, tokenizer.decode, callable_tools(asked))
+        harmony = isinstance(self.thoughts, HarmonyReader)  # which finds calls, too, and every special token is a mark
+        self.tools: ToolReader | None = None if harmony else reader(asked, template)
+        marks = (OPENING + CLOSING if self.thoughts else "") + (self.tools.style.text if self.tools else "")
+        self.unseen = frozenset[int]() if harmony else unseen_tokens(tokenizer, marks)
+        self.detokenizer = Detokenizer(tokenizer, not (harmony or self.unseen))
+        self.stops = StopStrings(asked.stop_strings)
         self.calls: list[dict[str, Any]] = []
         self.reasoning, self.text, self.logprobs = "", "", list[dict[str, Any]]()
         self.ids, self.accepted, self.drafted = list[int](), list[int](), list[int]()  # see accepted_log.py
@@ -63,7 +66,7 @@ class Choice:
         self.finish_reason: str | None = None
 
     def push(self, output: RequestOutput) -> Piece:
-        pieces = [self.detokenizer.push(token) for token in output.tokens]
+        pieces = ["" if token in self.unseen else self.detokenizer.push(token) for token in output.tokens]
         if output.finish_reason is not None and pieces:
             pieces[-1] += self.detokenizer.flush()
         text = self.stops.push("".join(pieces))
@@ -82,7 +85,9 @@ class Choice:
             if self.finish_reason is not None:
                 rest, self.calls = self.tools.end()
                 text += rest
-        if self.calls and self.finish_reason is not None:
+        if isinstance(self.asked, ChatRequest) and not self.asked.parallel_tool_calls:
+            self.calls = self.calls[:1]
+        if self.calls and self.finish_reason == "stop":  # after "length" there may be a call that was cut
             self.finish_reason = "tool_calls"
         self.reasoning += reasoning
         self.text += text
@@ -303,6 +308,13 @@ def logprob_entry(
         return {"token": text, "logprob": None if logprob is None else max(logprob, -9999.0), "bytes": whole}
 
     return {**named(token, logprob), "top_logprobs": [named(*one) for one in best]}
+
+
+def unseen_tokens(tokenizer: PreTrainedTokenizerBase, marks: str) -> frozenset[int]:
+    """The special tokens that are no part of an answer's text, where others of them are its marks; else none."""
+    special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    unseen = frozenset(number for number, text in special.items() if text not in marks)
+    return unseen if len(unseen) < len(special) else frozenset()
 
 
 def numbered(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,9 +8,10 @@ from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from foredraft.heads.target import Target
-from foredraft.heads.target.messages import normalize_messages
+from foredraft.heads.target.messages import normalize_messages, normalize_tools, shows_tools
 from foredraft.inference.serve.limits import Refused
 from foredraft.inference.serve.protocol import ChatRequest, CompletionRequest, is_tokens
 
@@ -42,18 +43,29 @@ class PromptEncoder:
             raise ValueError(f"{self.target.name} has no chat template: use /v1/completions")
         tools: Any = None if request.tool_choice == "none" else request.tools or None
         template = self.tokenizer.get_chat_template(tools=tools)
+        if tools is not None and not shows_tools(template):
+            raise ValueError(
+                f"tools: the chat template of {self.target.name} does not show them to the model. Leave tools out, or use a "
+                "target whose template reads them"
+            )
         given = [message.model_dump(exclude_unset=True) for message in request.messages]
         messages = [self.plain(message) for message in normalize_messages(given, template)]
         if tools is not None:
-            tools = self.without_marks([tool.model_dump(exclude_unset=True) for tool in tools])
+            given = [tool.model_dump(exclude_unset=True) for tool in tools]
+            tools = self.without_marks(normalize_tools(given, template))
         facts = {**self.effort(request.reasoning_effort), **self.without_marks(request.chat_template_kwargs)}
         if reserved := [name for name in facts if name in self.own]:
             raise ValueError(f"chat_template_kwargs names {reserved[0]!r}, which is no variable of the template")
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=False, **facts
+            # The tokenizer's own method takes out None, which some templates compare the content of a call with.
+            (text,), _ = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=True,
+                **self.tokenizer.special_tokens_map | facts,
             )
-        except (TemplateError, TypeError, ValueError, RecursionError) as error:
+        except (TemplateError, TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
             raise ValueError(f"the target's chat template refuses these messages: {error}") from None
         pieces = PLACES.split(text)  # text, number of a mark, text ...
         tokens = self.encode(pieces[0], False)

@@ -6,7 +6,7 @@ format (cookbook.openai.com/articles/openai-harmony), whose calls are messages `
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 OPENING, CLOSING = "<think>", "</think>"
@@ -29,10 +29,13 @@ def is_harmony(template: Any) -> bool:
     return MESSAGE in str(template) and "<|channel|>" in str(template)
 
 
-def thought_reader(template: Any, prompt: Sequence[int], decode: Any) -> ThoughtReader | None:
-    """For an answer to this prompt; None where the template knows no thoughts. decode: ids to a text with its marks."""
+def thought_reader(
+    template: Any, prompt: Sequence[int], decode: Any, tools: Collection[str] | None = None
+) -> ThoughtReader | None:
+    """For an answer to this prompt; None where the template knows no thoughts. decode: ids to a text with its marks. tools:
+    see `HarmonyReader`."""
     if is_harmony(template):
-        return HarmonyReader()
+        return HarmonyReader(tools)
     if CLOSING not in str(template):
         return None
     return ThinkReader(decode(prompt[-TAIL:]).rstrip().endswith(OPENING))
@@ -85,8 +88,10 @@ class ThinkReader:
 
 
 class HarmonyReader:
-    def __init__(self) -> None:
+    def __init__(self, tools: Collection[str] | None = None):
+        """tools: those that may be called; None: any. Calls of others are content."""
         self.calls: list[tuple[str, str]] = []
+        self.tools = tools
         self.held, self.header = "", True  # it begins in the header of the assistant's message
         self.channel, self.recipient, self.arguments = "final", "", ""
 
@@ -117,19 +122,19 @@ class HarmonyReader:
         channel = re.search(r"<\|channel\|>\s*(\w+)", header)
         recipient = re.search(r"to=functions\.([\w.-]+)", header)
         self.channel, self.recipient = channel[1] if channel else "final", recipient[1] if recipient else ""
+        if self.tools is not None and self.recipient not in self.tools:
+            self.recipient = ""
         self.header = False
 
     def close(self) -> None:
         if self.recipient:
-            self.calls.append((self.recipient, self.arguments))
+            self.calls.append((self.recipient, self.arguments if self.arguments.strip() else "{}"))
         self.recipient, self.arguments, self.header = "", "", True
 
     def end(self) -> tuple[str, str]:
-        """A text without a mark is an answer."""
+        """A text without a mark is an answer. A call that no mark ends was cut, and is content."""
         rest, self.held = self.held, ""
         if not self.header:
-            kept = rest if self.channel != "analysis" and not self.recipient else ""
-            thoughts = rest if self.channel == "analysis" and not self.recipient else ""
-            self.close()
-            return thoughts, kept
+            thinks = self.channel == "analysis" and not self.recipient
+            return (rest, "") if thinks else ("", self.arguments + rest)
         return "", "" if "<|" in rest else rest

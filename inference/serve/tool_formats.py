@@ -1,0 +1,142 @@
+"""How each family of models writes tool calls: one record per format, to read answers and to force calls by a grammar.
+
+The formats are those of the families' chat templates and model cards. No library was found that could replace this table:
+xgrammar (`get_model_structural_tag`) forces most of these formats in a grammar engine of its own and reads none, and
+transformers' response templates lose a call whose argument contains a mark, and the text of one that is none.
+"""
+
+from typing import Any, NamedTuple
+
+NAME, ID, KEY = "NAME", "#", "KEY"  # what stands in the texts below for a function, a call's id and a parameter
+
+
+class Parameters(NamedTuple):
+    """Arguments that are written one by one, and not as JSON."""
+
+    opening: str
+    closing: str
+
+
+class ToolFormat(NamedTuple):
+    """The text around the arguments of one call. An opening that contains {"name" is read as a JSON object in any order."""
+
+    opening: str
+    closing: str
+    separator: str | None = None  # between calls; None: an answer is one call
+    section: tuple[str, str] = ("", "")  # around all calls
+    id: str = ""  # a pattern
+    parameters: Parameters | None = None
+    also: str = ""  # another mark that a call may start with
+
+    @property
+    def is_object(self) -> bool:
+        return '{"name"' in self.opening
+
+    @property
+    def head(self) -> str:
+        """What stands before the object, or before the arguments."""
+        return self.opening.partition('{"name"')[0] if self.is_object else self.opening
+
+    @property
+    def marks(self) -> list[str]:
+        """Texts that a call may start with. A format without a mark of its own has calls at the beginning of a line."""
+        texts = (self.section[0].removesuffix("["), self.head.partition(NAME)[0])
+        marks = [text.split()[0] for text in texts if text.strip()]
+        return [*(marks or ('\n{"name"', '\n{"type"')), *([self.also] if self.also else [])]
+
+    @property
+    def text(self) -> str:
+        """All of it, to look for special tokens."""
+        return "\n".join((*self.section, self.opening, self.closing, self.also, *(self.parameters or ())))
+
+
+HERMES = ToolFormat('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n")  # Qwen2.5, Qwen3, Granite 4
+LLAMA = ToolFormat('{"name": "NAME", "parameters": ', "}", also="<|python_tag|>")
+MISTRAL = ToolFormat('{"name": "NAME", "arguments": ', "}", ", ", ("[TOOL_CALLS][", "]"))
+MISTRAL_ARGS = ToolFormat("[TOOL_CALLS]NAME[ARGS]", "", "")
+MISTRAL_ID = ToolFormat("[TOOL_CALLS]NAME[CALL_ID]#[ARGS]", "", "", id="[a-zA-Z0-9]{9}")
+HARMONY = ToolFormat("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "<|call|>")
+QWEN3_CODER = ToolFormat(
+    "<tool_call>\n<function=NAME>\n",
+    "</function>\n</tool_call>",
+    "\n",
+    parameters=Parameters("<parameter=KEY>\n", "\n</parameter>\n"),
+)
+GLM = ToolFormat(
+    "<tool_call>NAME\n",
+    "</tool_call>",
+    "\n",
+    parameters=Parameters("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
+)
+MINIMAX = ToolFormat(
+    '<invoke name="NAME">\n',
+    "</invoke>\n",
+    "",
+    ("<minimax:tool_call>\n", "</minimax:tool_call>"),
+    parameters=Parameters('<parameter name="KEY">', "</parameter>\n"),
+)
+DEEPSEEK_V3 = ToolFormat(
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
+    "\n```<｜tool▁call▁end｜>",
+    "\n",
+    ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+)
+DEEPSEEK_V3_1 = DEEPSEEK_V3._replace(
+    opening="<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", closing="<｜tool▁call▁end｜>", separator=""
+)
+KIMI = ToolFormat(
+    "<|tool_call_begin|>functions.NAME:#<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "",
+    ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    id="[0-9]{1,4}",
+)
+GRANITE = MISTRAL._replace(section=("<|tool_call|>[", "]"))  # 3.x
+BARE = ToolFormat('{"name": "NAME", "arguments": ', "}")  # what a model of an unknown format is forced to write
+
+FORMATS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (  # the first of which a template contains all of these
+    (("<|channel|>", "<|message|>"), HARMONY),
+    (("<｜tool▁calls▁begin｜>", "```json"), DEEPSEEK_V3),
+    (("<｜tool▁calls▁begin｜>",), DEEPSEEK_V3_1),
+    (("<|tool_call_argument_begin|>",), KIMI),
+    (("<minimax:tool_call>", "<invoke name="), MINIMAX),
+    (("<tool_call>", "<arg_key>"), GLM),
+    (("<function=", "<parameter="), QWEN3_CODER),
+    (("[TOOL_CALLS]", "[CALL_ID]"), MISTRAL_ID),
+    (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_ARGS),
+    (("[TOOL_CALLS]",), MISTRAL),
+    (("<|tool_call|>",), GRANITE),
+    (("<tool_call>", "arguments"), HERMES),
+    (("dictionary of argument name and its value",), LLAMA),
+)
+
+
+def format_of(template: Any) -> ToolFormat | None:
+    """Return the format that a chat template has its model call tools in; None for others."""
+    return next((style for signs, style in FORMATS if all(sign in str(template) for sign in signs)), None)
+
+
+def properties_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a tool. The schema is a client's: nothing is sure of it but that it is an object."""
+    properties = schema.get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def listed(schema: Any, key: str) -> list[Any]:
+    value = schema.get(key) if isinstance(schema, dict) else None
+    return value if isinstance(value, list) else []
+
+
+def types_of(schema: Any) -> set[str]:
+    """Return the types that the schema of a parameter allows; none where it names none."""
+    found = set[str]()
+    for one in (schema, *listed(schema, "anyOf"), *listed(schema, "oneOf")):
+        named = one.get("type") if isinstance(one, dict) else None
+        found |= {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
+    return found
+
+
+def is_text(schema: Any) -> bool:
+    """Is a parameter written as plain text, and not as JSON?"""
+    types, keys = types_of(schema), schema.keys() if isinstance(schema, dict) else set[str]()
+    return "string" in types or not (types or keys & {"$ref", "enum", "properties", "items", "allOf", "anyOf", "oneOf"})
