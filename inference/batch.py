@@ -19,7 +19,7 @@ from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request, SequenceState, StoppingCriteria
 from foredraft.inference.target_sampler import TargetSampler
 from foredraft.inference.trace import Trace, trace_sequences
-from foredraft.inference.verify import Validity, Verifier, to_host
+from foredraft.inference.verify import Validity, Verifier
 
 # Entries after its text that a sequence begins with, if its limit allows so many: most texts end long before that.
 ROOM = 1024
@@ -168,9 +168,9 @@ class Batch:
         sampler = self.new_sampler(sequences)
         tree = bonus_only(Accepted(last.tokens, last.output.aux_hidden_states, [1] * len(sequences), []))
         cache = prompts.cache
-        verification, validity = sampler.verify(logits, tree, None, 0, cache.seq_lens, cache.graphs)
-        valid, _, _, new = to_host(verification, validity)
-        chosen = [None if one == Validity.INVALID else tokens[0] for one, tokens in zip(valid, new, strict=True)]
+        verification, outcome = sampler.verify(logits, tree, None, 0, cache.seq_lens, cache.graphs)
+        pairs = zip(outcome.valid, outcome.tokens, strict=True)
+        chosen = [None if valid == Validity.INVALID else tokens[0] for valid, tokens in pairs]
         return chosen, trace_sequences(sequences, tree, verification, logits)
 
     def add(self, prompts: Prompts, new: list[int], aux_hidden_states: Tensor) -> None:

@@ -30,7 +30,7 @@ from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request, SequenceState, StoppingCriteria
 from foredraft.inference.trace import trace_sequences
 from foredraft.inference.tree import TokenTree, padded
-from foredraft.inference.verify import Coupled, Validity, Verification, Verifier, to_host
+from foredraft.inference.verify import Coupled, Outcome, Validity, Verification, Verifier
 
 # Prompts that are prefilled together may take so many times the tokens that they have, or few in any case; where the target
 # packs them the memory that they are given, and what drafters compute, is padded all the same.
@@ -90,15 +90,17 @@ class Engine:
             "logit_bias or bad_words_ids", (token for token, _ in request.params.logit_bias), self.target.vocab_size
         )
         sequence = SequenceState(request, list(request.prompt), StoppingCriteria(self.target, request))
-        if (
-            self.batch.max_cache_tokens is not None
-            and self.batch.most_entries([sequence]) > self.batch.max_cache_tokens
-        ):
+        if not self.fits(sequence):
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} need more than the "
                 f"{self.batch.max_cache_tokens} tokens that the cache has room for: ask for fewer"
             )
         return sequence
+
+    def fits(self, sequence: SequenceState) -> bool:
+        """Does the cache have room for it, by itself?"""
+        most = self.batch.max_cache_tokens
+        return most is None or self.batch.most_entries([sequence]) <= most
 
     def cancel(self, request: Request) -> None:
         """Nothing more comes of it: it waits no longer, or its slot is free from the next step on."""
@@ -117,10 +119,16 @@ class Engine:
 
     def swap(self, drafter: Drafter | None) -> None:
         """Between steps: draft with another drafter from now on. No request is lost, and texts do not change by it; those
-        that are decoded are prefilled again, since what a drafter remembers of them is its own."""
+        that are decoded are prefilled again, since what a drafter remembers of them is its own. Raises ValueError if the
+        cache has no room for one of their texts with the other's trees."""
+        before, self.batch.drafter = self.batch.drafter, as_supported(drafter or NoDrafter(), self.target)
+        sequences = [one for one in self.running() if one.finish_reason is None] + list(self.waiting)
+        if not all(map(self.fits, sequences)):
+            nodes, self.batch.drafter = self.batch.drafter.nodes, before
+            raise ValueError(f"trees of {nodes} nodes leave no room in the cache for a text that is being decoded")
         self.close()
         self.preempt()
-        self.drafter = self.batch.drafter = as_supported(drafter or NoDrafter(), self.target)
+        self.drafter = self.batch.drafter
         if self.prefixes is not None:
             self.namespace = self.prefixes.new_namespace()
 
@@ -143,9 +151,10 @@ class Engine:
         started, captured = time.perf_counter(), CudaGraphs.num_captured
         tree, gumbel = self.propose()
         output = self.forward(tree)
-        verification, validity = self.verify(tree, output.logits, gumbel)
-        traces = trace_sequences(self.batch.sequences, tree, verification, output.logits)
-        outputs = self.commit(tree, verification, validity, output.aux_hidden_states)
+        verification, outcome = self.verify(tree, output.logits, gumbel)
+        hidden = self.drafter.remembers_others
+        traces = trace_sequences(self.batch.sequences, tree, verification, output.logits, hidden)
+        outputs = self.commit(tree, verification, outcome, output.aux_hidden_states)
         # A step that captured a graph took longer than the others like it will.
         seconds = time.perf_counter() - started if captured == CudaGraphs.num_captured else None
         self.drafter.observe_seconds(seconds)
@@ -178,17 +187,18 @@ class Engine:
         self.clock.lap("forward")
         return output
 
-    def verify(self, tree: TokenTree, logits: Tensor, gumbel: Tensor | None) -> tuple[Verification, Tensor]:
-        """What the target writes itself, and a Validity per sequence (batch,)."""
-        cache = self.batch.open_cache()
-        return self.batch.sampler.verify(logits, tree, gumbel, self.padded_depth, cache.seq_lens + 1, cache.graphs)
+    def verify(self, tree: TokenTree, logits: Tensor, gumbel: Tensor | None) -> tuple[Verification, Outcome]:
+        """What the target writes itself."""
+        cache, sampler = self.batch.open_cache(), self.batch.sampler
+        found = sampler.verify(logits, tree, gumbel, self.padded_depth, cache.seq_lens + 1, cache.graphs)
+        self.clock.lap("verify")
+        return found
 
     def commit(
-        self, tree: TokenTree, verification: Verification, validity: Tensor, aux_hidden_states: Tensor
+        self, tree: TokenTree, verification: Verification, outcome: Outcome, aux_hidden_states: Tensor
     ) -> list[RequestOutput]:
         """Keep the accepted path of every sequence in the cache and in its text."""
-        valid, counts, paths, tokens = to_host(verification, validity)
-        self.clock.lap("verify")
+        valid, counts, paths, tokens = outcome
         nodes = tree.tokens.shape[1]
         outputs = self.batch.fail(valid, nodes)
         sequences = self.batch.sequences
@@ -229,12 +239,14 @@ class Engine:
 
     def admit(self) -> None:
         """Waiting requests for which there is room are prefilled together: those like the first, as many as fit into one
-        chunk, or one. Padded to the longest, they are little more than they are without."""
+        chunk, or one. Padded to the longest, they are little more than they are without. One that begins like another of
+        them waits for what that leaves in the prefix cache: `n` texts of one prompt prefill it once."""
         sequences: list[SequenceState] = []
+        busy = [one for prompts in self.prefilling for one in prompts.sequences if one.finish_reason is None]
         longest = tokens = 0
         padded = PACKED if self.target.packs_prompts else PADDED
         for one in islice(self.waiting, self.num_admissible()):
-            if not self.batch.are_alike(self.waiting[0], one):
+            if not self.batch.are_alike(self.waiting[0], one) or self.is_coming(one, [*busy, *sequences]):
                 continue
             size = (len(sequences) + 1) * max(longest, len(one.text))
             if sequences and self.prefill_chunk is not None and size > self.prefill_chunk:
@@ -250,6 +262,18 @@ class Engine:
             self.prefilling.append(Prompts(sequences, self.target, self.drafter, cache))
             admitted = {one.request for one in sequences}
             self.waiting = deque(one for one in self.waiting if one.request not in admitted)
+
+    def is_coming(self, sequence: SequenceState, others: Sequence[SequenceState]) -> bool:
+        """Will half of what the prefix cache lacks of this text be in it when one of the others is prefilled, most of whose
+        rest that is? A long text that has only a system prompt in common is not waited for."""
+        if self.prefixes is None:
+            return False
+        text, block = sequence.text, self.prefixes.block
+        alike = [other.text for other in others if other.text[:block] == text[:block]]
+        known = self.prefixes.num_known(self.namespace, text) if alike else 0
+        return any(
+            2 * (common_length(text, other, block) - known) >= max(len(text), len(other)) - known for other in alike
+        )
 
     def prefill(self) -> list[RequestOutput]:
         """Prompts, or a chunk of one, in turn; those that are done join the batch."""
@@ -286,6 +310,12 @@ class Engine:
         """The target keeps the cache, and what was captured over it, for the next engine."""
         if self.batch.cache is not None:
             self.target.release(self.batch.cache)
+
+
+def common_length(text: Sequence[int], other: Sequence[int], block: int) -> int:
+    """Tokens of the whole blocks that both begin with."""
+    most = min(len(text), len(other)) // block * block
+    return next((end for end in range(0, most, block) if text[end : end + block] != other[end : end + block]), most)
 
 
 def check_ids(name: str, ids: Iterable[int], count: int) -> None:

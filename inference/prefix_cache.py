@@ -68,6 +68,10 @@ class PrefixCache:
             number = self.blocks[key].number
         return keys
 
+    def num_known(self, namespace: int, text: Sequence[int]) -> int:
+        """Tokens of the blocks that the text begins with."""
+        return len(self.keys(namespace, text)) * self.block
+
     def find(self, namespace: int, text: Sequence[int], window: int = 0) -> list[Block]:
         """The longest sequence of blocks that the text begins with and can continue from. window: tokens before its end whose
         blocks must be whole."""

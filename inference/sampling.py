@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,8 @@ MULTIPLIERS_32 = (0x7FEB352D, 0x846CA68B)  # of a 32-bit finaliser (Wellons, Pro
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the finaliser of SplitMix64 (Steele et al., 2014)
 GOLDEN = 0x9E3779B97F4A7C15
 SMALL_K = 64  # the best of so many logits cost as much as fewer, and what is captured differs with their number
+LIKELIEST = 1024  # tokens that top-p looks at where it cannot look at as many as it needs
+SCALE = 2.0**40  # top-p adds probabilities as integers: their sum is the same in any order and on any device
 
 
 @dataclass(frozen=True)
@@ -133,27 +136,75 @@ class Sampling(NamedTuple):
                 logits = logits - self.presence_penalty * (counts > 0)
         return logits if self.bias is None else logits + self.bias
 
-    def warp(self, logits: Tensor, greedy_temperature: float = 1.0) -> Tensor:
-        """Logits (batch, n, vocab) through temperature, top-k, top-p and min-p, in transformers' order. Among sampled
-        sequences a greedy one gets `greedy_temperature`."""
+    def warp(self, logits: Tensor, likeliest: int | None = None) -> tuple[Tensor, Tensor | None]:
+        """Logits (batch, n, vocab) through temperature, top-k, top-p and min-p, in transformers' order. likeliest: how many
+        tokens top-p considers; None, which a CPU can do without capturing, for as many as it needs. Also return where
+        (batch, n) that number was too small; None if top-p is off or considered all it needs."""
         if self.temperature is None:
-            return logits
-        logits = logits.float() / torch.where(self.temperature > 0, self.temperature, greedy_temperature)
+            return logits, None
+        logits, too_few = temper(logits, self.temperature), None
         if self.top_k is not None:
             best = logits.topk(min(self.largest_k, logits.shape[-1]), dim=-1).values
             last = (self.top_k - 1).clamp(max=best.shape[-1] - 1).expand(*best.shape[:-1], 1)
             cut = (logits < best.gather(-1, last)) & (self.top_k < logits.shape[-1])
             logits = logits.masked_fill(cut, float("-inf"))
-        if self.top_p is not None:
-            ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-            before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass of the tokens above this one
-            dropped = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before >= self.top_p)
-            logits = logits.masked_fill(dropped, float("-inf"))
+        if self.top_p is not None and likeliest is None:
+            logits = top_p_on_cpu(logits, self.top_p)
+        elif self.top_p is not None and likeliest is not None:
+            logits, too_few = top_p(logits, self.top_p, likeliest)
+            too_few = too_few if likeliest < logits.shape[-1] else None
         if self.min_p is not None:
             probabilities = logits.softmax(-1)
             least = self.min_p * probabilities.amax(-1, keepdim=True)
             logits = logits.masked_fill(probabilities < least, float("-inf"))
-        return logits
+        return logits, too_few
+
+
+def temper(logits: Tensor, temperature: Tensor, greedy: float = 1.0) -> Tensor:
+    """Divide logits (batch, n, vocab) by the temperatures (batch, 1, 1), or by `greedy` where these are 0."""
+    return logits.float() / torch.where(temperature > 0, temperature, greedy)
+
+
+def top_p(logits: Tensor, p: Tensor, likeliest: int) -> tuple[Tensor, Tensor]:
+    """Keep the fewest tokens of logits (batch, n, vocab) that hold `p` (batch, 1, 1) together, likelier ones first and of
+    equal ones the smaller ids. Only the `likeliest` are considered; also return where (batch, n) these hold less than p.
+
+    Nothing here waits for the device, and no shape depends on the logits: it can be captured."""
+    best, ids = logits.topk(min(likeliest, logits.shape[-1]))
+    mass = (logits.softmax(-1).gather(-1, ids) * SCALE).long()
+    total, wanted = mass.cumsum(-1), (p * SCALE).long().clamp(min=1)
+    count = (total - mass < wanted).sum(-1, keepdim=True).clamp(min=1)  # a NaN has any mass
+    last = best.gather(-1, count - 1)
+    equal, kept = logits == last, count - (best > last).sum(-1, keepdim=True)
+    dropped = (logits < last) | (equal & (equal.cumsum(-1, dtype=torch.int32) > kept))
+    return logits.masked_fill(dropped & (p < 1), float("-inf")), ((total[..., -1:] < wanted) & (p < 1))[..., 0]
+
+
+def top_p_on_cpu(logits: Tensor, p: Tensor) -> Tensor:
+    """Do what `top_p` does with all tokens, but sort only those that can matter."""
+    probabilities, kept = logits.softmax(-1).numpy(), torch.full_like(logits, float("-inf"))
+    for row, share in enumerate(p.flatten().tolist()):
+        for place, one in enumerate(logits[row].numpy()):
+            if share < 1 and not np.isnan(probabilities[row, place, 0]):  # then all of them are
+                ids = nucleus(one, probabilities[row, place], share)
+                kept[row, place].numpy()[ids] = one[ids]
+            else:
+                kept[row, place] = logits[row, place]
+    return kept
+
+
+def nucleus(logits: np.ndarray, probabilities: np.ndarray, p: float) -> np.ndarray:
+    """Return the ids that top-p keeps. Tokens that are each less likely than (1 - p) / vocab hold less than 1 - p together,
+    so that the others hold p, but for rounding; usually much fewer do."""
+    wanted = max(1, int(p * SCALE))
+    for least in ((1 - p) / LIKELIEST, (1 - p) / len(logits), 0.0):
+        ids = np.flatnonzero(probabilities >= least)
+        mass = (probabilities[ids] * np.float32(SCALE)).astype(np.int64)
+        if mass.sum() >= wanted:
+            break
+    order = np.argsort(-logits[ids], kind="stable")
+    before = mass[order].cumsum() - mass[order]
+    return ids[order[before < wanted]]
 
 
 def wrap(number: int, bits: int = 64) -> int:

@@ -11,9 +11,9 @@ from foredraft.heads.target.cuda_graphs import CudaGraphs
 from foredraft.heads.target.device import HostCopy
 from foredraft.inference.grammar import GrammarState, allowed_tokens, forbid
 from foredraft.inference.request import SequenceState
-from foredraft.inference.sampling import Noise, Sampling
+from foredraft.inference.sampling import LIKELIEST, Noise, Sampling
 from foredraft.inference.tree import TokenTree
-from foredraft.inference.verify import Validity, Verification, Verifier, validity
+from foredraft.inference.verify import Outcome, Validity, Verification, Verifier, to_host, validity
 
 
 class TargetSampler:
@@ -58,9 +58,9 @@ class TargetSampler:
 
     def verify(
         self, logits: Tensor, tree: TokenTree, gumbel: Tensor | None, depth: int, starts: Tensor, graphs: CudaGraphs
-    ) -> tuple[Verification, Tensor]:
-        """What is accepted of a tree at most `depth` deep, and a Validity per sequence (batch,). gumbel: as `gumbel` gives
-        it for these starts, or None where no drafter shares it."""
+    ) -> tuple[Verification, Outcome]:
+        """What is accepted of a tree at most `depth` deep, also as the host knows it. gumbel: as `gumbel` gives it for these
+        starts, or None where no drafter shares it."""
         add_noise = None
         if gumbel is None and self.noise is not None:
             if graphs.active or logits.device.type != "cpu" or depth > 0:
@@ -68,12 +68,18 @@ class TargetSampler:
             else:
                 params = [one.request.params for one in self.sequences]
                 add_noise = partial(self.noise.add, positions=starts, filtered=[one.filters for one in params])
-        choose = partial(choose_and_verify, self.verifier, self.sampling.key, depth, add_noise)
         allowed, failed = self.allowed(tree)
         state = gumbel, self.seen, self.counts, allowed
-        key = "verify", self.verifier, self.sampling.key, depth
-        verification, valid = graphs(key, choose, logits, *state, *tree, *self.sampling.tensors)
-        return verification, valid if failed is None else valid.masked_fill(failed, int(Validity.INVALID))
+        # How many tokens top-p considers: without waiting for a device, each node as many as it needs.
+        on_host = logits.device.type == "cpu" and not graphs.active
+        for likeliest in (None,) if on_host else (LIKELIEST, self.vocab):
+            how = self.verifier, self.sampling.key, likeliest, depth
+            choose = partial(choose_and_verify, add_noise, *how)
+            verification, valid = graphs(("verify", *how), choose, logits, *state, *tree, *self.sampling.tensors)
+            outcome = to_host(verification, valid if failed is None else valid.masked_fill(failed, Validity.INVALID))
+            if Validity.TOO_FEW not in outcome.valid:
+                break
+        return verification, outcome
 
     def allowed(self, tree: TokenTree) -> tuple[Tensor | None, Tensor | None]:
         """What the sequences' grammars allow after each node, and which of them failed (see `allowed_tokens`); None and no
@@ -96,19 +102,21 @@ def host_copy(tree: TokenTree) -> HostCopy:
 
 
 def choose_and_verify(
+    add_noise: Callable[[Tensor], None] | None,
     verifier: Verifier,
     key: int,
+    likeliest: int | None,
     depth: int,
-    add_noise: Callable[[Tensor], None] | None,
     logits: Tensor,
     *state: Tensor | None,
 ) -> Any:
     """`TargetSampler.verify` as a function of tensors, which can be captured. add_noise: to processed logits in place, where
-    they are of lone nodes and no noise is given."""
+    they are of lone nodes and no noise is given. likeliest: as in `Sampling.warp`."""
     gumbel, seen, counts, allowed, *parts = state
     tree: Any = TokenTree(*parts[:4])  # type: ignore[arg-type]
     sampling = Sampling.from_tensors(parts[4:], key)
-    logits = processed(sampling, logits, tree, seen, counts, allowed)
+    logits = processed(sampling, logits, tree, seen, counts)
+    logits, too_few = sampling.warp(logits if allowed is None else forbid(logits, allowed), likeliest)
     if gumbel is not None:
         rows = torch.arange(len(gumbel), device=logits.device)[:, None]
         logits = logits + gumbel[rows, tree.depths]
@@ -117,7 +125,7 @@ def choose_and_verify(
     sampled = None if sampling.temperature is None else sampling.temperature[:, 0] > 0
     verification = verifier(tree, logits, sampled, depth)
     best = logits.gather(-1, verification.choices[..., None])  # a NaN counts as the largest
-    return verification, validity(verification, best[..., 0].isnan())
+    return verification, validity(verification, best[..., 0].isnan(), too_few)
 
 
 def processed(
@@ -126,10 +134,9 @@ def processed(
     tree: TokenTree,
     seen: Tensor | None,
     counts: Tensor | None,
-    allowed: Tensor | None,
 ) -> Tensor:
-    """Logits (batch, nodes, vocab) after penalties, biases, grammars and warpers, each node with the text that leads to it.
-    seen, counts: (batch, vocab), of the text so far, the bonus token included. allowed: see `allowed_tokens`."""
+    """Logits (batch, nodes, vocab) after penalties and biases, each node with the text that leads to it. seen, counts:
+    (batch, vocab), of the text so far, the bonus token included."""
     if seen is not None and counts is not None:
         nodes = tree.tokens.shape[1]
         path = tree.ancestors.clone()
@@ -137,5 +144,4 @@ def processed(
         tokens = tree.tokens.clamp(min=0)[:, None, :].expand(-1, nodes, -1)
         counts = counts[:, None].expand(-1, nodes, -1).scatter_add(2, tokens, path.long())
         seen = seen[:, None] | (counts > 0)
-    logits = sampling.process(logits, counts, seen)
-    return sampling.warp(logits if allowed is None else forbid(logits, allowed))
+    return sampling.process(logits, counts, seen)

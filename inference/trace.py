@@ -27,9 +27,14 @@ class Trace(NamedTuple):
 
 
 def trace_sequences(
-    sequences: Sequence[SequenceState], tree: TokenTree, verification: Verification, logits: Tensor
+    sequences: Sequence[SequenceState],
+    tree: TokenTree,
+    verification: Verification,
+    logits: Tensor,
+    hide_rejected: bool = False,
 ) -> dict[Request, Trace]:
-    """A trace of every sequence whose request asks for one. logits: (batch, nodes, vocab), as the target gave them."""
+    """A trace of every sequence whose request asks for one. logits: (batch, nodes, vocab), as the target gave them.
+    hide_rejected: leave out drafts that were not accepted, since they may be another request's text."""
     asked = [
         (slot, one.request, one.request.trace)
         for slot, one in enumerate(sequences)
@@ -40,7 +45,7 @@ def trace_sequences(
     parts = [trace_tensors(slot, top, tree, verification, logits) for slot, _, top in asked]
     numbers = iter(torch.cat([part.flatten() for one in parts for part in one]).tolist())  # the host waits once
     lists = [[take(numbers, part) for part in one] for one in parts]
-    return {request: trace(*one) for (_, request, _), one in zip(asked, lists, strict=True)}
+    return {request: trace(hide_rejected, *one) for (_, request, _), one in zip(asked, lists, strict=True)}
 
 
 def trace_tensors(
@@ -71,6 +76,7 @@ def take(numbers: Iterator[float], part: Tensor) -> list[Any]:
 
 
 def trace(
+    hide_rejected: bool,
     tokens: list[float],
     parents: list[float],
     probabilities: list[float],
@@ -80,9 +86,11 @@ def trace(
     ids: list[list[float]],
     values: list[list[float]],
 ) -> Trace:
-    real = [node for node, token in enumerate(tokens) if node == 0 or token >= 0]
-    position = {node: index for index, node in enumerate(real)}
     length = int(counts[0])
+    accepted = {int(node) for node in path[:length]}
+    shown = accepted if hide_rejected else {node for node, token in enumerate(tokens) if node == 0 or token >= 0}
+    real = sorted(shown)
+    position = {node: index for index, node in enumerate(real)}
     return Trace(
         [int(tokens[node]) for node in real],
         [position[int(parents[node])] for node in real],

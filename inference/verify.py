@@ -28,6 +28,7 @@ class Validity(IntEnum):
     VALID = 0
     REJECTED_NAN = 1  # a logit was NaN at a padding or rejected node: its cache entries must go, no mask hides a NaN
     INVALID = 2  # a logit on the accepted path was NaN, or the grammar failed: the text cannot go on
+    TOO_FEW = 3  # a node on the accepted path considered too few tokens: verify again with more (`Sampling.warp`)
 
 
 class Verifier(Protocol):
@@ -108,22 +109,32 @@ def follow(tree: TokenTree, fits: Tensor, choices: Tensor, depth: int, log_probs
     return Verification(on_path.sum(1), path, choices.gather(1, path), choices)
 
 
-def validity(verification: Verification, has_nan: Tensor) -> Tensor:
-    """A Validity (batch,) int64 per sequence. has_nan: (batch, nodes) bool."""
+class Outcome(NamedTuple):
+    """A Verification as the host knows it, by sequence."""
+
+    valid: list[int]  # a Validity each
+    counts: list[int]
+    paths: list[list[int]]
+    tokens: list[list[int]]
+
+
+def validity(verification: Verification, has_nan: Tensor, too_few: Tensor | None = None) -> Tensor:
+    """A Validity (batch,) int64 per sequence. has_nan, too_few: (batch, nodes) bool."""
     path, counts = verification.path, verification.counts
     accepted = torch.arange(path.shape[1], device=path.device) < counts[:, None]
     invalid = (has_nan.gather(1, path) & accepted).any(1)
-    return torch.where(invalid, int(Validity.INVALID), has_nan.any(1).long())
+    valid = has_nan.any(1).long()
+    if too_few is not None:
+        valid = torch.where((too_few.gather(1, path) & accepted).any(1), int(Validity.TOO_FEW), valid)
+    return torch.where(invalid, int(Validity.INVALID), valid)
 
 
-def to_host(
-    verification: Verification, validity: Tensor
-) -> tuple[list[int], list[int], list[list[int]], list[list[int]]]:
-    """Validity, counts, paths and tokens as Python's: the one time in a step that the host waits for the device."""
+def to_host(verification: Verification, validity: Tensor) -> Outcome:
+    """The one time in a step that the host waits for the device."""
     width = verification.path.shape[1]
     parts = validity[:, None], verification.counts[:, None], verification.path, verification.tokens
     rows = torch.cat(parts, dim=1).tolist()
-    return (
+    return Outcome(
         [row[0] for row in rows],
         [row[1] for row in rows],
         [row[2 : 2 + width] for row in rows],

@@ -36,7 +36,7 @@ def main(cfg: DictConfig) -> None:
     for name, share in identical_shares(half, padded, PaddedDrafter(NoDrafter(), nodes), rows, cfg.new_tokens).items():
         print(f"L2  {dtype}, {name}: {share:.1%} identical to plain decoding with {nodes} tokens a forward")
     for temperature in (0.0, 1.0):
-        found = divergences(half, drafter, rows, cfg.new_tokens, nodes, temperature)
+        found = divergences(half, drafter, rows, cfg.new_tokens, temperature)
         print(f"L3  {dtype}, temperature {temperature}: {len(found)} of {len(rows)} texts differ somewhere")
         for place in found:
             kind = "arithmetic" if place.is_arithmetic else "NOT explained by rounding"

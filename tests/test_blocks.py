@@ -211,10 +211,10 @@ def test_candidates_are_chosen_with_the_noise(target):
     tree.sampling = Sampling.of([SamplingParams(temperature=1.0)], target.vocab_size)
     hidden, noise = torch.randn(1, head.depth, 32), torch.zeros(1, head.depth, target.vocab_size)
     last = (
-        BlockScorer(tree, hidden, None, tree.sampling).base[0, 0].argsort()[:2]
+        BlockScorer(tree, hidden, None, tree.sampling.temperature).base[0, 0].argsort()[:2]
     )  # which nobody would draft without noise
     noise[0, 0, head.to_target_ids(last)] = 50.0
-    _, ids = BlockScorer(tree, hidden, noise, tree.sampling).best(1, torch.tensor([[1]]))
+    _, ids = BlockScorer(tree, hidden, noise, tree.sampling.temperature).best(1, torch.tensor([[1]]))
     assert set(ids.flatten().tolist()) == set(head.to_target_ids(last).tolist())
 
 
@@ -223,9 +223,9 @@ def test_the_tree_is_the_exact_set_of_the_best_paths(target, nodes):
     """Against a heap over prefixes, as DDTree's paper writes it."""
     tree = begun(BlockTree(make_head("jetspec", target), target, nodes=nodes), 2)
     hidden = torch.randn(2, 4, 32)
-    scorer = BlockScorer(tree, hidden, None, tree.sampling)
+    scorer = BlockScorer(tree, hidden, None, tree.sampling.temperature)
     proposed, _ = tree.rerank(*tree.best_paths(scorer, torch.tensor([[1], [2]])))
-    table = tree.log_probs(target.logits(hidden), None, tree.sampling)
+    table = tree.log_probs(target.logits(hidden), None, tree.sampling.temperature)
     for row in range(2):
         best = [level.sort(descending=True) for level in table[row]]
         heap, expected = [(-best[0].values[0].item(), (0,))], set()
@@ -257,7 +257,7 @@ def test_nodes_that_rate_low_are_left_out(target):
     for bias, kept in ((-9.0, 0), (9.0, 7)):
         head.confidence_head.proj.bias.data.fill_(bias)
         tree = begun(BlockTree(head, target, nodes=8, min_probability=0, min_confidence=0.3))
-        scorer = BlockScorer(tree, torch.randn(1, 3, 32), None, tree.sampling)
+        scorer = BlockScorer(tree, torch.randn(1, 3, 32), None, tree.sampling.temperature)
         _, _, scores = tree.best_paths(scorer, torch.tensor([[1]]))
         assert scores.topk(7).values.isfinite().sum() == kept
     with pytest.raises(ValueError, match=r"min_confidence=0.3 .* of a head that rates"):

@@ -11,6 +11,7 @@ from foredraft.heads import Target
 from foredraft.heads.target import cuda_graphs
 from foredraft.inference import Engine, generate
 from foredraft.inference.drafters import drafter_for
+from foredraft.inference.verify import Validity, to_host
 from foredraft.scripts.bench.soak import KINDS, Repeated, load
 from tests.support.architectures import VOCAB, every_family, pair
 from tests.support.batches import prompt
@@ -114,6 +115,23 @@ def test_the_text_is_the_same(target, name, monkeypatch, taped):
         for drafter in (None, *known.values()):
             assert generate(recorded, drafter, prompt(9), **settings).new_tokens == plain.new_tokens
     assert taped
+
+
+def test_top_p_that_needs_more_tokens_than_it_considers_is_verified_again(target, monkeypatch, taped):
+    settings = SETTINGS["top-p"] | LIMITS
+    plain, outcomes = generate(target, None, prompt(9), **settings), []
+    monkeypatch.setattr("foredraft.inference.target_sampler.LIKELIEST", 2)
+
+    def note(*args):
+        outcomes.append(to_host(*args))
+        return outcomes[-1]
+
+    monkeypatch.setattr("foredraft.inference.target_sampler.to_host", note)
+    recorded = again(target)
+    for drafter in (None, drafters(recorded)["eagle3"]):
+        assert generate(recorded, drafter, prompt(9), **settings).new_tokens == plain.new_tokens
+    valid = [one for outcome in outcomes for one in outcome.valid]
+    assert {Validity.TOO_FEW, Validity.VALID} == set(valid)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa", "draft model"])

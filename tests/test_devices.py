@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import foredraft.inference.batch
-import foredraft.inference.engine
+import foredraft.inference.target_sampler
 from foredraft.heads import Target
 from foredraft.heads.draft_model import DraftModelHead
 from foredraft.inference import Engine, Request, SamplingParams
 from foredraft.inference.drafters import Drafter, DraftModel, NgramDrafter, drafter_for
-from foredraft.inference.verify import Verification
+from foredraft.inference.verify import Outcome, Verification
 from tests.support.batches import prompt
 from tests.support.head_factory import make_head
 
@@ -61,10 +60,9 @@ def test_a_step_stays_on_its_device(fresh, name, params, monkeypatch):
         assert {part.device.type for part in (*verification, validity)} == {"meta"}
         rows, width = verification.path.shape
         count = min(2, width)
-        return [0] * rows, [count] * rows, [list(range(width))] * rows, [[7] * width] * rows
+        return Outcome([0] * rows, [count] * rows, [list(range(width))] * rows, [[7] * width] * rows)
 
-    for module in (foredraft.inference.engine, foredraft.inference.batch):
-        monkeypatch.setattr(module, "to_host", made_up)
+    monkeypatch.setattr(foredraft.inference.target_sampler, "to_host", made_up)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # knows no such device
     elsewhere = Target(copy.deepcopy(fresh.model).to("meta"), fresh.tokenizer, "meta")
     engine = Engine(elsewhere, drafter(name, fresh, elsewhere))

@@ -17,10 +17,11 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.hydra import HydraHead
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.target.cache import KVCache
-from foredraft.inference import generate, load_drafter
+from foredraft.inference import Engine, Request, generate, load_drafter
 from foredraft.inference.drafters import (
     AdaptiveLength,
     AutoTree,
+    Chain,
     Drafter,
     DraftModel,
     DynamicTree,
@@ -406,3 +407,28 @@ def test_rows_that_pad_the_targets_vocabulary_are_never_drafted(target):
         and (logits[..., -8:] < logits.min() + 1).all()
         and logits.softmax(-1)[..., -8:].sum() == 0
     )
+
+
+@pytest.mark.parametrize("kind", ["suffix", "union", "switch", "chain"])
+def test_a_trace_shows_no_text_of_another_request(target, kind, monkeypatch):
+    """What others were answered is drafted, and where it is rejected nobody sees it."""
+    suffix = SuffixDrafter(per_match=9.0)
+    auto = AutoTree(DynamicTree(make_head("eagle3", target), target, nodes=4, depth=2, min_probability=0), target)
+    known = {"suffix": suffix, "union": Union([suffix, NgramDrafter()]), "switch": Switch(suffix, auto)}
+    drafter = Chain(suffix) if kind == "chain" else known[kind]
+    if kind == "switch":
+        monkeypatch.setattr(auto, "promised_speed", lambda: 1e-9)  # the suffix is always worth more
+    engine, opening = Engine(target, drafter, max_num_seqs=1), prompt(9)
+    for seed in (0, 1, 2, 0, 1, 2):  # the same text again is drafted well
+        engine.add(Request(opening, SamplingParams(0.7), 30, seed, trace=0))
+    drafted = shown = 0
+    while engine.has_work:
+        for output in engine.step():
+            if output.accepted is not None and (kind != "switch" or drafter.by_suffix):
+                drafted += output.nodes - 1
+                shown += len(output.trace.tokens) - 1
+                assert output.trace.path == list(range(len(output.trace.tokens)))
+                accepted = output.trace.tokens[1:]  # of which the text's end may cut some off
+                assert accepted[: len(output.tokens)] == output.tokens[: len(accepted)]
+                assert output.trace.parents == [max(0, node - 1) for node in output.trace.path]
+    assert drafted > shown > 0

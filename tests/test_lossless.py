@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from foredraft.heads import Target
 from foredraft.inference import generate, target_sampler
 from foredraft.inference.drafters import NgramDrafter, NoDrafter
 from foredraft.inference.evaluation import lossless as levels
+from foredraft.inference.evaluation import measure
 from foredraft.inference.evaluation.lossless import PaddedDrafter
 from foredraft.scripts import lossless
 from tests.support import typed
@@ -59,7 +61,7 @@ def test_neighbours_of_a_dtype_differ_by_rounding(monkeypatch, dtype, second, ar
     monkeypatch.setattr(levels, "recompute_logits", lambda *_: scores)
     monkeypatch.setattr(levels.Noise, "at", lambda self, positions: torch.zeros(*positions.shape, 4))
     target = SimpleNamespace(vocab_size=4, device=torch.device("cpu"), dtype=getattr(torch, dtype))
-    place = levels.audit(target, [3], [0, 2], [0, 1], nodes=4, temperature=temperature)
+    place = levels.audit(target, [3], [0, 2], [0, 1], nodes=[1, 4], temperature=temperature)
     assert place.token == 1 and place.is_arithmetic == arithmetic
 
 
@@ -69,6 +71,45 @@ def test_what_rounding_does_to_other_tokens_explains_nothing(monkeypatch):
     many = one + torch.tensor([3.0, 0.01, 0.01, 0.0])
     monkeypatch.setattr(levels, "recompute_logits", lambda target, text, prompt, size: one if size == 1 else many)
     target = SimpleNamespace(vocab_size=4, device=torch.device("cpu"), dtype=torch.float32)
-    assert not levels.audit(target, [3], [0, 2], [0, 1], nodes=4).is_arithmetic
+    assert not levels.audit(target, [3], [0, 2], [0, 1], nodes=[1, 4]).is_arithmetic
     one[2] = 8.01
-    assert levels.audit(target, [3], [0, 2], [0, 1], nodes=4).is_arithmetic
+    assert levels.audit(target, [3], [0, 2], [0, 1], nodes=[1, 4]).is_arithmetic
+
+
+def test_a_difference_is_judged_by_the_tree_of_its_step():
+    """tree=auto chooses another size in every step, and some of them are plain."""
+    assert levels.nodes_by_token([3, 1, 2], [8, 1, 4]) == [1, 8, 8, 8, 1, 4, 4]
+
+
+def test_the_tree_that_was_used_is_audited(monkeypatch):
+    """Forwards of many tokens are far off, and the step in question was one of a single token: that explains nothing."""
+    one = torch.tensor([0.0, 8.0, 8.5, 1.0])
+    sizes: list[int] = []
+
+    def logits(target, text, prompt, size):
+        sizes.append(size)
+        return one if size == 1 else one + torch.tensor([0.0, 1.0, 1.0, 0.0])
+
+    monkeypatch.setattr(levels, "recompute_logits", logits)
+    target = SimpleNamespace(vocab_size=4, device=torch.device("cpu"), dtype=torch.float32)
+    texts = [0, 0, 0, 2], [0, 0, 0, 1]
+    assert not levels.audit(target, [3], *texts, nodes=levels.nodes_by_token([2, 1], [16, 1])).is_arithmetic
+    assert levels.audit(target, [3], *texts, nodes=levels.nodes_by_token([2, 1], [1, 16])).is_arithmetic
+    assert sizes == [1, 1, 1, 16]
+
+
+def test_a_float32_copy_is_of_the_same_weights(monkeypatch, tiny_path):
+    """Another branch of the Hub, or code of the checkpoint's own, is what the run decoded with."""
+    half = Target.from_pretrained(tiny_path, dtype="bfloat16", device="cpu", context=64, trust_remote_code=True)
+    half.revision, loaded = "a-branch", list[dict]()
+    monkeypatch.setattr(Target, "from_pretrained", lambda name, **given: loaded.append(given | {"name": name}))
+    measure.float32(half)
+    wanted = {"name": half.name, "dtype": "float32", "device": half.device, "quantization": None, "sharding": None}
+    assert loaded == [wanted | {"revision": "a-branch", "trust_remote_code": True, "context": 64}]
+
+
+def test_a_float32_copy_without_memory_is_not_loaded(monkeypatch, tiny_path, capsys):
+    half = Target.from_pretrained(tiny_path, dtype="bfloat16", device="cpu")
+    monkeypatch.setattr(measure, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(Target, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
+    assert measure.float32(half) is None and "identity is not proven" in "".join(capsys.readouterr())

@@ -357,3 +357,33 @@ def test_the_lm_head_takes_the_last_position_of_each_prompt_alone(target, packs,
     engine.step()
     note.remove()
     assert [shape[:2] for shape in shapes] == [(1, 4) if packs else (4, 1)]
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize("name", ["plain", "draft model"])
+def test_texts_of_one_prompt_prefill_it_once(target, name, chunk, monkeypatch):
+    """With another one that begins alike, and one that does not, which need not wait."""
+    common, other = ids(61, 1), ids(30, 2)
+    asked = [Request(common, SAMPLED, 6, seed, trace=0) for seed in range(8)]
+    asked += [request(common[:40] + other), request(other)]
+    expected = [alone(name, target, one, monkeypatch)[0] for one in asked]
+    engine = Engine(target, drafter(name, target), prefill_chunk=chunk, prefixes=PrefixCache(2**22, block=8))
+    run = Run(engine, monkeypatch).add(*asked).finish()
+    assert [run.texts[one] for one in asked] == expected
+    # 56 of the 61 tokens are whole blocks, of which the last token is read again.
+    assert sum(run.read) == 61 + 7 * (61 - 55) + (70 - 39) + 30
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_with_a_common_beginning(target, monkeypatch):
+    long, short = request(ids(200, 1), 4), request(ids(200, 1)[:10] + ids(9, 2), 4)
+    engine = Engine(target, prefill_chunk=16, prefixes=PrefixCache(2**22, block=8))
+    run = Run(engine, monkeypatch).add(long, short)
+    while not run.texts[short]:
+        run.step()
+    assert not run.texts[long]
+
+
+def test_a_prompt_that_the_prefix_cache_cannot_hold_waits_for_nobody_forever(target, monkeypatch):
+    asked = [Request(ids(61, 1), SAMPLED, 4, seed, trace=0) for seed in range(3)]
+    run = Run(Engine(target, prefill_chunk=16, prefixes=PrefixCache(1, block=8)), monkeypatch).add(*asked).finish()
+    assert all(len(run.texts[one]) == 4 for one in asked) and sum(run.read) == 3 * 61

@@ -1,9 +1,10 @@
 """The noise and the warpers, each against its definition."""
 
+import pytest
 import torch
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
-from foredraft.inference.sampling import Noise, Sampling, SamplingParams, gumbel_of
+from foredraft.inference.sampling import SCALE, Noise, Sampling, SamplingParams, gumbel_of, top_p, top_p_on_cpu
 
 
 def test_noise_is_standard_gumbel_and_independent():
@@ -28,7 +29,7 @@ def test_noise_of_tokens_that_filters_left_is_the_same():
     params = [SamplingParams(1.0, top_k=7), SamplingParams(), SamplingParams(0.8), SamplingParams(1.2, min_p=0.1)]
     sampling, noise = Sampling.of(params, 3000), Noise([4, None, 5, 6], 3000, "cpu")
     positions = torch.tensor([[3, 4], [5, 6], [0, 1], [2**40, 9]])
-    logits = sampling.warp(4 * torch.randn(4, 2, 3000))
+    logits, _ = sampling.warp(4 * torch.randn(4, 2, 3000))
     whole = logits + noise.at(positions)
     noise.add(logits, positions, [one.filters for one in params])
     assert torch.equal(logits, whole) and not noise.at(positions)[1].any()
@@ -39,7 +40,7 @@ def test_a_sequence_without_top_k_does_not_sort_the_vocabulary_for_the_others():
     together = Sampling.of(params, 1000)
     assert together.largest_k == 64
     logits = torch.randn(2, 3, 1000)
-    warped = together.warp(logits)
+    warped, _ = together.warp(logits)
     assert warped[0].isfinite().sum(-1).tolist() == [5] * 3 and torch.equal(warped[1], logits[1])
 
 
@@ -62,8 +63,53 @@ def test_warpers_are_transformers_own():
     logits, ids = torch.randn(3, 50), torch.randint(0, 50, (3, 6))
     seen = torch.zeros(3, 50, dtype=torch.bool).scatter(1, ids, True)
     warper = Sampling.of([SamplingParams(0.7, top_k=12, top_p=0.8, min_p=0.3, repetition_penalty=1.4)] * 3, 50)
-    ours = warper.warp(warper.process(logits[:, None], None, seen[:, None]))[:, 0]
+    processed = warper.process(logits[:, None], None, seen[:, None])
     theirs = RepetitionPenaltyLogitsProcessor(1.4)(ids, logits) / 0.7
     for warp in (TopKLogitsWarper(12), TopPLogitsWarper(0.8), MinPLogitsWarper(0.3)):
         theirs = warp(ids, theirs)
-    torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1))
+    for likeliest in (None, 50):
+        ours, too_few = warper.warp(processed, likeliest)
+        torch.testing.assert_close(ours[:, 0].softmax(-1), theirs.softmax(-1))
+        assert too_few is None or not too_few.any()
+
+
+def kept_by_definition(logits: torch.Tensor, p: float) -> torch.Tensor:
+    """(n, vocab) bool: which tokens top-p keeps, from the whole vocabulary sorted."""
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    mass = (logits.softmax(-1).gather(-1, order) * SCALE).long()
+    before = mass.cumsum(-1) - mass
+    return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, before < max(1, int(p * SCALE)))
+
+
+@pytest.mark.parametrize("p", [1e-30, 0.05, 0.5, 0.9, 0.99, 0.999999])
+@pytest.mark.parametrize("kind", ["peaked", "flat", "ties of bfloat16", "all equal", "one is certain", "filtered"])
+def test_top_p_keeps_what_sorting_the_whole_vocabulary_keeps(kind, p):
+    torch.manual_seed(1)
+    logits = {"peaked": 6.0, "flat": 0.1, "one is certain": 1.0}.get(kind, 3.0) * torch.randn(4, 3000)
+    if kind == "ties of bfloat16":
+        logits = logits.bfloat16().float()
+    if kind == "all equal":
+        logits.fill_(1.5)
+    if kind == "one is certain":
+        logits[:, 17] = 200.0
+    if kind == "filtered":
+        logits[:, 7:] = float("-inf")
+    shares = torch.full((4, 1, 1), p)
+    wanted = kept_by_definition(logits, shares[0].item())
+    assert wanted.any(-1).all()
+    for likeliest in (3000, 40):
+        kept, too_few = top_p(logits[:, None], shares, likeliest)
+        enough = wanted.sum(-1) <= likeliest
+        assert torch.equal(too_few[:, 0], ~enough)
+        assert torch.equal(kept[enough, 0] > float("-inf"), wanted[enough] & (logits[enough] > float("-inf")))
+    on_cpu = top_p_on_cpu(logits[:, None], shares)[:, 0]
+    assert torch.equal(on_cpu, logits.masked_fill(~wanted, float("-inf")))
+
+
+def test_top_p_leaves_alone_who_does_not_use_it_and_what_is_not_a_number():
+    logits = torch.randn(3, 1, 500)
+    logits[1, 0, 3] = float("nan")
+    shares = torch.tensor([1.0, 0.5, 0.5])[:, None, None]
+    for kept in (top_p_on_cpu(logits, shares), top_p(logits, shares, 20)[0]):
+        assert torch.equal(kept[0], logits[0]) and kept[1].isnan().any() and kept[2].isinf().any()
+    assert not top_p(logits, shares, 20)[1][0]

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 
 from foredraft.heads import Target, load_head, save_head
+from foredraft.heads.target import cuda_graphs
 from foredraft.heads.target.compiled import CompiledLayer, compile_layers
 from foredraft.heads.uno import UnoHead
 from foredraft.inference import Engine, Request, generate
@@ -22,6 +23,7 @@ from tests.support.batches import PROMPT
 from tests.support.head_factory import make_head
 from tests.support.hybrids import pair as hybrid
 from tests.support.small_targets import prompt, random_model
+from tests.support.tape import Tape
 
 
 @pytest.fixture
@@ -121,6 +123,34 @@ def test_tokens_per_forward_count_every_forward_of_the_target(fresh, uno, way, m
     assert out.acceptance_length == tokens_per_forward([out]) == 40 / used
     if way == "fixed":
         assert {step.forwards for step in out.steps} == {2} and min(step.accepted[0] for step in out.steps[:-1]) == 1
+
+
+def test_two_of_them_that_draft_in_turn_draft_with_their_own_head(fresh, uno, monkeypatch):
+    """Also where steps are captured: the target's cache, and the graphs over it, pass from one engine to the next."""
+    torch.manual_seed(5)
+    other = make_head("uno", fresh)
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+
+    def proposed() -> list[list[list[int]]]:
+        target, trees = Target(fresh.model, fresh.tokenizer, fresh.name), list[list[list[int]]]()
+        # The chain of the first has as many nodes and levels as its tree, and less width.
+        for head, options in ((uno, {}), (other, {}), (uno, {"width": 1})):
+            tree = UnoTree(head, target, nodes=4, depth=3, **options)
+            propose = tree.propose
+
+            def note(*args, propose=propose):
+                tree = propose(*args)
+                trees.append(tree.tokens.tolist())
+                return tree
+
+            monkeypatch.setattr(tree, "propose", note)
+            generate(target, tree, torch.tensor([PROMPT]), max_new_tokens=12, eos_token_id=-1)
+        return trees
+
+    kernel_by_kernel = proposed()
+    monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
+    assert proposed() == kernel_by_kernel
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt2"])

@@ -55,6 +55,7 @@ class Target:
     """
 
     revision: str | None = None  # of the checkpoint on the Hub
+    trust_remote_code = False  # may code of the checkpoint run?
     quantization: str | None = None  # how `from_pretrained` packed its weights
     no_tokenizer: str | None = "it was made without one"  # why it has none
     sharding: str | None = None  # and how it shards them over devices (heads/target/sharding.py)
@@ -156,7 +157,7 @@ class Target:
             compile_layers(model, compile)
         target.checkpoint, target.gguf, target.revision = path, record_of(path), revision
         target.quantization, target.sharding, target.no_tokenizer = quantization, sharding, reason
-        target.ends_only = ends_only
+        target.ends_only, target.trust_remote_code = ends_only, trusted
         if not ends_only and mixes_rows(model):
             target.mixes_rows = True
             target.why_no_trees = (

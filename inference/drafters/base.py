@@ -43,6 +43,7 @@ class Drafter(ABC):
     nodes: int  # most nodes of any tree that it proposes, the bonus token counted
     branches: bool = True  # may its trees be more than chains?
     forwards: int = 1  # of the target, in the step of the last proposal: its verification, and what drafting it took
+    remembers_others: bool = False  # may its last proposal hold text of other requests, which nobody may be shown?
 
     @abstractmethod
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
@@ -90,6 +91,10 @@ class Wrapper(Drafter):
     @property
     def forwards(self) -> int:  # type: ignore[override]
         return self.inner.forwards
+
+    @property
+    def remembers_others(self) -> bool:  # type: ignore[override]
+        return self.inner.remembers_others
 
     @property
     def cached_drafters(self) -> "Sequence[GrownTree]":

@@ -19,7 +19,6 @@ from foredraft.heads.target import Target
 from foredraft.heads.target.cache import KVCache, to_device
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.drafters.grown import MIN_PROBABILITY, WIDTH, GrownTree, check_width
-from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree
 
 
@@ -71,10 +70,10 @@ class BlockTree(GrownTree):
         return self.cached_pairs[key]
 
     def expand(
-        self, cache: KVCache, hidden: Tensor, bonus: Tensor, gumbel: Tensor | None, sampling: Sampling
+        self, cache: KVCache, hidden: Tensor, bonus: Tensor, gumbel: Tensor | None, temperature: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         block = self.draft_block(hidden, cache)[:, : self.levels]
-        return self.best_paths(BlockScorer(self, block, gumbel, sampling), bonus)
+        return self.best_paths(BlockScorer(self, block, gumbel, temperature), bonus)
 
     def draft_block(self, hidden: Tensor, cache: KVCache) -> Tensor:
         return self.head.draft_block(hidden, cache)
@@ -106,14 +105,14 @@ class BlockTree(GrownTree):
 class BlockScorer:
     """The scores of a block's tokens, and what is remembered along the paths of the frontier."""
 
-    def __init__(self, tree: BlockTree, hidden: Tensor, gumbel: Tensor | None, sampling: Sampling):
-        self.tree, self.hidden, self.gumbel, self.sampling = tree, hidden, gumbel, sampling
+    def __init__(self, tree: BlockTree, hidden: Tensor, gumbel: Tensor | None, temperature: Tensor | None):
+        self.tree, self.hidden, self.gumbel, self.temperature = tree, hidden, gumbel, temperature
         self.base = tree.head.base_logits(hidden)
         self.memory = hidden.new_zeros(len(hidden), 1, tree.head.memory)
         if not tree.head.correction:  # then all depths at once
             logits = tree.head.correct(self.base, hidden, hidden[..., :0], 1)
             noise = None if gumbel is None else gumbel[:, : logits.shape[1]]
-            self.table = tree.log_probs(logits, noise, sampling).topk(tree.width)
+            self.table = tree.log_probs(logits, noise, temperature).topk(tree.width)
 
     def best(self, depth: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Scores and target ids (batch, n, guesses) of what may follow tokens (batch, nodes): of each, or of all (n = 1)."""
@@ -125,11 +124,11 @@ class BlockScorer:
         noise = None if self.gumbel is None else self.gumbel[:, level]
         if tree.head.candidates and noise is not None:
             # The target's token is likely one of those that its noise favours.
-            kept = tree.log_probs(base, noise, self.sampling).topk(tree.head.candidates).indices
+            kept = tree.log_probs(base, noise, self.temperature).topk(tree.head.candidates).indices
             base = torch.full_like(base, -torch.inf).scatter(-1, kept, base.gather(-1, kept))
         correction, self.memory = tree.head.condition(depth, hidden, tokens, self.memory)
         logits = tree.head.correct(base, hidden, correction, depth)
-        values, ids = tree.log_probs(logits, noise, self.sampling).topk(tree.width)
+        values, ids = tree.log_probs(logits, noise, self.temperature).topk(tree.width)
         if tree.min_confidence:
             unsure = correction[..., -1:].sigmoid() < tree.min_confidence
             values = values.masked_fill(unsure, -torch.inf)

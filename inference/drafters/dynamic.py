@@ -12,7 +12,6 @@ from foredraft.heads.base import RecurrentHead
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import KVCache
 from foredraft.inference.drafters.grown import MIN_PROBABILITY, WIDTH, GrownTree, check_width
-from foredraft.inference.sampling import Sampling
 
 
 class DynamicTree(GrownTree):
@@ -32,13 +31,13 @@ class DynamicTree(GrownTree):
         self.head, self.entries = head, (1 + self.depth) * self.width
 
     def expand(
-        self, cache: KVCache, hidden: Tensor, bonus: Tensor, gumbel: Tensor | None, sampling: Sampling
+        self, cache: KVCache, hidden: Tensor, bonus: Tensor, gumbel: Tensor | None, temperature: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         head, width, batch = self.head, self.width, len(bonus)
 
         def best_of(hidden: Tensor, depth: int) -> torch.return_types.topk:
             noise = None if gumbel is None else gumbel[:, depth - 1 : depth]
-            return self.log_probs(head.logits(hidden, depth), noise, sampling).topk(width)
+            return self.log_probs(head.logits(hidden, depth), noise, temperature).topk(width)
 
         best = best_of(hidden, 1)
         tokens, scores = self.to_target_ids(best.indices[:, 0]), best.values[:, 0]  # (batch, width)

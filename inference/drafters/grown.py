@@ -4,7 +4,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from foredraft.heads.base import BlockHead, RecurrentHead
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import KVCache
 from foredraft.inference.drafters.base import Accepted, Drafter, widened
-from foredraft.inference.sampling import Sampling
+from foredraft.inference.sampling import Sampling, temper
 from foredraft.inference.tree import TokenTree, from_parents
 
 # A head learns the target's distribution, but a greedy target always takes the top of it: a first guess of probability
@@ -120,15 +119,14 @@ class GrownTree(Drafter):
         """Entries of the head's cache for texts of this length, and what growing a tree writes after them."""
         return capacity + 1 + self.depth + self.entries
 
-    def log_probs(self, logits: Tensor, gumbel: Tensor | None, sampling: Sampling) -> Tensor:
+    def log_probs(self, logits: Tensor, gumbel: Tensor | None, temperature: Tensor | None) -> Tensor:
         """Log-probabilities (batch, n, draft vocab) of drafts with these logits, seen through the noise of their position
-        (batch, 1 or n, vocab): float32."""
-        logits = logits.float()
-        if gumbel is None:
-            logits = GREEDY * logits
+        (batch, 1 or n, vocab): float32. Filters such as top-p are left out: they cost more than they gain."""
+        if gumbel is None or temperature is None:
+            logits = GREEDY * logits.float()
         else:
             noise = gumbel if self.draft_ids is None else gumbel[..., self.draft_ids]
-            logits = sampling.warp(logits, greedy_temperature=1 / GREEDY) + noise
+            logits = temper(logits, temperature, 1 / GREEDY) + noise
         return logits.log_softmax(-1).clamp(max=-STEP)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
@@ -142,10 +140,10 @@ class GrownTree(Drafter):
         if room > cache.capacity:
             cache.reorder(list(range(cache.batch)), room)
         grow, seq_lens = partial(self.grow, lengths), cache.seq_lens + counts
-        inputs = accepted.tokens, accepted.aux_hidden_states, counts, gumbel, *self.sampling.tensors
+        inputs = accepted.tokens, accepted.aux_hidden_states, counts, gumbel, self.sampling.temperature
         if self.should_stop is None and new <= 1 + self.depth:  # neither looks at scores nor catches up
             cache.set_bucket(new + self.entries)
-            key = "grow", cache.kv_bucket, self.nodes, self.levels, self.sampling.key
+            key = "grow", cache.kv_bucket, self.nodes, self.levels
             tree, self.ranks = cache.graphs(key, grow, *inputs)
         else:
             cache.kv_bucket = None
@@ -153,21 +151,27 @@ class GrownTree(Drafter):
         cache.set_lengths(lengths, seq_lens)
         return tree
 
-    def grow(self, lengths: list[int], *inputs: Any) -> tuple[TokenTree, Tensor]:
+    def grow(
+        self,
+        lengths: list[int],
+        tokens: Tensor,
+        aux_hidden_states: Tensor,
+        counts: Tensor,
+        gumbel: Tensor | None,
+        temperature: Tensor | None,
+    ) -> tuple[TokenTree, Tensor]:
         """The tree below tokens (batch, new), of which the first `counts` (batch, 1) are real, and its nodes' ranks.
-        lengths: of the sequences with them. inputs: tokens, aux hidden states, counts, noise, the tensors of a Sampling."""
-        tokens, aux_hidden_states, counts, gumbel, *tensors = inputs
+        lengths: of the sequences with them."""
         head, cache = self.head, self.cache
         assert cache is not None
         cache.rewind()
         hidden = newest(head.draft_extend(aux_hidden_states, head.embed(tokens, self.target), cache), counts)
         cache.extend(lengths, counts)
-        sampling = Sampling.from_tensors(tensors, self.sampling.key)
-        return self.rerank(*self.expand(cache, hidden, newest(tokens, counts), gumbel, sampling))
+        return self.rerank(*self.expand(cache, hidden, newest(tokens, counts), gumbel, temperature))
 
     @abstractmethod
     def expand(
-        self, cache: KVCache, hidden: Tensor, bonus: Tensor, gumbel: Tensor | None, sampling: Sampling
+        self, cache: KVCache, hidden: Tensor, bonus: Tensor, gumbel: Tensor | None, temperature: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, parents and scores (batch, n) of the candidates; bonus (batch, 1) is the first and has no score. hidden:
         (batch, 1, width), of `draft_extend` at each sequence's end."""

@@ -15,7 +15,7 @@ from foredraft.heads.base import ParallelHead
 from foredraft.heads.target import Target
 from foredraft.heads.target.cuda_graphs import CudaGraphs
 from foredraft.inference.drafters.base import Accepted, Drafter, newest
-from foredraft.inference.sampling import Sampling
+from foredraft.inference.sampling import Sampling, temper
 from foredraft.inference.tree import TokenTree, from_parents
 
 # Until a head's own accuracies are measured: the shape that published heads have, roughly.
@@ -94,18 +94,21 @@ class StaticTree(Drafter):
         tokens, aux_hidden_states = newest(accepted)
         self.ranks = self.shapes[self.size].order.expand(len(tokens), -1)
         grow = partial(self.grow, self.shapes[self.size])
-        key = self.size, self.sampling.key
-        return self.graphs(key, grow, tokens, aux_hidden_states, gumbel, *self.sampling.tensors)
+        return self.graphs(self.size, grow, tokens, aux_hidden_states, gumbel, self.sampling.temperature)
 
     def grow(
-        self, shape: "Shape", bonus: Tensor, aux_hidden_states: Tensor, gumbel: Tensor | None, *sampling: Tensor | None
+        self,
+        shape: "Shape",
+        bonus: Tensor,
+        aux_hidden_states: Tensor,
+        gumbel: Tensor | None,
+        temperature: Tensor | None,
     ) -> TokenTree:
-        """The tree below the bonus tokens (batch, 1), from aux hidden states (batch, width). sampling: of a Sampling."""
+        """The tree below the bonus tokens (batch, 1), from aux hidden states (batch, width)."""
         logits = self.head.draft_all(aux_hidden_states)[:, : shape.levels].float()
-        if gumbel is not None:
+        if gumbel is not None and temperature is not None:
             noise = gumbel if self.head.draft_ids is None else gumbel[..., self.head.draft_ids]
-            warper = Sampling.from_tensors(sampling, self.sampling.key)
-            logits = warper.warp(logits) + noise[:, : shape.levels]
+            logits = temper(logits, temperature) + noise[:, : shape.levels]
         guesses = self.head.to_target_ids(logits.topk(shape.guessed).indices).flatten(1)
         tokens = torch.cat([bonus, guesses[:, shape.guesses]], dim=1)
         return TokenTree(tokens, *(part.expand(len(tokens), *part.shape[1:]) for part in shape.tree[1:]))

@@ -60,6 +60,7 @@ class SuffixDrafter(Drafter):
             raise ValueError(f"per_match={per_match} must be above 0 and past={past} not negative")
         self.longest, self.nodes, self.per_match, self.room = longest, nodes, per_match, past
         self.depth = min(nodes, longest) - 1
+        self.remembers_others = past > 0
         self.past, self.remembered = Trie(), 0
         self.texts: list[list[int]] = []
         self.prompts: list[int | None] = []  # tokens of each sequence's prompt, None before it was seen

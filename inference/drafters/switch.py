@@ -53,6 +53,10 @@ class Switch(Drafter):
         return 1 if self.by_suffix else self.auto.forwards
 
     @property
+    def remembers_others(self) -> bool:  # type: ignore[override]
+        return self.by_suffix and self.suffix.remembers_others
+
+    @property
     def cached_drafters(self) -> Sequence[GrownTree]:
         return self.auto.cached_drafters
 

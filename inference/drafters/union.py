@@ -24,6 +24,7 @@ class Union(Drafter):
         self.drafters = list(drafters)
         self.layers = sorted({layer for drafter in drafters for layer in drafter.layers})
         self.nodes = 1 + sum(drafter.nodes - 1 for drafter in drafters)
+        self.remembers_others = any(drafter.remembers_others for drafter in drafters)
 
     @property
     def depth(self) -> int:  # type: ignore[override]  # of the next tree: an AutoTree's changes

@@ -43,16 +43,17 @@ class UnoTree(BlockTree):
         assert cache is not None, "the target's cache is not known"
         self.make_pairs()
         cache.set_bucket(self.levels)
-        key = "uno", cache.kv_bucket, self.nodes, self.levels, self.sampling.key
-        inputs = bonus_tokens(accepted), gumbel, *self.sampling.tensors
+        # Other drafters use this cache of the target's too, with heads and widths of their own.
+        key = "uno", self, cache.kv_bucket, self.nodes, self.levels
+        inputs = bonus_tokens(accepted), gumbel, self.sampling.temperature
         tree, self.ranks = cache.graphs(key, partial(self.grow_beside, cache), *inputs)
         return tree
 
-    def grow_beside(self, cache: Any, bonus: Tensor, *inputs: Tensor | None) -> tuple[TokenTree, Tensor]:
-        """The tree below these bonus tokens (batch, 1), and its nodes' ranks. inputs: noise, the tensors of a Sampling."""
-        gumbel, *tensors = inputs
-        sampling = Sampling.from_tensors(tensors, self.sampling.key)
-        return self.rerank(*self.expand(cache, bonus, bonus, gumbel, sampling))
+    def grow_beside(
+        self, cache: Any, bonus: Tensor, gumbel: Tensor | None, temperature: Tensor | None
+    ) -> tuple[TokenTree, Tensor]:
+        """The tree below these bonus tokens (batch, 1), and its nodes' ranks."""
+        return self.rerank(*self.expand(cache, bonus, bonus, gumbel, temperature))
 
     def draft_block(self, hidden: Tensor, cache: Any) -> Tensor:
         return self.head.draft_block(hidden, cache, self.levels)

@@ -6,6 +6,7 @@ L3  half precision, other shapes: where two texts first differ, the gap between 
     the two forwards' shapes change of them. A tiny gap is arithmetic; a large one is a bug.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from foredraft.heads.target import Target
 from foredraft.inference.drafters.base import Accepted, Drafter, Wrapper
 from foredraft.inference.generation import generate
-from foredraft.inference.sampling import Noise, Sampling, SamplingParams
+from foredraft.inference.sampling import Noise
 from foredraft.inference.tree import TokenTree, chain, padded
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -75,7 +76,7 @@ def identical_shares(
 
 
 def divergences(
-    target: Target, drafter: Drafter, rows: list[list[int]], new_tokens: int, nodes: int, temperature: float = 0.0
+    target: Target, drafter: Drafter, rows: list[list[int]], new_tokens: int, temperature: float = 0.0
 ) -> list[Divergence]:
     """The first divergence of every prompt that has one, with the gap that explains it or does not."""
     found = []
@@ -83,9 +84,16 @@ def divergences(
         ids = torch.tensor([row], device=target.device)
         settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1, "temperature": temperature}
         plain = generate(target, None, ids, seed=seed, **settings).new_tokens[0]
-        drafted = generate(target, drafter, ids, seed=seed, **settings).new_tokens[0]
-        found.append(audit(target, row, plain, drafted, nodes, temperature, seed))
+        drafted = generate(target, drafter, ids, seed=seed, **settings)
+        nodes = nodes_by_token([step.emitted[0] for step in drafted.steps], [step.nodes for step in drafted.steps])
+        found.append(audit(target, row, plain, drafted.new_tokens[0], nodes, temperature, seed))
     return [one for one in found if one is not None]
+
+
+def nodes_by_token(emitted: Sequence[int], nodes: Sequence[int]) -> list[int]:
+    """Tokens of the forward that chose each token of a text, from what its steps added and the nodes of their trees. The
+    first one comes of the prompt's forward."""
+    return [1, *(size for count, size in zip(emitted, nodes, strict=True) for _ in range(count))]
 
 
 def audit(
@@ -93,21 +101,21 @@ def audit(
     prompt: list[int],
     plain: list[int],
     drafted: list[int],
-    nodes: int,
+    nodes: Sequence[int],
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Divergence | None:
     """Where two continuations of a prompt differ first, with the gap that explains it or does not; None where they do not.
-    nodes: tokens of the drafted one's forwards. seed: of both, and the divergence's number."""
+    nodes: of the drafted one, see `nodes_by_token`. seed: of both, and the divergence's number."""
     index = next((i for i, (a, b) in enumerate(zip(plain, drafted)) if a != b), None)
     if index is None:
         assert len(plain) == len(drafted), "one text continues where the other ends, with the same tokens before"
         return None
     text = prompt + plain[:index]
-    one, many = (recompute_logits(target, text, len(prompt), size) for size in (1, nodes))
-    sampling = Sampling.of([SamplingParams(temperature)], target.vocab_size, target.device)
-    scores = sampling.warp(one[None, None])[0, 0]
+    one, many = (recompute_logits(target, text, len(prompt), size) for size in (1, nodes[index]))
+    scores = one
     if temperature > 0:
+        scores = scores / temperature
         position = torch.tensor([[len(text)]], device=target.device)
         scores = scores + Noise([seed], target.vocab_size, target.device).at(position)[0, 0]
     gap = (scores[plain[index]] - scores[drafted[index]]).abs().item()

@@ -6,7 +6,9 @@ be resolved either way (`identical_in_dtype` counts that).
 """
 
 import copy
+import re
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -88,17 +90,27 @@ def float32(target: Target) -> Target | None:
     the device has no room for it. A quantised one stays quantised and computes in float32: its hidden states are its own."""
     if target.dtype == torch.float32:
         return target
-    if target.device.type == "cuda" and not target.quantization and not target.sharding:
+    if not target.quantization and not target.sharding:
         need = 4 * sum(parameter.numel() for parameter in target.model.parameters())
-        free = torch.cuda.mem_get_info(target.device)[0]
-        if need > free:
+        free = free_memory(target.device)
+        if free is not None and need > free:
             report(
                 f"warning: the target in float32 takes {need / 2**30:.1f} GiB and {free / 2**30:.1f} are free: identity is "
                 "not proven (scripts/lossless.py does it elsewhere; evaluate.proof=false does not try)"
             )
             return None
-    same: dict[str, Any] = {"device": target.device, "quantization": target.quantization, "sharding": target.sharding}
-    return Target.from_pretrained(target.name, dtype="float32", context=target.context, **same)
+    names = ("device", "quantization", "sharding", "revision", "trust_remote_code", "context")
+    same: dict[str, Any] = {name: getattr(target, name) for name in names}
+    return Target.from_pretrained(target.name, dtype="float32", **same)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes, or None where nobody says."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    facts = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable: +(\d+) kB", facts.read_text()) if facts.exists() else None
+    return 1024 * int(found[1]) if found and device.type == "cpu" else None
 
 
 def limited(max_new_tokens: int, ends: bool) -> dict[str, Any]:

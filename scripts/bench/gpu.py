@@ -22,7 +22,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-import foredraft.inference.engine
+import foredraft.inference.target_sampler
 from foredraft.heads import Target
 from foredraft.heads.base import RecurrentHead
 from foredraft.heads.target import cuda_graphs
@@ -146,7 +146,7 @@ def waits_once(cfg: DictConfig, target: Target, drafter: Drafter, prompt: Tensor
     """Does nothing but the engine's own copy of a step's outcome wait for the device? Whatever is set up is set up by now."""
     if target.device.type != "cuda":
         return True
-    to_host = foredraft.inference.engine.to_host
+    to_host = foredraft.inference.target_sampler.to_host
 
     def allowed(*args: Any) -> Any:
         torch.cuda.set_sync_debug_mode("default")
@@ -158,7 +158,7 @@ def waits_once(cfg: DictConfig, target: Target, drafter: Drafter, prompt: Tensor
     engine.add(Request(prompt[0].tolist(), max_new_tokens=cfg.new_tokens))
     engine.step()
     engine.step()
-    foredraft.inference.engine.to_host = allowed  # type: ignore[assignment]
+    foredraft.inference.target_sampler.to_host = allowed  # type: ignore[assignment]
     torch.cuda.set_sync_debug_mode("error")
     try:
         while engine.has_work:
@@ -168,7 +168,7 @@ def waits_once(cfg: DictConfig, target: Target, drafter: Drafter, prompt: Tensor
         return False
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        foredraft.inference.engine.to_host = to_host
+        foredraft.inference.target_sampler.to_host = to_host
         engine.close()
     return True
 
