@@ -25,9 +25,9 @@ from foredraft.inference import generate, load_drafter
 from foredraft.inference.drafters import AutoTree, Drafter, chain_of, tree_of
 from foredraft.inference.evaluation import benchmark_report, figures
 from foredraft.inference.evaluation.alignment import check_alignment
-from foredraft.inference.evaluation.benchmark import PLAIN, Benchmark, Contestant, Lines, Text, rivals
+from foredraft.inference.evaluation.benchmark import PLAIN, Benchmark, Contestant, Line, Lines, Text, rivals
 from foredraft.inference.evaluation.benchmark_report import Results
-from foredraft.inference.evaluation.lossless import audit
+from foredraft.inference.evaluation.lossless import audit, nodes_by_token
 from foredraft.inference.evaluation.report import Sample
 from foredraft.train.cli import entry
 from foredraft.train.data import prompt_sets
@@ -35,6 +35,7 @@ from foredraft.train.data.corpus import has_chats, prompts
 from foredraft.train.data.loading import load_corpus
 from foredraft.train.data.prompt_sets import Prompt
 from foredraft.train.runtime.environment import versions
+from foredraft.train.runtime.locks import hold
 
 ALIGNED = 4  # texts over which a drafter's alignment is checked
 
@@ -50,6 +51,11 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(f"limit={cfg.limit} must be at least 1, or 0 for all prompts")
     output = Path(cfg.output_dir)
     output.mkdir(parents=True, exist_ok=True)
+    with hold(output, "output_dir"):
+        measure(cfg, output)
+
+
+def measure(cfg: DictConfig, output: Path) -> None:
     same_run(output / "run.json", cfg)
     target: Target = instantiate(cfg.target)
     chosen = read_prompts(cfg, target, output / "prompts.json")
@@ -185,18 +191,19 @@ def examine(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float]) ->
 def identity(benchmark: Benchmark, one: Contestant, temperature: float) -> dict[str, Any]:
     """How many texts are plain decoding's, how many differ where rounding decides, and how many are wrong."""
     assert isinstance(one.what, Drafter)
-    ids: dict[str, dict[int, list[int]]] = {PLAIN: {}, one.name: {}}
+    found: dict[str, dict[int, Line]] = {PLAIN: {}, one.name: {}}
     for line in benchmark.lines.of("text"):
-        if line["decoder"] in ids and line["temperature"] == temperature and "ids" in line:
-            ids[line["decoder"]][line["text"]] = line["ids"]
+        if line["decoder"] in found and line["temperature"] == temperature and "ids" in line:
+            found[line["decoder"]][line["text"]] = line
     counts, gaps = {"identical": 0, "rounding": 0, "wrong": 0}, []
-    for number, drafted in ids[one.name].items():
-        prompt, seed = benchmark.texts[number].tokens, number + 1
-        place = audit(benchmark.target, prompt, ids[PLAIN][number], drafted, one.what.nodes, temperature, seed)
+    for number, line in found[one.name].items():
+        prompt, seed, plain = benchmark.texts[number].tokens, number + 1, found[PLAIN][number]["ids"]
+        nodes = nodes_by_token(line["emitted"], line["nodes"])
+        place = audit(benchmark.target, prompt, plain, line["ids"], nodes, temperature, seed)
         counts["identical" if place is None else "rounding" if place.is_arithmetic else "wrong"] += 1
         if place is not None:
             gaps.append({"text": number, **place._asdict()})
-    return {"texts": len(ids[one.name]), **counts, "gaps": gaps}
+    return {"texts": len(found[one.name]), **counts, "gaps": gaps}
 
 
 def samples(benchmark: Benchmark) -> Iterator[Sample]:

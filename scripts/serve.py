@@ -8,7 +8,7 @@ import os
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from foredraft.inference.serve.address import check_address, check_exposed
 from foredraft.train.cli import entry
+from foredraft.train.runtime.locks import hold
 
 if TYPE_CHECKING:
     from foredraft.inference.serve.background import Background
@@ -52,6 +53,7 @@ def main(cfg: DictConfig) -> None:
     target = instantiate(cfg.target)
     names = list(cfg.learn.tenants) or [model_name(cfg, target.name)]
     folders = [Path(cfg.learn.directory, tenant) for tenant in cfg.learn.tenants or [""]]
+    locks = [alone(folder) for folder in folders] if cfg.learn.enabled else []
     specs = [newest_head(folder, cfg.drafter.spec) for folder in folders] if cfg.learn.enabled else [None]
     load = partial(instantiate, cfg.drafter, target=target)
     drafter, *others = [load() if spec is None else load(spec=spec) for spec in specs]
@@ -69,6 +71,14 @@ def main(cfg: DictConfig) -> None:
     served = worker, names, cfg.max_tokens, cfg.max_body, api_key, log, local_only
     app = create_app(*served, list(cfg.cors), learning)
     run(app, cfg.host, cfg.port, cfg.drain)
+    for lock in locks:
+        lock.close()
+
+
+def alone(folder: Path) -> IO[bytes]:
+    """Lock what this server learns in. Raises ValueError if another one learns there."""
+    folder.mkdir(0o700, parents=True, exist_ok=True)  # texts are nobody else's
+    return hold(folder, "learn.directory")
 
 
 def leave_a_core() -> None:
@@ -99,6 +109,7 @@ def stand_before_vllm(cfg: DictConfig, api_key: str | None) -> None:
     program = vllm.find_vllm()
     target = instantiate(cfg.target, ends_only=True, device="cpu")  # vLLM has the layers
     folder = Path(cfg.learn.directory)
+    lock = alone(folder)
     spec = newest_head(folder, cfg.drafter.spec)
     where = model_name(cfg, target.name), cfg.host, cfg.port, cfg.max_num_seqs
     serving = InVllm(program, partial(vllm.serve_command, target, spec, *where), partial(vllm.export, target))
@@ -108,6 +119,7 @@ def stand_before_vllm(cfg: DictConfig, api_key: str | None) -> None:
     )
     limits = cfg.max_body, api_key, api_key is None and not cfg.insecure, list(cfg.cors)
     run(create_proxy(serving, learning, *limits), cfg.host, cfg.port, cfg.drain)
+    lock.close()
 
 
 def background_for(cfg: DictConfig, serving: Any, device: str) -> "Background":

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import time
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,10 @@ from foredraft.inference.tree import TokenTree
 from foredraft.scripts import evaluate
 from foredraft.train.data import prompt_sets
 from foredraft.train.data.prompt_sets import questions, tokenize
+from foredraft.train.runtime.locks import hold
 from tests.support import typed
 from tests.support.head_factory import make_head
+from tests.support.processes import complaint
 
 
 @pytest.fixture
@@ -283,3 +286,11 @@ def test_a_thread_that_sleeps_has_no_core_but_where_it_waits_in_any_case(device:
     time.sleep(0.05)
     waited = watch.stop()[1]
     assert waited > 0.5 if (device, is_collective) == ("cpu", False) else waited == 0
+
+
+def test_two_of_them_do_not_write_into_one_folder(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    with hold(tmp_path / "out", "output_dir"):
+        message = complaint(run("drafter=[ngram]"))
+    assert f"output_dir=out is being written by process {os.getpid()}: wait until that has ended" in message
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {".lock"}

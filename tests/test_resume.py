@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def test_kills_change_nothing(kills: int, given: list[str], reference: Path, tmp
 
 def test_a_finished_run_keeps_no_checkpoints(reference: Path):
     assert {path.name for path in reference.iterdir()} == {
+        ".lock",
         "config.yaml",
         "head",
         "history.json",
@@ -63,6 +65,24 @@ def test_a_finished_run_keeps_no_checkpoints(reference: Path):
         "data_card.html",
         "data_card.json",
     }
+
+
+def test_a_directory_is_written_by_one_run_at_a_time(given: list[str], tmp_path: Path):
+    """Killed, it holds nothing any more: not even by the workers that read its rows, which end a little later."""
+    endless = [*given, "output_dir=out", "+trainer.dataloader_num_workers=1", "trainer.save_steps=1"]
+    first = program(*endless, "trainer.max_steps=100000", cwd=tmp_path)
+    while not list(tmp_path.glob("out/checkpoints/checkpoint-*")):
+        assert first.poll() is None, first.communicate()[1]
+        time.sleep(0.1)
+    before = (tmp_path / "out/config.yaml").read_text()
+    second = end(program(*endless, "trainer.max_steps=100000", cwd=tmp_path))
+    (pid,) = re.findall(r"^error: output_dir=out is being written by process (\d+): ", second.err, re.MULTILINE)
+    assert second.code == 2 and (tmp_path / "out/config.yaml").read_text() == before
+    os.kill(int(pid), signal.SIGKILL)
+    first.wait()
+    third = program(*endless, "trainer.max_steps=100000", cwd=tmp_path)
+    until(third, "resuming from out/checkpoints/checkpoint-")
+    third.kill()
 
 
 def test_a_checkpoint_appears_only_when_it_is_whole(tmp_path: Path):

@@ -14,7 +14,6 @@ are (train/data/written_rows.py). Without ids, from an engine that tells none, i
 has the answers that came before it.
 """
 
-import fcntl
 import hashlib
 import itertools
 import json
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 from foredraft.inference.evaluation.progress import report
 from foredraft.train.data.layouts import Message, SkippedRow, tools
 from foredraft.train.data.sources import Source
+from foredraft.train.runtime.locks import hold
 
 
 class GenerationSettings(NamedTuple):
@@ -126,11 +126,8 @@ class Output:
     def __init__(self, file: Path, settings: dict[str, Any]):
         file.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.settings = file, settings
+        self.lock = hold(file, "output")
         self.file = file.open("ab+", buffering=0)
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"output={file} is being written by another process") from None
         self.done: dict[int, str] = {}
         self.since, end = time.monotonic(), 0
         self.file.seek(0)

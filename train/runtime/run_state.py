@@ -2,13 +2,15 @@
 
 import shutil
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from transformers import TrainerState
 
 from foredraft.train.runtime import checkpoints, distributed
+from foredraft.train.runtime.locks import hold
 
+LOCKS: list[IO[bytes]] = []  # of the run in this process
 CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.json", "checkpoints"
 REPLICATED = {"single", "ddp"}  # strategies whose checkpoints are the same
 # What does not change a run: how rows are spread over processes (`rows_per_step` is compared), and where it is written.
@@ -32,8 +34,8 @@ def open_directory(cfg: DictConfig, need_bytes: int) -> tuple[Path, str | None]:
     """Prepare `cfg.output_dir`, and find the checkpoint to resume from (None to start at the first step).
 
     A finished run found there is kept, under a numbered name. An unfinished one with the same config is resumed. Raises
-    ValueError for one with another config, so that nothing is lost or mixed, and where the disk has less than
-    `need_bytes` free.
+    ValueError for one with another config or one that another process is writing, so that nothing is lost or mixed, and
+    where the disk has less than `need_bytes` free.
     """
     directory = Path(cfg.output_dir)
     if directory.exists() and not directory.is_dir():
@@ -45,8 +47,9 @@ def open_directory(cfg: DictConfig, need_bytes: int) -> tuple[Path, str | None]:
             f"output_dir={directory} has {free / 2**20:.0f} MiB free and this run writes up to "
             f"{need_bytes / 2**20:.0f} MiB: free some, or give another output_dir"
         )
-    keep_finished(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    lock(directory)
+    if keep_finished(directory):
+        lock(directory)
     checkpoint = checkpoints.newest(directory / CHECKPOINTS)
     now = as_saved(cfg)
     if checkpoint is not None:
@@ -57,12 +60,22 @@ def open_directory(cfg: DictConfig, need_bytes: int) -> tuple[Path, str | None]:
     return directory, checkpoint
 
 
-def keep_finished(directory: Path) -> None:
-    """Give a finished run that lies there a numbered name."""
-    if (directory / METRICS).exists():
+def lock(directory: Path) -> None:
+    """Create it for this process alone, until it ends or opens the directory of another run. Raises ValueError as `hold`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    while LOCKS:
+        LOCKS.pop().close()
+    LOCKS.append(hold(directory, "output_dir"))
+
+
+def keep_finished(directory: Path) -> bool:
+    """Give a finished run that lies there a numbered name; return whether one did."""
+    finished = (directory / METRICS).exists()
+    if finished:
         number = next(n for n in range(1, 10_000) if not Path(f"{directory}.{n}").exists())
         print(f"{directory} holds a finished run; it is kept as {directory}.{number}", flush=True)
         directory.rename(f"{directory}.{number}")
+    return finished
 
 
 def rows_per_step(cfg: DictConfig) -> int:
@@ -113,7 +126,7 @@ def free(name: str) -> bool:
 def write_atomically(file: Path, text: str) -> None:
     """Completely or not at all."""
     part = file.with_name(f"{file.name}.part")
-    part.write_text(text)
+    part.write_text(text, encoding="utf-8")
     part.replace(file)
 
 

@@ -28,6 +28,7 @@ from foredraft.train.data.corpus import Corpus
 from foredraft.train.finalize import finalize, save_final
 from foredraft.train.run import Prepared, load, prepare, start_process, train, with_self_generated_text
 from foredraft.train.runtime import checkpoints, distributed
+from foredraft.train.runtime.locks import hold
 from foredraft.train.runtime.run_state import CHECKPOINTS, CONFIG, as_saved, keep_finished, seconds_of
 from foredraft.train.search.candidates import check_numbers, chosen, composed
 from foredraft.train.search.judge import Judge
@@ -64,10 +65,13 @@ def search(cfg: DictConfig) -> None:
         check_enough(budget, share, 0.0, 0.0, dict.fromkeys(candidates, 1.0), sizes[0])
     start_process(cfg)
     directory = Path(cfg.output_dir)
-    keep_finished(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    locks = [hold(directory, "output_dir")]  # the candidates' own directories lie in it
+    if keep_finished(directory):
+        directory.mkdir()
+        locks.append(hold(directory, "output_dir"))
     if (directory / CHECKPOINTS).exists() and not (directory / FILE).exists():
         raise ValueError(f"output_dir={directory} holds an unfinished run of one head: give another output_dir")
-    directory.mkdir(parents=True, exist_ok=True)
     state = State.open(directory, as_saved(cfg), candidates)
     if "whole_target" in cfg.features:
         cfg.features.whole_target = True  # candidates are compared by what they decode
@@ -77,6 +81,8 @@ def search(cfg: DictConfig) -> None:
         Search(cfg, state, target, data).run()
     finally:
         state.save()
+        for lock in locks:
+            lock.close()
 
 
 class StopAt(TrainerCallback):

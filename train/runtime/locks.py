@@ -1,0 +1,46 @@
+"""One process at a time writes a directory or a file of results."""
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import IO, Any
+from weakref import WeakSet
+
+FILE = ".lock"  # in a directory
+held = WeakSet[Any]()
+
+
+def hold(path: Path, name: str) -> IO[bytes]:
+    """Lock a file, which is created, or the file `.lock` of a directory until the result is closed. However this process
+    ends, the kernel unlocks it then. name: the setting that gave the path. Raises ValueError if another process holds it."""
+    file = (path / FILE if path.is_dir() else path).open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            raise ValueError(
+                f"{name}={path} is being written by {holder(file)}: wait until that has ended, or give another {name}"
+            ) from None
+        # Some network file systems have no locks.
+    held.add(file)
+    return file
+
+
+def holder(file: IO[bytes]) -> str:
+    """Name the process, if it runs on this machine and Linux says which it is."""
+    inode, locks = str(os.fstat(file.fileno()).st_ino), Path("/proc/locks")
+    for line in locks.read_text().splitlines() if locks.exists() else ():
+        _, kind, *_, pid, where, _, _ = line.split()
+        if kind == "FLOCK" and where.rpartition(":")[2] == inode and int(pid) > 0:
+            return f"process {pid}"
+    return "another process"
+
+
+def close_in_child() -> None:
+    """A lock lasts until its last copy is closed: a DataLoader's workers must not keep it after their parent was killed."""
+    for file in list(held):
+        file.close()
+
+
+os.register_at_fork(after_in_child=close_in_child)
