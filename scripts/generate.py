@@ -1,112 +1,188 @@
 """Continue prompts with a drafter:  python scripts/generate.py target=ORG/NAME drafter=DIRECTORY prompt="def main():"
 
 The text goes to stdout; acceptance length and tokens/s go to stderr. A file of prompts (prompts=FILE.jsonl) is answered in
-batches; with output=FILE.jsonl the same command continues a run that was stopped.
+batches. A prompt that cannot be answered (it is too long, say) gets a line with `error`, and the others are answered. With
+output=FILE.jsonl the same command continues a run that was stopped; retry_errors=true also answers again what failed.
 """
 
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from foredraft.heads import Target
 from foredraft.inference import generate
+from foredraft.inference.drafters import Drafter
 from foredraft.inference.evaluation.measure import padded
+from foredraft.inference.generation import read_settings
 from foredraft.train.cli import entry
-from foredraft.train.data.sources import read
+from foredraft.train.data.layouts import SkippedRow
+from foredraft.train.data.sources import Row, read
+from foredraft.train.runtime.locks import hold
+from foredraft.train.runtime.run_state import write_atomically
+
+Answer = dict[str, Any]  # a line of the output: `prompt`, and `text` or `error`
 
 
 @entry("generate")
 def main(cfg: DictConfig) -> None:
-    prompts = read_prompts(cfg.prompt, cfg.prompts)
+    if (cfg.prompt is None) == (cfg.prompts is None):
+        raise ValueError("give one of prompt=TEXT and prompts=FILE.jsonl")
+    rows = [Row("prompt", {"prompt": cfg.prompt})] if cfg.prompts is None else read_file(Path(cfg.prompts))
     if cfg.batch < 1:
         raise ValueError(f"batch={cfg.batch} must be at least 1")
     if cfg.output is not None and cfg.prompts is None:
         raise ValueError(f"output={cfg.output} takes the answers to prompts=FILE.jsonl; one prompt's goes to stdout")
+    if cfg.retry_errors and cfg.output is None:
+        raise ValueError("retry_errors=true answers again what failed in output=FILE.jsonl: give that file")
     target: Target = instantiate(cfg.target)
-    tokenizer = target.text_tokenizer
-    drafter = instantiate(cfg.drafter, target=target)
-    # Special tokens are skipped: a reader of stdout gets the text alone.
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if cfg.prompts is None else None
-    settings: dict[str, Any] = {
-        "max_new_tokens": cfg.max_new_tokens,
-        "temperature": cfg.temperature,
-        "top_p": cfg.top_p,
-    }
-    done = 0 if cfg.output is None else answered(Path(cfg.output), prompts)
-    gained = tokens = forwards = 0
+    if cfg.chat and target.text_tokenizer.chat_template is None:
+        raise ValueError(f"chat=true: {target.text_tokenizer.name_or_path} has no chat template; leave it false")
+    writer = Writer(target, instantiate(cfg.drafter, target=target), cfg)
     began = time.perf_counter()
-    for first in range(done, len(prompts), cfg.batch):
-        batch = prompts[first : first + cfg.batch]
-        ids, mask = padded([encode(tokenizer, prompt, cfg.chat) for prompt in batch])
-        settings |= {"seed": cfg.seed + first, "streamer": streamer}
-        answer = generate(target, drafter, ids.to(target.device), mask, **settings)
-        tokens += sum(map(len, answer.new_tokens))
-        gained += sum(sum(step.emitted) for step in answer.steps)
-        forwards += sum(step.forwards * len(step.emitted) for step in answer.steps)
-        if streamer is None:
-            texts = tokenizer.batch_decode(answer.new_tokens, skip_special_tokens=True)
-            write(cfg.output, [{"prompt": prompt, "text": text} for prompt, text in zip(batch, texts, strict=True)])
+    if cfg.prompts is None:
+        writer.stream(rows[0])
+    else:
+        answer_file(cfg, rows, writer)
     seconds = time.perf_counter() - began
     print(
-        f"{tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s, "
-        f"acceptance length {gained / max(1, forwards):.2f} with drafter {cfg.drafter.spec}",
+        f"{writer.tokens} tokens in {seconds:.1f} s, {writer.tokens / seconds:.1f} tokens/s, "
+        f"acceptance length {writer.gained / max(1, writer.forwards):.2f} with drafter {cfg.drafter.spec}",
         file=sys.stderr,
     )
 
 
-def read_prompts(prompt: str | None, file: str | None) -> list[str]:
-    """Raises ValueError that names what is missing, or the line of `file` that holds no prompt."""
-    if (prompt is None) == (file is None):
-        raise ValueError("give one of prompt=TEXT and prompts=FILE.jsonl")
-    return [prompt] if prompt is not None else list(column(Path(file or "")))
+class Writer:
+    """Answers rows, and counts what that took."""
+
+    def __init__(self, target: Target, drafter: Drafter, cfg: DictConfig):
+        self.target, self.drafter, self.tokenizer, self.cfg = target, drafter, target.text_tokenizer, cfg
+        self.settings: dict[str, Any] = {
+            "max_new_tokens": cfg.max_new_tokens,
+            "temperature": cfg.temperature,
+            "top_p": cfg.top_p,
+        }
+        read_settings(None, self.settings, target, 1)  # raises what would be every prompt's error
+        self.gained = self.tokens = self.forwards = 0
+
+    def stream(self, row: Row) -> None:
+        """Print the answer while it is written. Special tokens are skipped: a reader of stdout gets only the text."""
+        self.generate([self.encode(row)], [0], TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True))
+
+    def answer(self, rows: Sequence[Row], numbers: Sequence[int]) -> list[Answer]:
+        """The answers to these rows of the file, decoded together. If that fails (one prompt is too long, or memory is out),
+        each half is tried, down to the row that fails by itself: its answer is the error."""
+        try:
+            texts = self.generate([self.encode(row) for row in rows], numbers)
+            return [{**asked(row), "text": text} for row, text in zip(rows, texts, strict=True)]
+        except torch.AcceleratorError:
+            raise  # the device answers nothing more in this process
+        except Exception as error:
+            failure = " ".join(str(error).split()) or type(error).__name__
+            failure = failure if isinstance(error, ValueError) else f"{type(error).__name__}: {failure}"
+        if len(rows) == 1:
+            print(f"{rows[0].where}: {failure}", file=sys.stderr, flush=True)
+            return [{**asked(rows[0]), "error": failure}]
+        if self.target.device.type == "cuda":
+            torch.cuda.empty_cache()
+        half = len(rows) // 2
+        return self.answer(rows[:half], numbers[:half]) + self.answer(rows[half:], numbers[half:])
+
+    def generate(
+        self, prompts: Sequence[list[int]], numbers: Sequence[int], streamer: TextStreamer | None = None
+    ) -> list[str]:
+        ids, mask = padded(list(prompts))
+        seeds = [self.cfg.seed + number for number in numbers]
+        more: dict[str, Any] = {"seed": seeds, "streamer": streamer, **self.settings}
+        answer = generate(self.target, self.drafter, ids.to(self.target.device), mask, **more)
+        self.tokens += sum(map(len, answer.new_tokens))
+        self.gained += sum(sum(step.emitted) for step in answer.steps)
+        self.forwards += sum(step.forwards * len(step.emitted) for step in answer.steps)
+        return list(self.tokenizer.batch_decode(answer.new_tokens, skip_special_tokens=True))
+
+    def encode(self, row: Row) -> list[int]:
+        """Raises ValueError for a row that has no prompt."""
+        if isinstance(row.value, SkippedRow):
+            raise row.value
+        prompt = asked(row)["prompt"]
+        if not isinstance(prompt, str):
+            raise ValueError('no prompt in it: write {"prompt": "..."} on every line')
+        ids = encode(self.tokenizer, prompt, self.cfg.chat)
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one token (the bos token, say)")
+        return ids
 
 
-def column(file: Path) -> Iterator[str]:
+def read_file(file: Path) -> list[Row]:
     if not file.is_file():
         raise ValueError(f"prompts={file} does not exist: give a JSON Lines file with a column `prompt`")
-    for row in read(file):
-        if not isinstance(row.value, dict) or not isinstance(row.value.get("prompt"), str):
-            raise ValueError(f'{row.where} holds no prompt: write {{"prompt": "..."}} on every line')
-        yield row.value["prompt"]
+    return list(read(file))
 
 
-def answered(output: Path, prompts: list[str]) -> int:
-    """How many of the prompts a stopped run has answered; half a line at the end is cut off. Raises ValueError where the file
-    holds other prompts' answers."""
-    if not output.exists():
-        return 0
+def asked(row: Row) -> Answer:
+    prompt = row.value.get("prompt") if isinstance(row.value, dict) else None
+    return {"prompt": json.loads(json.dumps(prompt, default=str))}  # Parquet has types that JSON lacks
+
+
+def answer_file(cfg: DictConfig, rows: list[Row], writer: Writer) -> None:
+    """Answer the rows that have no line in the output yet, and with retry_errors those whose line is an error."""
+
+    def batches(numbers: Sequence[int]) -> Iterator[tuple[Sequence[int], list[Answer]]]:
+        for first in range(0, len(numbers), cfg.batch):
+            some = numbers[first : first + cfg.batch]
+            yield some, writer.answer([rows[number] for number in some], some)
+
+    if cfg.output is None:
+        for _, answers in batches(range(len(rows))):
+            print(lines(answers), end="", flush=True)
+        return
+    output = Path(cfg.output)
+    lock = hold(output, "output")
+    done = answered(output, rows)
+    if cfg.retry_errors:
+        for some, answers in batches([number for number, line in enumerate(done) if "error" in line]):
+            for number, answer in zip(some, answers, strict=True):
+                done[number] = answer
+        write_atomically(output, lines(done))
+        lock.close()
+        lock = hold(output, "output")  # the new file
+    with output.open("a", encoding="utf-8") as opened:
+        for _, answers in batches(range(len(done), len(rows))):
+            opened.write(lines(answers))
+            opened.flush()
+    lock.close()
+
+
+def answered(output: Path, rows: Sequence[Row]) -> list[Answer]:
+    """The lines of a run that was stopped; half a line at the end is cut off. Raises ValueError where the file holds other
+    prompts' answers."""
     whole = output.read_bytes().rpartition(b"\n")[0]
-    lines = whole.splitlines()
-    for number, line in enumerate(lines):
-        if number >= len(prompts) or json.loads(line).get("prompt") != prompts[number]:
+    done = [json.loads(line) for line in whole.splitlines()]
+    for number, line in enumerate(done):
+        if number >= len(rows) or lines([{"prompt": line.get("prompt")}]) != lines([asked(rows[number])]):
             raise ValueError(f"output={output}, line {number + 1}: no answer to prompt {number + 1}; give another file")
-    os.truncate(output, len(whole) + bool(lines))
-    return len(lines)
+    os.truncate(output, len(whole) + bool(done))
+    return done
 
 
-def write(output: str | None, rows: list[dict[str, str]]) -> None:
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    if output is None:
-        print(text, end="", flush=True)
-    else:
-        with open(output, "a", encoding="utf-8") as opened:
-            opened.write(text)
+def lines(answers: Sequence[Answer]) -> str:
+    """JSON Lines. Half a surrogate pair, which UTF-8 does not have, is escaped."""
+    found = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
+    return found.encode(errors="backslashreplace").decode()
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> list[int]:
     """With the special tokens that the target expects before a text."""
     if not chat:
         return list(tokenizer(prompt).input_ids)
-    if tokenizer.chat_template is None:
-        raise ValueError(f"chat=true: {tokenizer.name_or_path} has no chat template; leave it false")
     turns = [{"role": "user", "content": prompt}]
     return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True).input_ids)
 

@@ -1,13 +1,21 @@
 """`foredraft generate` for a file of prompts, and `foredraft chat`, as programs of their own."""
 
 import json
+import os
+import re
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+from omegaconf import OmegaConf
 
 from foredraft.heads import Target
 from foredraft.inference import generate
+from foredraft.inference.drafters import NgramDrafter
+from foredraft.scripts import generate as program_of_files
+from foredraft.train.data.sources import Row
+from foredraft.train.runtime.locks import hold
 from tests.support import ROOT
 from tests.support.processes import Ended, end, start
 
@@ -51,3 +59,82 @@ def test_a_chat_answers_line_by_line(tmp_path: Path):
     first, second = ended.out.split(figures[0])[0], ended.out.split(figures[0])[1].split("6 tokens")[0]
     assert first.strip() == second.strip()  # /new: the same question in the same place
     assert "takes 2048" in " ".join(ended.out.split()) and "/new starts over" in " ".join(ended.out.split())
+
+
+BAD = [("word " * 3000).strip(), "", 5, None, ["a"]]
+
+
+def test_prompts_that_cannot_be_answered_leave_the_others(target: Target, tiny_path: Path, tmp_path: Path):
+    good = {0: PROMPTS[0], 4: PROMPTS[1], 7: "\ud800", 8: PROMPTS[2]}
+    bad = iter(BAD)
+    prompts = [good[number] if number in good else next(bad) for number in range(9)]
+    rows = [json.dumps({"prompt": prompt}) for prompt in prompts] + ["{no JSON", "[]"]
+    (tmp_path / "in.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    given = [f"target={tiny_path}", "prompts=in.jsonl", "max_new_tokens=9", "seed=3", "temperature=1.0", "batch=4"]
+    given.append("output=out.jsonl")
+    first = program("generate", *given, cwd=tmp_path)
+    assert first.code == 0, first.err
+    output = tmp_path / "out.jsonl"
+    written = output.read_text()
+    answers = [json.loads(line) for line in written.splitlines()]
+    assert [answer["prompt"] for answer in answers] == [*prompts, None, None]
+    assert [number for number, answer in enumerate(answers) if "text" in answer] == [0, 4, 8]
+    for number in (0, 4, 8):
+        ids = torch.tensor([target.text_tokenizer(prompts[number]).input_ids])
+        out = generate(target, None, ids, temperature=1.0, seed=3 + number, max_new_tokens=9)
+        assert answers[number]["text"] == target.text_tokenizer.decode(out.new_tokens[0], skip_special_tokens=True)
+    assert "tokens, the target" in answers[1]["error"] and "is empty" in answers[2]["error"]
+    assert all("no prompt" in answers[number]["error"] for number in (3, 5, 6)) and answers[9]["error"] == "not JSON"
+    assert "in.jsonl:2: " in first.err
+    for more in ([], ["retry_errors=true"]):
+        again = program("generate", *given, *more, cwd=tmp_path)
+        assert again.code == 0 and output.read_text() == written
+        assert ("in.jsonl:2: " in again.err) == bool(more)  # the errors alone are tried again
+    output.write_text(written.replace(json.dumps(answers[0]["text"])[1:-1], "kept", 1).replace('"text"', '"error"', 2))
+    mended = program("generate", *given, "retry_errors=true", cwd=tmp_path)
+    assert mended.code == 0 and output.read_text() == written
+
+
+@pytest.fixture
+def writer(target: Target) -> program_of_files.Writer:
+    settings = {"max_new_tokens": 5, "temperature": 0.0, "top_p": None, "seed": 0, "chat": False}
+    return program_of_files.Writer(target, NgramDrafter(), OmegaConf.create(settings))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), MemoryError("no room"), RuntimeError("no room")])
+def test_a_batch_that_memory_has_no_room_for_is_halved(writer, error, monkeypatch):
+    sizes = []
+
+    def limited(target, drafter, ids, *args, **settings):
+        sizes.append(len(ids))
+        if len(ids) > 1 or writer.tokenizer.decode(ids[0]).endswith("poison"):
+            raise error
+        return generate(target, drafter, ids, *args, **settings)
+
+    monkeypatch.setattr(program_of_files, "generate", limited)
+    rows = [Row(f"row {number}", {"prompt": prompt}) for number, prompt in enumerate(["a", "poison", "b"])]
+    answers = writer.answer(rows, range(3))
+    assert sizes == [3, 1, 2, 1, 1] and [sorted(answer) for answer in answers] == [
+        ["prompt", "text"],
+        ["error", "prompt"],
+        ["prompt", "text"],
+    ]
+    assert answers[1]["error"] == f"{type(error).__name__}: no room"
+
+
+def test_settings_that_no_prompt_can_have_are_refused_once(tiny_path: Path, tmp_path: Path):
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n")
+    given = [f"target={tiny_path}", "prompts=in.jsonl", "temperature=-1"]
+    ended = program("generate", *given, cwd=tmp_path)
+    assert ended.code == 2 and "temperature=-1" in ended.err and ended.out == ""
+
+
+def test_two_runs_do_not_write_one_file(tiny_path: Path, tmp_path: Path):
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n")
+    given = [f"target={tiny_path}", "prompts=in.jsonl", "output=out.jsonl", "max_new_tokens=3"]
+    with hold(tmp_path / "out.jsonl", "output"):
+        ended = program("generate", *given, cwd=tmp_path)
+        assert ended.code == 2 and re.search(
+            rf"output=out.jsonl is being written by process {os.getpid()}\b", ended.err
+        )
+    assert program("generate", *given, cwd=tmp_path).code == 0 and len((tmp_path / "out.jsonl").read_bytes()) > 1
