@@ -102,6 +102,18 @@ def test_gains_are_compared_text_by_text():
     assert acceptance(old)[1] > 3 * difference and gain(new, old)[0] == -difference
 
 
+def test_a_row_that_cannot_be_written_again_ends_no_round(target: Target, tmp_path: Path, caplog):
+    good = {"prompt_ids": [5, 6, 7], "ids": [0] * 20, "seed": 1, "temperature": 1}
+    bad = [{"temperature": None}, {"temperature": "a"}, {"temperature": -1}, {"seed": None}, {"seed": 1.5}]
+    bad += [{"prompt_ids": None}, {"prompt_ids": []}, {"prompt_ids": ["a"]}, {"ids": [[1]]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(good | one) + "\n" for one in [*bad, {}]) + "[1]\n3\n")
+    rows = [json.loads(line) for line in lines(tmp_path / "rows.jsonl")]
+    assert rows == [good]
+    other = [good | {"prompt_ids": [10**6]}, good | {"prompt_ids": [5] * 300}]  # of another target
+    assert len(decode(target, load_drafter("ngram", target), [*other, good])) == 1
+    assert caplog.text.count("a row is left out") == 2
+
+
 def test_the_judge_writes_the_texts_that_were_served(target: Target):
     rows = [{"prompt_ids": [5, 6, 7 + i], "ids": [0] * 20, "seed": i, "temperature": i % 2} for i in range(3)]
     found = decode(target, load_drafter("ngram", target), rows)

@@ -92,3 +92,18 @@ def test_rows_of_a_chat_are_read_from_its_chunks():
     sent = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
     (row,) = rows_of({"seed": 7}, sent + b'data: [DONE]\n\ndata: {"cut')
     assert (row["prompt_ids"], row["ids"], row["seed"], row["accepted"]) == ([1, 2], [3, 4], 7, [])
+
+
+@pytest.mark.parametrize(
+    "asked, seed, temperature",
+    [
+        ({"temperature": None, "seed": None}, 0, 1.0),
+        ({"temperature": "0.5", "seed": "3"}, 3, 0.5),
+        ({"temperature": [1], "seed": {}}, 0, 1.0),
+        ({"temperature": 0}, 0, 0.0),
+    ],
+)
+def test_a_row_has_the_numbers_that_drew_it(asked, seed, temperature):
+    chunk = {"id": "a", "prompt_token_ids": [1, 2], "choices": [{"index": 0, "token_ids": [3]}]}
+    (row,) = rows_of(asked, b"data: " + json.dumps(chunk).encode())
+    assert (row["seed"], row["temperature"]) == (seed, temperature)

@@ -18,7 +18,7 @@ from foredraft.inference.drafters import DraftModel, NgramDrafter
 from foredraft.inference.serve.accepted_log import AcceptedLog
 from foredraft.inference.serve.detokenizer import Detokenizer, StopStrings
 from foredraft.inference.serve.metrics import Metrics
-from foredraft.inference.serve.worker import Failed, Job, QueueFull, Worker
+from foredraft.inference.serve.worker import GOOD_STEPS, BatchLimit, Failed, Job, QueueFull, Worker
 from tests.support.batches import prompt
 
 
@@ -112,6 +112,69 @@ def test_a_request_that_breaks_the_step_fails_alone(target, plain, monkeypatch):
     texts = ask(Worker(target, NgramDrafter()), asked)
     assert isinstance(texts[2], Failed) and texts[2].status == 500
     assert [*texts[:2], *texts[3:]] == [*plain[:2], *plain[3:]]
+
+
+@pytest.mark.parametrize("what", ["one out-of-memory", "a poison request"])
+def test_the_batch_grows_again_while_others_wait(target, what, monkeypatch):
+    """A full server always has a queue."""
+    monkeypatch.setattr("foredraft.inference.serve.worker.GOOD_STEPS", 2)
+    asked = [Request(prompt(5, i)[0].tolist(), max_new_tokens=8, seed=i) for i in range(24)]
+    step, sizes, failed = Engine.step, list[tuple[int, int]](), list[int]()
+
+    def faulty(engine: Engine):
+        running = [row.request for row in engine.running()]
+        if asked[2] in running if what == "a poison request" else len(running) == 4 and not failed:
+            failed.append(len(running))
+            raise RuntimeError("a bug")
+        outputs = step(engine)
+        sizes.append((len(failed), len(engine.batch.unfinished()) * bool(engine.waiting)))
+        return outputs
+
+    monkeypatch.setattr(Engine, "step", faulty)
+    texts = ask(Worker(target, None, max_num_seqs=4), asked)
+    assert [number for number, text in enumerate(texts) if isinstance(text, Failed)] == [2] * (
+        what != "one out-of-memory"
+    )
+    assert failed and max(size for count, size in sizes if count == len(failed)) == 4
+
+
+def test_a_batch_that_fails_again_and_again_is_tried_less_and_less_often():
+    limit, steps = BatchLimit(16), list[int]()
+    for _ in range(12):
+        assert limit.failed(16) == 8
+        count = 1
+        while limit.worked() < 16:
+            count += 1
+        steps.append(count)
+    assert steps[:3] == [32, 64, 128] and steps[-1] == 1024
+    for _ in range(1024):
+        limit.worked()
+    assert limit.failed(16) == 8 and limit.wanted == 2 * GOOD_STEPS
+    assert limit.failed(1) == 16  # that one was to blame
+
+
+def test_a_drafter_of_larger_trees_takes_over_only_where_it_fits(target):
+    worker = Worker(target, NgramDrafter(depth=2), cache_gib=4e-4, prefix_cache_gib=0)
+    engine, most = worker.engines[0], worker.context()
+    request = Request([5] * 3, max_new_tokens=most - 3)
+    engine.add(request)
+    with pytest.raises(ValueError, match="trees of 61 nodes"):
+        engine.swap(NgramDrafter(depth=60))
+    assert engine.drafter.nodes == 3 and engine.batch.drafter is engine.drafter
+    while engine.has_work:
+        engine.step()
+    engine.swap(NgramDrafter(depth=60))
+    (text,) = ask_unchecked(worker, request)
+    assert isinstance(text, Failed) and text.status == 400 and "need more than" in str(text)
+
+
+def ask_unchecked(worker: Worker, request: Request) -> list[list[int] | Failed]:
+    """As if the drafter had changed after the request was checked."""
+    checked = Engine.check
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "check", lambda *_: None)
+        patch.setattr(Engine, "add", lambda engine, one: engine.waiting.append(checked(engine, one)))
+        return ask(worker, [request])
 
 
 def test_a_late_request_fails(target):

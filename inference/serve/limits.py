@@ -1,5 +1,11 @@
-"""What every request passes first: the API key, its Host and the size of its body. And errors in OpenAI's shape."""
+"""What every request passes first: the API key, its Host, and the kind, size and pace of its body. And errors in OpenAI's
+shape.
 
+The key is for /v1/, as with vLLM. What lies elsewhere needs none, on any host: / (the page), /health, /openapi.json and
+/metrics, which name models, tenants and heads and count requests, but never show a text.
+"""
+
+import asyncio
 import hmac
 import json
 import re
@@ -14,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foredraft.inference.serve.address import is_loopback
 
 MAX_HEADERS = 2**14  # bytes
+BODY_SECONDS = 120  # until all of a body has come
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -49,12 +56,17 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        received = 0
+        received, whole, ends = 0, False, asyncio.get_running_loop().time() + BODY_SECONDS
 
         async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
+            nonlocal received, whole
+            try:
+                # After the body, what comes is that the client has gone.
+                async with asyncio.timeout_at(None if whole else ends):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"the body has not come within {BODY_SECONDS} seconds") from None
+            received, whole = received + len(message.get("body", b"")), not message.get("more_body", False)
             if received > self.max_body:
                 raise HTTPException(413, self.too_large)
             return message
@@ -64,14 +76,14 @@ class Gate:
                 self.seen(scope["path"], message["status"])
             await send(message)
 
-        refused = self.refusal(scope["path"], Headers(scope=scope))
+        refused = self.refusal(scope["method"], scope["path"], Headers(scope=scope))
         await (refused or self.app)(scope, counted, noted)
 
     @property
     def too_large(self) -> str:
         return f"the body is larger than the {self.max_body} bytes that this server takes"
 
-    def refusal(self, path: str, headers: Headers) -> Response | None:
+    def refusal(self, method: str, path: str, headers: Headers) -> Response | None:
         """What is wrong with a request, before its body is read."""
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
             return error_response(f"the headers are larger than {MAX_HEADERS} bytes", 431, {"connection": "close"})
@@ -86,6 +98,10 @@ class Gate:
             if not hmac.compare_digest(given.encode(), self.api_key.encode()):
                 wanted = {"www-authenticate": "Bearer"}
                 return error_response("no valid API key was given", 401, wanted, code="invalid_api_key")
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method == "POST" and kind != "application/json":
+            # A page of another site may post any other kind, or none, without asking its browser's leave (CORS).
+            return error_response(f"Content-Type {kind!r} is not supported: send application/json", 415)
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self.max_body:
             return error_response(self.too_large, 413, {"connection": "close"})

@@ -25,7 +25,7 @@ from foredraft.inference.serve.limits import Refused
 from foredraft.inference.serve.metrics import Metrics
 from foredraft.inference.serve.prompts import PromptEncoder
 from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, CompletionRequest
-from foredraft.inference.serve.worker import Failed, Worker
+from foredraft.inference.serve.worker import TOO_LATE, Failed, Worker
 
 log = logging.getLogger("foredraft.serve")
 ENDLESS = 2**16  # tokens of an answer of a target without a context, whose request and config name none
@@ -81,7 +81,7 @@ class Service:
 
     def model(self, name: str) -> dict[str, Any]:
         facts = {"id": name, "object": "model", "created": 0, "owned_by": "foredraft"}
-        return {**facts, "max_model_len": self.worker.context()}
+        return {**facts, "max_model_len": self.worker.context(tenant=self.tenant(name))}
 
     def tenant(self, name: str | None) -> int:
         """Its number. Raises Refused for an unknown model."""
@@ -96,7 +96,14 @@ class Service:
     ) -> Response:
         """form: how the answer is told, a class with what it needs besides."""
         tenant = self.tenant(asked.model)
-        answer = await self.begin(asked, tenant, form)
+        begun = list[Answer]()
+
+        async def begin() -> None:
+            begun.append(await self.begin(asked, tenant, form))
+
+        if not await unless_gone(request, begin()):
+            return Response(status_code=499)
+        (answer,) = begun
         ended = partial(self.ended, answer, request.url.path, tenant)
         if asked.stream:
             return EventStream(answer, ended)
@@ -109,23 +116,29 @@ class Service:
     async def begin(
         self, asked: ChatRequest | CompletionRequest, tenant: int, form: Callable[..., Answer] = Answer
     ) -> Answer:
-        """Submit its texts. They are counted before anything is made of them, so only so many wait to be encoded."""
+        """Submit its texts. They are counted before anything is made of them, so only so many wait to be encoded. Their time
+        starts here."""
         encode: Any = self.encoder.chat if isinstance(asked, ChatRequest) else self.encoder.completion
-        loop, submitted = asyncio.get_running_loop(), False
+        loop, submitted, deadline = asyncio.get_running_loop(), False, time.monotonic() + self.worker.timeout
         try:
             self.worker.reserve(asked.num_texts)
             try:
-                prompts = await loop.run_in_executor(self.encoding, encode, asked)
-                grammar = await loop.run_in_executor(self.compiling, self.grammar, asked) if asked.has_grammar else None
-                requests = self.requests(asked, prompts, grammar)
-                echoes = await self.echoes(asked, prompts)
-                jobs = self.worker.submit(requests, asked.speculative, tenant)
+                async with asyncio.timeout(self.worker.timeout):
+                    prompts = await loop.run_in_executor(self.encoding, encode, asked)
+                    grammar = (
+                        await loop.run_in_executor(self.compiling, self.grammar, asked) if asked.has_grammar else None
+                    )
+                    requests = self.requests(asked, prompts, grammar, tenant)
+                    echoes = await self.echoes(asked, prompts)
+                jobs = self.worker.submit(requests, asked.speculative, tenant, deadline)
                 submitted = True
             finally:
                 if not submitted:
                     self.worker.release(asked.num_texts)
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
+        except TimeoutError:
+            raise Failed(TOO_LATE.format(self.worker.timeout), 504) from None
         return form(self.worker, jobs, asked, self.names[tenant], sum(map(len, prompts)), echoes)
 
     async def echoes(self, asked: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
@@ -144,7 +157,7 @@ class Service:
         return tools.grammar(asked, self.target.text_tokenizer.chat_template, self.grammars)
 
     def requests(
-        self, asked: CommonRequest, prompts: list[list[int]], grammar: Grammar | None
+        self, asked: CommonRequest, prompts: list[list[int]], grammar: Grammar | None, tenant: int
     ) -> list[decoding.Request]:
         unknown = [token for token in asked.stop_token_ids if not 0 <= token < self.target.vocab_size]
         if unknown:
@@ -154,7 +167,7 @@ class Service:
         params = asked.sampling(self.target.vocab_size, rule)
         seed = secrets.randbits(62) if asked.seed is None else asked.seed
         trace = asked.top_tokens if asked.top_tokens is not None else 0 if asked.trace else None
-        rooms = [self.room(asked, len(prompt)) for prompt in prompts]
+        rooms = [self.room(asked, len(prompt), tenant) for prompt in prompts]
         return [
             decoding.Request(prompt, params, most, seed + index, ends, asked.stop_strings, trace)
             for index, (prompt, most) in enumerate(
@@ -162,9 +175,9 @@ class Service:
             )
         ]
 
-    def room(self, asked: CommonRequest, prompt: int) -> int:
+    def room(self, asked: CommonRequest, prompt: int, tenant: int) -> int:
         """Tokens that the answer to a prompt of so many may have. Raises Refused, in OpenAI's words: clients search them."""
-        context, most = self.worker.context(asked.speculative), asked.budget
+        context, most = self.worker.context(asked.speculative, tenant), asked.budget
         if context is None:
             return most or self.max_tokens or ENDLESS
         if prompt + (most or 1) > context:

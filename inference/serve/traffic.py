@@ -12,6 +12,7 @@ As a program it is the judge, which decodes rows with some heads: see `judge`.
 
 import json
 import logging
+import operator
 import os
 import pkgutil
 import random
@@ -138,10 +139,19 @@ def lines(path: Path) -> list[bytes]:
 
 
 def is_row(line: bytes) -> bool:
+    """One that can be written again: another program may have put the file there, and accepted_log.py may log no ids."""
     try:
-        return bool(json.loads(line).get("ids"))  # accepted_log.py may have none
-    except ValueError:
+        row = json.loads(line)
+        return bool(row.get("ids")) and bool(request_of(row).prompt)
+    except (ValueError, TypeError, KeyError):
         return False
+
+
+def request_of(row: dict[str, Any]) -> Request:
+    """What wrote the row. Raises ValueError, TypeError or KeyError."""
+    params = SamplingParams(temperature=float(row.get("temperature", 1.0)))
+    prompt, ids = ([operator.index(token) for token in row[name]] for name in ("prompt_ids", "ids"))
+    return Request(prompt, params, len(ids), operator.index(row.get("seed", 0)))
 
 
 def split(rows: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
@@ -176,11 +186,13 @@ def standard_error(parts: np.ndarray) -> float:
 def decode(target: Target, drafter: Drafter, rows: Sequence[dict[str, Any]]) -> Gains:
     """Write the rows' texts again."""
     engine, found = Engine(target, drafter, max_num_seqs=8), dict[Request, list[int]]()
-    for row in rows:
-        params = SamplingParams(temperature=row.get("temperature", 1.0))
-        request = Request(row["prompt_ids"], params, len(row["ids"]), row.get("seed", 0))
-        found[request] = [0, 0]
-        engine.add(request)
+    for request in map(request_of, rows):
+        try:
+            engine.add(request)
+        except ValueError as error:  # of another target, say
+            log.warning("learning: a row is left out: %s", error)
+        else:
+            found[request] = [0, 0]
     while engine.has_work:
         for output in engine.step():
             if output.accepted is not None:

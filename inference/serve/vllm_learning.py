@@ -68,6 +68,7 @@ class InVllm:
     def start(self) -> None:
         paths = [str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        environment.pop("VLLM_API_KEY", None)  # clients give ours to this process, and nobody else reaches the socket
         command = [self.program, *self.command[1:]]
         self.process = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
         threading.Thread(target=self.watch, daemon=True).start()
@@ -240,8 +241,16 @@ def rows_of(asked: dict[str, Any], answer: bytes) -> list[dict[str, Any]]:
             )
             row["prompt_ids"] = choice.get("prompt_token_ids") or row["prompt_ids"] or prompt
             row["ids"] += choice.get("token_ids") or []
-    drawn = {"seed": asked.get("seed") or 0, "temperature": asked.get("temperature", 1.0)}
+    drawn = {"seed": number(asked.get("seed"), 0), "temperature": number(asked.get("temperature"), 1.0)}
     return [row | drawn | {"accepted": [], "drafted": []} for row in rows.values() if row["prompt_ids"] and row["ids"]]
+
+
+def number(value: Any, usual: float) -> float:
+    """What vLLM takes for a number, which may be written as text; `usual` where none is given."""
+    try:
+        return type(usual)(usual if value is None else value)
+    except (TypeError, ValueError, OverflowError):
+        return usual
 
 
 def create_proxy(

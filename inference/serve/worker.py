@@ -13,7 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -31,6 +32,8 @@ from foredraft.inference.serve.scoring import Scored, score
 log = logging.getLogger("foredraft.serve")
 
 
+GOOD_STEPS, MOST_GOOD_STEPS = 16, 1024  # before more requests are decoded at a time, see `BatchLimit`
+TOO_LATE = "the request took longer than {:g} seconds"
 DEAD = "the engine has stopped after an error; this server ends"
 
 
@@ -57,6 +60,29 @@ class Job:
     outputs: "asyncio.Queue[tuple[Job, RequestOutput | Failed]]"
     engine: Engine
     delivered: int = 0  # tokens
+
+
+class BatchLimit:
+    """How many requests an engine decodes at a time after steps that raised: half as many, and after some good steps twice
+    as many again. Each time that more of them failed, more good steps are asked for."""
+
+    def __init__(self, most: int):
+        self.most = self.now = most
+        self.good, self.wanted = 0, GOOD_STEPS
+
+    def failed(self, tried: int) -> int:
+        """tried: requests of the step. If it was one, that was to blame and is gone."""
+        self.now = max(1, tried // 2) if tried > 1 else self.most
+        self.good, self.wanted = 0, min(2 * self.wanted, MOST_GOOD_STEPS)
+        return self.now
+
+    def worked(self) -> int:
+        self.good += 1
+        if self.good >= self.wanted:
+            if self.now == self.most:
+                self.wanted = GOOD_STEPS
+            self.now, self.good = min(2 * self.now, self.most), 0
+        return self.now
 
 
 class Worker(threading.Thread):
@@ -115,7 +141,8 @@ class Worker(threading.Thread):
             )
             for one in (drafter, *others, None)
         ]
-        self.max_num_seqs, self.max_open, self.timeout = max_num_seqs, max_num_seqs + max_waiting, timeout
+        self.limits = {engine: BatchLimit(max_num_seqs) for engine in self.engines}
+        self.max_open, self.timeout = max_num_seqs + max_waiting, timeout
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.jobs: dict[Request, Job] = {}
         self.scoring: deque[tuple[Future[list[Scored]], list[Scored], Iterator[list[Scored]]]] = deque()
@@ -145,13 +172,16 @@ class Worker(threading.Thread):
         with self.lock:
             self.open -= count
 
-    def submit(self, requests: list[Request], speculative: bool = True, tenant: int = 0) -> list[Job]:
-        """What has been reserved; all of them or none. tenant: the number of the engine. Raises ValueError for what could
-        never be taken, Failed as `reserve`."""
+    def submit(
+        self, requests: list[Request], speculative: bool = True, tenant: int = 0, deadline: float | None = None
+    ) -> list[Job]:
+        """What has been reserved; all of them or none. tenant: the number of the engine. deadline: on time.monotonic(), None
+        for `timeout` seconds from now. Raises ValueError for what could never be taken, Failed as `reserve`."""
         engine = self.engines[tenant if speculative else -1]
         for request in requests:
             engine.check(request)  # it changes nothing, so any thread may
-        deadline, loop = time.monotonic() + self.timeout, asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        deadline = time.monotonic() + self.timeout if deadline is None else deadline
         outputs: asyncio.Queue[tuple[Job, RequestOutput | Failed]] = asyncio.Queue()
         jobs = [Job(request, deadline, loop, outputs, engine) for request in requests]
         with self.lock:  # what is in the inbox before `die` empties it fails there
@@ -161,15 +191,15 @@ class Worker(threading.Thread):
                 self.inbox.put(partial(self.add, job))
         return jobs
 
-    def context(self, speculative: bool = True) -> int | None:
-        """Most tokens of a text, its prompt included: the target's context, or what the cache has room for."""
-        batch = self.engines[0 if speculative else -1].batch
+    def context(self, speculative: bool = True, tenant: int = 0) -> int | None:
+        """Most tokens of a text, its prompt included: the target's context, or what the cache has room for beside the trees
+        of this tenant's drafter."""
+        batch = self.engines[tenant if speculative else -1].batch
         return min((most for most in (self.target.context, batch.most_tokens()) if most is not None), default=None)
 
     def score(self, tokens: Sequence[int], top: int) -> Future[list[Scored]]:
-        """Log-probabilities of a text's own tokens (scoring.py). Raises Failed as `reserve`."""
+        """Log-probabilities of a text's own tokens (scoring.py). Cancelling it ends that. Raises Failed as `reserve`."""
         future: Future[list[Scored]] = Future()
-        future.set_running_or_notify_cancel()  # from now on nobody can cancel it
         with self.lock:
             if self.dead:
                 raise Failed(DEAD, 503)
@@ -210,7 +240,8 @@ class Worker(threading.Thread):
         for job in self.jobs.values():
             self.tell(job, Failed(DEAD, 503))
         for future, *_ in self.scoring:
-            future.set_exception(Failed(DEAD, 503))
+            with suppress(InvalidStateError):  # cancelled
+                future.set_exception(Failed(DEAD, 503))
         self.on_death()
 
     def take_in(self) -> bool:
@@ -226,7 +257,11 @@ class Worker(threading.Thread):
 
     def add(self, job: Job) -> None:
         self.jobs[job.request] = job
-        job.engine.add(job.request)
+        try:
+            job.engine.add(job.request)
+        except ValueError as error:
+            # It was checked for a drafter that another one, of larger trees, has taken the place of.
+            self.end(job, Failed(str(error), 400))
 
     def end(self, job: Job, last: RequestOutput | Failed | None = None) -> None:
         """Once for every job: its slot is free, and its reader learns of the end."""
@@ -247,7 +282,7 @@ class Worker(threading.Thread):
     def end_late(self) -> None:
         now = time.monotonic()
         for job in [job for job in self.jobs.values() if job.deadline < now]:
-            self.end(job, Failed(f"the request took longer than {self.timeout:g} seconds", 504))
+            self.end(job, Failed(TOO_LATE.format(self.timeout), 504))
 
     def step(self, engine: Engine) -> None:
         try:
@@ -257,8 +292,7 @@ class Worker(threading.Thread):
             return
         for output in outputs:
             self.deliver(self.jobs[output.request], output)
-        if not engine.waiting:
-            engine.max_num_seqs = self.max_num_seqs  # what did not fit has been decoded
+        engine.max_num_seqs = self.limits[engine].worked()
 
     def deliver(self, job: Job, output: RequestOutput) -> None:
         job.delivered += len(output.tokens)
@@ -273,14 +307,16 @@ class Worker(threading.Thread):
     def step_scoring(self) -> None:
         """One chunk of the text that is scored."""
         future, found, chunks = self.scoring[0]
-        try:
-            found += next(chunks)
-            return
-        except StopIteration:
-            future.set_result(found)
-        except Exception as error:
-            log.warning("scoring a prompt failed", exc_info=error)
-            future.set_exception(Failed("scoring this prompt failed; see the server's log"))
+        with suppress(InvalidStateError):  # cancelled: its client has gone, or its time is over
+            try:
+                if not future.cancelled():
+                    found += next(chunks)
+                    return
+            except StopIteration:
+                future.set_result(found)
+            except Exception as error:
+                log.warning("scoring a prompt failed", exc_info=error)
+                future.set_exception(Failed("scoring this prompt failed; see the server's log"))
         self.scoring.popleft()
 
     def recover(self, engine: Engine, error: Exception) -> None:
@@ -299,6 +335,6 @@ class Worker(threading.Thread):
                 self.deliver(job, RequestOutput(job.request, lost, None, 1, sequence.finish_reason))
         if len(tried) == 1 and tried[0].request in self.jobs:
             self.end(self.jobs[tried[0].request], Failed("decoding this request failed; see the server's log"))
-        engine.max_num_seqs = max(1, len(tried) // 2)
+        engine.max_num_seqs = self.limits[engine].failed(len(tried))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -1,0 +1,158 @@
+"""A client's request before its first step: under the same deadline as the rest, and ended when its client has gone."""
+
+import asyncio
+import itertools
+import json
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from foredraft.heads import Target
+from foredraft.inference.drafters import NgramDrafter
+from foredraft.inference.serve import limits, worker
+from foredraft.inference.serve.app import create_app
+from foredraft.inference.serve.prompts import PromptEncoder
+from foredraft.inference.serve.worker import Worker
+
+ECHO = {"prompt": ["def add", "return"], "max_tokens": 1, "echo": True, "logprobs": 1}
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+
+
+@pytest.fixture
+def endless(monkeypatch) -> list[int]:
+    """Scoring that goes on for as long as it is asked for; the lengths of the texts."""
+    asked: list[int] = []
+
+    def score(target, tokens, top) -> Iterator[list]:
+        asked.append(len(tokens))
+        return itertools.repeat([])
+
+    monkeypatch.setattr(worker, "score", score)
+    return asked
+
+
+def call(app, receive: Receive, path: str = "/v1/completions", **headers: str) -> list[dict[str, Any]]:
+    """What the application sends to one request."""
+    headers = {"host": "localhost", "content-type": "application/json"} | headers
+    named = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    scope |= {"headers": named, "http_version": "1.1", "scheme": "http", "root_path": "", "asgi": {"version": "3.0"}}
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    return sent
+
+
+def body_then(wait: Callable[[], Awaitable[None]], asked: dict[str, Any]) -> Receive:
+    """A client that sends this, waits, and goes."""
+    parts = iter([{"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False}])
+
+    async def receive() -> dict[str, Any]:
+        for part in parts:
+            return part
+        await wait()
+        return {"type": "http.disconnect"}
+
+    return receive
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+def ended(thread: Worker) -> None:
+    """Nothing of a request is left, and the next one is answered."""
+    answer = call(
+        create_app(thread, ["tiny"] * len(thread.engines)), body_then(forever, {"prompt": "def", "max_tokens": 2})
+    )
+    assert answer[0]["status"] == 200 and thread.open == 0 and not thread.scoring
+    thread.stop()
+    thread.join(60)
+    assert not thread.is_alive() and not thread.dead
+
+
+def test_scoring_that_takes_too_long_is_ended(target: Target, endless):
+    thread = Worker(target, NgramDrafter(), timeout=0.3)
+    thread.start()
+    answer = call(create_app(thread, ["tiny"]), body_then(forever, ECHO))
+    assert answer[0]["status"] == 504 and b"longer than 0.3 seconds" in answer[1]["body"]
+    assert len(endless) == 1  # the second prompt is not begun
+    thread.timeout = 60
+    ended(thread)
+
+
+def test_scoring_ends_when_its_client_goes(target: Target, endless):
+    thread = Worker(target, NgramDrafter())
+    thread.start()
+
+    async def until_scored() -> None:
+        while not thread.scoring:
+            await asyncio.sleep(0.005)
+
+    call(create_app(thread, ["tiny"]), body_then(until_scored, ECHO))
+    assert len(endless) == 1
+    ended(thread)
+
+
+def test_a_client_that_goes_while_its_prompt_is_encoded_is_not_decoded(target: Target, monkeypatch):
+    thread, encoding, gone = Worker(target, None), threading.Event(), threading.Event()
+    thread.start()
+
+    def slow(*_: Any) -> list[list[int]]:
+        encoding.set()
+        gone.wait(60)
+        return [[1, 2]]
+
+    async def until_encoding() -> None:
+        await asyncio.to_thread(encoding.wait)
+        asyncio.get_running_loop().call_later(0.05, gone.set)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PromptEncoder, "completion", slow)
+        patch.setattr(Worker, "submit", lambda *_: pytest.fail("it was submitted"))
+        call(create_app(thread, ["tiny"]), body_then(until_encoding, {"prompt": "def"}))
+    ended(thread)
+
+
+def test_a_body_that_does_not_come_is_given_up(target: Target, monkeypatch):
+    monkeypatch.setattr(limits, "BODY_SECONDS", 0.05)
+    parts = iter([{"type": "http.request", "body": b'{"prompt"', "more_body": True}])
+
+    async def receive() -> dict[str, Any]:
+        for part in parts:
+            return part
+        await forever()
+        raise AssertionError
+
+    answer = call(create_app(Worker(target, None), ["tiny"]), receive)
+    assert answer[0]["status"] == 408 and b"has not come" in answer[1]["body"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
+def test_a_page_of_another_site_cannot_post_blindly(target: Target, kind: str):
+    """These kinds a browser sends without asking; a Blob has none."""
+    app = create_app(Worker(target, None), ["tiny"])
+    answer = call(app, body_then(forever, {"prompt": "def"}), **{"content-type": kind})
+    assert answer[0]["status"] == 415 and b"application/json" in answer[1]["body"]
+
+
+def test_each_tenant_is_told_its_own_context(target: Target):
+    """Larger trees leave less room for text."""
+    small, large = NgramDrafter(depth=2), NgramDrafter(depth=60)
+    thread = Worker(target, small, cache_gib=6e-4, prefix_cache_gib=0, others=[large])
+    most, less = (thread.context(tenant=number) for number in (0, 1))
+    assert most is not None and less is not None and most - less == 2 * 58
+    thread.start()
+    app = create_app(thread, ["small", "large"])
+    for model, tokens, status in (("small", most, 200), ("large", most, 400), ("large", less, 200)):
+        answer = call(app, body_then(forever, {"model": model, "prompt": [5] * 3, "max_tokens": tokens - 3}))
+        assert answer[0]["status"] == status
+        assert status == 200 or f"maximum context length is {less} tokens" in answer[1]["body"].decode()
+    ended(thread)
