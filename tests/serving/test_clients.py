@@ -16,7 +16,7 @@ import torch
 
 from foredraft.inference import generate
 from tests.serving.conftest import EMBEDDED, call
-from tests.support import ROOT
+from tests.support import ROOT, typed
 from tests.support.serving import Served, served
 
 pytestmark = pytest.mark.serving
@@ -48,9 +48,8 @@ def server(model: Path) -> Iterator[Served]:
         yield running
 
 
-def program(name: str, *words: str) -> Path:
-    """A program of an environment."""
-    path = ENVIRONMENTS / name / "bin" / (words[0] if words else "python")
+def program(environment: str, name: str = "python") -> Path:
+    path = ENVIRONMENTS / environment / "bin" / name
     if not path.is_file():
         pytest.fail(f"{path} is not there: bash scripts/clients_env.sh makes it")
     return path
@@ -64,22 +63,12 @@ def test_a_client_s_own_loop_runs(server, name):
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 def test_a_load_generator_measures_the_server(server, model, embedded, tmp_path, path):
     """guidellm wants answers of a fixed length, and counts in every part of a stream."""
-    backend = f"kind=openai_http,target={server.url},model=tiny,request_format={path}"
-    given = [
-        "--backend",
-        backend,
-        "--profile",
-        "kind=concurrent,streams=4",
-        "--constraint",
-        "kind=max_requests,count=24",
-    ]
-    given += [
-        "--data",
-        "kind=synthetic_text,prompt_tokens=48,output_tokens=16",
-        "--tokenizer",
-        f"kind=hf_auto,model={model}",
-    ]
-    given += ["--output", f"kind=json,path={tmp_path / 'report.json'}", "--disable-console-interactive"]
+    given = typed(f"""
+        --backend kind=openai_http,target={server.url},model=tiny,request_format={path}
+        --profile kind=concurrent,streams=4 --constraint kind=max_requests,count=24
+        --data kind=synthetic_text,prompt_tokens=48,output_tokens=16 --tokenizer kind=hf_auto,model={model}
+        --output kind=json,path={tmp_path / "report.json"} --disable-console-interactive
+    """)
     call(program("guidellm", "guidellm"), "run", *given)
     (benchmark,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
     metrics = benchmark["metrics"]
@@ -110,18 +99,12 @@ def test_a_harness_scores_with_the_target_s_log_likelihoods(server, model, embed
     tasks["continue"]["generation_kwargs"] = {"until": ["\n"], "max_gen_toks": 12, "temperature": 0}
     for name, task in tasks.items():
         (tmp_path / f"{name}.yaml").write_text(json.dumps(data | task | {"task": name}))
-    where = f"model=tiny,base_url={server.url}/v1/completions,tokenizer={model},num_concurrent=2,max_retries=1"
-    given = [
-        "--model",
-        "local-completions",
-        "--model_args",
-        where,
-        "--tasks",
-        ",".join(tasks),
-        "--include_path",
-        tmp_path,
-    ]
-    call(program("lm_eval", "lm_eval"), "run", *given, "--output_path", tmp_path / "out", "--log_samples")
+    given = typed(f"""
+        --model local-completions --tasks {",".join(tasks)} --include_path {tmp_path}
+        --model_args model=tiny,base_url={server.url}/v1/completions,tokenizer={model},num_concurrent=2,max_retries=1
+        --output_path {tmp_path / "out"} --log_samples
+    """)
+    call(program("lm_eval", "lm_eval"), "run", *given)
 
     def samples(name: str) -> list:
         (file,) = (tmp_path / "out").rglob(f"samples_{name}_*.jsonl")

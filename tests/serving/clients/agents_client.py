@@ -63,8 +63,12 @@ async def check() -> None:
     print(repr(result.final_output))
 
 
-set_default_openai_client(AsyncOpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none"))
-set_tracing_disabled(True)
-for api in ("responses", "chat_completions"):
-    set_default_openai_api(api)
-    asyncio.run(check())
+async def main() -> None:
+    set_default_openai_client(AsyncOpenAI(base_url=f"{sys.argv[1]}/v1", api_key="none"))
+    set_tracing_disabled(True)
+    for api in ("responses", "chat_completions"):
+        set_default_openai_api(api)
+        await check()
+
+
+asyncio.run(main())

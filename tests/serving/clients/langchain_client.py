@@ -37,7 +37,7 @@ def check(url: str, responses: bool) -> None:
     assert whole.usage_metadata["output_tokens"] > 0 and len(parts) > 1
     assert model.with_structured_output(Choice).invoke("a").kind in ("alpha", "beta")
 
-    forced, free = (model.bind_tools([pick], **more) for more in ({"tool_choice": "pick"}, {}))
+    forced, free = (model.bind_tools([pick], strict=True, **more) for more in ({"tool_choice": "pick"}, {}))
     messages = [HumanMessage("Pick one, and say which.")]
     for _ in range(3):
         answer = forced.invoke(messages)
@@ -45,7 +45,9 @@ def check(url: str, responses: bool) -> None:
         assert call["name"] == "pick" and call["args"]["kind"] in ("alpha", "beta")
         messages += [answer, pick.invoke(call)]
         assert isinstance(messages[-1], ToolMessage) and messages[-1].content.endswith("was picked")
-    streamed = sum([*forced.stream(messages)][1:], start=next(iter(forced.stream(messages))))
+    streamed, *rest = forced.stream(messages)
+    for part in rest:
+        streamed += part
     assert streamed.tool_calls[0]["args"]["kind"] in ("alpha", "beta")
     last = free.invoke(messages, **stop)
     assert isinstance(last, AIMessage) and last.text and not last.tool_calls, last

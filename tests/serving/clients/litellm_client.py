@@ -5,8 +5,10 @@ python litellm_client.py URL
 """
 
 import json
+import os
 import sys
 
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # the list of prices that it ships, not the one that it would fetch
 import litellm
 
 MESSAGES = [{"role": "user", "content": "def add(self, other):"}]
@@ -30,13 +32,12 @@ wanted = {"type": "json_schema", "json_schema": {"name": "choice", "strict": Tru
 chosen = litellm.completion(**FACTS, messages=MESSAGES, response_format=wanted, max_tokens=100)
 assert json.loads(chosen.choices[0].message.content)["kind"] in ("alpha", "beta")
 
-messages = [*MESSAGES]
+messages, forced = [*MESSAGES], {"tools": [PICK], "tool_choice": "required", "parallel_tool_calls": False}
 for _ in range(3):
-    message = litellm.completion(**FACTS, messages=messages, tools=[PICK], tool_choice="required").choices[0].message
-    for call in message.tool_calls:
-        assert json.loads(call.function.arguments)["kind"] in ("alpha", "beta")
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "picked"} for call in message.tool_calls]
-    messages += [message.model_dump(), *results]
+    message = litellm.completion(**FACTS, messages=messages, **forced).choices[0].message
+    (call,) = message.tool_calls
+    assert json.loads(call.function.arguments)["kind"] in ("alpha", "beta")
+    messages += [message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "picked"}]
 last = litellm.completion(**FACTS, messages=messages, tools=[PICK], max_tokens=20).choices[0]
 assert last.message.content and not last.message.tool_calls
 
