@@ -7,6 +7,8 @@
 #   FOREDRAFT_VERSIONS=oldest  makes .venv-oldest in place of .venv, with the lower bounds of pyproject.toml as versions. torch
 #                         alone is as in constraints.txt: an index seldom has the CPU build of an old one, and the CUDA
 #                         build is gigabytes.
+#   FOREDRAFT_VERSIONS=transformers==5.19.0  makes .venv-transformers==5.19.0, with that version, the tokenizers and
+#                         huggingface_hub that fit it, and all else as in constraints.txt.
 #
 # On Linux `pip install torch` brings the CUDA build, gigabytes of it. Without a GPU, name an index that has the CPU
 # build before the first run, by PIP_INDEX_URL or PIP_EXTRA_INDEX_URL (uv: UV_DEFAULT_INDEX or UV_INDEX, or
@@ -41,7 +43,8 @@ else
     case ${FOREDRAFT_VERSIONS:-} in
         "") venv=.venv versions=constraints.txt ;;
         oldest) venv=.venv-oldest versions=.venv-oldest/oldest.txt ;;
-        *) fail "FOREDRAFT_VERSIONS=$FOREDRAFT_VERSIONS is not known; it is unset (as constraints.txt has them) or oldest" ;;
+        transformers==*) venv=.venv-$FOREDRAFT_VERSIONS versions=$venv/versions.txt ;;
+        *) fail "FOREDRAFT_VERSIONS=$FOREDRAFT_VERSIONS is not known; it is unset (as constraints.txt has them), oldest or transformers==VERSION" ;;
     esac
     python=$root/$venv/bin/python
     constraints=(-c "$versions")
@@ -67,7 +70,10 @@ bounds["torch"] = re.search(r"^torch==(.*)$", open("constraints.txt").read(), re
 print(*(f"{name}=={version}" for name, version in bounds.items()), sep="\n")
 END
 }
-[ "${venv:-}" != .venv-oldest ] || oldest >"$versions"
+case ${FOREDRAFT_VERSIONS:-} in
+    oldest) oldest >"$versions" ;;
+    transformers==*) { grep -vE "^(transformers|tokenizers|huggingface_hub)==" constraints.txt; echo "$FOREDRAFT_VERSIONS"; } >"$versions" ;;
+esac
 
 install() {
     if command -v uv >/dev/null; then

@@ -4,11 +4,14 @@
 # marked nightly, too. Fails if any part fails; every part runs.
 #
 #   bash scripts/test.sh oldest [arguments]   the tests alone, with the oldest versions that pyproject.toml admits (env.sh)
+#   bash scripts/test.sh transformers==5.19.0 [arguments]   the tests alone, with that version of transformers
 set -euo pipefail
-if [ "${1:-}" = oldest ]; then
-    export FOREDRAFT_VERSIONS=oldest
-    shift
-fi
+case ${1:-} in
+    oldest | transformers==*)
+        export FOREDRAFT_VERSIONS=$1
+        shift
+        ;;
+esac
 extras=train,dev
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
@@ -17,7 +20,7 @@ check() {
     say "$*"
     "$python" -m "$@" || failed+=("$1 ${2:-}")
 }
-if [ "${FOREDRAFT_VERSIONS:-}" != oldest ]; then
+if [ -z "${FOREDRAFT_VERSIONS:-}" ]; then
     check ruff check .
     check ruff format --check .
     check mypy

@@ -3,8 +3,8 @@
 #
 #   bash scripts/vllm_env.sh [directory]        default .venv-vllm in the repository; a second run finds it ready
 #
-# It is apart from .venv because both want an older transformers than the project. torchvision, torchaudio and
-# torchcodec go again: the builds that a package index has need CUDA, and vLLM imports them where it finds them.
+# It is apart from .venv because both pin older versions than constraints.txt has. torchvision, torchaudio and torchcodec
+# go again: the builds that a package index has need CUDA, and vLLM imports them where it finds them.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${1:-$root/.venv-vllm}

@@ -246,11 +246,11 @@ CHAINS: dict[str, tuple[hf.PreTrainedConfig, str]] = {
     "qwen3_next": (hf.Qwen3NextConfig(**LINEAR), "linear_attention"),
     "minimax": (hf.MiniMaxConfig(**LINEAR), "linear_attention"),
     "lfm2": (hf.Lfm2Config(**HALF, layer_types=["conv", "full_attention"]), "conv"),
-    "recurrent_gemma": (hf.RecurrentGemmaConfig(num_hidden_layers=3), "linear_attention"),
+    "recurrent_gemma": (hf.RecurrentGemmaConfig(num_hidden_layers=3), "(linear_attention|recurrent)"),
     "rwkv": (hf.RwkvConfig(**HALF), "recurrent"),
     "xlstm": (hf.xLSTMConfig(**HALF, num_blocks=2), "recurrent"),
     # Not state-space models, and just as wrong under a tree: what else they remember, or how they place and mask keys.
-    "deepseek_v32": (hf.DeepseekV32Config(**HALF), "indexed_attention"),
+    "deepseek_v32": (hf.DeepseekV32Config(**HALF), "(indexed|deepseek_sparse)_attention"),
     "llama4_text": (
         hf.Llama4TextConfig(**HALF, layer_types=["chunked_attention", "full_attention"]),
         "chunked_attention",
@@ -258,7 +258,7 @@ CHAINS: dict[str, tuple[hf.PreTrainedConfig, str]] = {
     "gpt_neo": (hf.GPTNeoConfig(num_layers=2, attention_types=[[["global", "local"], 1]]), "global, local"),
     "bloom": (hf.BloomConfig(n_layer=2), "position_ids"),
     "falcon": (hf.FalconConfig(**HALF, alibi=True), "alibi"),
-    "openai-gpt": (hf.OpenAIGPTConfig(n_layer=2), "past_key_values"),
+    "openai-gpt": (hf.OpenAIGPTConfig(n_layer=2), "cache"),
     "blt": (hf.BltConfig(), "num_hidden_layers"),
     "xlm": (hf.XLMConfig(n_layers=1, emb_dim=32, n_heads=2, n_words=50), "a token in the place of a mask"),
     "xlnet": (

@@ -59,7 +59,9 @@ def test_a_chain_changes_nothing(kind: str, temperature: float) -> None:
     if temperature == 0:
         for prompt, text in zip(PROMPTS, alone):
             ids = torch.tensor([prompt])
-            theirs = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
+            facts = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": NEW}
+            # Before 5.20, transformers keeps a cache of the other angles when a text passes the boundary of longrope.
+            theirs = plain.generate(ids, use_cache=kind != "phi3", **facts)
             assert prompt + text == theirs[0].tolist()
     answers = [prompt + text for prompt, text in zip(PROMPTS, alone)]
     for rows in ([2], [0, 1, 2]):

@@ -187,6 +187,13 @@ def test_only_names_of_this_machine_are_answered(server, host, status):
     assert server.post(json.dumps({"prompt": "a", "max_tokens": 1}).encode(), "/v1/completions", Host=host)[0] == status
 
 
+@pytest.mark.parametrize("kind", ["", "text/plain"])
+def test_a_body_is_json_only_where_its_content_type_says_so(server, kind):
+    """What says otherwise, a page of any origin can send without asking first."""
+    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+    assert server.post(body, "/v1/completions", **{"Content-Type": kind})[0] == 400
+
+
 def test_marks_of_the_template_in_a_message_are_text(client, target):
     """Nobody ends a turn, or speaks as another, by writing special tokens into a message."""
     ends = "<|endoftext|>"

@@ -32,7 +32,7 @@ from foredraft.heads.target.sliding_cache import Sliding, SlidingCache, share_of
 from foredraft.heads.target.stacked_cache import StackedCache
 from foredraft.heads.target.state_cache import StateCache
 from foredraft.heads.target.support import (
-    PASTS,
+    cache_name,
     check_supported,
     has_cache,
     longrope_boundary,
@@ -93,7 +93,7 @@ class Target:
             attention.take_masks(model)
         rules.watch(model)
         self._parameters = set(inspect.signature(model.forward).parameters)
-        self._past = next((name for name in PASTS if name in self._parameters), None)  # OpenAI's first GPT keeps none
+        self._cache_name = cache_name(model)
         # Texts longer than this are rotated by other angles from their beginning on (longrope).
         self.rope_boundary: int | None = longrope_boundary(self.config, self.context)
         self.picks_keys: bool = picks_keys(self.config)
@@ -372,8 +372,8 @@ class Target:
         if mask is not None:
             kwargs["attention_mask"] = mask
         if cache is not None:
-            assert self._past is not None
-            kwargs[self._past] = cache
+            assert self._cache_name is not None
+            kwargs[self._cache_name] = cache
         if images is not None:
             positions = images["position_ids"] if self.model.config.model_type in MROPE else positions
             kwargs |= {name: images[name] for name in INPUTS if name in images}
@@ -387,13 +387,13 @@ class Target:
     ) -> tuple[TargetOutput, Any]:
         """A forward of text (batch, length) after the `start` tokens that the cache `state` holds (None: from the beginning),
         with the model's own masks. Returns the cache too, written into; None where the model keeps none."""
-        kwargs: dict[str, Any] = {} if self._past is None else {"use_cache": True}
+        kwargs: dict[str, Any] = {} if self._cache_name is None else {"use_cache": True}
         if state is not None:
-            assert self._past is not None
-            kwargs[self._past] = state
+            assert self._cache_name is not None
+            kwargs[self._cache_name] = state
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None] + start
         output, out = self._forward(tokens.clamp(min=0), positions, layers, keep_logits, kwargs)
-        return output, None if self._past is None else out.get(self._past)
+        return output, None if self._cache_name is None else out.get(self._cache_name)
 
     def _forward(
         self,
@@ -409,8 +409,10 @@ class Target:
         if "logits_to_keep" in self._parameters:
             kwargs["logits_to_keep"] = keep_logits
         if layers:
-            kwargs["output_hidden_states"] = list(layers)
-        past = kwargs.get(self._past or "")
+            # Before 5.23, transformers numbers the states of a list, tuple or set from the first layer's output on. A
+            # frozenset is none of these: older versions keep all states, newer ones those that it names.
+            kwargs["output_hidden_states"] = frozenset(layers)
+        past = kwargs.get(self._cache_name or "")
         with past.watched(tokens.shape[1]) if isinstance(past, StackedCache) else rules.watched():
             out = self.model(input_ids=tokens, **kwargs)
         logits = out.logits

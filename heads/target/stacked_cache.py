@@ -16,15 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from foredraft.heads.target import rules
 from foredraft.heads.target.cache import CacheLayer, KVCache
+from foredraft.heads.target.state_cache import DummyLayer
 
 if TYPE_CHECKING:
     from foredraft.heads.target.model import Target

@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import Cache
+from transformers import Cache, cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -47,6 +46,8 @@ SHARED = {"keys", "values", "indexer_keys"}
 # Accepted tokens that are computed again with every chain, at most. Fewer are computed for good more often, more make every
 # forward longer.
 MAX_UNCOMMITTED = 16
+# Of a layer that keeps nothing. Before 5.23, transformers gives it a LinearAttentionLayer that stays empty.
+DummyLayer: type = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
 # Exactly these: a subclass may keep more of the text than `crop` knows of (DeepSeek V4's compressed entries).
 CROPPABLE = {DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, LinearAttentionLayer, DummyLayer}
 
@@ -219,7 +220,10 @@ class StateCache:
 
 def can_crop(state: Any) -> bool:
     """Can its newest entries be dropped without a trace?"""
-    return isinstance(state, Cache) and all(type(layer) in CROPPABLE for layer in state.layers) and state.is_croppable
+    # A cache with its own `crop` keeps more than its layers do (MiniMax), which `is_croppable` says since 5.23 only.
+    if not isinstance(state, Cache) or type(state).crop is not Cache.crop:
+        return False
+    return all(type(layer) in CROPPABLE for layer in state.layers) and state.is_croppable
 
 
 def as_batch(outputs: Sequence[TargetOutput], length: int) -> TargetOutput:

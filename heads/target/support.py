@@ -7,7 +7,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 # The layer types, as transformers names them, that remember keys and values alone and whose masks we know how to cut.
 BRANCHING = {"full_attention", "sliding_attention"}
-PASTS = ("past_key_values", "cache_params", "state")  # what models call their cache
+# What models call their cache. transformers 5.24 renamed the next two to the first; models with their own code keep them.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 
 
 def check_supported(model: PreTrainedModel) -> None:
@@ -44,12 +45,19 @@ def why_no_drafts(model: PreTrainedModel) -> str | None:
     if not has_cache(config):
         return f"model_type {config.model_type} has no num_hidden_layers, so transformers makes no cache for it"
     parameters = inspect.signature(model.forward).parameters
-    own = [name for name in parameters if name.startswith("past_") and name not in PASTS]
+    own = [name for name in parameters if name.startswith("past_") and name not in CACHE_NAMES]
     if own:  # Reformer's buckets
         return (
             f"model_type {config.model_type} keeps {own[0]}, which only transformers' own steps know how to go on from"
         )
     return None
+
+
+def cache_name(model: PreTrainedModel) -> str | None:
+    """Return the name of the argument by which the model's forward takes its cache, None if it takes none (OpenAI's first
+    GPT)."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), None)
 
 
 def has_cache(config: PreTrainedConfig) -> bool:
@@ -70,6 +78,11 @@ def why_no_trees(model: PreTrainedModel, context: int | None) -> str | None:
         return (
             f"model_type {config.model_type} has {', '.join(kinds) or 'recurrent'} layers, where drafts cannot branch"
         )
+    if (getattr(config, "n_recurrent_loops", None) or 1) > 1:  # Dory
+        return (
+            f"model_type {config.model_type} runs its layers several times, and keeps keys of each time, so drafts "
+            "cannot branch"
+        )
     if getattr(config, "alibi", None):
         return f"model_type {config.model_type} has alibi, which places keys by their column, so drafts cannot branch"
     boundary = longrope_boundary(config, context)
@@ -78,10 +91,15 @@ def why_no_trees(model: PreTrainedModel, context: int | None) -> str | None:
             f"model_type {config.model_type} has longrope, which rotates a text longer than {boundary} otherwise from its "
             f"beginning on, so drafts cannot branch unless texts stay below (target.context={boundary})"
         )
-    parameters = inspect.signature(model.forward).parameters
-    missing = [name for name in ("position_ids", "past_key_values") if name not in parameters]
+    takes = {"position_ids": "position_ids" in inspect.signature(model.forward).parameters, "cache": cache_name(model)}
+    missing = [name for name, present in takes.items() if not present]
     if missing:
         return f"model_type {config.model_type} takes no {' and no '.join(missing)}, so drafts cannot branch"
+    sources = {inspect.getmodule(type(part)) for part in model.modules()}
+    if not any(
+        hasattr(source, "create_causal_mask") for source in sources
+    ):  # BERT's relatives before transformers 5.18
+        return f"model_type {config.model_type} makes its masks in its own way, so drafts cannot branch"
     return None
 
 

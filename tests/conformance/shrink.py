@@ -10,7 +10,7 @@ ROTATED = 16  # dimensions of an attention head, unless a part of them is named 
 # fewer than 16 heads of an indexer their scores tie at 0. The last lines are the words of older configs, whose layers are
 # all alike.
 NAMES = (
-    (VOCAB, "vocab_size vocab_size_per_layer_input"),
+    (VOCAB, "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size"),
     (HIDDEN, "hidden_size block_dim conv_dim conv_dim_out"),
     (CONTEXT, "max_position_embeddings model_max_length"),
     (LAYERS, "num_hidden_layers"),
@@ -45,7 +45,9 @@ NAMES = (
     (4, "n_head n_heads encoder_attention_heads decoder_attention_heads"),
     (4, "num_encoder_attention_heads num_decoder_attention_heads"),
     (2, "n_layer n_layers num_layers encoder_layers decoder_layers"),
-    (2, "num_encoder_layers num_decoder_layers num_blocks"),
+    (2, "num_encoder_layers num_decoder_layers num_blocks n_input_layers n_output_layers"),
+    (4, "n_recurrent_layers loop_layer_index_end"),
+    (2, "n_layers_per_attn_res_block loop_layer_index_start"),
     (CONTEXT, "n_positions n_ctx max_seq_len max_target_positions"),
     (HIDDEN // 4, "rotary_dim d_head dim_head kv_channels"),
 )
