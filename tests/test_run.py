@@ -299,7 +299,7 @@ def test_no_more_text_is_written_than_the_run_reads(here, tiny_path: Path, folde
     assert ended.code == 0, ended.err
     rows = self_generated.load(tmp_path / "out/self_generated.safetensors")
     assert len(rows) == -(-768 // 224)  # rows of 224 new tokens at most
-    assert re.search(r"^self-generated text: 4 of 4 rows, \d[\d,]* tokens/s$", ended.out, re.M)
+    assert re.search(r"^self-generated text: 4 of 4 rows, \d[\d,]* tokens/s$", ended.err, re.M)
     assert [step for step, _, _ in printed(ended.out)] == ["1", "2", "3"]
 
 
