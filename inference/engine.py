@@ -63,6 +63,7 @@ class Engine:
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[SequenceState] = deque()
         self.prefilling: deque[Prompts] = deque()
+        self.empty: list[Request] = []  # which ask for no token
         self.last_was_prefill = False
         self.prefill_chunk = prefill_chunk if prefill_chunk is not None and target.supports_chunks else None
         self.prefixes = prefixes if target.supports_trees or target.supports_ragged else None
@@ -72,7 +73,11 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Let a request join before a coming step. Raises ValueError as `check` does."""
-        self.waiting.append(self.check(request))
+        sequence = self.check(request)
+        if request.max_new_tokens > 0:
+            self.waiting.append(sequence)
+        else:
+            self.empty.append(request)
 
     def check(self, request: Request) -> SequenceState:
         """The request's sequence, before it is decoded. Raises ValueError for a prompt that the target cannot take, or a text
@@ -80,7 +85,7 @@ class Engine:
         context = self.target.context
         if not request.prompt:
             raise ValueError("the prompt is empty: give at least one token (the bos token, say)")
-        if context is not None and len(request.prompt) >= context:
+        if context is not None and len(request.prompt) + min(1, request.max_new_tokens) > context:
             raise ValueError(
                 f"the prompt has {len(request.prompt)} tokens, the target {self.target.name} takes {context}, its answer "
                 "included"
@@ -105,6 +110,7 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """Nothing more comes of it: it waits no longer, or its slot is free from the next step on."""
         self.waiting = deque(sequence for sequence in self.waiting if sequence.request is not request)
+        self.empty = [one for one in self.empty if one is not request]
         for sequence in self.running():
             if sequence.request is request and sequence.finish_reason is None:
                 sequence.finish_reason = "cancelled"
@@ -139,11 +145,14 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.prefilling or self.batch.unfinished())
+        return bool(self.empty or self.waiting or self.prefilling or self.batch.unfinished())
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """One forward of the target, and what it gave to each request; nothing where it was over a part of a prompt."""
+        if self.empty:
+            ended, self.empty = self.empty, []
+            return [RequestOutput(request, [], None, 1, "length") for request in ended]
         self.last_was_prefill = self.prefill_is_next()
         if self.last_was_prefill:
             return self.prefill()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from foredraft.heads.target import Target
 from foredraft.inference.grammar import GrammarState
 from foredraft.inference.sampling import SamplingParams
+from foredraft.inference.text import Detokenizer
 
 
 @dataclass(eq=False)  # two requests of one prompt are two
@@ -14,11 +15,12 @@ class Request:
 
     prompt: list[int]
     params: SamplingParams = field(default_factory=SamplingParams)
-    max_new_tokens: int = 128
+    max_new_tokens: int = 128  # 0 writes nothing
     seed: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     trace: int | None = None  # tell how its tokens came about, with so many alternatives to each (inference/trace.py)
+    min_new_tokens: int = 0  # before so many, no end token is chosen, and no stop string ends the text
 
     @property
     def failure(self) -> str:
@@ -42,23 +44,33 @@ class StoppingCriteria:
         if request.stop_strings and target.tokenizer is None:
             raise ValueError(f"stop_strings={list(request.stop_strings)} need a tokenizer, and {target.name} has none")
         self.budget = budget(request, target)
-        # No token is shorter than a byte and no character longer than four, so this tail holds any stop string.
-        self.tail = 8 + 4 * max(map(len, request.stop_strings), default=0)
+        self.text = ""  # the end of what was written, as long as a stop string
+        self.longest = max(map(len, request.stop_strings), default=0)
+        self.detokenizer: Detokenizer | None = None
+        if request.stop_strings:
+            self.detokenizer = Detokenizer(target.text_tokenizer, skip_special_tokens=False, prompt=request.prompt)
 
-    def cut(self, written: list[int], tokens: list[int]) -> tuple[list[int], str | None]:
-        """Of `tokens`, which follow `written`, those that belong to the text, and why it ends with them, if it does."""
+    def cut(self, num_written: int, tokens: list[int]) -> tuple[list[int], str | None]:
+        """Of `tokens`, the next of a text of so many, those that belong to it, and why it ends with them, if it does. Called
+        once for each token, in their order."""
         for number, token in enumerate(tokens, start=1):
-            if token in self.request.eos_token_ids or self.completes_stop_string(written, tokens[:number]):
+            completed = self.completes_stop_string(token) and num_written + number > self.request.min_new_tokens
+            if token in self.request.eos_token_ids or completed:
                 return tokens[:number], "stop"
-            if len(written) + number >= self.budget:
+            if num_written + number >= self.budget:
                 return tokens[:number], "length"
         return tokens, None
 
-    def completes_stop_string(self, written: list[int], new: list[int]) -> bool:
-        if not self.request.stop_strings:
+    def completes_stop_string(self, token: int) -> bool:
+        """Also one that stands before the half of a character."""
+        if self.detokenizer is None:
             return False
-        tail = self.target.text_tokenizer.decode((written[-self.tail :] + new)[-self.tail :])
-        return any(stop in tail for stop in self.request.stop_strings)
+        before = self.text
+        self.text += self.detokenizer.push(token)
+        text = self.text + self.detokenizer.held
+        starts = ((stop, max(0, len(before) + 1 - len(stop))) for stop in self.request.stop_strings)
+        self.text = self.text[-self.longest :]
+        return any(text.find(stop, start) >= 0 for stop, start in starts)
 
 
 @dataclass
@@ -74,7 +86,7 @@ class SequenceState:
 
     def extend(self, tokens: Sequence[int]) -> list[int]:
         """Add what the target chose, up to the text's end; what was added."""
-        added, self.finish_reason = self.stopping.cut(self.new_tokens, list(tokens))
+        added, self.finish_reason = self.stopping.cut(len(self.new_tokens), list(tokens))
         self.new_tokens += added
         self.text += added
         return added

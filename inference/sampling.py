@@ -21,6 +21,7 @@ from foredraft.inference.grammar import Grammar
 MULTIPLIERS_32 = (0x7FEB352D, 0x846CA68B)  # of a 32-bit finaliser (Wellons, Prospecting for Hash Functions, 2018)
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the finaliser of SplitMix64 (Steele et al., 2014)
 GOLDEN = 0x9E3779B97F4A7C15
+LEAST_TEMPERATURE = 1e-30  # by less, logits would become infinite
 SMALL_K = 64  # the best of so many logits cost as much as fewer, and what is captured differs with their number
 LIKELIEST = 1024  # tokens that top-p looks at where it cannot look at as many as it needs
 SCALE = 2.0**40  # top-p adds probabilities as integers: their sum is the same in any order and on any device
@@ -84,6 +85,8 @@ class Sampling(NamedTuple):
         def column(name: str, off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
             """(batch, 1, 1); `off` is the value that changes nothing."""
             values = [off if value is None else value for value in (getattr(one, name) for one in params)]
+            if name == "temperature":
+                values = [value and max(value, LEAST_TEMPERATURE) for value in values]
             if all(value == off for value in values):
                 return None
             return torch.tensor(values, dtype=dtype, device=device)[:, None, None]

@@ -36,6 +36,22 @@ class TargetSampler:
                 for texts in ((one.text for one in sequences), (one.new_tokens for one in sequences))
             ]
             self.seen, self.counts = torch.stack(counts[0]).to(device) > 0, torch.stack(counts[1]).to(device)
+        # Positions from which texts may end, (batch, 1), and the tokens that end them, (batch, 1, vocab); None where all may.
+        self.ends: tuple[Tensor, Tensor] | None = None
+        if self.are_short():
+            requests = [one.request for one in sequences]
+            ends = torch.zeros(len(requests), 1, vocab, dtype=torch.bool)
+            for row, one in enumerate(requests):
+                for end in one.eos_token_ids:
+                    if 0 <= end < vocab:  # -1 stands for none
+                        ends[row, 0, end] = True
+            first = torch.tensor([[len(one.prompt) + one.min_new_tokens] for one in requests])
+            self.ends = first.to(device), ends.to(device)
+
+    def are_short(self) -> bool:
+        """Has a sequence that goes on fewer new tokens than it must have?"""
+        going = (one for one in self.sequences if one.finish_reason is None)
+        return any(len(one.new_tokens) < one.request.min_new_tokens for one in going)
 
     def gumbel(self, starts: Tensor, count: int) -> Tensor | None:
         """(batch, count, vocab): noise of the tokens at positions starts + 0 .. count - 1, which a drafter shares; starts
@@ -69,7 +85,9 @@ class TargetSampler:
                 params = [one.request.params for one in self.sequences]
                 add_noise = partial(self.noise.add, positions=starts, filtered=[one.filters for one in params])
         allowed, failed = self.allowed(tree)
-        state = gumbel, self.seen, self.counts, allowed
+        if not self.are_short():
+            self.ends = None
+        state = gumbel, self.seen, self.counts, allowed, *((starts, *self.ends) if self.ends else (None,) * 3)
         # How many tokens top-p considers: without waiting for a device, each node as many as it needs.
         on_host = logits.device.type == "cpu" and not graphs.active
         for likeliest in (None,) if on_host else (LIKELIEST, self.vocab):
@@ -112,9 +130,12 @@ def choose_and_verify(
 ) -> Any:
     """`TargetSampler.verify` as a function of tensors, which can be captured. add_noise: to processed logits in place, where
     they are of lone nodes and no noise is given. likeliest: as in `Sampling.warp`."""
-    gumbel, seen, counts, allowed, *parts = state
+    gumbel, seen, counts, allowed, starts, first, ends, *parts = state
     tree: Any = TokenTree(*parts[:4])  # type: ignore[arg-type]
     sampling = Sampling.from_tensors(parts[4:], key)
+    if starts is not None and first is not None and ends is not None:
+        too_early = starts + tree.depths < first
+        logits = logits.masked_fill(too_early[..., None] & ends, float("-inf"))
     logits = processed(sampling, logits, tree, seen, counts)
     logits, too_few = sampling.warp(logits if allowed is None else forbid(logits, allowed), likeliest)
     if gumbel is not None:

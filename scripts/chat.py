@@ -16,7 +16,7 @@ from rich.text import Text
 from foredraft.heads import Target
 from foredraft.inference import Drafter, Engine, Request, SamplingParams
 from foredraft.inference.batch import RequestOutput
-from foredraft.inference.serve.detokenizer import Detokenizer
+from foredraft.inference.text import Detokenizer, answer_context
 from foredraft.train.cli import entry
 
 
@@ -80,11 +80,12 @@ class Chat:
         asked = [*self.messages, {"role": "user", "content": question}]
         engine = Engine(self.target, self.drafter)  # of its own: an interrupted step leaves nothing behind
         try:
-            engine.add(self.request(asked))
+            request = self.request(asked)
+            engine.add(request)
         except ValueError as error:
             self.console.print(f"{error}; /new starts over", style="red")
             return
-        writing = Writing(self.target, self.console, self.drafted)
+        writing = Writing(self.target, request.prompt, self.console, self.drafted)
         try:
             while engine.has_work:
                 for output in engine.step():
@@ -110,8 +111,10 @@ class Chat:
 class Writing:
     """An answer on its way to the terminal."""
 
-    def __init__(self, target: Target, console: Console, drafted: str):
-        self.detokenizer, self.console, self.drafted = Detokenizer(target.text_tokenizer), console, drafted
+    def __init__(self, target: Target, prompt: list[int], console: Console, drafted: str):
+        tokenizer = target.text_tokenizer
+        self.detokenizer = Detokenizer(tokenizer, prompt=answer_context(tokenizer, prompt))
+        self.console, self.drafted = console, drafted
         self.text, self.tokens, self.gained, self.forwards = "", 0, 0, 0
         self.began = time.perf_counter()
 
@@ -131,7 +134,7 @@ class Writing:
 
     def end(self) -> str:
         """The whole text, after a line about its cost."""
-        self.show(self.detokenizer.flush())
+        self.show(self.detokenizer.end())
         seconds = max(time.perf_counter() - self.began, 1e-9)
         length = f", acceptance length {self.gained / self.forwards:.2f}" if self.forwards else ""
         speed = f"{self.tokens} tokens, {self.gained / seconds:.1f} tokens/s{length}"

@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from transformers import PreTrainedTokenizerBase, TextStreamer
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from foredraft.heads import Target
 from foredraft.inference import generate
 from foredraft.inference.drafters import Drafter
 from foredraft.inference.evaluation.measure import padded
 from foredraft.inference.generation import read_settings
+from foredraft.inference.text import Detokenizer, answer_context, continuation, encode_prompt
 from foredraft.train.cli import entry
 from foredraft.train.data.layouts import SkippedRow
 from foredraft.train.data.sources import Row, read
@@ -60,6 +62,26 @@ def main(cfg: DictConfig) -> None:
     )
 
 
+class Printer:
+    """Prints a text as it comes, as a streamer of `generate`. Special tokens are left out: a reader of stdout gets text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: bool):
+        self.tokenizer, self.chat = tokenizer, chat
+        self.detokenizer: Detokenizer | None = None
+
+    def put(self, tokens: Tensor) -> None:
+        """The prompt, then new tokens."""
+        ids = tokens.flatten().tolist()
+        if self.detokenizer is None:
+            prompt = answer_context(self.tokenizer, ids) if self.chat else ids
+            self.detokenizer = Detokenizer(self.tokenizer, prompt=prompt)
+        else:
+            print("".join(map(self.detokenizer.push, ids)), end="", flush=True)
+
+    def end(self) -> None:
+        print("" if self.detokenizer is None else self.detokenizer.end(), flush=True)
+
+
 class Writer:
     """Answers rows, and counts what that took."""
 
@@ -74,8 +96,8 @@ class Writer:
         self.gained = self.tokens = self.forwards = 0
 
     def stream(self, row: Row) -> None:
-        """Print the answer while it is written. Special tokens are skipped: a reader of stdout gets only the text."""
-        self.generate([self.encode(row)], [0], TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True))
+        """Print the answer while it is written."""
+        self.generate([self.encode(row)], [0], Printer(self.tokenizer, self.cfg.chat))
 
     def answer(self, rows: Sequence[Row], numbers: Sequence[int]) -> list[Answer]:
         """The answers to these rows of the file, decoded together. If that fails (one prompt is too long, or memory is out),
@@ -97,7 +119,7 @@ class Writer:
         return self.answer(rows[:half], numbers[:half]) + self.answer(rows[half:], numbers[half:])
 
     def generate(
-        self, prompts: Sequence[list[int]], numbers: Sequence[int], streamer: TextStreamer | None = None
+        self, prompts: Sequence[list[int]], numbers: Sequence[int], streamer: Printer | None = None
     ) -> list[str]:
         ids, mask = padded(list(prompts))
         seeds = [self.cfg.seed + number for number in numbers]
@@ -106,7 +128,9 @@ class Writer:
         self.tokens += sum(map(len, answer.new_tokens))
         self.gained += sum(sum(step.emitted) for step in answer.steps)
         self.forwards += sum(step.forwards * len(step.emitted) for step in answer.steps)
-        return list(self.tokenizer.batch_decode(answer.new_tokens, skip_special_tokens=True))
+        before = [answer_context(self.tokenizer, prompt) if self.cfg.chat else prompt for prompt in prompts]
+        pairs = zip(before, answer.new_tokens, strict=True)
+        return [continuation(self.tokenizer, *pair) for pair in pairs]
 
     def encode(self, row: Row) -> list[int]:
         """Raises ValueError for a row that has no prompt."""
@@ -182,7 +206,7 @@ def lines(answers: Sequence[Answer]) -> str:
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> list[int]:
     """With the special tokens that the target expects before a text."""
     if not chat:
-        return list(tokenizer(prompt).input_ids)
+        return encode_prompt(tokenizer, prompt)
     turns = [{"role": "user", "content": prompt}]
     return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True).input_ids)
 

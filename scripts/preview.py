@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from foredraft.heads.target.locating import locate
 from foredraft.inference.evaluation.pages import write_page
+from foredraft.inference.text import Detokenizer
 from foredraft.train.cli import entry
 from foredraft.train.data import data_card
 from foredraft.train.data.corpus import Corpus, Document
@@ -58,9 +59,11 @@ def title(number: int, document: Document) -> str:
 
 def runs(tokenizer: PreTrainedTokenizerBase, document: Document) -> Iterator[tuple[bool, str]]:
     """(supervised?, text) of each stretch. The texts are the tokens' own, special ones included."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False, prompt=())
     pairs = zip(document.loss_mask, document.tokens, strict=True)
-    for flag, run in groupby(pairs, key=lambda pair: pair[0]):
-        yield flag, tokenizer.decode([token for _, token in run], clean_up_tokenization_spaces=False)
+    found = [(flag, [token for _, token in run]) for flag, run in groupby(pairs, key=lambda pair: pair[0])]
+    for number, (flag, tokens) in enumerate(found, start=1):
+        yield flag, detokenizer.push(*tokens) + (detokenizer.held if number == len(found) else "")
 
 
 def terminal(tokenizer: PreTrainedTokenizerBase, document: Document) -> str:

@@ -1,6 +1,7 @@
 """What a server asks of the engine: rows that leave early, fail or wait for room do not change the texts of others."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,13 +10,14 @@ from foredraft.heads import Target
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.target import cuda_graphs
 from foredraft.heads.target.packed_prefill import PackedPrompts
-from foredraft.inference import Engine, Request, SamplingParams
+from foredraft.inference import Engine, Request, SamplingParams, target_sampler
 from foredraft.inference.drafters import Drafter, DraftModel, DynamicTree, NgramDrafter
 from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import StoppingCriteria
 from tests.support import decoding
 from tests.support.decoding import prompt as ids
 from tests.support.decoding import run
+from tests.support.spellings import byte_level, sentencepiece
 from tests.support.tape import Tape
 
 
@@ -274,14 +276,59 @@ def test_a_request_for_which_memory_ran_out_still_waits(target, alone, monkeypat
     assert run(engine, [], lambda step: None, *asked)[0] == alone
 
 
-def test_a_stop_string_is_looked_for_in_the_end_of_the_text_alone(target):
-    """However long the text: copying it for every token takes quadratic time."""
+def test_a_long_stop_string_costs_no_more_than_a_short_one(target, monkeypatch):
+    """Each token is decoded a bounded number of times, however long text and stop string are."""
+    decoded, decode = [], target.text_tokenizer.decode
+    words = target.tokenizer("class Pair" + "x" * 989 + "\n").input_ids
+    monkeypatch.setattr(
+        target.text_tokenizer, "decode", lambda ids, **how: decoded.append(len(ids)) or decode(ids, **how)
+    )
+    stopping = StoppingCriteria(
+        target, Request([1], stop_strings=("class Pair" + "x" * 990, "Pair" + "x" * 989 + "\n"))
+    )
+    found = [stopping.completes_stop_string(token) for token in words]
+    assert found == [False] * (len(words) - 1) + [True]
+    assert sum(decoded) < 40 * len(words)
 
-    class Text(list):
-        def __add__(self, other):
-            raise AssertionError("the whole text is copied")
 
-    stopping = StoppingCriteria(target, Request([1], stop_strings=("class Pair",)))
-    words = target.tokenizer("class Pair").input_ids
-    written = Text([5] * 10_000)
-    assert stopping.completes_stop_string(written, words) and not stopping.completes_stop_string(written, words[:-1])
+def test_a_stop_string_is_found_with_the_space_before_it():
+    """Also the first word's, and one before half a character."""
+    tokenizer = sentencepiece()
+    blue, sky = tokenizer.convert_tokens_to_ids(["▁blue", "▁sky"])
+    target = SimpleNamespace(tokenizer=tokenizer, text_tokenizer=tokenizer, context=None, name="x")
+    for stop, tokens in ((" blue", [blue]), (" sky blue", [sky, blue])):
+        stopping = StoppingCriteria(target, Request([1, sky], stop_strings=(stop,)))
+        assert [stopping.completes_stop_string(token) for token in tokens] == [False] * (len(tokens) - 1) + [True]
+    tokenizer = byte_level()
+    target = SimpleNamespace(tokenizer=tokenizer, text_tokenizer=tokenizer, context=None, name="x")
+    stopping = StoppingCriteria(target, Request([1], stop_strings=(" ",)))
+    assert stopping.completes_stop_string(tokenizer.convert_tokens_to_ids("Ġð"))
+
+
+def test_a_request_for_no_tokens_writes_none(target):
+    """Beside others, also where its prompt fills the context, and after it was cancelled."""
+    engine = Engine(target)
+    nothing, cancelled, full = (Request([3] * length, max_new_tokens=0) for length in (5, 5, 256))
+    writing = Request([3, 4], max_new_tokens=2)
+    for request in (nothing, writing, cancelled, full):
+        engine.add(request)
+    engine.cancel(cancelled)
+    texts = {}
+    while engine.has_work:
+        for output in engine.step():
+            texts.setdefault(output.request, []).extend(output.tokens)
+            assert output.request is writing or output.finish_reason == "length"
+    assert texts[nothing] == texts[full] == [] and len(texts[writing]) == 2 and cancelled not in texts
+
+
+def test_least_tokens_need_no_copy_of_the_tree(target, monkeypatch):
+    monkeypatch.setattr(target_sampler, "host_copy", None)
+    engine, request = (
+        Engine(target),
+        Request([3, 4], max_new_tokens=8, min_new_tokens=3, eos_token_ids=frozenset(range(9, 320))),
+    )
+    engine.add(request)
+    text = []
+    while engine.has_work:
+        text += [token for output in engine.step() for token in output.tokens]
+    assert len(text) == 4 and max(text[:3]) < 9 <= text[3] and engine.batch.sampler.ends is None

@@ -263,17 +263,17 @@ def test_text_comes_in_whole_characters(target, text):
     tokens = target.text_tokenizer(text).input_ids
     detokenizer = Detokenizer(target.text_tokenizer)
     parts = [detokenizer.push(token) for token in tokens]
-    assert "".join(parts) == text and all("�" not in part for part in parts) and detokenizer.flush() == ""
+    assert "".join(parts) == text and all("�" not in part for part in parts) and detokenizer.end() == ""
     for cut in range(len(tokens)):
         detokenizer = Detokenizer(target.text_tokenizer)
-        shown = "".join(map(detokenizer.push, tokens[:cut])) + detokenizer.flush()
+        shown = "".join(map(detokenizer.push, tokens[:cut])) + detokenizer.end()
         assert text.startswith(shown) and len(shown.encode()) > len(target.text_tokenizer.decode(tokens[:cut])) - 4
 
 
 def test_bytes_that_are_no_text_come_as_they_are_decoded_at_once(target):
     tokens = [*torch.randint(1, 257, (300,), generator=torch.Generator().manual_seed(1)).tolist(), 66]
     detokenizer = Detokenizer(target.text_tokenizer)
-    assert "".join(map(detokenizer.push, tokens)) + detokenizer.flush() == target.text_tokenizer.decode(tokens)
+    assert "".join(map(detokenizer.push, tokens)) + detokenizer.end() == target.text_tokenizer.decode(tokens)
 
 
 def test_the_detokenizer_is_linear(target):
@@ -282,7 +282,7 @@ def test_the_detokenizer_is_linear(target):
         detokenizer, decoded = Detokenizer(target.text_tokenizer), []
         decode = detokenizer.decode
         detokenizer.decode = lambda ids, decode=decode, decoded=decoded: decoded.append(len(ids)) or decode(ids)
-        shown = "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
+        shown = "".join(map(detokenizer.push, tokens)) + detokenizer.end()
         assert sum(decoded) < 100 * len(tokens)
         assert abs(len(shown) - len(decode(tokens))) < 40
 
@@ -306,7 +306,20 @@ def test_nothing_of_a_stop_string_is_shown(size):
         ("abcdef", ["def", "cd"], "ab"),
         ("abc", ["cd"], "abc"),
     ]:
-        held = StopStrings(stops)
-        shown = "".join(held.push(text[at : at + size]) for at in range(0, len(text), size))
-        assert expected.startswith(shown)
-        assert shown + held.flush() == expected and held.stopped == (expected != text)
+        parts = [text[at : at + size] for at in range(0, len(text), size)]
+        end = next(
+            (n for n in range(len(parts)) if any(stop in "".join(parts[: n + 1]) for stop in stops)), len(parts) - 1
+        )
+        for include in (False, True):  # the engine ends the text with the part that completes a stop string
+            held = StopStrings(stops, include)
+            shown = "".join(map(held.push, parts[:end]))
+            assert expected.startswith(shown)
+            stop = next((stop for stop in stops if include and text.startswith(expected + stop)), "")
+            assert shown + held.end("", parts[end]) == expected + stop
+
+
+def test_a_stop_string_before_the_last_token_ends_nothing():
+    """The engine passed over it: too few tokens came before."""
+    held = StopStrings(["ab", "xyz"])
+    assert held.push("0ab") + held.end("1ab2", "x") == "0ab1ab2x"
+    assert held.push("0ab") + held.end("1ab2", "ab!") == "0ab1ab2"

@@ -268,9 +268,12 @@ class Target:
 
     @property
     def eos_token_ids(self) -> list[int]:
+        """The tokens that end a text: those of its generation config, and the tokenizer's, which chat templates write."""
         eos = self.model.generation_config.eos_token_id if self.model.generation_config else None
         eos = self.config.eos_token_id if eos is None else eos
-        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        own = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        return ends if own is None or own in ends or own >= self.vocab_size else [*ends, own]
 
     @property
     def supports_trees(self) -> bool:

@@ -12,6 +12,7 @@ from foredraft.heads.hub.card import TRAINING, aligned, duration, finite, identi
 from foredraft.inference.evaluation import plots
 from foredraft.inference.evaluation.pages import write_page
 from foredraft.inference.evaluation.plots import Bar, Point, Series, depth_color
+from foredraft.inference.text import Detokenizer
 
 
 class Sample(NamedTuple):
@@ -34,12 +35,8 @@ class Sample(NamedTuple):
         depths = [0]
         for drafts, count in zip(accepted, emitted, strict=True):
             depths += [*range(1, drafts + 1), 0][:count]
-        # A token may hold part of a character, so a piece is what the text grows by with each token.
-        text, pieces = "", []
-        for end, depth in enumerate(depths, start=1):
-            longer = tokenizer.decode(tokens[:end]).rstrip("\ufffd")
-            pieces.append((longer[len(text) :], depth))
-            text = longer
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=False, prompt=prompt)
+        pieces = [(detokenizer.push(token), depth) for token, depth in zip(tokens, depths, strict=False)]
         return cls(tokenizer.decode(prompt), pieces, title)
 
     @property

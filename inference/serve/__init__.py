@@ -4,7 +4,7 @@ protocol.py     what a request may say, and what is refused by name
 prompts.py      messages and prompts to tokens
 tools.py        tool calls: read out of a text, and forced by a grammar
 reasoning.py    thoughts, told apart from the answer
-detokenizer.py  tokens to text, as it grows
+detokenizer.py  text that may be shown; logprobs.py: of its tokens
 worker.py       the thread that owns the engine
 scoring.py      log-probabilities of a prompt's own tokens, between its steps
 completion.py   one answer: its text, log-probabilities and usage, in OpenAI's words

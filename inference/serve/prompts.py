@@ -14,6 +14,7 @@ from foredraft.heads.target import Target
 from foredraft.heads.target.messages import normalize_messages, normalize_tools, shows_tools
 from foredraft.inference.serve.limits import Refused
 from foredraft.inference.serve.protocol import ChatRequest, CompletionRequest, is_tokens
+from foredraft.inference.text import encode_prompt
 
 PLACE = "\ue000{}\ue001"  # of a mark's text in a message; private characters, which are taken out of messages
 PLACES = re.compile("\ue000(\\d+)\ue001")
@@ -121,7 +122,7 @@ class PromptEncoder:
         """A prompt's own special tokens are tokens here: it is the whole text."""
         prompt = request.prompt
         prompts: list[Any] = [prompt] if isinstance(prompt, str) or is_tokens(prompt) else prompt
-        found = [self.encode(one, True) if isinstance(one, str) else one for one in prompts]
+        found = [self.encode(one, request.add_special_tokens) if isinstance(one, str) else one for one in prompts]
         for tokens in found:
             unknown = next((token for token in tokens if not 0 <= token < self.target.vocab_size), None)
             if unknown is not None:
@@ -148,6 +149,6 @@ class PromptEncoder:
 
     def tokens(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+            return encode_prompt(self.tokenizer, text, add_special_tokens)
         except (TypeError, UnicodeError):
             raise ValueError("the text is not valid Unicode: it holds half of a surrogate pair") from None

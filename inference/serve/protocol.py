@@ -11,6 +11,7 @@ from foredraft.inference.sampling import SamplingParams
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Tokens = Annotated[int, Field(ge=1, le=2**31)]
+MAX_TOKENS = ("max_tokens", "max_completion_tokens")  # -1: as many as fit
 # Fields that would change an answer, and the values of them that would not.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
@@ -24,23 +25,29 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "best_of": (1,),
     "use_beam_search": (False,),
-    "ignore_eos": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
+    "early_stopping": (False,),
+    "spaces_between_special_tokens": (True, False),  # there are none where a fast tokenizer decodes
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "detokenize": (True,),
+    "include_reasoning": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "length_penalty": (1,),
     "priority": (0,),
 }
-# Fields that name or bill the client.
-IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier")
+# Fields that name or bill the client, or keep its caches apart.
+IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
+IGNORED |= {"request_id", "cache_salt"}
 
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(False, description="with include_usage: usage so far in every chunk")
     include_obfuscation: bool = Field(
         False, description="there is none: it would hide lengths from who reads the network"
     )
@@ -76,6 +83,9 @@ class CommonRequest(BaseModel):
     seed: Seed | None = Field(None, description="choice i is drawn with seed + i; without one it differs each time")
     stop: str | list[str] | None = None
     stop_token_ids: list[int] = Field([], max_length=1024)
+    ignore_eos: bool = Field(False, description="end at max_tokens, stop or stop_token_ids only, as benchmarks ask")
+    skip_special_tokens: bool = Field(True, description="false shows special tokens, except the one that ends the text")
+    include_stop_str_in_output: bool = Field(False, description="true shows what ended the text: stop or end token")
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31, description="0 and -1 are off")
@@ -90,6 +100,7 @@ class CommonRequest(BaseModel):
     )
     trace: bool = Field(False, description="say how each token came about, and the tree of its step")
     return_token_ids: bool = Field(False, description="as vLLM does: prompt_token_ids and token_ids")
+    return_tokens_as_token_ids: bool = Field(False, description="name tokens in logprobs token_id:N, as vLLM does")
     speculative: bool = Field(True, description="false decodes plainly: the same text, to compare the speed")
 
     @model_validator(mode="before")
@@ -103,14 +114,16 @@ class CommonRequest(BaseModel):
             if value is not None and value not in harmless:
                 raise ValueError(f"{name} is not supported here: leave it out")
         dropped = {*UNSUPPORTED, *IGNORED}
+        dropped |= {name for name in MAX_TOKENS if fields.get(name) == -1}
         return {name: value for name, value in fields.items() if value is not None and name not in dropped}
 
     @model_validator(mode="after")
     def check_stop(self) -> "CommonRequest":
         if len(self.stop_strings) > 16 or not all(0 < len(stop) <= 1000 for stop in self.stop_strings):
             raise ValueError("stop takes at most 16 strings of 1 to 1000 characters")
-        if self.min_tokens and (self.stop_strings or self.has_grammar):
-            raise ValueError("min_tokens goes with no stop, response_format or forced tool here: leave one out")
+        if (self.min_tokens or self.ignore_eos) and self.has_grammar:
+            name = "min_tokens" if self.min_tokens else "ignore_eos"
+            raise ValueError(f"{name} cannot be combined with response_format or a forced tool: leave one out")
         if self.budget is not None and self.min_tokens > self.budget:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.budget}")
         return self
@@ -199,6 +212,8 @@ class ChatRequest(CommonRequest):
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
+    echo: Literal[False] = False
+    add_special_tokens: Literal[False] = Field(False, description="the chat template writes them")
 
     @model_validator(mode="after")
     def check_tools(self) -> "ChatRequest":
@@ -243,7 +258,9 @@ def is_tokens(prompt: list[Any]) -> bool:
 
 class CompletionRequest(CommonRequest):
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0, le=5)
+    max_tokens: int | None = Field(None, ge=0, le=2**31, description="0, with echo and logprobs: score the prompt")
+    logprobs: int | None = Field(None, ge=0, le=20)
+    add_special_tokens: bool = Field(True, description="false encodes a prompt's text without a bos token")
     echo: bool = Field(False, description="the prompt before each text; with logprobs, those of its tokens too")
 
     @property

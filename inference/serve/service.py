@@ -16,7 +16,6 @@ from starlette.types import Receive, Scope, Send
 
 from foredraft import inference as decoding
 from foredraft.inference.grammar import Grammar, Grammars
-from foredraft.inference.min_tokens import MinTokens
 from foredraft.inference.serve import tools
 from foredraft.inference.serve.accepted_log import AcceptedLog
 from foredraft.inference.serve.completion import Answer, Echo
@@ -29,6 +28,7 @@ from foredraft.inference.serve.worker import TOO_LATE, Failed, Worker
 
 log = logging.getLogger("foredraft.serve")
 ENDLESS = 2**16  # tokens of an answer of a target without a context, whose request and config name none
+PING = 15.0  # seconds without an event after which a comment is sent: proxies end a stream that is silent for long
 BUG = "the server met an error of its own; see its log"
 
 
@@ -41,7 +41,7 @@ class EventStream(StreamingResponse):
 
     async def events(self, answer: Answer) -> AsyncIterator[str]:
         try:
-            async for event in answer.events():
+            async for event in with_pings(answer.events()):
                 yield event
         except Failed as failed:
             yield answer.error_event(failed)
@@ -149,7 +149,8 @@ class Service:
         for prompt in prompts:
             top = asked.logprobs
             scored = [] if top is None else await asyncio.wrap_future(self.worker.score(prompt, top))
-            found.append(await loop.run_in_executor(self.encoding, Echo.of, self.encoder.tokenizer, prompt, scored))
+            given = self.target.text_tokenizer, prompt, scored, asked.skip_special_tokens
+            found.append(await loop.run_in_executor(self.encoding, Echo.of, *given))
         return found
 
     def grammar(self, asked: CommonRequest) -> Grammar | None:
@@ -162,14 +163,13 @@ class Service:
         unknown = [token for token in asked.stop_token_ids if not 0 <= token < self.target.vocab_size]
         if unknown:
             raise ValueError(f"stop_token_ids names {unknown}: tokens are 0 to {self.target.vocab_size - 1}")
-        ends = frozenset([*self.target.eos_token_ids, *asked.stop_token_ids])
-        rule = MinTokens(asked.min_tokens, ends) if asked.min_tokens else grammar
-        params = asked.sampling(self.target.vocab_size, rule)
+        ends = frozenset([*([] if asked.ignore_eos else self.target.eos_token_ids), *asked.stop_token_ids])
+        params = asked.sampling(self.target.vocab_size, grammar)
         seed = secrets.randbits(62) if asked.seed is None else asked.seed
         trace = asked.top_tokens if asked.top_tokens is not None else 0 if asked.trace else None
         rooms = [self.room(asked, len(prompt), tenant) for prompt in prompts]
         return [
-            decoding.Request(prompt, params, most, seed + index, ends, asked.stop_strings, trace)
+            decoding.Request(prompt, params, most, seed + index, ends, asked.stop_strings, trace, asked.min_tokens)
             for index, (prompt, most) in enumerate(
                 pair for pair in zip(prompts, rooms, strict=True) for _ in range(asked.n)
             )
@@ -178,17 +178,18 @@ class Service:
     def room(self, asked: CommonRequest, prompt: int, tenant: int) -> int:
         """Tokens that the answer to a prompt of so many may have. Raises Refused, in OpenAI's words: clients search them."""
         context, most = self.worker.context(asked.speculative, tenant), asked.budget
+        wanted = 1 if most is None else most
         if context is None:
-            return most or self.max_tokens or ENDLESS
-        if prompt + (most or 1) > context:
+            return (self.max_tokens or ENDLESS) if most is None else most
+        if prompt + wanted > context:
             where = "messages" if isinstance(asked, ChatRequest) else "prompt"
             message = (
-                f"This model's maximum context length is {context} tokens. However, you requested {prompt + (most or 1)} "
-                f"tokens ({prompt} in the {where}, {most or 1} in the completion). Please reduce the length of the {where} "
+                f"This model's maximum context length is {context} tokens. However, you requested {prompt + wanted} "
+                f"tokens ({prompt} in the {where}, {wanted} in the completion). Please reduce the length of the {where} "
                 "or completion."
             )
             raise Refused(400, message, where, "context_length_exceeded")
-        return most or min(context - prompt, self.max_tokens or context)
+        return min(context - prompt, self.max_tokens or context) if most is None else most
 
     def ended(self, answer: Answer, path: str, tenant: int) -> None:
         answer.close()
@@ -223,6 +224,24 @@ async def unless_gone(request: Request, awaited: Coroutine[Any, Any, None]) -> b
     finally:
         waiting.cancel()
         leaving.cancel()
+
+
+async def with_pings(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """The events, and comments while none comes: what steps add may be held back, or the request waits."""
+    coming: asyncio.Future[str] | None = None
+    try:
+        while True:
+            coming = coming or asyncio.ensure_future(anext(events))
+            if (await asyncio.wait({coming}, timeout=PING))[0]:
+                event, coming = coming.result(), None
+                yield event
+            else:
+                yield ": ping\n\n"
+    except StopAsyncIteration:
+        return
+    finally:
+        if coming is not None:
+            coming.cancel()
 
 
 async def read(answer: Answer) -> None:

@@ -17,6 +17,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from foredraft.heads.target.images import ImageReader
 from foredraft.heads.target.messages import normalize_messages
+from foredraft.inference.text import answer_context, continuation
 from foredraft.train.data.answer_spans import STAND_IN, Span, TurnEnd, common, learned, turn_end
 from foredraft.train.data.corpus import Document
 from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow, split_thoughts
@@ -183,12 +184,13 @@ class ChatFormat:
         text, _ = form.render(normalize_messages(messages, form.template), True, tools)
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def message(self, tokens: list[int]) -> Message:
-        """The answer that a target wrote in these tokens, for the turns that follow it. gpt-oss' channels become thoughts and
-        content; the <think> tags of others stay in the content, where their templates look for them."""
+    def message(self, tokens: list[int], prompt: list[int]) -> Message:
+        """The answer that a target wrote in these tokens to a prompt, for the turns that follow it. gpt-oss' channels become
+        thoughts and content; the <think> tags of others stay in the content, where their templates look for them."""
         if tokens and self.tokenizer.added_tokens_decoder.get(tokens[-1], None) is not None:
             tokens = tokens[:-1] if self.tokenizer.added_tokens_decoder[tokens[-1]].special else tokens
-        text = self.tokenizer.decode(tokens)
+        before = answer_context(self.tokenizer, prompt)
+        text = continuation(self.tokenizer, before, tokens, skip_special_tokens=False)
         channels = [(name, said) for name, said in HARMONY.findall(text)]
         if not channels:
             return {"role": "assistant", "content": text}

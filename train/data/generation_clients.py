@@ -236,7 +236,7 @@ def in_process(
                 raise ValueError(
                     f"{target.name} gives logits that are not numbers: another dtype may do (target.dtype)"
                 )
-            reply = Reply(form.message(tokens), out.finish_reason, out.request.prompt, tokens)
+            reply = Reply(form.message(tokens, out.request.prompt), out.finish_reason, out.request.prompt, tokens)
             answered.take(reply)
             ask(row, turns if reply.goes_on else deque(), answered)
     engine.close()

@@ -34,6 +34,7 @@ from foredraft.inference.evaluation.progress import report
 from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request
 from foredraft.inference.sampling import SamplingParams
+from foredraft.inference.text import continuation
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.conversations import assemble
 from foredraft.train.data.corpus import Corpus
@@ -256,7 +257,9 @@ class Writer:
         end = self.openings.after.split()[0]
         said = text[:-1] if text[-1] in self.ends else text
         marks = any(token in self.special for token in said)
-        question = (conversation.begins + self.openings.tokenizer.decode(said).partition(end)[0]).strip()
+        before = conversation.last[: len(conversation.last) - len(text)]
+        written = continuation(self.openings.tokenizer, before, said, skip_special_tokens=False)
+        question = (conversation.begins + written.partition(end)[0]).strip()
         reason = self.filter.reason(question, said, marks, ended)
         if reason is not None:
             self.close(conversation, reason)

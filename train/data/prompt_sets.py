@@ -115,7 +115,7 @@ def tokenize(
             ids = form.prompt(messages)
             yield Prompt(one.category, ids[-most:], True, max(0, len(ids) - most))
             if number < len(one.turns):
-                messages.append(form.message(answer(ids[-most:])))
+                messages.append(form.message(answer(ids[-most:]), ids))
 
 
 def summary(prompts: list[Prompt]) -> str:

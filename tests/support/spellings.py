@@ -1,0 +1,49 @@
+"""Tokenizers of each kind by which tokens become text, of a few words and all bytes."""
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+WORDS = ["▁The", "▁sky", "▁is", "▁blue", "▁def", "▁▁▁▁", "é", "日"]
+MARKS = ["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
+STRIP = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+
+
+def sentencepiece(decoder: decoders.Decoder | None = None) -> PreTrainedTokenizerFast:
+    """As Llama 2's: a space before the first word, which decoding takes off again, and bytes for what has no token."""
+    signs = sorted({sign for word in WORDS for sign in word})
+    merges = [(word[:end], word[end]) for word in WORDS for end in range(1, len(word))]
+    tokens = [*MARKS, *(f"<0x{byte:02X}>" for byte in range(256)), *signs, *(a + b for a, b in merges)]
+    vocab = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
+    raw = Tokenizer(
+        models.BPE(vocab, list(dict.fromkeys(merges)), unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    raw.decoder = decoder or decoders.Sequence(STRIP)
+    raw.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    """As T5's and XLM's: the same, told by one step."""
+    return sentencepiece(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()]))
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """As GPT-2's, with a token that ends within a character."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    parts = [("Ġ", "ð"), ("Ġð", "Ł"), ("b", "l"), ("Ġ", "bl")]
+    vocab = [*alphabet, *(a + b for a, b in parts)]
+    raw = Tokenizer(models.BPE({sign: number for number, sign in enumerate(vocab)}, parts))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    """As BERT's: a space between tokens, none before what continues a word."""
+    vocab = ["[UNK]", "the", "sky", "##s", "blue", "##er", "."]
+    raw = Tokenizer(models.WordPiece({word: number for number, word in enumerate(vocab)}, unk_token="[UNK]"))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]")

@@ -1,0 +1,146 @@
+"""Tokens to text: the same in pieces as at once, after any prompt, by every kind of tokenizer."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from transformers import PreTrainedTokenizerFast
+
+from foredraft.inference.batch import RequestOutput
+from foredraft.inference.evaluation.report import Sample
+from foredraft.inference.serve.completion import Echo
+from foredraft.inference.serve.logprobs import TokenLogprob, chat_logprobs, completion_logprobs
+from foredraft.inference.text import Detokenizer, answer_context, continuation, encode_prompt, spelling_of
+from foredraft.scripts.chat import Writing
+from foredraft.scripts.preview import runs
+from foredraft.train.data.corpus import Document
+from tests.support.spellings import byte_level, metaspace, sentencepiece, word_pieces
+
+KINDS = {"strip": sentencepiece(), "metaspace": metaspace(), "byte level": byte_level(), "words": word_pieces()}
+TEXTS = st.text(st.sampled_from("The sky is blue  \n é日🧪�<"), max_size=24)
+
+
+def ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def pieces(detokenizer: Detokenizer, tokens: list[int]) -> list[str]:
+    return [*(detokenizer.push(token) for token in tokens), detokenizer.end()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60, deadline=None)
+@given(prompt=TEXTS, text=TEXTS, data=st.data())
+def test_pieces_are_what_decoding_at_once_adds_to_the_prompt(kind, prompt, text, data):
+    """Special tokens, which are not shown, stand anywhere."""
+    tokenizer = KINDS[kind]
+    tokens = ids(tokenizer, f"{prompt} {text}")
+    cut = data.draw(st.integers(0, len(tokens)))
+    before, new = [1, 2, *tokens[:cut]] if len(tokenizer.all_special_ids) > 2 else tokens[:cut], tokens[cut:]
+    if new and kind != "words":
+        new.insert(data.draw(st.integers(0, len(new))), tokenizer.eos_token_id)
+
+    def decode(tokens: list[int]) -> str:
+        return tokenizer.decode(tokens, skip_special_tokens=True)
+
+    shown = decode(before)
+    if not shown.endswith("�"):  # else a character may begin there
+        assert continuation(tokenizer, before, new) == decode(before + new)[len(shown) :]
+        assert "".join(pieces(Detokenizer(tokenizer, prompt=before), new)) == decode(before + new)[len(shown) :]
+    whole = pieces(Detokenizer(tokenizer, prompt=()), before + new)
+    assert "".join(whole) == decode(before + new)
+
+
+@pytest.mark.parametrize("kind, tokens", [("strip", "🧪"), ("metaspace", "é日🧪"), ("byte level", " 🧪 é")])
+def test_a_text_completes_the_character_that_its_prompt_began(kind, tokens):
+    tokenizer = KINDS[kind]
+    whole = ids(tokenizer, f"is blue{tokens}blue")
+    for cut in range(3, len(whole)):
+        shown = "".join(map(Detokenizer(tokenizer, prompt=()).push, whole[:cut]))
+        assert (
+            shown
+            == Echo.of(tokenizer, whole[:cut], []).text
+            == Echo.of(tokenizer, whole[:cut], [(None, [])] * cut).text
+        )
+        assert shown + "".join(pieces(Detokenizer(tokenizer, prompt=whole[:cut]), whole[cut:])) == tokenizer.decode(
+            whole
+        )
+
+
+@pytest.mark.parametrize("kind", ["strip", "metaspace", "byte level"])
+def test_a_replacement_character_that_somebody_wrote_is_text(kind):
+    tokenizer = KINDS[kind]
+    prompt, new = ids(tokenizer, "is �"), ids(tokenizer, "The�")[1:]
+    assert "".join(pieces(Detokenizer(tokenizer, prompt=prompt), new)) == tokenizer.decode(prompt + new)[4:]
+    assert Detokenizer(tokenizer, prompt=prompt).push(ids(tokenizer, "The")[-1]) in (" The", "e")
+
+
+@pytest.mark.parametrize("kind", ["strip", "metaspace"])
+def test_a_first_word_keeps_its_space_unless_the_text_starts_with_it(kind):
+    tokenizer = KINDS[kind]
+    blue, four = tokenizer.convert_tokens_to_ids(["▁blue", "▁▁▁▁"])
+    assert (Detokenizer(tokenizer).push(blue), Detokenizer(tokenizer).push(four)) == (" blue", "    ")
+    mark = tokenizer.convert_tokens_to_ids("<|assistant|>")
+    for prompt, expected in (([1], "blue"), ([blue, mark], " blue"), ([blue, 2, 2, 2, 2, 2, 2, 2, 2, 2], " blue")):
+        assert Detokenizer(tokenizer, prompt=prompt).push(blue) == expected
+    # An answer starts behind the last mark of a chat's prompt, and continues what stands there.
+    for prompt, expected in (([blue, mark], "blue"), ([mark, blue], " blue"), ([blue], " blue")):
+        assert Detokenizer(tokenizer, prompt=answer_context(tokenizer, prompt)).push(blue) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_have_texts_and_bytes_that_make_the_text(kind):
+    tokenizer = KINDS[kind]
+    spelling, text = spelling_of(tokenizer), "blue sky é🧪日 blues \n" if kind != "words" else "the skys bluer"
+    tokens = ids(tokenizer, text)
+    found = b"".join(spelling.spelled(token, first=number == 0)[1] or b"" for number, token in enumerate(tokens))
+    assert found.decode() == tokenizer.decode(tokens)
+    assert len(tokens) > len(text.split()) or kind == "words"
+
+
+def test_a_prompt_has_one_bos_token():
+    tokenizer = sentencepiece()
+    once = encode_prompt(tokenizer, "The sky")
+    assert once[0] == 1 and 1 not in once[1:]
+    assert encode_prompt(tokenizer, "<s>The sky")[:2] == [1, ids(tokenizer, "<s>The sky")[1]]
+    assert encode_prompt(tokenizer, "<s><s>The")[:3].count(1) == 2  # as it was written
+    assert encode_prompt(tokenizer, "The sky", add_special_tokens=False) == once[1:]
+    assert encode_prompt(byte_level(), "<s>a")[:1] == encode_prompt(byte_level(), "<s>a", add_special_tokens=False)[:1]
+
+
+def test_what_is_shown_of_a_text_in_parts_has_its_spaces():
+    """A sample of a report, and the stretches of a document."""
+    tokenizer = sentencepiece()
+    prompt, new = [1, *ids(tokenizer, "The sky")], ids(tokenizer, "is 🧪 blue")
+    sample = Sample.of(tokenizer, prompt, new, [1] * (len(new) // 2), [2] * (len(new) // 2))
+    assert "".join(piece for piece, _ in sample.pieces) == " is 🧪 blue"
+    document = Document(prompt + new, [False] * len(prompt) + [True] * len(new))
+    assert list(runs(tokenizer, document)) == [(False, "<s> The sky"), (True, " is 🧪 blue")]
+
+
+def test_a_chat_in_the_terminal_has_its_spaces():
+    tokenizer = sentencepiece()
+    blue, mark = tokenizer.convert_tokens_to_ids(["▁blue", "<|assistant|>"])
+    for prompt, expected in (([blue, mark], "blue blue"), ([mark, blue], " blue blue")):
+        writing = Writing(SimpleNamespace(text_tokenizer=tokenizer), prompt, Console(file=io.StringIO()), "")
+        writing.push(RequestOutput(None, [blue], None, 1, None))
+        writing.push(RequestOutput(None, [blue], 0, 1, "length"))
+        assert writing.end() == expected
+
+
+def test_log_probabilities_never_name_two_tokens_alike():
+    """A byte and a letter of one text, and two halves of characters."""
+    tokenizer = sentencepiece()
+    letter, byte, half, other = tokenizer.convert_tokens_to_ids(["T", "<0x54>", "<0xF0>", "<0x9F>"])
+    place = TokenLogprob(byte, -1.0, [(letter, -0.5), (half, -2.0), (other, -2.0)], 0, False)
+    named = completion_logprobs(spelling_of(tokenizer), [place], False)
+    assert [*named["top_logprobs"][0]] == ["T", "bytes:\\xf0", "bytes:\\x9f"]
+    assert named["tokens"] == [f"token_id:{byte}"] and named["text_offset"] == [0]
+    place = place._replace(token=half)
+    (entry,) = chat_logprobs(spelling_of(tokenizer), [place], False)["content"]
+    assert (entry["token"], entry["bytes"]) == ("bytes:\\xf0", [0xF0])
+    named = completion_logprobs(spelling_of(tokenizer), [place], True)
+    assert named["tokens"] == [f"token_id:{half}"] and len(named["top_logprobs"][0]) == 3
