@@ -63,6 +63,8 @@ def works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d
             q, keys, values = (torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
             out, log_sums = attend(q, keys, values, mask)
             (out.float().sum() + log_sums.sum()).backward()
+    except torch.OutOfMemoryError:
+        raise  # this says nothing of the kernel, and what is returned here holds for the whole run
     except Exception as error:  # of triton, inductor or a compiler
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         warnings.warn(

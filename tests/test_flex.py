@@ -138,3 +138,18 @@ def test_where_the_kernel_does_not_work_a_warning_says_why_and_blocks_serve():
         UserWarning, match="FlexAttention does not work on cpu, and training is slower without: .*backward on CPU"
     ):
         assert not flex.works(torch.device("cpu"), torch.float32, 4, 2, 16)
+
+
+def test_a_full_device_says_nothing_of_the_kernel(monkeypatch):
+    """Else one that is full at the first step would train by blocks to the end."""
+    asked = []
+
+    def full(*args, **kwargs):
+        asked.append(args)
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(flex, "attend", full)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            flex.works(torch.device("cpu"), torch.float32, 2, 1, 24)
+    assert len(asked) == 2
