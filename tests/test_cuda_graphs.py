@@ -1,6 +1,7 @@
 """Decoding by recordings, as on a GPU: the same text, and nothing in a step waits for the device. The recorder is
 tests/support/tape.py, which keeps a CUDA graph's rules on a CPU."""
 
+import contextlib
 import random
 import warnings
 
@@ -184,3 +185,75 @@ def test_every_architecture(family, attention, monkeypatch):
         for drafter in (None, Random()):
             assert generate(again(target), drafter, ids, **facts).new_tokens == plain
     assert not any("cannot be captured" in str(warning.message) for warning in message)
+
+
+def test_a_full_device_is_captured_on_at_the_next_call(monkeypatch, taped):
+    record = cuda_graphs.CAPTURES["cpu"]
+
+    def full(*args):
+        raise torch.OutOfMemoryError("full")
+
+    graphs = cuda_graphs.CudaGraphs(torch.device("cpu"))
+    for capture in (full, record):
+        monkeypatch.setattr(graphs, "capture", capture)
+        assert graphs("negated", torch.neg, torch.ones(2)).tolist() == [-1.0, -1.0]
+    assert len(taped) == 1
+
+
+class FakeCuda:
+    """torch.cuda, as far as captures use it: which stream and which pool each of them took."""
+
+    def __init__(self) -> None:
+        self.streams, self.captures, self.cleared, self.current = 0, [], 0, "the caller's stream"
+
+    def make_stream(self) -> int:
+        self.streams += 1
+        return self.streams
+
+    @contextlib.contextmanager
+    def capture(self, graph, pool, stream, capture_error_mode):
+        assert self.cleared == 2 * len(self.captures) + 1, "cuBLAS keeps a workspace in the pool"
+        self.current = stream
+        yield
+        self.captures.append((pool, stream))
+
+    def clear(self) -> None:
+        self.cleared += 1
+
+    def set_stream(self, stream) -> None:
+        self.current = stream
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch) -> FakeCuda:
+    fake = FakeCuda()
+    parts = {
+        "device": lambda device: contextlib.nullcontext(),
+        "current_stream": lambda: fake.current,
+        "set_stream": fake.set_stream,
+        "Stream": fake.make_stream,
+        "CUDAGraph": object,
+        "graph": fake.capture,
+        "graph_pool_handle": object,
+    }
+    for name, part in parts.items():
+        monkeypatch.setattr(torch.cuda, name, part)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", fake.clear, raising=False)
+    cuda_graphs.graph_memory.cache_clear()
+    yield fake
+    cuda_graphs.graph_memory.cache_clear()
+
+
+def test_all_graphs_of_a_device_share_one_stream_and_a_pool_that_stays(fake_cuda):
+    """torch shares the memory of a pool only among captures on the same stream."""
+    graphs = [cuda_graphs.CudaGraph(torch.neg, (torch.ones(size),)) for size in (2, 3, 4)]
+    assert fake_cuda.streams == 1
+    assert len(set(fake_cuda.captures)) == 1 and len(fake_cuda.captures) == len(graphs) + 1  # and the keeper's
+    assert fake_cuda.cleared == 2 * len(fake_cuda.captures)
+    assert fake_cuda.current == "the caller's stream"
+
+
+def test_a_failed_capture_leaves_the_callers_stream(fake_cuda):
+    with pytest.raises(ZeroDivisionError):
+        cuda_graphs.CudaGraph(lambda x: 1 / 0, (torch.ones(2),))
+    assert fake_cuda.current == "the caller's stream"

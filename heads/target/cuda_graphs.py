@@ -6,9 +6,12 @@ stays where it is (weights, a KVCache); whatever the host decides is a part of i
 but none of its kernels.
 """
 
+import contextlib
+import functools
+import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 MOST = 128  # graphs of one owner; the least recently used goes first
-# The memory of all graphs of a device. What a graph gives stays referenced, so no later one is given its place; what it needs
-# in between they share, since they run one after the other.
-POOLS: dict[torch.device, Any] = {}
 
 
 class CapturedGraph(Protocol):
@@ -72,21 +72,44 @@ class KeptReferences(TorchDispatchMode):
         return out
 
 
+class GraphMemory:
+    """The memory that all graphs of a device share. What a graph gives stays referenced, so that no later one is given its
+    place. What graphs need in between lies in the same place, since they run one after the other.
+
+    torch shares a pool only among captures on the same stream, and drops it with its last graph: `keeper` stays."""
+
+    def __init__(self, device: torch.device):
+        with torch.cuda.device(device):
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+            self.lock = threading.Lock()  # engines in several threads take turns on the stream
+            self.keeper = torch.cuda.CUDAGraph()
+            with self.capture(self.keeper):
+                torch.zeros(1, device=device)
+
+    @contextlib.contextmanager
+    def capture(self, graph: Any) -> Iterator[None]:
+        before = torch.cuda.current_stream()
+        with self.lock:
+            # A workspace that cuBLAS keeps for the stream would lie in the memory that the next graph writes over.
+            torch._C._cuda_clearCublasWorkspaces()
+            try:
+                # thread_local: another thread, a streamer's say, may use the device meanwhile.
+                with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+                    yield
+            finally:
+                torch.cuda.set_stream(before)  # torch stays on the capture's own where ending it fails
+                torch._C._cuda_clearCublasWorkspaces()
+
+
+graph_memory = functools.cache(GraphMemory)  # by device
+
+
 class CudaGraph:
     def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor | None, ...]):
         self.device = next(x.device for x in inputs if x is not None)
-        self.graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream(self.device)
-        try:
-            with torch.cuda.device(self.device), KeptReferences() as references:
-                # thread_local: another thread, a streamer's say, may use the device meanwhile.
-                how: Any = {"stream": torch.cuda.Stream(), "capture_error_mode": "thread_local"}
-                if self.device not in POOLS:
-                    POOLS[self.device] = torch.cuda.graph_pool_handle()
-                with torch.cuda.graph(self.graph, POOLS[self.device], **how):
-                    self.outputs = function(*inputs)
-        finally:
-            torch.cuda.set_stream(stream)  # torch stays on the capture's own where ending it fails
+        self.graph, memory = torch.cuda.CUDAGraph(), graph_memory(self.device)
+        with torch.cuda.device(self.device), KeptReferences() as references, memory.capture(self.graph):
+            self.outputs = function(*inputs)
         self.references = list(references.tensors.values())
 
     def replay(self) -> None:
@@ -127,8 +150,11 @@ class CudaGraphs:
         if key not in self.graphs:
             with Waits() as waits:
                 out = function(*inputs)  # which also sets up what libraries set up at their first use
-            self.graphs[key] = self.try_capture(function, inputs, waits.reason)
             CudaGraphs.num_captured += 1
+            try:
+                self.graphs[key] = self.try_capture(function, inputs, waits.reason)
+            except torch.OutOfMemoryError:  # says nothing of the function: tried again at its next call
+                return out
             if len(self.graphs) > MOST:
                 self.graphs.popitem(last=False)
             return out
@@ -150,6 +176,8 @@ class CudaGraphs:
         if reason is None:
             try:
                 return static_inputs, self.capture(function, tuple(static_inputs))
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
                 reason = str(error).strip().split("\n")[0]
         # A mixture of experts asks the device how many tokens each expert got, say.
