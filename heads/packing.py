@@ -8,7 +8,7 @@ Layers that are given the same input, as queries, keys and values are, become on
 """
 
 import copy
-import time
+import platform
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -20,7 +20,6 @@ ROWS = 8  # that the layout is chosen for: one for a single row makes a tree's p
 # Entries of a weight that is packed: of smaller ones the call costs more than the product. In float32 a single row of 512 x
 # 192 takes 24 microseconds packed and 12 as it is, 8 rows 34 and 31; 576 x 576 40 and 31, 72 and 92 (one core, AVX-512).
 SMALLEST = {torch.float32: 1 << 17, torch.bfloat16: 1 << 15}
-PROBE = (1536, 576)  # shape of the weight that is timed
 Names = tuple[tuple[str, ...], ...]  # groups of a module's children
 
 
@@ -111,7 +110,7 @@ def pack(module: nn.Module) -> None:
 
 def join(module: nn.Module, forward: Callable[[], Any]) -> None:
     """Make one product of frozen linear layers side by side that are given the same input, where some are packed. Which they
-    are a forward shows, and all modules of a kind are treated alike."""
+    are a forward shows, and all modules of a kind are treated alike. A model that such a forward fails on stays as it is."""
     if not any(isinstance(one, PackedLinear) for one in module.modules()):
         return
     calls: dict[nn.Module, list[tuple[str, Tensor, int]]] = {}  # by parent: child, input, how often that was written to
@@ -129,6 +128,8 @@ def join(module: nn.Module, forward: Callable[[], Any]) -> None:
         # Tensors of inference mode do not count what is written to them.
         with torch.inference_mode(False), torch.no_grad():
             forward()
+    except Exception:  # of the model's own code: it may take no text of two tokens, say
+        return
     finally:
         for hook in hooks:
             hook.remove()
@@ -189,24 +190,12 @@ def unpack(module: nn.Module) -> None:
 
 @cache
 def is_faster(dtype: torch.dtype) -> bool:
-    """Are products of a few rows with a packed weight faster on this CPU? Timed once, in a few milliseconds."""
+    """Are products of a few rows with a packed weight faster on this CPU? By what the CPU and this build of torch can do: a
+    measurement says one thing in one run and another in the next, and so would near-ties of the target's text."""
     if not torch.backends.mkldnn.is_available():
         return False
-    # Made of ones: what is random here would change the numbers that a head begins with.
-    linear = nn.Linear(PROBE[1], PROBE[0], bias=False, device="meta", dtype=dtype).requires_grad_(False)
-    linear.weight = nn.Parameter(torch.ones(PROBE, dtype=dtype), requires_grad=False)
-    x = torch.ones(ROWS, PROBE[1], dtype=dtype)
-    try:
-        return best_seconds(PackedLinear(linear), x) < best_seconds(linear, x)
-    except (RuntimeError, NotImplementedError):  # a build of torch, or a CPU, that oneDNN has no kernel for
-        return False
-
-
-@torch.inference_mode()
-def best_seconds(layer: nn.Module, x: Tensor, repeats: int = 20) -> float:
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        layer(x)
-        best = min(best, time.perf_counter() - start)
-    return best
+    if dtype == torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX")
+    return torch.ops.mkldnn._is_mkldnn_acl_supported()

@@ -79,11 +79,17 @@ def test_texts_are_the_same(kind: str, everything_is_packed, tiny_path, target: 
             )
 
 
-def test_the_probe_draws_no_random_numbers():
+@pytest.mark.parametrize(("instructions", "packs"), [("AVX512", True), ("AVX2", True), ("DEFAULT", False)])
+def test_the_processor_decides_what_is_packed_and_no_clock(instructions: str, packs: bool, monkeypatch):
+    """Else two runs of one command would differ at near-ties, and so would the processes of one run."""
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: instructions)
+    monkeypatch.setattr("time.perf_counter", lambda: pytest.fail("a clock was read"))
     packing.is_faster.cache_clear()
-    state = torch.get_rng_state()
-    packing.is_faster(torch.float32)
-    assert torch.equal(torch.get_rng_state(), state)
+    linears = nn.Sequential(nn.Linear(512, 512)).requires_grad_(False)
+    pack(linears)
+    packing.is_faster.cache_clear()
+    assert bool(packed_layers(linears)) is packs
 
 
 def test_an_adapter_finds_linear_layers(everything_is_packed, tiny_path):
@@ -170,3 +176,17 @@ def test_a_layer_that_is_called_by_keyword_is_left_alone(everything_is_packed):
     wanted = module(x)
     join(module, lambda: module(x))
     assert torch.equal(module(x), wanted) and not any(layer.is_joined for layer in packed_layers(module))
+
+
+def test_a_model_that_the_forward_of_two_tokens_fails_on_is_packed_all_the_same(everything_is_packed):
+    module, x = nn.Sequential(Layer(False, False)).requires_grad_(False), torch.randn(1, 24)
+    pack(module)
+    wanted = module(x)
+
+    def fail() -> None:
+        module(x)
+        raise IndexError("no text is that short")
+
+    join(module, fail)
+    assert torch.equal(module(x), wanted)
+    assert packed_layers(module) and not any(layer.is_joined for layer in packed_layers(module))
