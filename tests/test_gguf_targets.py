@@ -57,7 +57,7 @@ def test_a_gguf_file_gives_the_weights_template_and_end_tokens_of_its_model(file
 
 def test_it_is_converted_once_for_each_dtype(file, capfd, monkeypatch):
     first = Target.from_pretrained(file, dtype="float32").checkpoint
-    assert "dequantised once" in capfd.readouterr().out
+    assert "dequantised once" in capfd.readouterr().err
     monkeypatch.setattr(gguf, "convert", lambda *_: pytest.fail("converted again"))
     assert Target.from_pretrained(file, dtype="float32").checkpoint == first
     monkeypatch.undo()

