@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foredraft.heads import adapter, formats
 from foredraft.heads.base import DraftHead
-from foredraft.heads.formats.files import CONFIG, SAFE, read_config
+from foredraft.heads.formats.files import ADAPTER_CONFIG, CONFIG, FILE, PICKLED, SAFE, read_config
 from foredraft.heads.hub.client import find, weights_sha256
 from foredraft.heads.medusa2 import Medusa2Head
 from foredraft.heads.target import Target
@@ -25,6 +25,9 @@ from foredraft.heads.uno import UnoHead
 WEIGHTS = SAFE[0]
 SMALL_HEAD = 1 << 22  # parameters; 16 MB in float32
 CARD = "README.md"
+STATED = re.compile(r"SHA-256 of the weights\W+([0-9a-f]{64})")
+# Of a head that is replaced: what would be read as one, and what training wrote of it.
+OF_A_HEAD = (*SAFE, *PICKLED, FILE, CONFIG, ADAPTER_CONFIG, "config.yaml", "metrics.json")
 
 
 def fingerprint(target: Target) -> dict:
@@ -72,16 +75,16 @@ def write_head(
 ) -> None:
     """Write a head in `layout`, its weights under each name of `files`. Raises OSError where the disk is full.
 
-    The files are written beside the directory and moved into it, so that an interrupted run leaves the head that was
-    there."""
-    directory = Path(directory)
+    The files are written next to the directory and take its place when they are complete, so that an interrupted run leaves
+    the head that was there."""
+    directory = Path(directory).expanduser().resolve()
     weights, config = layout.export_weights(head, target), layout.export_config(head, target)
     config["dtype"] = str(head.dtype).removeprefix("torch.")
     own = {"kind": head.kind, "depth": head.depth, "target": fingerprint(target)}
     if head.imported:
         own["imported"] = True
     config["foredraft"] = own | config.get("foredraft", {}) | extra
-    part = directory.absolute().with_name(f".{directory.absolute().name}.part")
+    part = directory.with_name(f".{directory.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of an interrupted run
     part.mkdir(parents=True)
     try:
@@ -91,17 +94,53 @@ def write_head(
         layout.complete_files(part, target)
         if isinstance(head, Medusa2Head):
             adapter.save(target, part)
-        directory.mkdir(exist_ok=True)
         mode = (part / CONFIG).stat().st_mode
         for file in part.iterdir():
             file.chmod(mode)  # safetensors lets nobody else read its files, and a server may be another user
-            file.replace(directory / file.name)
+        put_in_place(part, directory)
     except SafetensorError as error:  # safetensors reports a full disk in words only
         if "No space left" in str(error) or "os error 28" in str(error):
             raise OSError(errno.ENOSPC, "no space left on device", str(directory)) from error
         raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def put_in_place(part: Path, directory: Path) -> None:
+    """Let the files in `part` take the place of the head in `directory`, of which nothing stays. What is no head's stays."""
+    if not directory.exists():
+        part.rename(directory)
+        return
+    here = list(directory.iterdir())
+    replaced = [file for file in here if file.name in OF_A_HEAD or states_weights(file)]
+    old = directory.with_name(f".{directory.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if len(replaced) == len(here) and moved(directory, old):
+        try:
+            part.chmod(old.stat().st_mode)
+            part.rename(directory)
+        except BaseException:
+            old.rename(directory)
+            raise
+        shutil.rmtree(old)
+        return
+    new = [file.replace(directory / file.name) for file in part.iterdir()]
+    for file in replaced:
+        if file not in new:
+            file.unlink()
+
+
+def moved(directory: Path, place: Path) -> bool:
+    """Rename it, where that can be: not where a disk is mounted, or where a program stands."""
+    try:
+        return Path.cwd() != directory and bool(directory.rename(place))
+    except OSError:
+        return False
+
+
+def states_weights(file: Path) -> bool:
+    """Is this the model card of certain weights?"""
+    return file.name == CARD and STATED.search(file.read_text("utf-8")) is not None
 
 
 def read_head(path: str | Path, target: Target, revision: str | None = None, strict: bool = False) -> DraftHead:
@@ -153,7 +192,7 @@ def drafting_dtype(head: DraftHead, target: Target) -> torch.dtype:
 def check_card(directory: Path) -> None:
     """Raise ValueError where the model card beside the weights was written for other weights."""
     card = directory / CARD
-    stated = re.search(r"SHA-256 of the weights\W+([0-9a-f]{64})", card.read_text("utf-8")) if card.is_file() else None
+    stated = STATED.search(card.read_text("utf-8")) if card.is_file() else None
     if stated and stated[1] != weights_sha256(directory):
         raise ValueError(
             f"the weights in {directory} are not those of its {CARD} (SHA-256 {stated[1][:12]}...): the download or the "
