@@ -12,11 +12,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from foredraft.heads import Target, hub, load_head, save_head
+from foredraft.heads.checkpoint import write_head
 from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.formats import engines
 from foredraft.heads.hub.card import model_card
+from foredraft.heads.hub.client import file_sha256
 from foredraft.inference import load_drafter
 from foredraft.train import publish
 from tests.support import golden
+from tests.support.gguf_heads import gguf_head
 from tests.support.hub_server import TOKEN, Repo
 
 NAME = "org/a-head"
@@ -157,6 +161,20 @@ def test_weights_are_held_against_their_card(server, folder, target):
     server.repos[NAME].commits.append("weights alone")
     with pytest.raises(ValueError, match=r"are not those of its README\.md"):
         load_head(NAME, target)
+
+
+def test_a_head_in_gguf_is_pulled_as_it_is_read_from_a_folder(server, tmp_path, embedded):
+    pytest.importorskip("gguf")
+    layout = engines.llamacpp(head := gguf_head("eagle3", embedded), embedded, dtype="f32").layout
+    write_head(head, tmp_path / "head", embedded, layout, layout.weight_files)
+    server.repos[NAME] = repo = Repo(private=False)
+    repo.files = {file.name: file.read_bytes() for file in (tmp_path / "head").iterdir()}
+    repo.files |= {"pytorch_model.bin": b"not fetched", "other.gguf": b"not fetched"}
+    assert not any(name.endswith(".safetensors") for name in repo.files)
+    ours, pulled = load_head(tmp_path / "head", embedded).state_dict(), load_head(NAME, embedded).state_dict()
+    assert all(torch.equal(tensor, pulled[name]) for name, tensor in ours.items())
+    assert hub.weights_sha256(tmp_path / "head") == file_sha256(tmp_path / "head" / "head.gguf")
+    assert not any(line.startswith("GET") and line.endswith(("other.gguf", ".bin")) for line in server.log)
 
 
 def test_a_revision_is_what_is_loaded(server, folder, target):

@@ -31,7 +31,7 @@ LARGEST_JSON = 2**24  # bytes; configs have some thousand
 def read(directory: Path) -> HeadFiles:
     """The config and the weights in `directory`; ValueError that names the file and what is wrong with it."""
     config = read_config(directory)
-    known = (*SAFE, *PICKLED, FILE)
+    known = (*SAFE, FILE, *PICKLED)
     weights = next((directory / name for name in known if (directory / name).is_file()), None)
     if weights is None:
         raise ValueError(f"{directory} holds no weights: none of {', '.join(known)}")

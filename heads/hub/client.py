@@ -14,9 +14,9 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from foredraft.heads.formats.files import CONFIG, INDEX, PICKLED, SAFE, read_config
+from foredraft.heads.formats.files import CONFIG, FILE, INDEX, PICKLED, SAFE, read_config
 
-WEIGHTS = (*SAFE, *PICKLED)
+WEIGHTS = (*SAFE, FILE, *PICKLED)
 HEAD = "head"  # of a run, and of each of its checkpoints
 # What a head consists of, in any layout: of these a repository holds what the newest head has, and no others.
 HEAD_FILES = (*WEIGHTS, "*.safetensors", "adapter_*", "config.json", "config.yaml", "metrics.json", "report.html")
@@ -43,7 +43,7 @@ def find(path_or_id: str | Path, revision: str | None = None) -> Path:
     files that a head consists of are fetched; pickles only where there is nothing else, and code never.
     revision: a branch, tag or commit on the Hub.
     """
-    path = Path(path_or_id)
+    path = Path(path_or_id).expanduser()
     if path.is_dir():
         if revision is not None:
             raise ValueError(
@@ -51,16 +51,17 @@ def find(path_or_id: str | Path, revision: str | None = None) -> Path:
             )
         return path / HEAD if (path / HEAD / CONFIG).is_file() else path
     name = str(path_or_id)
-    if name.count("/") != 1 or name.startswith((".", "/")):
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ValueError(f"head {name} is neither a directory nor a Hub id like org/name")
     what = f"head {name} is no directory here, and the Hub does not give it"
     with one_sentence_errors(what):
         found = Path(snapshot_download(name, revision=revision, allow_patterns=TEXTS))
     check_no_language_model(found, name)
     with one_sentence_errors(what):
-        found = Path(snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", *TEXTS]))
-        if not any((found / file).is_file() for file in SAFE):
-            found = Path(snapshot_download(name, revision=revision, allow_patterns=[*PICKLED, *TEXTS]))
+        for known, patterns in ((SAFE, ["*.safetensors"]), ((FILE,), [FILE]), (PICKLED, list(PICKLED))):
+            found = Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns, *TEXTS]))
+            if any((found / file).is_file() for file in known):
+                break
     return found
 
 
