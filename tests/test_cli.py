@@ -12,7 +12,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from foredraft import __main__ as foredraft
-from foredraft.train.cli import entry
+from foredraft.train.cli import entry, expand_home
 from foredraft.train.config_check import nearest
 from foredraft.train.config_help import comments, describe
 from tests.support.processes import script
@@ -129,6 +129,24 @@ def test_well_typed(run: Run) -> None:
 def test_a_list_of_one_may_go_without_brackets(run: Run) -> None:
     code, (cfg,) = run("head.layers=2")
     assert code == 0 and cfg.head.layers == [2]
+
+
+def test_the_home_directory_has_a_short_name_in_paths_and_none_in_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    for typed, meant in {
+        "target.path=~/m": "target.path=/home/ada/m",
+        "+data.path='~/a b.jsonl'": "+data.path='/home/ada/a b.jsonl'",
+        "drafters=[~/one,draft:~/two]": "drafters=[/home/ada/one,draft:/home/ada/two]",
+        "prompt=~/x is": "prompt=~/x is",
+        "output_dir=a~/b": "output_dir=a~/b",
+        "~trainer": "~trainer",
+    }.items():
+        assert expand_home(typed) == meant
+
+
+def test_paths_are_expanded_before_they_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert run("output_dir=~/runs")[1][0].output_dir == "/home/ada/runs"
 
 
 def test_nearest_prefers_the_last_part_and_the_first_letter() -> None:

@@ -32,6 +32,7 @@ from foredraft.train.config_check import Plan, first_line, make_plan, search_pat
 from foredraft.train.config_help import describe
 
 WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
+TEXTS = ("prompt", "system")  # keys whose values are no paths
 ROOT = Path(__file__).resolve().parents[1]  # of a checkout, or the folder of the installed package
 CONF, SCRIPTS = ROOT / "conf", ROOT / "scripts"
 
@@ -107,7 +108,8 @@ def entry(config_name: str, config_dir: Path = CONF) -> Callable[[Callable[[Dict
         @functools.wraps(main)
         def run() -> None:
             several = config_name == "evaluate"
-            typed = [part for argument in sys.argv[1:] for part in spelled_out(argument, config_dir, several)]
+            given = map(expand_home, sys.argv[1:])
+            typed = [part for argument in given for part in spelled_out(argument, config_dir, several)]
             sys.argv[1:] = [*named_target(typed, config_dir), *typed]
             args = get_args_parser().parse_args()
             # As Hydra reads --config-path: beside the file of `main`, unless it is absolute.
@@ -207,6 +209,14 @@ def no_space(error: BaseException) -> bool:
     # "unexpected pos": torch.save's zip writer wrote less than it was given
     named = "No space left on device" in str(error) or "unexpected pos" in str(error)
     return named or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
+
+
+def expand_home(argument: str) -> str:
+    """Expand ~ where a path of an override begins, which a shell does at the beginning of an argument only."""
+    key, sign, value = argument.partition("=")
+    if key.lstrip("+") in TEXTS:
+        return argument
+    return key + sign + re.sub(r"(^|[\[,:+'\"])~(?=/)", lambda found: found[1] + os.path.expanduser("~"), value)
 
 
 def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> list[str]:

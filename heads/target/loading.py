@@ -31,6 +31,7 @@ from foredraft.heads.target.images import reads_images
 
 def check_path(path: str | Path) -> str:
     """A directory or an id on the Hub. Raises ValueError where there is no model."""
+    path = Path(path).expanduser() if str(path).startswith("~") else path
     if not Path(path).is_dir():
         check_exists(str(path))
     elif not (Path(path) / "config.json").is_file():
