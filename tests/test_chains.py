@@ -370,3 +370,10 @@ def test_a_limit_of_memory_counts_the_states_of_texts(kind: str, entry: int, sta
     assert texts == expected and max(together) == 2
     with pytest.raises(ValueError, match="room"):
         Worker(target, None, cache_gib=2 * 1.25 * 0.5 * text / 2**30, prefix_cache_gib=0).engines[0].add(requests[0])
+
+
+def test_other_programs_may_compile_the_functions_that_are_watched() -> None:
+    """They stay replaced in transformers' module, and a rule's own variables are a thread's."""
+    rule = rules.Rule(lambda x, factor=2: x * factor)
+    compiled = torch.compile(lambda x: rule(x, factor=3) + 1, fullgraph=True, backend="eager")
+    assert compiled(torch.ones(2)).tolist() == [4.0, 4.0]

@@ -69,7 +69,8 @@ class Rule:
         self.function, self.names = function, list(inspect.signature(function).parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not NOW.watched:
+        # A compiler of others' code (fullgraph=True) does not look into a thread's own variables.
+        if torch.compiler.is_compiling() or not NOW.watched:
             return self.function(*args, **kwargs)
         if args[0].device.type == "cpu":  # there whatever it takes is padded to whole chunks
             kwargs["chunk_size"] = min(args[0].shape[1], kwargs.get("chunk_size", CHUNK))
