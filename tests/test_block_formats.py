@@ -11,6 +11,7 @@ from foredraft.heads import load_head
 from foredraft.heads.checkpoint import read_head
 from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.p_eagle import PEagleHead
+from foredraft.inference import drafter_for, generate
 from foredraft.train import parity_gate
 from tests.support import golden
 from tests.support.batches import PROMPT
@@ -85,6 +86,18 @@ def test_p_eagle_files_are_what_they_say(deep, tmp_path, name, before, depth):
     mine = {key.replace("blocks.", "layers.", 1): value for key, value in head.state_dict().items()}
     assert mine.keys() == weights.keys() and all(torch.equal(mine[key], weights[key].to(mine[key])) for key in mine)
     assert parity_gate.check(head, deep, PROMPT) < 1e-3
+
+
+def test_p_eagle_files_that_ask_for_one_draft_are_used(deep, tmp_path):
+    config, weights, _ = golden.make("speculators_p_eagle", deep)
+    config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        head = load_head(golden.write(tmp_path, config, weights), deep, dtype=torch.float32)
+    assert parity_gate.check(head, deep, PROMPT) < 1e-3
+    ids, settings = torch.tensor([PROMPT]), {"max_new_tokens": 8, "eos_token_id": -1}
+    plain = generate(deep, None, ids, **settings).new_tokens
+    assert generate(deep, drafter_for(head, deep), ids, **settings).new_tokens == plain
 
 
 def test_p_eagle_without_an_embedding_takes_the_targets(deep, tmp_path):

@@ -57,7 +57,8 @@ class PEagleFormat(Eagle3Format):
             raise files.error(
                 f"config.json says {TOKEN[0]}={token}, which is no row of the target's {target.vocab_size} embeddings"
             )
-        own = {"depth": speculative_tokens(files, usual=8)} | config.get("foredraft", {})
+        # It says how far an engine shall draft. The head is the same at all depths, and drafts two tokens at least.
+        own = {"depth": max(2, speculative_tokens(files, usual=8))} | config.get("foredraft", {})
         shared = self.shared_config(files, {name: config.get(name) for name in FLAGS}, target)
         own_settings = {"num_hidden_layers": count, "pard_token": token, "foredraft": own}
         return layer_settings(files, layer, target, count) | shared | own_settings
