@@ -36,7 +36,6 @@ from transformers import LlamaConfig
 from foredraft.heads import llama_config, vocab
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import KVCache
-from foredraft.heads.target.sharding import full_tensor
 
 
 class PackedBatch(NamedTuple):
@@ -183,14 +182,14 @@ class DraftHead(nn.Module, ABC):
     def init_projections(self, target: Target, counts: Tensor | None) -> None:
         """Start its projections as the target's lm_head, pruned ones as its rows of the most frequent tokens by `counts`
         (vocab,). A quantised lm_head gives no rows."""
-        rows = full_tensor(target.model.get_output_embeddings().weight)
+        rows = target.lm_head_rows
         if self.pruned:
             assert counts is not None, "pruning needs the tokens' counts"
             ids = vocab.most_frequent(counts, len(self.d2t))
             self.set_vocabulary(ids)
-            rows = rows[ids.to(rows.device)]
+            rows = None if rows is None else rows[ids.to(rows.device)]
         for projection in self.projections:
-            if rows.is_floating_point() and rows.shape == projection.weight.shape:
+            if rows is not None and rows.shape == projection.weight.shape:
                 projection.weight.copy_(rows)
 
     @property
@@ -298,6 +297,9 @@ class BlockHead(DraftHead):
 
     def condition_on_text(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """States (..., depth, width + correction) of hidden states (..., depth, width); tokens (..., depth) precede them."""
+        assert self.config is not None
+        # Tokens that the target takes and never writes have no row in the tables of `condition`.
+        tokens = tokens.clamp(max=self.config.vocab_size - 1)
         memory, states = hidden.new_zeros(*tokens.shape[:-1], self.memory), []
         for depth in range(1, hidden.shape[-2] + 1):
             correction, memory = self.condition(depth, hidden[..., depth - 1, :], tokens[..., depth - 1], memory)

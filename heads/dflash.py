@@ -111,7 +111,7 @@ class DFlashHead(BlockHead):
                 f"head.block_size={block_size} must be at least 2, head.num_layers={num_layers} at least 1"
             )
         mask = check_mask_token(target, mask_token_id)
-        config = llama_config.config_like(target, "DFlash")
+        config = llama_config.config_like(target)
         config.num_hidden_layers, config.attention_bias = num_layers, False
         types = None if window is None else [SLIDING] * (num_layers - 1) + [FULL]
         layout = sample_from_anchor, causal, window, types, draft_vocab_size
@@ -279,13 +279,14 @@ def spread_layers(n: int, count: int) -> list[int]:
 
 def mask_token(target: Target) -> int:
     """An id that a text hardly holds: the tokenizer's mask, a row beyond its tokens, or one of its special tokens."""
-    tokenizer = target.tokenizer
-    if tokenizer is not None and tokenizer.mask_token_id is not None:
+    tokenizer, last = target.tokenizer, target.vocab_size - 1
+    if tokenizer is None:
+        return last
+    if tokenizer.mask_token_id is not None and tokenizer.mask_token_id <= last:
         return tokenizer.mask_token_id
-    if tokenizer is not None and len(tokenizer) < target.vocab_size:
-        return target.vocab_size - 1
-    special = [] if tokenizer is None else sorted(tokenizer.all_special_ids)
-    return special[-1] if special else target.vocab_size - 1
+    used = set(tokenizer.get_vocab().values())
+    special = max((token for token in tokenizer.all_special_ids if token <= last), default=last)
+    return next((token for token in range(last, -1, -1) if token not in used), special)
 
 
 def check_mask_token(target: Target, token: int | None) -> int:

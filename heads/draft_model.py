@@ -18,10 +18,8 @@ from foredraft.heads.target.cache import KVCache
 from foredraft.heads.target.ends import refuse
 from foredraft.heads.target.sharding import full_tensor
 
-NEVER = (
-    -1e4
-)  # the logit of a token that is not in the small model's vocabulary; finite, so that differences of logits are
-
+# The logit of a token that is not in the small model's vocabulary; finite, so that differences of logits are.
+NEVER = -1e4
 
 UNPACKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -34,8 +32,7 @@ class DraftModelHead(RecurrentHead):
     def __init__(self, lm: Target, vocab_size: int):
         """lm: the small model. vocab_size: the target's; some models pad theirs. Raises ValueError for one whose state
         cannot be taken back to where the target went another way."""
-        if not lm.supports_trees:
-            raise ValueError(f"{lm.why_no_trees}, which a draft model must do: choose another, or train a head")
+        check_branches(lm)
         super().__init__()
         self.lm, self.vocab_size = lm, vocab_size
         self.model = lm.model
@@ -100,11 +97,12 @@ class DraftModelHead(RecurrentHead):
         last = [self.lm.num_layers]
         packed = self.lm.supports_packed_rows
         mask = self.lm.masks.packed(text.document_starts(), self.lm.dtype) if packed else text.mask()
-        output = self.lm.forward(text.tokens, text.positions, mask, None, last, 1, text.positions)
+        output = self.lm.forward(self.embed(text.tokens), text.positions, mask, None, last, 1, text.positions)
         return [output.aux_hidden_states.roll(-1, dims=1)]  # what it makes of token p + 1 names token p + 2
 
-    def embed(self, tokens: Tensor, target: Target) -> Tensor:
-        return tokens
+    def embed(self, tokens: Tensor, target: Target | None = None) -> Tensor:
+        """The tokens themselves. Those that the small model has no embedding of are replaced by its last one."""
+        return tokens.clamp(max=self.lm.model.get_input_embeddings().num_embeddings - 1)
 
     def draft_extend(self, aux_hidden_states: Tensor, tokens: Tensor, cache: KVCache) -> Tensor:
         new = tokens.shape[1]
@@ -122,6 +120,11 @@ class DraftModelHead(RecurrentHead):
         return F.pad(logits, (0, missing), value=NEVER) if missing else logits
 
 
+def check_branches(lm: Target) -> None:
+    if not lm.supports_trees:
+        raise ValueError(f"{lm.why_no_trees}, which a draft model must do: choose another, or train a head")
+
+
 def first_layers(target: Target, count: int) -> PreTrainedModel:
     """A model of the target's kind in float32, made of its embedding, its first `count` layers and what follows the last.
     Raises ValueError where the target keeps weights packed, which are nothing without their scales."""
@@ -129,6 +132,7 @@ def first_layers(target: Target, count: int) -> PreTrainedModel:
         raise ValueError(f"head.num_layers={count} must lie between 1 and {target.num_layers - 1}, below the target's")
     if target.ends_only:
         refuse()
+    check_branches(target)
     config = copy.deepcopy(target.model.config)
     for name in ("quantization_config", "distributed_config"):
         vars(config).pop(name, None)
@@ -161,15 +165,17 @@ def untie(model: PreTrainedModel) -> None:
 
 
 def check_vocabulary(model: Target, target: Target) -> None:
-    """Raise ValueError unless token ids mean the same to both."""
+    """Raise ValueError unless token ids mean the same to both. Either may have tokens that the other lacks: added ones at the
+    end, as a rule."""
     if model.tokenizer is not None and target.tokenizer is not None:
         ours, theirs = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
-        different = next((token for token in theirs if ours.get(token) != theirs[token]), None)
-        if different is not None:
-            raise ValueError(
-                f"the draft model {model.name} has another vocabulary than {target.name}: {different!r} is "
-                f"{ours.get(different)} there and {theirs[different]} here; choose one of the same tokenizer"
-            )
+        named = {number: token for token, number in ours.items()}
+        for token, number in theirs.items():
+            if ours.get(token, number) != number or named.get(number, token) != token:
+                raise ValueError(
+                    f"the draft model {model.name} has another vocabulary than {target.name}: {token!r} is "
+                    f"{ours.get(token)} there and {number} here; choose one of the same tokenizer"
+                )
     elif model.vocab_size != target.vocab_size:
         raise ValueError(
             f"the draft model {model.name} knows {model.vocab_size} tokens, {target.name} {target.vocab_size}: "

@@ -44,7 +44,7 @@ class EagleHead(HiddenStateHead):
         depth: steps of training, 1 is EAGLE-1's, 3 are HASS's. noise: width of the uniform noise on the hidden
         states in training, at the paper's 512 tokens a row. bias: of fc, which vLLM loads without one.
         """
-        head = cls(llama_config.config_like(target, "EAGLE"), depth, bias, noise)
+        head = cls(llama_config.config_like(target), depth, bias, noise)
         head.hand_on()
         if bias:
             nn.init.zeros_(head.fc.bias)

@@ -114,7 +114,7 @@ class Eagle3Head(LayerHead):
         whose columns undo the different sizes of the three layers' hidden states, which the published layer has no norm for.
         """
         layers = check_layers(paper_layers(target.num_layers) if layers is None else layers, target.num_layers)
-        config = llama_config.config_like(target, "EAGLE-3")
+        config = llama_config.config_like(target)
         head = cls(config, layers, depth, draft_vocab_size, fc_norm, norm_output, qk_norm=qk_norm)
         if not fc_norm:
             assert head.fc is not None

@@ -122,7 +122,7 @@ class HydraHead(RecurrentHead):
     ) -> "HydraHead":
         """A new head that starts from the target's own guess: every MLP hands on the hidden state, every projection is the
         target's lm_head. prefix: Hydra++'s layer; dropout: with it only. draft_vocab_size, counts: as in EAGLE-3."""
-        config = llama_config.config_like(target, "Hydra++") if prefix else None
+        config = llama_config.config_like(target) if prefix else None
         sizes = target.hidden_size, target.vocab_size, depth, mlp_layers
         head = cls(*sizes, config, dropout, draft_vocab_size, target.name)
         head.attach(target)

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 from foredraft.heads.layers import DecoderLayer, RMSNorm
 from foredraft.heads.target import Target
+from foredraft.heads.target.support import settings_of
 
 ROPES = ("default", "linear", "llama3", "yarn", "longrope")  # that a head may have
 NEEDED = ("hidden_size", "num_attention_heads")
@@ -18,6 +19,7 @@ COPIED = (*NEEDED, "intermediate_size", "num_key_value_heads", "rms_norm_eps", "
 # Of a layer of multi-head latent attention (heads/latent_attention.py), whose head_dim is that of the rotated part.
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 COPIED_IF_THERE = ("head_dim", "max_position_embeddings", "bos_token_id", "eos_token_id")
+HEAD_DIM = 64  # of a layer's attention heads, for a target that has none
 SPREAD = 1.2  # standard deviation over the vocabulary, at most, of the logits of a new head
 
 
@@ -35,14 +37,23 @@ class LayerConfig(LlamaConfig):
         pass
 
 
-def config_like(target: Target, kind: str) -> LlamaConfig:
+def shape_of(target: Target) -> dict[str, Any]:
+    """Return the sizes of the target's layers under their usual names. What its config leaves out has Llama's proportions.
+    Raises ValueError for a target that has no hidden size."""
+    settings = settings_of(target.config)
+    if settings.get("hidden_size") is None:
+        raise ValueError(f"the config of {target.name} has no hidden_size, which a head's layer is shaped by")
+    shape = {name: settings[name] for name in (*COPIED, *COPIED_IF_THERE) if settings.get(name) is not None}
+    shape.setdefault("num_attention_heads", max(1, target.hidden_size // HEAD_DIM))  # Mamba has none
+    shape.setdefault("intermediate_size", 4 * target.hidden_size)
+    if isinstance(shape["intermediate_size"], list):  # a size for each layer (Gemma 3n)
+        shape["intermediate_size"] = max(shape["intermediate_size"])
+    return shape
+
+
+def config_like(target: Target) -> LlamaConfig:
     """One Llama layer of the target's shape. Raises ValueError where the target's config has no such shape."""
-    settings = target.config.to_dict()
-    missing = [name for name in NEEDED if name not in settings]
-    if missing:
-        raise ValueError(f"the config of {target.name} has no {', '.join(missing)}: an {kind} layer is shaped by it")
-    copied = {name: settings[name] for name in (*COPIED, *COPIED_IF_THERE) if settings.get(name) is not None}
-    copied.setdefault("intermediate_size", 4 * settings["hidden_size"])
+    settings, copied = settings_of(target.config), shape_of(target)
     copied["vocab_size"] = target.vocab_size
     if target.max_positions is not None:  # some configs have it under another name
         copied["max_position_embeddings"] = target.max_positions
@@ -82,7 +93,8 @@ def rope_parameters(settings: dict[str, Any]) -> dict[str, Any]:
     `rope_type`. A target with a rope per kind of layer (Gemma 3) gives that of full attention. mrope gives all its sections
     the same positions where there is only text, so it is the default rope here."""
     rope = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
-    rope = dict(rope.get("full_attention", rope))
+    if "full_attention" in rope:  # which has none in Beam, whose sliding layers have one
+        rope = dict(rope["full_attention"] or next(filter(None, rope.values()), {}))
     older_name = rope.pop("type", None)
     kind = rope.pop("rope_type", None) or older_name or "default"
     if kind in ("default", "mrope"):
@@ -111,7 +123,7 @@ def incompatibilities(config: LlamaConfig, target: Target) -> list[str]:
 
 def differences(config: LlamaConfig, target: Target) -> list[str]:
     """Where the layer's rope or context length is not the target's, in words. A head that was trained so drafts well."""
-    settings, found = target.config.to_dict(), []
+    settings, found = settings_of(target.config), []
     if target.max_positions not in (None, config.max_position_embeddings):
         found.append(
             f"max_position_embeddings: the head says {config.max_position_embeddings}, the target {target.max_positions}"
@@ -130,7 +142,8 @@ def probe(target: Target, layers: list[int]) -> Tensor:
 
 def probe_tokens(target: Target) -> Tensor:
     """(1, tokens) int64."""
-    return torch.arange(min(256, target.vocab_size), device=target.device)[None]
+    count = min(256, target.vocab_size, target.context or 256)  # a learned position table ends at the context
+    return torch.arange(count, device=target.device)[None]
 
 
 def aux_sizes(layers: list[int], target: Target) -> Tensor:

@@ -67,7 +67,7 @@ class MTPHead(HiddenStateHead):
     def for_target(cls, target: Target, depth: int = 3) -> "MTPHead":
         """A new head. depth: steps of training, each on the output of the one before. It starts from the layer that the
         target ships, and raises ValueError where that is none that is known here."""
-        config = llama_config.config_like(target, "MTP")
+        config = llama_config.config_like(target)
         shipped = shipped_layer(target)
         if not shipped:
             head = cls(config, depth)

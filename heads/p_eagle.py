@@ -87,7 +87,7 @@ class PEagleHead(BlockHead):
         if depth < 2 or num_layers < 1:
             raise ValueError(f"head.depth={depth} must be at least 2, head.num_layers={num_layers} at least 1")
         mask = check_mask_token(target, mask_token_id)
-        config = llama_config.config_like(target, "P-EAGLE")
+        config = llama_config.config_like(target)
         config.num_hidden_layers, config.attention_bias = num_layers, False
         head = cls(config, layers, depth, mask, draft_vocab_size)
         sizes = llama_config.aux_sizes(layers, target).cpu()
@@ -142,8 +142,9 @@ class PEagleHead(BlockHead):
             "eagle_aux_hidden_state_layer_ids": self.layers,
         }
 
-    def embed(self, tokens: Tensor, target: Target) -> Tensor:
-        return self.embed_tokens(tokens)
+    def embed(self, tokens: Tensor, target: Target | None = None) -> Tensor:
+        beyond = tokens >= self.embed_tokens.num_embeddings  # tokens that the target takes and never writes
+        return self.embed_tokens(tokens.masked_fill(beyond, self.mask_token_id))
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head(self.norm(hidden))
@@ -169,7 +170,7 @@ class PEagleHead(BlockHead):
         length, size = text.tokens.shape[1], self.depth - 1
         blocks, firsts = Blocks.of(text, size), text.document_starts()
         begins = blocks.last.clamp(min=0)
-        hidden, after = self.fuse(aux_hidden_states), self.embed_tokens(text.tokens.roll(-1, dims=1))
+        hidden, after = self.fuse(aux_hidden_states), self.embed(text.tokens.roll(-1, dims=1))
         drafts, masks = self.mask_inputs(len(begins), begins.shape[1] * size)
         ahead = torch.arange(1, size + 1, device=begins.device)
         positions = (text.positions.gather(1, begins)[..., None] + ahead).flatten(1)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.pytorch_utils import Conv1D
 
 from foredraft.heads.base import BlockHead, PackedBatch
 from foredraft.heads.block_attention import Blocks, part_seen, within
@@ -177,23 +178,30 @@ def check_target(target: Target) -> None:
         raise ValueError(f"head=uno drafts beside the target's text, and {target.why_no_trees}: choose another head")
 
 
+def widths(layer: nn.Module) -> tuple[int, int] | None:
+    """Return the inputs and outputs of a linear layer; None for any other module."""
+    if isinstance(layer, Conv1D):  # GPT-2's, whose weight is transposed
+        return layer.nx, layer.nf
+    return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear | PackedLinear) else None
+
+
 def linear_layers(target: Target) -> dict[str, tuple[int, int]]:
     """Inputs and outputs, by name, of the linear layers through which a text passes row by row, but for the lm_head. Experts
-    that see some rows are none of them. Raises ValueError where there is none (GPT-2 has Conv1D in their place)."""
+    that see some rows are none of them. Raises ValueError where there is none."""
     check_target(target)
     head, found, shape = target.model.get_output_embeddings(), dict[str, tuple[int, int]](), (2, 3)
 
-    def note(name: str) -> Any:
+    def note(name: str, sizes: tuple[int, int]) -> Any:
         def hook(layer: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            if inputs and isinstance(inputs[0], Tensor) and inputs[0].shape == (*shape, layer.in_features):
-                found[name] = (layer.in_features, layer.out_features)
+            if inputs and isinstance(inputs[0], Tensor) and inputs[0].shape == (*shape, sizes[0]):
+                found[name] = sizes
 
         return hook
 
     with ExitStack() as hooks, torch.no_grad(), paused(target.model):
         for name, layer in target.model.named_modules():
-            if isinstance(layer, nn.Linear | PackedLinear) and layer is not head:
-                hooks.callback(layer.register_forward_hook(note(name)).remove)
+            if layer is not head and (sizes := widths(layer)) is not None:
+                hooks.callback(layer.register_forward_hook(note(name, sizes)).remove)
         target.model(input_ids=torch.zeros(shape, dtype=torch.int64, device=target.device), use_cache=False)
     if not found:
         raise ValueError(

@@ -41,8 +41,9 @@ JSON_OPTIONS: Any = {"whitespace_pattern": "[ \\n\\r\\t]{0,32}"}
 class Grammar:
     """A compiled grammar, of one target. Any number of requests may share it."""
 
-    def __init__(self, matcher: Any, eos_token_ids: Sequence[int]):
-        self.matcher, self.eos_token_ids = matcher, eos_token_ids
+    def __init__(self, matcher: Any, eos_token_ids: Sequence[int], num_tokens: int):
+        """num_tokens: of the tokenizer, whose last ones the target may have no row for."""
+        self.matcher, self.eos_token_ids, self.num_tokens = matcher, eos_token_ids, num_tokens
 
     def state(self) -> "GrammarState":
         return GrammarState(self)
@@ -60,8 +61,10 @@ class Grammars:
         self.eos_token_ids = sorted(target.eos_token_ids)
         if not self.eos_token_ids:
             raise ValueError(f"a grammar ends a text by an end token, and {target.name} has none")
-        self.tokenizer = from_tokenizer(target.text_tokenizer, target.vocab_size, self.eos_token_ids)
-        added = target.text_tokenizer.added_tokens_decoder.items()
+        tokenizer = target.text_tokenizer  # which may know tokens that the target has no row for
+        count = max(target.vocab_size, 1 + max(tokenizer.get_vocab().values()))
+        self.tokenizer = from_tokenizer(tokenizer, count, self.eos_token_ids)
+        added = tokenizer.added_tokens_decoder.items()
         # Special tokens, which rules cannot spell: <[5]> in Lark's; None of ends, which come after all rules.
         self.special = {
             token.content: None if number in target.eos_token_ids else number
@@ -114,7 +117,7 @@ class Grammars:
             reason = " ".join(matcher.get_error().split("<state>")[0].split())
             reason = "no text follows it" if reason == "NoExtensionBias" else reason
             raise ValueError(f"the grammar cannot be compiled: {reason[:300]}")
-        return Grammar(matcher, self.eos_token_ids)
+        return Grammar(matcher, self.eos_token_ids, self.tokenizer.vocab_size)
 
 
 class GrammarState:
@@ -122,6 +125,7 @@ class GrammarState:
 
     def __init__(self, grammar: Grammar):
         self.matcher, self.eos_token_ids = grammar.matcher.deep_copy(), grammar.eos_token_ids
+        self.num_tokens = grammar.num_tokens
         self.num_consumed = 0  # tokens of the text
 
     @property
@@ -165,7 +169,8 @@ def allowed_tokens(
     """Bits (batch, nodes, bytes) uint8 for `forbid`, all set for sequences without a state, and of which sequences the
     grammar failed (batch,) bool; tree: tokens and parents, (2, batch, nodes)."""
     host_tokens, host_parents = tree.wait().tolist()
-    bits = torch.full((len(texts), len(host_tokens[0]), (vocab + 31) // 32), -1, dtype=torch.int32)
+    count = max([vocab, *(state.num_tokens for state in states if state is not None)])
+    bits = torch.full((len(texts), len(host_tokens[0]), (count + 31) // 32), -1, dtype=torch.int32)
     for row, state in enumerate(states):
         if state is not None and not state.failed:
             state.fill(bits[row], texts[row], host_tokens[row], host_parents[row])

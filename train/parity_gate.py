@@ -47,7 +47,7 @@ def float32_lm_head(target: Target) -> Iterator[bool]:
     def logits(hidden: Tensor) -> Tensor:
         parts = [F.linear(hidden.float(), rows.float()) for rows in weight.to(hidden.device).split(ROWS)]
         bias = 0 if head.bias is None else head.bias.float().to(hidden.device)
-        return target.scaled(torch.cat(parts, dim=-1) + bias)
+        return target.scaled((torch.cat(parts, dim=-1) + bias)[..., : target.vocab_size])
 
     target.logits = logits  # type: ignore[method-assign]
     try:

@@ -13,7 +13,6 @@ from foredraft.heads.formats.base import Format, HeadFiles, check_settings, draf
 from foredraft.heads.formats.layer_ids import IDS, for_sglang, resolve_layer_ids
 from foredraft.heads.formats.llama_layer import layer_settings
 from foredraft.heads.target import Target
-from foredraft.heads.target.sharding import full_tensor
 
 ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "CosyVoice3Eagle3LlamaForCausalLM"}
 ARCHITECTURES |= {"Eagle3Qwen3ForCausalLM"}  # with norms on queries and keys
@@ -79,9 +78,9 @@ class Eagle3Format(Format):
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
         weights = drop_embeddings(files, "embed_tokens.weight", target)
-        if "lm_head.weight" not in weights and not head.pruned and files.config.get("draft_vocab_size") is None:
-            rows = full_tensor(target.model.get_output_embeddings().weight)
-            if not rows.is_floating_point():
+        if "lm_head.weight" not in weights and not head.pruned and not files.trained_here:
+            rows = target.lm_head_rows
+            if rows is None:
                 raise files.error(f"it shares the lm_head of {target.name}, which is quantized: load it unquantized")
             files.notes.append(f"no lm_head is stored, so that of {target.name} is used")
             weights["lm_head.weight"] = rows.detach().cpu()

@@ -29,7 +29,7 @@ class HydraFormat(Format):
         files.count("hydra_num_heads"), files.count("hydra_num_layers")
         own: dict[str, Any] = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         if files.config["hydra_head_arch"] == "prefix-mlp":
-            own["prefix"] = llama_config.to_json(llama_config.config_like(target, "Hydra++"))
+            own["prefix"] = llama_config.to_json(llama_config.config_like(target))
         return files.config | {"foredraft": own | files.config.get("foredraft", {})}
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:

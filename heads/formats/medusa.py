@@ -9,7 +9,6 @@ from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.base import Format, HeadFiles, check_settings
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.target import Target
-from foredraft.heads.target.sharding import full_tensor
 
 
 def medusa_config(files: HeadFiles, target: Target, depth: int, blocks: int) -> dict[str, Any]:
@@ -66,8 +65,8 @@ class MedusaFormat(Format):
             raise files.error(
                 f"config.json says version 2, whose heads share the target's lm_head, but {own[0]} is stored"
             )
-        rows = full_tensor(target.model.get_output_embeddings().weight)
-        if not rows.is_floating_point():
+        rows = target.lm_head_rows
+        if rows is None:
             raise files.error(f"version 2 shares the lm_head of {target.name}, which is quantized: load it unquantized")
         return files.weights | dict.fromkeys(names, rows.detach().cpu())
 

@@ -21,8 +21,10 @@ class NativeFormat(Format):
         return None if name is None else cls(find_class(files, str(name)))
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
-        for name in ("num_hidden_layers", "n_layer", "depth", "medusa_num_heads", "medusa_num_layers"):
-            if name in files.config:
+        # The number of layers of a draft model has a name of its family's.
+        layers = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+        for name in (*layers, "depth", "medusa_num_heads", "medusa_num_layers"):
+            if files.config.get(name) is not None:
                 files.count(name)
         return files.config
 

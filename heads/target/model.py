@@ -38,11 +38,14 @@ from foredraft.heads.target.support import (
     longrope_boundary,
     mixes_rows,
     picks_keys,
+    settings_of,
     why_no_drafts,
     why_no_trees,
 )
 
 T = TypeVar("T")
+# Names of the number of positions in configs: most families', MPT's, Whisper's.
+POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 NODES = 64  # of a tree, where nobody says how large it will be
 TargetCache = KVCache | RaggedCache | StateCache
 
@@ -79,7 +82,8 @@ class Target:
         self.checkpoint = (
             name  # the directory or Hub id that transformers loads; of a GGUF file the converted directory
         )
-        self._checks_tokens = tokenizer is not None and len(tokenizer) > model.get_input_embeddings().num_embeddings
+        ids = [] if tokenizer is None else tokenizer.get_vocab().values()
+        self._checks_tokens = max(ids, default=-1) >= model.get_input_embeddings().num_embeddings
         self._idle_cache: KVCache | None = None
         self.config = model.config.get_text_config()
         check_supported(model)
@@ -183,7 +187,8 @@ class Target:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that it writes; some take more (the image tokens of Llama-3.2-Vision)."""
+        """Tokens that it both takes and writes. Some take more (the image tokens of Llama-3.2-Vision), and an lm_head may be
+        padded beyond the embedding: `logits` and all forwards leave out what it could not go on from."""
         head = self.model.get_output_embeddings()
         if isinstance(head, packing.PackedLinear):
             return min(self.model.get_input_embeddings().num_embeddings, head.out_features)
@@ -252,8 +257,16 @@ class Target:
 
     @property
     def embeddings(self) -> Tensor:
-        """(vocab, hidden) rows of its input embedding; where it `is_collective`, every process must ask."""
-        return full_tensor(self.model.get_input_embeddings().weight)
+        """(vocab_size, hidden) rows of its input embedding, those of tokens that it only takes left out; where it
+        `is_collective`, every process must ask."""
+        return full_tensor(self.model.get_input_embeddings().weight)[: self.vocab_size]
+
+    @property
+    def lm_head_rows(self) -> Tensor | None:
+        """(vocab_size, hidden) rows of its lm_head, or None for a quantised one; as for `embeddings`, every process must
+        ask."""
+        rows = full_tensor(self.model.get_output_embeddings().weight)
+        return rows[: self.vocab_size] if rows.is_floating_point() else None
 
     @property
     def context(self) -> int | None:
@@ -263,7 +276,8 @@ class Target:
     @property
     def max_positions(self) -> int | None:
         """Most positions that it can take; None where its config does not say, or says that all can be (XLNet's -1)."""
-        most = getattr(self.config, "max_position_embeddings", None)
+        named = (getattr(self.config, name, None) for name in POSITIONS)
+        most = next((number for number in named if number is not None), None)
         return None if most == -1 else most
 
     @property
@@ -418,7 +432,7 @@ class Target:
         past = kwargs.get(self._cache_name or "")
         with past.watched(tokens.shape[1]) if isinstance(past, StackedCache) else rules.watched():
             out = self.model(input_ids=tokens, **kwargs)
-        logits = out.logits
+        logits = out.logits[..., : self.vocab_size]
         if "logits_to_keep" not in self._parameters and keep_logits:
             logits = logits[:, -keep_logits:]
         if not layers:
@@ -517,7 +531,7 @@ class Target:
             **kwargs,
         )
         out = model(**inputs, return_dict=True)
-        output = TargetOutput(out.logits[:, -1:], out.logits.new_empty(*text.shape, 0))
+        output = TargetOutput(out.logits[:, -1:, : self.vocab_size], out.logits.new_empty(*text.shape, 0))
         return output, model._update_model_kwargs_for_generation(out, kwargs)
 
     def forward_tree(
@@ -550,7 +564,7 @@ class Target:
     @cached_property
     def logit_settings(self) -> tuple[float | None, float | None, float | None]:
         """What the logits are divided by (Granite), multiplied by (Cohere) and capped at (Gemma)."""
-        settings = self.config.to_dict()  # which knows every name of a config's, and takes longer than a small lm_head
+        settings = settings_of(self.config)  # takes longer than a small lm_head
         divisor, factor = settings.get("logits_scaling"), settings.get("logit_scale")
         return divisor or None, factor or None, settings.get("final_logit_softcapping")
 
@@ -559,9 +573,8 @@ class Target:
         head = self.model.get_output_embeddings()
         if not isinstance(head, packing.PackedLinear) and head.weight.is_floating_point():
             hidden = hidden.to(head.weight.dtype)
-        return self.scaled(
-            head(hidden).to(hidden.device)
-        )  # of several devices (sharding=layers) it may lie on the last
+        logits = head(hidden)[..., : self.vocab_size]
+        return self.scaled(logits.to(hidden.device))  # of several devices (sharding=layers) it may lie on the last
 
     def scaled(self, logits: Tensor) -> Tensor:
         """Apply what the target's config does to what its lm_head gives."""

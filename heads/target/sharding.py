@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from foredraft.heads.target.loading import model_class, read_config
+from foredraft.heads.target.support import settings_of
 
 T = TypeVar("T")
 COLLECTIVE = ("fsdp", "tensor")
@@ -64,7 +65,7 @@ def check_divides(path: str, node: int) -> None:
     config = read_config(path).get_text_config()
     experts = () if config.base_model_ep_plan is None else ("num_local_experts", "num_experts", "n_routed_experts")
     for name in ("num_attention_heads", "num_key_value_heads", *experts):
-        if (count := config.to_dict().get(name)) is not None and count % node:
+        if (count := settings_of(config).get(name)) is not None and count % node:
             raise ValueError(
                 f"target.sharding=tensor cuts the {name}={count} of {path} into as many equal parts as a node has processes, "
                 f"and {node} is no divisor: start another number of them, or take target.sharding=fsdp"

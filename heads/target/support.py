@@ -1,6 +1,7 @@
 """Which models can be targets, and which of them support trees: asked of their configs and classes, not of their names."""
 
 import inspect
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -9,6 +10,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 BRANCHING = {"full_attention", "sliding_attention"}
 # What models call their cache. transformers 5.24 renamed the next two to the first; models with their own code keep them.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
+
+
+def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return a config's settings. Those that its family calls by a name of its own (GPT-2's n_embd, MPT's d_model) have their
+    usual name too, which `to_dict` leaves out."""
+    settings = config.to_dict()
+    return {usual: settings[own] for usual, own in config.attribute_map.items() if own in settings} | settings
 
 
 def check_supported(model: PreTrainedModel) -> None:
@@ -27,13 +35,8 @@ def check_supported(model: PreTrainedModel) -> None:
             f"model_type {config.model_type} has use_bidirectional_attention: a draft would change the text before it; "
             "choose a target without"
         )
-    output = model.get_output_embeddings()
-    inputs, written = model.get_input_embeddings().num_embeddings, None if output is None else output.weight.shape[0]
-    if output is None or (written > inputs and output.weight.is_floating_point()):
-        raise ValueError(
-            f"model_type {config.model_type} takes {inputs} tokens and writes {written or 'none'}: all that it writes "
-            "must be what it can take next; choose a text model"
-        )
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"model_type {config.model_type} writes no tokens: choose a text model")
 
 
 def why_no_drafts(model: PreTrainedModel) -> str | None:

@@ -107,10 +107,10 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str | Document]
 
 
 def count_tokens(documents: Sequence[Document], vocab: int) -> Tensor:
-    """(vocab,) int64: how often each token is in the loss."""
+    """(vocab,) int64: how often each token is in the loss, those left out that the target takes and never writes."""
     counts = np.zeros(vocab, np.int64)
     for _, tokens, flags in Documents.of(documents).blocks():
-        counts += np.bincount(tokens[flags > 0], minlength=vocab)
+        counts += np.bincount(tokens[flags > 0], minlength=vocab)[:vocab]
     return torch.from_numpy(counts)
 
 

@@ -23,8 +23,10 @@ from transformers.initialization import no_init_weights
 
 from foredraft.heads import adapter
 from foredraft.heads.base import BlockHead, PackedBatch
+from foredraft.heads.llama_config import shape_of
 from foredraft.heads.target import Target, TargetOutput
 from foredraft.heads.target.loading import model_class
+from foredraft.heads.target.support import settings_of
 from foredraft.train.blocks import BlockDistillation
 from foredraft.train.losses import soft
 from foredraft.train.module import DistillationModel, rows_at_a_time
@@ -206,11 +208,11 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
 
 def study_target(cfg: DictConfig, target: Target) -> Body:
     """Arithmetic on the config; working memory is that of one layer, since no gradient state is kept."""
-    config, model = target.config, target.model
+    model = target.model
     ends = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in m.parameters()}
     body = {name: p.numel() for name, p in model.named_parameters() if id(p) not in ends}
     edge = sum(p.numel() for p in model.parameters() if id(p) in ends)
-    facts = config.to_dict()
+    facts = settings_of(target.config)
     used, experts = (next((facts[name] for name in names if facts.get(name)), 1) for names in EXPERTS)
     share = used / experts
     mixed = sum(count for name, count in body.items() if ".experts." in name)
@@ -220,12 +222,14 @@ def study_target(cfg: DictConfig, target: Target) -> Body:
     packed = mixed if cfg.target.quantization == "mxfp4" else mixed + dense
     weights = packed * bits / 8 + (mixed + dense - packed) * size
     tokens = cfg.rows * cfg.length
-    head_dim = facts.get("head_dim") or config.hidden_size // config.num_attention_heads
+    shape = shape_of(target)
+    heads = shape["num_attention_heads"]
+    head_dim = shape.get("head_dim") or target.hidden_size // heads
     active = dense + mixed * share
-    attention = 2 * cfg.length * config.num_attention_heads * head_dim * config.num_hidden_layers  # causal: half of 4
+    attention = 2 * cfg.length * heads * head_dim * target.num_layers  # causal: half of 4
     # One layer at its widest (the two halves of the MLP and their product), the residual stream, eager attention's scores.
-    wide = 3 * facts.get("intermediate_size", 4 * config.hidden_size) * used
+    wide = 3 * shape["intermediate_size"] * used
     eager = model.config._attn_implementation == "eager"
-    scores = eager * config.num_attention_heads * cfg.length**2 * (4 + size)
-    working = tokens * (wide + 4 * config.hidden_size) * size + scores
+    scores = eager * heads * cfg.length**2 * (4 + size)
+    working = tokens * (wide + 4 * target.hidden_size) * size + scores
     return Body(weights, edge * size, working, tokens * (2 * active + attention), sum(body.values()) + edge, active)

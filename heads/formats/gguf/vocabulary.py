@@ -52,6 +52,8 @@ def add_bytes(writer: Any, folder: Path, target: Target) -> None:
     added = tokenizer.added_tokens_decoder
     tokens, kinds = unused(target.vocab_size)
     for token, number in tokenizer.get_vocab().items():
+        if number >= target.vocab_size:  # one that the target only takes (an image's), or has no row for
+            continue
         special = number in added and added[number].special
         own = gguf.TokenType.CONTROL if special else gguf.TokenType.USER_DEFINED
         tokens[number], kinds[number] = token, own if number in added else gguf.TokenType.NORMAL
@@ -67,7 +69,7 @@ def add_pieces(writer: Any, folder: Path, vocab_size: int) -> None:
     gguf = package()
     tokens, kinds = unused(vocab_size)
     scores = [-1000.0] * vocab_size
-    for number, entry in enumerate(gguf.LlamaHfVocab(folder).all_tokens()):
+    for number, entry in zip(range(vocab_size), gguf.LlamaHfVocab(folder).all_tokens()):
         tokens[number], scores[number], kinds[number] = entry
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")

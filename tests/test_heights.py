@@ -1,0 +1,208 @@
+"""Promise: a target whose embedding, lm_head and tokenizer have different numbers of tokens is trained for, drafted for and
+exported for as any other (Llama-3.2-Vision takes 128,264 tokens and writes 128,256; Megatron pads lm_heads)."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from torch import nn
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from foredraft.heads import Target, load_head, save_head
+from foredraft.heads.base import DraftHead, PackedBatch
+from foredraft.heads.checkpoint import write_head
+from foredraft.heads.dflash import check_mask_token
+from foredraft.heads.draft_model import DraftModelHead
+from foredraft.heads.formats import engines
+from foredraft.inference import Grammars, drafter_for, generate, load_drafter
+from foredraft.inference.drafters.ngram import NgramDrafter
+from foredraft.train.data.corpus import count_tokens
+from foredraft.train.data.packing import Document
+from tests.support import names
+from tests.support.head_factory import OVERRIDES, build_head, criterion, make_head
+from tests.support.tiny import VOCAB, tiny_config
+
+MORE = 8
+LIMITS = {"max_new_tokens": 12, "eos_token_id": -1}
+PROMPT = torch.arange(3, 23)[None]
+KINDS = [name for name in names("head") if name not in ("auto", "draft_model")]  # the last has a test of its own
+BY_DAY = [("embedding", kind) for kind in KINDS] + [
+    ("lm_head", kind) for kind in ("medusa", "eagle3", "eagle", "dspark")
+]
+REST = [("lm_head", kind) for kind in KINDS if ("lm_head", kind) not in BY_DAY]
+
+
+def taller(target: Target, end: str) -> Target:
+    """The target with more rows in its embedding or in its lm_head, which would win if they were asked."""
+    model = target.model
+    if end == "embedding":
+        rows = torch.randn(MORE, target.hidden_size)
+        model.set_input_embeddings(nn.Embedding.from_pretrained(torch.cat([target.embeddings, rows])))
+    else:
+        old, new = model.lm_head.weight, nn.Linear(target.hidden_size, VOCAB + MORE, bias=False)
+        new.weight = nn.Parameter(torch.cat([old, 3 * old[:MORE]]))
+        model.set_output_embeddings(new)
+    return Target(model, target.tokenizer, target.name)
+
+
+@pytest.mark.parametrize(("end", "kind"), [*BY_DAY, *(pytest.param(*case, marks=pytest.mark.nightly) for case in REST)])
+def test_heads_of_ends_that_differ_train_draft_and_are_saved(end: str, kind: str, fresh: Target, tmp_path) -> None:
+    plain = generate(fresh, None, PROMPT, **LIMITS).new_tokens
+    target = taller(fresh, end)
+    assert target.vocab_size == VOCAB
+    assert generate(target, None, PROMPT, **LIMITS).new_tokens == plain
+    head = build_head(**{"kind": kind} | OVERRIDES.get(kind, {}), target=target)
+    model = criterion(kind, head, target)
+    head.on_train_begin(target)
+    documents = torch.tensor([[0] * 20 + [1] * 28])
+    text = PackedBatch(
+        torch.randint(3, VOCAB, (1, 48)), documents >= 0, documents, torch.tensor([[*range(20), *range(28)]])
+    )
+    if end == "embedding":
+        text.tokens[0, 5::6] = VOCAB + 3  # which it takes and never writes
+    model(*text[:4], **model.prepare(text, step=0)).loss.backward()
+    gradients = [weight.grad for weight in head.parameters() if weight.grad is not None]
+    assert gradients and all(gradient.isfinite().all() for gradient in gradients)
+    head.on_train_end()
+    save_head(head, tmp_path / "head", target)
+    drafter = drafter_for(load_head(tmp_path / "head", target), target)
+    prompt = PROMPT.clone()
+    prompt[0, 4] = VOCAB + 3 if end == "embedding" else 4
+    for ids in (PROMPT, prompt):
+        drafted = generate(target, drafter, ids, **LIMITS)
+        assert drafted.new_tokens == generate(target, None, ids, **LIMITS).new_tokens
+        assert any(step.nodes > 1 for step in drafted.steps)
+
+
+EXPORTS = [("vllm", "eagle3"), ("vllm", "eagle"), ("vllm", "p_eagle"), ("vllm", "dflash"), ("sglang", "eagle")]
+EXPORTS += [("speculators", "eagle3"), ("speculators", "p_eagle"), ("llamacpp", "eagle3"), ("llamacpp", "dflash")]
+
+
+@pytest.mark.parametrize("end", ["embedding", "lm_head"])
+@pytest.mark.parametrize(("engine", "kind"), EXPORTS)
+def test_exports_have_a_row_for_each_token_of_the_vocabulary(engine: str, kind: str, end: str, fresh, tmp_path) -> None:
+    if engine == "llamacpp":
+        pytest.importorskip("gguf")
+    fresh.tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})  # more than the vocabulary
+    target = taller(fresh, end)
+    head = make_head(kind, target, **{"bias": False} if (engine, kind) == ("vllm", "eagle") else {})
+    layout = getattr(engines, engine)(head, target).layout
+    write_head(head, tmp_path / "export", target, layout, layout.weight_files)
+    for file in (tmp_path / "export").glob("*.safetensors"):
+        assert len(load_file(file).get("embed_tokens.weight", range(VOCAB))) == VOCAB
+    again = load_head(tmp_path / "export", target).state_dict()
+    for name, tensor in layout.stored(head, target).state_dict().items():
+        torch.testing.assert_close(again[name].float(), tensor.float(), msg=name)
+
+
+@pytest.fixture
+def longer(tiny_path, tmp_path) -> Target:
+    """A target with one token, and some padding, more than the tiny one."""
+    torch.manual_seed(1)
+    LlamaForCausalLM(tiny_config(vocab_size=VOCAB + MORE)).save_pretrained(tmp_path / "longer")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    tokenizer.add_tokens(["<|extra|>"])
+    tokenizer.save_pretrained(tmp_path / "longer")
+    return Target.from_pretrained(tmp_path / "longer", dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 5}])
+def test_a_draft_model_without_the_targets_last_tokens_drafts(longer: Target, tiny_path, settings: dict) -> None:
+    drafter = load_drafter(f"draft:{tiny_path}", longer, tree="fixed")  # which a clock does not turn off
+    prompt = PROMPT.clone()
+    prompt[0, 3], prompt[0, -1] = VOCAB, VOCAB + MORE - 1  # of which the small model has no embeddings
+    for ids in (PROMPT, prompt):
+        drafted = generate(longer, drafter, ids, **LIMITS, **settings)
+        assert drafted.new_tokens == generate(longer, None, ids, **LIMITS, **settings).new_tokens
+        assert any(step.nodes > 1 for step in drafted.steps)
+
+
+def test_a_draft_model_with_more_tokens_than_its_target_drafts_those_of_the_target(longer: Target, tiny_path) -> None:
+    target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+    drafted = generate(target, load_drafter(f"draft:{longer.name}", target, tree="fixed"), PROMPT, **LIMITS)
+    assert drafted.new_tokens == generate(target, None, PROMPT, **LIMITS).new_tokens
+
+
+def test_a_shorter_draft_model_is_tuned_on_texts_with_all_tokens(longer: Target, tiny_path) -> None:
+    head = DraftModelHead.for_target(longer, path=str(tiny_path))
+    documents = torch.zeros(1, 16, dtype=torch.int64)
+    tokens = torch.randint(3, VOCAB + MORE, (1, 16))
+    tokens[0, 7] = VOCAB
+    text = PackedBatch(tokens, documents == 0, documents, torch.arange(16)[None])
+    model = criterion("draft_model", head, longer)
+    loss = model(*text[:4], **model.prepare(text, step=0)).loss
+    loss.backward()
+    assert loss.isfinite()
+
+
+def test_a_grammar_is_followed_with_a_tokenizer_of_more_tokens_than_the_target_has(embedded: Target) -> None:
+    pytest.importorskip("llguidance")
+    tokenizer = copy.deepcopy(embedded.text_tokenizer)
+    more = 64 + embedded.vocab_size - len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<image {number}>" for number in range(more)]})
+    target, answers = Target(embedded.model, tokenizer, embedded.name), []
+    for one in (embedded, target):
+        params = {"grammar": Grammars(one).json_schema({"enum": ["yes", "no"]}), "max_new_tokens": 12}
+        answers.append(generate(one, None, torch.tensor([tokenizer.encode("def")]), **params).new_tokens)
+    assert answers[0] == answers[1]
+
+
+def test_a_copied_token_that_the_target_never_writes_is_not_accepted(fresh: Target) -> None:
+    target = taller(fresh, "embedding")
+    prompt = torch.tensor([[5, VOCAB + 3, 6, 7, 5, VOCAB + 3, 6, 7, 5]])
+    for settings in ({}, {"repetition_penalty": 1.3}, {"presence_penalty": 0.5, "temperature": 1.0, "seed": 2}):
+        plain = generate(target, None, prompt, **LIMITS, **settings).new_tokens
+        assert generate(target, NgramDrafter(), prompt, **LIMITS, **settings).new_tokens == plain
+
+
+def test_the_mask_token_is_one_that_the_target_has_a_row_for(fresh: Target) -> None:
+    tokenizer, rows = fresh.text_tokenizer, fresh.vocab_size
+    tokenizer.add_tokens([f"<{number}>" for number in range(rows - len(tokenizer))])
+    assert check_mask_token(fresh, None) == 0  # its only special token
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})  # which has none
+    assert check_mask_token(fresh, None) == 0
+    tokenizer.add_special_tokens({"mask_token": "<mask>"})  # nor has this
+    assert check_mask_token(fresh, None) == 0
+    with pytest.raises(ValueError, match=f"mask_token_id={rows} is no row"):
+        check_mask_token(fresh, rows)
+
+
+def test_a_token_beyond_the_embeddings_is_named_although_ids_have_holes(fresh: Target) -> None:
+    vocabulary = {"a": 0, "b": 1, "far": VOCAB + 1}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="a")))
+    assert len(tokenizer) < VOCAB
+    target = Target(fresh.model, tokenizer, "holes")
+    with pytest.raises(ValueError, match=f"holds 'far' .token {VOCAB + 1}."):
+        target.check_tokens(torch.tensor([[0, VOCAB + 1]]))
+    assert check_mask_token(target, None) == VOCAB - 1
+
+
+def test_tokens_that_the_target_never_writes_are_not_counted() -> None:
+    text = Document([1, 2, VOCAB + 3, 2], [False, True, True, True])
+    assert count_tokens([text], VOCAB).nonzero().flatten().tolist() == [2]
+
+
+def write_published(head: DraftHead, folder: Path, target: Target) -> None:
+    """As somebody else would publish it, without its lm_head."""
+    save_head(head, folder, target)
+    weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    del weights["lm_head.weight"], config["foredraft"]
+    assert config["draft_vocab_size"] == target.vocab_size
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": head.layers}))
+
+
+def test_a_head_that_ships_no_lm_head_drafts_with_the_targets(target: Target, tmp_path) -> None:
+    """Also where its config says the size of the whole vocabulary (thoughtworks' heads)."""
+    head = make_head("eagle3 full vocabulary", target)
+    twin = copy.deepcopy(head)
+    with torch.no_grad():
+        twin.lm_head.weight.copy_(target.lm_head_rows)
+    write_published(twin, tmp_path, target)
+    with pytest.warns(UserWarning, match="no lm_head is stored, so that of"):
+        again = load_head(tmp_path, target)
+    assert all(torch.equal(tensor, twin.state_dict()[name]) for name, tensor in again.state_dict().items())
