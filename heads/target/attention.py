@@ -29,6 +29,7 @@ from foredraft.heads.target.sinks import PADDING, with_sinks
 NAME = "foredraft"
 # What a model may hand its attention beyond plain dot products; those calls go to transformers' own function.
 EXTRAS = ("softcap", "position_bias", "output_attentions")
+FEWEST_ROWS = 4  # of queries: a CPU's products of fewer rows are other kernels, which round otherwise
 GROUPED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use, by size of the group, sinks or none
 
 
@@ -48,13 +49,17 @@ def attend(
     if groups > 1:
         query = query.reshape(batch, kv_heads, groups * rows, dim)
         mask = group_heads(mask, groups) if mask.shape[2] == rows else mask
+    grouped = query.shape[2]
+    if grouped < FEWEST_ROWS and query.device.type == "cpu":
+        missing = (0, 0, 0, FEWEST_ROWS - grouped)
+        query, mask = F.pad(query, missing), F.pad(mask, missing)
     parts = equal_parts(query) if batch == 1 else 1
     if parts > 1:  # as rows of a batch over the same keys
         query = query.view(kv_heads, parts, -1, dim).transpose(0, 1)
         mask = mask.view(mask.shape[1], parts, -1, keys).transpose(0, 1)
         key, value = key.expand(parts, -1, -1, -1), value.expand(parts, -1, -1, -1)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
-    out = out.transpose(0, 1) if parts > 1 else out
+    out = out.transpose(0, 1) if parts > 1 else out[:, :, :grouped]
     return out.reshape(batch, heads, rows, -1)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
@@ -27,6 +28,10 @@ from foredraft.heads.target.masks import Masks
 
 MIN_BUCKET = 256  # columns that a forward of fixed shapes sees, at least
 BLOCKS = 4  # that layers of one shape share: while a cache grows, one of them is there twice
+# On a CPU a forward after a text sees a multiple of this many columns. Attention takes the keys in blocks of this size, so all
+# its products have one shape and a row has the same bits whatever is computed next to it. A smaller last block would be summed
+# in another order.
+KEY_BLOCK = 512
 
 
 def bucket(entries: int) -> int:
@@ -107,6 +112,7 @@ class KVCache(Cache):
         super().__init__(layers=[CacheLayer(self, i) for i in range(layers)])
         self.slides = [False] * layers  # which of them keep the newest entries alone (sliding_cache.py)
         self.device, self.capture, self.one_device = torch.device(device), capture, one_device
+        self.key_block = KEY_BLOCK if self.device.type == "cpu" else 1
         self.blocks: dict[tuple, Tensor] = {}
         self.kv_bucket: int | None = None
         self.allocate(batch, capacity)
@@ -133,8 +139,13 @@ class KVCache(Cache):
         return KVCache(len(self.layers), batch, capacity, self.device)
 
     def columns_in(self, key: tuple) -> int:
-        """Of each slot, in the block of this key."""
-        return self.capacity
+        """Return the columns of each slot in the block of this key. Those beyond `capacity` are never written, so on a CPU
+        they take no memory."""
+        return self.whole_blocks(self.capacity)
+
+    def whole_blocks(self, entries: int) -> int:
+        """Return the columns of as many key blocks as hold these entries."""
+        return -(-entries // self.key_block) * self.key_block
 
     def columns_of(self, key: tuple, entries: Tensor) -> Tensor:
         """Where these entries of a text lie in it."""
@@ -261,12 +272,17 @@ class KVCache(Cache):
             self.kv_bucket = min(self.capacity, bucket(most))
 
     def width(self, new: int) -> int:
-        """Columns that a forward of `new` entries sees."""
+        """Return the columns that a forward of `new` entries sees: whole key blocks after a text. In an empty cache these
+        are just the new entries, since no mask hides what follows them (see `causal_mask`)."""
         if self.kv_bucket is not None:
             return self.kv_bucket
         width = max(self.lengths) + self.num_uncommitted + new
         assert width <= self.capacity, f"{width} entries in a cache of {self.capacity}"
-        return width
+        return width if self.is_empty else self.whole_blocks(width)
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self.lengths) and self.num_uncommitted == 0
 
     def columns(self, new: int) -> Tensor:
         """(batch, new): where each slot's newest entries go. Every layer asks; captured ones compute it at each replay."""
@@ -313,7 +329,8 @@ class KVCache(Cache):
         new, following = among.shape[-2:]
         among = among.expand(self.batch, -1, -1)
         if self.uniform_lengths and self.kv_bucket is None:
-            return torch.cat([among.new_ones(self.batch, new, self.lengths[0]), among], -1)
+            seen = torch.cat([among.new_ones(self.batch, new, self.lengths[0]), among], -1)
+            return pad(seen, (0, self.width(new) - seen.shape[-1]))
         offset = torch.arange(self.width(new), device=self.device) - self.seq_lens  # (batch, width)
         inside = (offset >= 0) & (offset < following)
         seen = among.gather(2, offset.clamp(0, following - 1)[:, None, :].expand(-1, new, -1))
@@ -332,7 +349,7 @@ class KVCache(Cache):
     def causal_mask(self, new: int) -> Tensor | None:
         """Of a forward of `new` tokens that follow each other, (batch, new, width) bool. None where nothing is cached: plain
         causal attention says the same, and a long prompt would make a mask of its length squared."""
-        if not any(self.lengths) and self.num_uncommitted == 0 and self.kv_bucket is None:
+        if self.is_empty and self.kv_bucket is None:
             return None
         return self.mask(torch.ones(1, new, new, dtype=torch.bool, device=self.device).tril())
 

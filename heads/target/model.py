@@ -25,7 +25,7 @@ from foredraft.heads.target.locating import full_name, locate
 from foredraft.heads.target.masks import Masks
 from foredraft.heads.target.output import TargetOutput
 from foredraft.heads.target.packed_prefill import PackedPrompts
-from foredraft.heads.target.probes import ragged_state, supports_caching, supports_chains
+from foredraft.heads.target.probes import is_batch_invariant, ragged_state, supports_caching, supports_chains
 from foredraft.heads.target.ragged_cache import RaggedCache
 from foredraft.heads.target.sharding import COLLECTIVE, arguments, broadcast, full_tensor
 from foredraft.heads.target.sliding_cache import Sliding, SlidingCache, share_of
@@ -300,7 +300,7 @@ class Target:
             return None
         kinds = self.layer_types or ["sliding_attention"] * self.num_layers
         layers = frozenset(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
-        return Sliding(layers, self.window, power_of_two(nodes), self.sliding_share)
+        return Sliding(layers, self.window, power_of_two(max(2, nodes)), self.sliding_share)
 
     @cached_property
     def sliding_share(self) -> float:
@@ -498,6 +498,14 @@ class Target:
     def supports_caching(self) -> bool:
         """Can it go on from a cache? Tried once. Else it writes as transformers' own generate does."""
         return self.supports_trees or (why_no_drafts(self.model) is None and supports_caching(self))
+
+    @cached_property
+    def prefers_chains(self) -> bool:
+        """Return whether drafts are chains by default: in half precision, where the logits of a chain equal the baseline's in
+        every bit (measured once) and those of a tree do not. A node of a tree lies in another column of the cache than its
+        token does after it is accepted, so attention sums its keys in another order, which may decide a near-tie."""
+        is_half = self.dtype in (torch.bfloat16, torch.float16)
+        return self.supports_trees and is_half and self.device.type == "cpu" and is_batch_invariant(self)
 
     @cached_property
     def supports_chains(self) -> bool:

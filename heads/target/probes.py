@@ -31,6 +31,23 @@ def supports_caching(target: "Target") -> bool:
     return True
 
 
+@torch.inference_mode()
+def is_batch_invariant(target: "Target") -> bool:
+    """Return whether a token's logits have the same bits whatever is computed next to them: more tokens of its sequence, or
+    other sequences. Products of few and of many rows are different kernels, which need not sum in the same order."""
+    tokens = torch.randint(target.vocab_size, (1, PROBE), generator=torch.Generator().manual_seed(2)).to(target.device)
+    length, rows = PROBE // 2, []
+    for batch, new in ((1, 2), (1, 5), (4, 1), (4, 6)):
+        cache, text = target.new_cache(batch, PROBE), tokens.expand(batch, -1)
+        target.prefill(text[:, :length], [length] * batch, cache)
+        cache.set_lengths([length] * batch)
+        nodes = torch.arange(new)[None]
+        mask = cache.mask(nodes[..., None] >= nodes[:, None])
+        drafts = text[:, length : length + new]
+        rows.append(target.forward_tree(drafts, cache.seq_lens + nodes, mask, cache).logits[0, 0])
+    return all(torch.equal(row, rows[0]) for row in rows)
+
+
 @torch.no_grad()
 def supports_chains(target: "Target") -> bool:
     """As `Target.supports_chains`, measured on a few random tokens."""

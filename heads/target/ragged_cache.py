@@ -121,7 +121,8 @@ class RaggedCache(Cache):
         width = max((heads * dim for _, heads, dim, *_ in cohort.blocks), default=1)
         if cohort.sliding is not None:  # of which layers hold different entries
             return [(slice(0, cohort.batch), max(cohort.lengths))]
-        return spans(cohort.lengths, CALL_COST / width)
+        longest, block = max(cohort.lengths), cohort.key_block  # what a span is spared are whole blocks of keys
+        return spans([longest - (longest - length) // block * block for length in cohort.lengths], CALL_COST / width)
 
     def by_span(self, tensors: list[Tensor], dim: int, fill: float = 0.0) -> Tensor:
         """Of the cohorts' tensors, whose dimension `dim` goes over what a forward sees, the part that each span sees."""

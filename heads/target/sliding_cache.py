@@ -79,7 +79,7 @@ class SlidingCache(KVCache):
 
     def allocate(self, max_batch: int, capacity: int) -> None:
         super().allocate(max_batch, capacity)
-        self.ring = min(capacity, self.sliding.ring)
+        self.ring = self.whole_blocks(min(capacity, self.sliding.ring))
 
     def weigh(self, capacity: int) -> int:
         return self.sliding.weigh(capacity)
@@ -88,7 +88,7 @@ class SlidingCache(KVCache):
         return SlidingCache(self.sliding, len(self.layers), batch, capacity, self.device)
 
     def columns_in(self, key: tuple) -> int:
-        return self.ring if key[0] else self.capacity
+        return self.ring if key[0] else super().columns_in(key)
 
     def columns_of(self, key: tuple, entries: Tensor) -> Tensor:
         return entries % self.ring if key[0] else entries
@@ -122,7 +122,7 @@ class SlidingCache(KVCache):
 
     def holds(self, slot: int, start: int, end: int) -> bool:
         """Are all entries from `start` on there, in all layers?"""
-        return start >= self.lengths[slot] + self.sliding.nodes - self.ring or self.ring == self.capacity
+        return start >= self.lengths[slot] + self.sliding.nodes - self.ring or self.ring >= self.capacity
 
     def copy_out(self, slot: int, start: int, end: int) -> dict[tuple, Tensor]:
         """As `KVCache.copy_out`, without the blocks of sliding layers where these entries are not there any more."""

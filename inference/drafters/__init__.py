@@ -52,7 +52,8 @@ def joined(specs: list[str], target: Target, tree: str = "auto") -> Drafter:
         suffix, auto = sorted(drafters, key=lambda one: isinstance(one, AutoTree))
         if isinstance(suffix, SuffixDrafter) and isinstance(auto, AutoTree):
             return Switch(suffix, auto)
-    return Union([one.inner if isinstance(one, AutoTree) else one for one in drafters])
+    union = Union([one.inner if isinstance(one, AutoTree) else one for one in drafters])
+    return Chain(union) if target.prefers_chains else union
 
 
 def load(spec: str, target: Target, revision: str | None, usual_tree: str, **options: Any) -> Drafter:
@@ -62,9 +63,9 @@ def load(spec: str, target: Target, revision: str | None, usual_tree: str, **opt
     if spec == "ngram":
         return NgramDrafter(**options)
     if spec == "suffix":
-        return SuffixDrafter(**options)
+        return SuffixDrafter(**({"width": 1} if target.prefers_chains else {}) | options)
     if spec == "lookahead":
-        return Lookahead(**options)
+        return Chain(Lookahead(**options)) if target.prefers_chains else Lookahead(**options)
     if spec.startswith("draft:"):
         small = Target.from_pretrained(spec.removeprefix("draft:"), dtype=target.dtype, device=target.device)
         return drafter_of(small, target, **{"tree": usual_tree, **options})
@@ -134,13 +135,14 @@ def with_tree_policy(
     inner: HeadTree, target: Target, tree: str, confidence: float | None = None, reproducible: bool = False
 ) -> Drafter:
     """tree: "fixed" proposes the same size in every step; "auto" chooses it by measured cost and gain, `inner` being the
-    largest (auto.py); "adaptive" drafts as deep as it pays and stops below `confidence` (adaptive.py). reproducible: "auto"
-    is "fixed" in half precision, where a clock that chooses another number of nodes may decide a near-tie."""
+    largest (auto.py); "adaptive" drafts as deep as it pays and stops below `confidence` (adaptive.py). Where the target
+    prefers chains (half precision on a CPU), all of them are chains unless `width` asks for branches. reproducible: "auto" is
+    "fixed" for other trees in half precision, where a clock that chooses another number of nodes may decide a near-tie."""
     if tree not in ("fixed", "auto", "adaptive"):
         raise ValueError(f"tree={tree} is not one of fixed, auto, adaptive")
     if tree != "adaptive" and confidence is not None:
         raise ValueError(f"confidence={confidence} stops an adaptive tree only: tree=adaptive, not {tree}")
-    if tree == "fixed" or (tree == "auto" and reproducible and target.dtype != torch.float32):
+    if tree == "fixed" or (tree == "auto" and reproducible and inner.branches and target.dtype != torch.float32):
         return inner
     if tree == "auto":
         return AutoTree(inner, target)

@@ -28,9 +28,10 @@ STEP = 1e-3
 
 
 def check_width(width: int | None, usual: int, target: Target) -> int:
-    """The branches per level that this target supports. Raises ValueError where more were asked for."""
+    """Return the branches per level: `usual`, or 1 where the target supports or prefers chains, if width is None. Raise
+    ValueError where more were asked for than it supports."""
     if width is None:
-        return usual if target.supports_trees else 1
+        return usual if target.supports_trees and not target.prefers_chains else 1
     if width > 1 and not target.supports_trees:
         raise ValueError(f"width={width} asks for a tree, and {target.why_no_trees}: leave width out, or take width=1")
     return width

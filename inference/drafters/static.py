@@ -15,6 +15,7 @@ from foredraft.heads.base import ParallelHead
 from foredraft.heads.target import Target
 from foredraft.heads.target.cuda_graphs import CudaGraphs
 from foredraft.inference.drafters.base import Accepted, Drafter, newest
+from foredraft.inference.drafters.grown import check_width
 from foredraft.inference.sampling import Sampling, temper
 from foredraft.inference.tree import TokenTree, from_parents
 
@@ -43,16 +44,22 @@ def grow(accuracies: list[list[float]], nodes: int) -> list[tuple[int, ...]]:
 
 class StaticTree(Drafter):
     def __init__(
-        self, head: ParallelHead, target: Target, nodes: int = 16, accuracies: list[list[float]] | None = None
+        self,
+        head: ParallelHead,
+        target: Target,
+        nodes: int = 16,
+        accuracies: list[list[float]] | None = None,
+        width: int | None = None,
     ):
-        """nodes: of the tree, the bonus token counted; for a target that supports chains only, a chain. accuracies: of this
-        head, measured (see inference/evaluation/measure.py)."""
+        """nodes: of the tree, the bonus token counted. accuracies: of this head, measured (see
+        inference/evaluation/measure.py). width: guesses per depth; 1 drafts a chain; None is all, or 1 where the target
+        supports or prefers chains."""
         if nodes < 2:
             raise ValueError(f"a static tree needs nodes={nodes} of at least 2, the bonus token and a draft")
         self.head, self.target, self.layers = head, target, head.layers
         vocab = target.vocab_size if head.draft_ids is None else len(head.draft_ids)
-        self.branches = target.supports_trees
-        ranks = vocab if target.supports_trees else 1  # a chain is made of first guesses
+        ranks = min(vocab, check_width(width, vocab, target))
+        self.branches = ranks > 1
         accuracies = [row[:ranks] for row in (accuracies or TYPICAL)[: head.depth]]
         self.paths = grow(accuracies, nodes)
         self.depth, self.nodes = max(map(len, self.paths)), len(self.paths) + 1

@@ -28,8 +28,9 @@ class Trie:
         return child
 
 
-def likeliest(start: Trie, nodes: int, depth: int) -> tuple[list[tuple[int, int]], float]:
-    """The likeliest nodes below `start`, (token, parent), and how many of them the counts expect to be right."""
+def likeliest(start: Trie, nodes: int, depth: int, width: int | None = None) -> tuple[list[tuple[int, int]], float]:
+    """Return the likeliest nodes below `start`, (token, parent), at most `width` below each, and how many of them the counts
+    expect to be right."""
     drafts, expected, number = list[tuple[int, int]](), 0.0, 0  # number: so that tries are never compared
     heap: list[tuple[float, int, int, int, int, Trie]] = []
     opened: tuple[Trie, float, int, int] | None = (start, 1.0, 0, 1)
@@ -37,7 +38,10 @@ def likeliest(start: Trie, nodes: int, depth: int) -> tuple[list[tuple[int, int]
         if opened is not None:
             above, chance, parent, level = opened
             whole = sum(child.count for child in above.children.values())
-            for token, child in above.children.items():
+            children = list(above.children.items())
+            if width is not None and len(children) > width:
+                children = heapq.nlargest(width, children, key=lambda pair: pair[1].count)
+            for token, child in children:
                 number += 1
                 heapq.heappush(heap, (-chance * child.count / whole, number, token, parent, level, child))
         if not heap:
@@ -50,15 +54,20 @@ def likeliest(start: Trie, nodes: int, depth: int) -> tuple[list[tuple[int, int]
 
 
 class SuffixDrafter(Drafter):
-    def __init__(self, longest: int = 8, nodes: int = 16, per_match: float = 2.0, past: int = 20_000):
+    def __init__(
+        self, longest: int = 8, nodes: int = 16, per_match: float = 2.0, past: int = 20_000, width: int | None = None
+    ):
         """longest: tokens of a suffix and its continuation together. nodes: of a tree, the bonus token counted. per_match:
         nodes drafted per token of the suffix that was found, since a longer one is surer. past: tokens of past outputs
-        that are remembered; then it starts again."""
+        that are remembered; then it starts again. width: continuations of a token; 1 drafts chains; None is all."""
         if longest < 2 or nodes < 2:
             raise ValueError(f"longest={longest} and nodes={nodes} must be at least 2")
         if per_match <= 0 or past < 0:
             raise ValueError(f"per_match={per_match} must be above 0 and past={past} not negative")
+        if width is not None and width < 1:
+            raise ValueError(f"width={width} must be at least 1")
         self.longest, self.nodes, self.per_match, self.room = longest, nodes, per_match, past
+        self.width, self.branches = width, width != 1
         self.depth = min(nodes, longest) - 1
         self.remembers_others = past > 0
         self.past, self.remembered = Trie(), 0
@@ -122,7 +131,7 @@ class SuffixDrafter(Drafter):
                 nodes = min(self.nodes - 1, int(self.per_match * length))
                 if nodes <= score:
                     break  # a node is worth a token at most, and shorter suffixes have fewer
-                drafts, expected = likeliest(suffixes[length], nodes, self.depth)
+                drafts, expected = likeliest(suffixes[length], nodes, self.depth, self.width)
                 if expected > score:
                     best, score = drafts, expected
         return best, score
