@@ -32,6 +32,7 @@ def parted(request, monkeypatch) -> str:
     """Texts of a few tokens are parted already, and longer than what sliding layers keep."""
     monkeypatch.setattr("foredraft.heads.target.sliding_cache.SLACK", 0)
     monkeypatch.setattr("foredraft.inference.batch.ROOM", 3)
+    monkeypatch.setattr("foredraft.heads.target.cache.KEY_BLOCK", 1)
     if request.param == "cohorts":
         monkeypatch.setattr(ragged_cache, "SHORT", 8)
     else:
@@ -90,6 +91,7 @@ def test_texts_of_every_kind_of_attention(family, parted):
 
 def test_logits_are_the_same_with_spans_and_without(target, monkeypatch):
     """Of one new token and of several, every one of which sees itself."""
+    monkeypatch.setattr("foredraft.heads.target.cache.KEY_BLOCK", 1)
     lengths, tokens = [4, 19, 5, 11], torch.cat([prompt(19, seed) for seed in range(4)])
     first = target.new_cache(4, 40)
     target.prefill(tokens, lengths, first)
@@ -170,6 +172,7 @@ class Peak(TorchDispatchMode):
 def test_a_limit_bounds_all_that_is_ever_reserved(target, name, monkeypatch):
     """Growth and prompts included. Entries are of 6 layers with 2 heads of 8 numbers, keys and values."""
     monkeypatch.setattr("foredraft.inference.batch.ROOM", 4)
+    monkeypatch.setattr("foredraft.heads.target.cache.KEY_BLOCK", 1)
     monkeypatch.setattr(ragged_cache, "SHORT", 16)
     asked, limit, entry = requests(), 2**18 if name is None else 2**19, 6 * 2 * 8 * 2 * 4
     expected, together = alone(target, asked), set()

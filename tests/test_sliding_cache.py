@@ -24,8 +24,9 @@ def text(length: int, seed: int) -> list[int]:
     return (prompt(length, seed)[0] % 45 + 3).tolist()
 
 
-def test_a_long_text_keeps_a_window_of_sliding_layers():
+def test_a_long_text_keeps_a_window_of_sliding_layers(monkeypatch):
     """Eight windows, in chunks, and then trees: what transformers writes."""
+    monkeypatch.setattr("foredraft.heads.target.cache.KEY_BLOCK", 1)
     config = hf.Gemma3TextConfig(**SIZES | {"num_hidden_layers": 6, "head_dim": 8}, sliding_window=64)
     assert config.layer_types.count("sliding_attention") == 5
     plain = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -49,6 +50,7 @@ def test_a_long_text_keeps_a_window_of_sliding_layers():
 def narrow(monkeypatch):
     """Sliding layers keep no more than they must."""
     monkeypatch.setattr(sliding_cache, "SLACK", 0)
+    monkeypatch.setattr("foredraft.heads.target.cache.KEY_BLOCK", 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -127,12 +129,12 @@ def test_texts_go_on_after_they_were_interrupted(family, what, narrow):
 
 
 def test_a_limit_counts_what_is_kept(narrow, monkeypatch):
-    """Two of four layers slide, with rings of 5 entries and of 20."""
+    """Two of four layers slide, with rings of 6 entries and of 20."""
     monkeypatch.setattr("foredraft.inference.batch.ROOM", 4)
     monkeypatch.setattr(ragged_cache, "SHORT", 16)
     target, size = pair("gemma3_text", "eager").target, 100 * 4 * ENTRY
     worker = Worker(target, Random(), cache_gib=2 * 1.25 * size / 2**30, prefix_cache_gib=0)
-    engines, rings = worker.engines, (WINDOW + 16, WINDOW + 1)
+    engines, rings = worker.engines, (WINDOW + 16, WINDOW + 2)
     for engine, ring in zip(engines, rings, strict=True):
         assert engine.batch.max_cache_tokens == 100 and target.sliding(engine.drafter.nodes).ring == ring
         most = engine.batch.most_tokens()

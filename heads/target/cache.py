@@ -28,15 +28,24 @@ from foredraft.heads.target.masks import Masks
 
 MIN_BUCKET = 256  # columns that a forward of fixed shapes sees, at least
 BLOCKS = 4  # that layers of one shape share: while a cache grows, one of them is there twice
-# On a CPU a forward after a text sees a multiple of this many columns. Attention takes the keys in blocks of this size, so all
-# its products have one shape and a row has the same bits whatever is computed next to it. A smaller last block would be summed
-# in another order.
+# On a CPU a forward after a text sees a multiple of this many columns. Attention takes the keys in blocks of this size, so
+# all its products have one shape and a row has the same bits whatever is computed next to it. A smaller last block would be
+# summed in another order.
 KEY_BLOCK = 512
 
 
 def bucket(entries: int) -> int:
     """At least so many columns: powers of two, so that there are few graphs."""
     return max(MIN_BUCKET, power_of_two(entries))
+
+
+def key_block(device: torch.device) -> int:
+    return KEY_BLOCK if device.type == "cpu" else 1
+
+
+def whole_blocks(entries: int, block: int) -> int:
+    """Return the smallest multiple of `block` that is at least `entries`."""
+    return -(-entries // block) * block
 
 
 def to_device(numbers: Any, device: torch.device) -> Tensor:
@@ -112,7 +121,7 @@ class KVCache(Cache):
         super().__init__(layers=[CacheLayer(self, i) for i in range(layers)])
         self.slides = [False] * layers  # which of them keep the newest entries alone (sliding_cache.py)
         self.device, self.capture, self.one_device = torch.device(device), capture, one_device
-        self.key_block = KEY_BLOCK if self.device.type == "cpu" else 1
+        self.key_block = key_block(self.device)
         self.blocks: dict[tuple, Tensor] = {}
         self.kv_bucket: int | None = None
         self.allocate(batch, capacity)
@@ -141,11 +150,7 @@ class KVCache(Cache):
     def columns_in(self, key: tuple) -> int:
         """Return the columns of each slot in the block of this key. Those beyond `capacity` are never written, so on a CPU
         they take no memory."""
-        return self.whole_blocks(self.capacity)
-
-    def whole_blocks(self, entries: int) -> int:
-        """Return the columns of as many key blocks as hold these entries."""
-        return -(-entries // self.key_block) * self.key_block
+        return whole_blocks(self.capacity, self.key_block)
 
     def columns_of(self, key: tuple, entries: Tensor) -> Tensor:
         """Where these entries of a text lie in it."""
@@ -278,7 +283,7 @@ class KVCache(Cache):
             return self.kv_bucket
         width = max(self.lengths) + self.num_uncommitted + new
         assert width <= self.capacity, f"{width} entries in a cache of {self.capacity}"
-        return width if self.is_empty else self.whole_blocks(width)
+        return width if self.is_empty else whole_blocks(width, self.key_block)
 
     @property
     def is_empty(self) -> bool:

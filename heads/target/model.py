@@ -14,7 +14,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from foredraft.heads import packing
 from foredraft.heads.target import attention, rules
-from foredraft.heads.target.cache import KVCache, to_device
+from foredraft.heads.target.cache import KVCache, key_block, to_device
 from foredraft.heads.target.compiled import compile_layers
 from foredraft.heads.target.cuda_graphs import captures, power_of_two
 from foredraft.heads.target.ends import load_ends, refuse
@@ -300,7 +300,7 @@ class Target:
             return None
         kinds = self.layer_types or ["sliding_attention"] * self.num_layers
         layers = frozenset(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
-        return Sliding(layers, self.window, power_of_two(max(2, nodes)), self.sliding_share)
+        return Sliding(layers, self.window, power_of_two(max(2, nodes)), self.sliding_share, key_block(self.device))
 
     @cached_property
     def sliding_share(self) -> float:
@@ -322,7 +322,7 @@ class Target:
         assert isinstance(cache, StackedCache)
         with torch.no_grad():
             self.forward(token, cache=cache)
-        entry = sum(block.nbytes // cache.capacity for block in cache.blocks.values())
+        entry = sum(block.nbytes // block.shape[4] for block in cache.blocks.values())
         return math.ceil(3 * cache.state_bytes / max(1, entry))
 
     def new_cache(self, batch: int, capacity: int, nodes: int = NODES) -> KVCache | StateCache:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foredraft.heads.target.cache import CacheLayer, KVCache
+from foredraft.heads.target.cache import CacheLayer, KVCache, whole_blocks
 
 # Entries more than are needed: so many after a sequence's newest whole block of the prefix cache, and of the block in which
 # its window begins, are there as well.
@@ -31,10 +31,11 @@ class Sliding(NamedTuple):
     window: int  # tokens
     nodes: int  # of a tree at most
     share: float  # of the bytes of an entry that all layers keep
+    key_block: int = 1  # a ring is a multiple of it
 
     @property
     def ring(self) -> int:
-        return self.window + self.nodes + SLACK
+        return whole_blocks(self.window + self.nodes + SLACK, self.key_block)
 
     def weigh(self, entries: int) -> int:
         """Entries of all layers that take as many bytes as a sequence of so many."""
@@ -79,7 +80,7 @@ class SlidingCache(KVCache):
 
     def allocate(self, max_batch: int, capacity: int) -> None:
         super().allocate(max_batch, capacity)
-        self.ring = self.whole_blocks(min(capacity, self.sliding.ring))
+        self.ring = min(whole_blocks(capacity, self.key_block), self.sliding.ring)
 
     def weigh(self, capacity: int) -> int:
         return self.sliding.weigh(capacity)

@@ -29,6 +29,7 @@ class Switch(Drafter):
     def __init__(self, suffix: SuffixDrafter, auto: AutoTree):
         self.suffix, self.auto = suffix, auto
         self.layers, self.nodes = auto.layers, max(suffix.nodes, auto.nodes)
+        self.branches = suffix.branches or auto.branches
         # Of the suffix's drafts: how many its counts expected to be right, and how many were.
         self.expected, self.accepted = PRIOR, PRIOR
         self.times: dict[tuple[Case | None, int], deque[float]] = {}  # seconds of its steps with so many nodes

@@ -1,7 +1,8 @@
 """What "lossless" means on a given machine, in levels (a model's rounding depends on how many tokens one forward has).
 
 L1  float32, any shapes: speculative text identical to plain text, greedy and sampled, with warpers and penalties
-L2  half precision, same shapes: identical to plain decoding whose forwards have as many tokens
+L2  half precision: identical to plain decoding where drafts are chains and the target's logits keep every bit
+    (`Target.prefers_chains`), and else to plain decoding whose forwards have as many tokens
 L3  half precision, other shapes: where two texts first differ, the gap between the two tokens' scores is no larger than what
     the two forwards' shapes change of them. A tiny gap is arithmetic; a large one is a bug.
 """

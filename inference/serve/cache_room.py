@@ -32,5 +32,5 @@ def cache_bytes_per_token(target: Target, drafter: Drafter | None) -> int:
     for cached in drafter.cached_drafters:
         caches.append(cached.new_cache(1, 1))
         cached.prefill(share(accepted, drafter.layers, cached.layers), caches[-1])
-    counted = sum(block.nbytes // cache.capacity for cache in caches for block in cache.blocks.values())
+    counted = sum(block.nbytes // block.shape[4] for cache in caches for block in cache.blocks.values())
     return max(1, counted)  # states alone, which `Target.state_entries` counts, have no entries
