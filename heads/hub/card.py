@@ -76,7 +76,7 @@ MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("plain_tokens_per_second", "tokens/s, plain decoding", number),
     ("identical_greedy", "identical to plain decoding in float32, greedy", identical),
     ("identical_sampled", "identical to plain decoding in float32, sampled with the same seed", identical),
-    ("identical_in_dtype", "prompts identical in this dtype, where rounding decides near-ties", percent),
+    ("identical_in_dtype", "prompts identical in the dtype of the measurement", percent),
     ("waited", "time in which other programs had the core, of a median text", percent),
     ("prompts", "held-out prompts", "{:.0f}".format),
     ("repetitive_prompts", "repetitive prompts, counted apart", "{:.0f}".format),
