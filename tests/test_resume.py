@@ -145,9 +145,9 @@ def test_a_checkpoint_that_lacks_weights_is_not_resumed(given: list[str], here, 
     assert here(*run, "trainer.max_steps=3").code == 0
     (tmp_path / "out/metrics.json").unlink()
     file = tmp_path / "out/checkpoints/checkpoint-3/model.safetensors"
-    save_file({name: weight for name, weight in load_file(file).items() if name != "head.fc.sizes"}, file)
+    save_file({name: weight for name, weight in load_file(file).items() if name != "head.norm.weight"}, file)
     message = complaint(here(*run, "trainer.max_steps=6"))
-    assert "were written by another version of foredraft, which has not the same weights (head.fc.sizes)" in message
+    assert "were written by another version of foredraft, which has not the same weights (head.norm.weight)" in message
 
 
 LEADER = """import os
