@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -11,7 +12,10 @@ from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel
 
 from foredraft.heads.target.messages import normalize_messages, rendered, template_needs
+from foredraft.inference import Request
+from foredraft.inference.batch import RequestOutput
 from foredraft.inference.grammar import Grammars
+from foredraft.inference.serve.completion import Choice
 from foredraft.inference.serve.protocol import ChatRequest, Tool
 from foredraft.inference.serve.tool_formats import (
     BARE,
@@ -34,6 +38,7 @@ from foredraft.inference.serve.tool_formats import (
 from foredraft.inference.serve.tool_rules import call_rules
 from foredraft.inference.serve.tools import ToolReader, grammar
 from tests.support import ROOT
+from tests.support.chats import tokenizer
 from tests.support.serving import Served, served
 
 TEMPLATES = ROOT / "tests" / "support" / "chat_templates"
@@ -385,3 +390,44 @@ def test_special_tokens_are_not_spelled_in_a_forced_call():
     assert 'call_0: <[5]> "f" <[6]> arguments_0' in rules
     rules = call_rules([Tool(type="function", function={"name": "f"})], HARMONY, True, {"<|call|>": None})
     assert "<|call|>" not in rules
+
+
+def choice_of(text: str, template: str, finish_reason: str = "stop", **facts) -> Choice:
+    """The answer that a target wrote in these tokens, some of which are special."""
+    marks = ["<s>", "</s>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|start|>"]
+    words = tokenizer((TEMPLATES / f"{template}.jinja").read_text(), special=marks)
+    tool = {"type": "function", "function": {"name": "f"}}
+    asked = ChatRequest(**{"messages": [{"role": "user", "content": "q"}], "tools": [tool], **facts})
+    request = Request(words("q").input_ids, eos_token_ids=frozenset([words.eos_token_id]))
+    choice = Choice(0, SimpleNamespace(request=request), asked, words)
+    choice.push(RequestOutput(request, words(text).input_ids, None, 1, finish_reason))
+    return choice
+
+
+def named(choice: Choice) -> list[str]:
+    return [call["function"]["name"] for call in choice.calls]
+
+
+def test_calls_between_special_tokens_are_read_and_other_special_tokens_are_no_text():
+    choice = choice_of('I look.[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[ARGS]{}</s>', "devstral")
+    assert (choice.text, named(choice), choice.finish_reason) == ("I look.", ["f", "f"], "tool_calls")
+    choice = choice_of("Hello.</s>", "devstral", tool_choice="none")
+    assert (choice.text, choice.calls, choice.finish_reason) == ("Hello.", [], "stop")
+
+
+def test_without_parallel_calls_a_free_answer_has_one():
+    text = "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]f[ARGS]{}</s>"
+    assert named(choice_of(text, "devstral", parallel_tool_calls=False)) == ["f"]
+
+
+def test_an_answer_that_is_cut_ends_by_its_length_whatever_was_called_before():
+    choice = choice_of('[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]f[ARGS]{"a', "devstral", "length")
+    assert (named(choice), choice.finish_reason) == (["f"], "length")
+    choice = choice_of('<|channel|>commentary to=functions.f <|message|>{"a', "gpt_oss", "length")
+    assert (choice.text, choice.calls, choice.finish_reason) == ('{"a', [], "length")
+
+
+@pytest.mark.parametrize("facts, calls", [({}, ["f"]), ({"tool_choice": "none"}, []), ({"tools": None}, [])])
+def test_a_call_of_gpt_oss_is_one_of_the_tools_that_may_be_called(facts, calls):
+    choice = choice_of("<|channel|>commentary to=functions.f <|message|>{}<|call|>", "gpt_oss", **facts)
+    assert named(choice) == calls and choice.text == ("" if calls else "{}")
