@@ -70,9 +70,9 @@ bounds["torch"] = re.search(r"^torch==(.*)$", open("constraints.txt").read(), re
 print(*(f"{name}=={version}" for name, version in bounds.items()), sep="\n")
 END
 }
-case ${FOREDRAFT_VERSIONS:-} in
-    oldest) oldest >"$versions" ;;
-    transformers==*) { grep -vE "^(transformers|tokenizers|huggingface_hub)==" constraints.txt; echo "$FOREDRAFT_VERSIONS"; } >"$versions" ;;
+case ${venv:-} in
+    .venv-oldest) oldest >"$versions" ;;
+    .venv-transformers==*) { grep -vE "^(transformers|tokenizers|huggingface_hub)==" constraints.txt; echo "$FOREDRAFT_VERSIONS"; } >"$versions" ;;
 esac
 
 install() {
