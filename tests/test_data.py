@@ -1,15 +1,23 @@
 """Data: split by file, packed without a gap, and every loss against its definition."""
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from foredraft.inference import generate
 from foredraft.train.data import corpus, self_generated, stdlib
 from foredraft.train.data.documents import Document, Documents
+from foredraft.train.data.encoding import Encoder
+from foredraft.train.data.layouts import SkippedRow
+from foredraft.train.data.loading import drop_unknown_tokens, load_corpus
+from foredraft.train.data.sources import Row, Source
 from tests.support.tiny import TEXT
 
 
@@ -92,6 +100,87 @@ def test_texts_begin_as_the_model_expects(target, with_bos, tmp_path):
         rows = corpus.prompts(tokenizer, [TEXT], 4, 20)
         assert len(rows) == 4 and all(len(row) == 20 for row in rows)
         assert all((row[:1] == first) == bool(first) and begin not in row[1:] for row in rows)
+
+
+@pytest.mark.parametrize("text", ["<s>hi{eos}", " <s>hi{eos}\n", "<s>hi", "hi{eos}", "hi{eos}\n", "hi"])
+def test_a_text_that_is_rendered_already_starts_and_ends_once(target, with_bos, text: str):
+    """With a tokenizer that adds its bos token to each text, and with one that does not."""
+    ids = with_bos("hi", add_special_tokens=False)["input_ids"]
+    for tokenizer, adds in ((with_bos, True), (copy.deepcopy(with_bos), False)):
+        if not adds:
+            tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A")
+        (document,) = corpus.tokenize(tokenizer, [text.format(eos=tokenizer.eos_token)])
+        first = [tokenizer.bos_token_id] if adds or "<s>" in text else []
+        assert document.tokens == [*first, *ids, tokenizer.eos_token_id]
+        assert document.loss_mask == [False] * len(first) + [True] * (len(ids) + 1)
+        if "{eos}" not in text and adds:
+            (prompt,) = corpus.prompts(tokenizer, [text + "\n"], 1, 2)
+            assert prompt.count(tokenizer.bos_token_id) == 1
+
+
+def test_what_makes_a_text_a_file_is_not_learned(target, tmp_path):
+    for number in range(6):
+        (tmp_path / f"{number}.txt").write_bytes(b"\xef\xbb\xbf" + f"file {number}\r\n  end\n".encode())
+    data = corpus.text_files(target.tokenizer, str(tmp_path))
+    decoded = {target.tokenizer.decode(document.tokens[:-1]) for document in data.train}
+    assert decoded < {f"file {number}\n  end" for number in range(6)}
+    assert {*data.validation, *data.test} < {f"file {number}\n  end" for number in range(6)}
+
+
+def with_extra(target, monkeypatch) -> PreTrainedTokenizerFast:
+    """The target with a tokenizer that has a token beyond the embeddings."""
+    words = copy.deepcopy(target.tokenizer)
+    fill = [f"<fill {number}>" for number in range(target.vocab_size - len(words))]
+    words.add_special_tokens({"additional_special_tokens": [*fill, "<extra>"]})
+    assert words.convert_tokens_to_ids("<extra>") == target.vocab_size == 320
+    monkeypatch.setattr(target, "tokenizer", words)
+    return words
+
+
+ROWS = [{"prompt": f"what is {n}?", "response": f"it is {n}"} for n in range(12)]
+KNOWN = [*range(10, 40)]
+LACKS = {
+    "an answer": {"prompt": "q", "response": "see <extra>"},
+    "a prompt": {"prompt": "see <extra>", "response": "a"},
+    "text": {"text": "see <extra> there"},
+    "token ids": {"number": 0, "tokens": [*KNOWN, 320, 5], "written": [[10, 20]], "asked": [[0, 9]]},
+    "token ids of an answer": {"number": 0, "tokens": [*KNOWN, 320, 5], "written": [[10, 32]], "asked": [[0, 9]]},
+}
+
+
+@pytest.mark.parametrize("kind", LACKS)
+def test_a_row_with_a_token_that_the_target_lacks_is_dropped_and_named(target, tmp_path, monkeypatch, kind: str):
+    with_extra(target, monkeypatch)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, LACKS[kind]]))
+    settings = {"path": str(tmp_path / "rows.jsonl"), "template": "plain", "cache_dir": str(tmp_path)}
+    target_ = {"_target_": "foredraft.train.data.conversations.corpus"}
+    data = load_corpus(OmegaConf.create(target_ | settings), target)
+    assert data.card["dropped"] == {"a token that the target lacks: <extra>": 1}
+    rows = [*data.train, *data.validation.documents, *data.test.documents]
+    assert len(rows) == 12 and all(max(document.tokens) < 320 for document in rows)
+    corpus.count_tokens(data.train, target.vocab_size)
+
+
+def test_texts_with_a_token_that_the_target_lacks_are_dropped_where_they_are_held_out_too(target, monkeypatch):
+    words = with_extra(target, monkeypatch)
+    texts = ["good", "<extra>"]
+    data = corpus.from_texts(words, texts, texts, texts, {"source": "here"})
+    data = drop_unknown_tokens(data, target)
+    assert len(data.train) == 1 and data.validation == data.test == ["good"]
+    assert data.card["dropped"] == {"a token that the target lacks: <extra>": 2}
+    with pytest.raises(ValueError, match=r"here\) gives nothing to train on: .*<extra>"):
+        drop_unknown_tokens(corpus.from_texts(words, texts[1:], [], [], {"source": "here"}), target)
+
+
+def test_ids_with_holes_are_no_other_targets(target):
+    """A tokenizer may have fewer tokens than its highest id says."""
+    raw = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 400}, unk_token="a"))
+    words = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="b")
+    row = {"number": 0, "tokens": [0, 400, 1], "written": [[1, 3]], "asked": [[0, 1]]}
+    (document,), _ = Encoder(words, Source("x")).documents(Row("", row))
+    assert document.tokens == [0, 400, 1]
+    with pytest.raises(SkippedRow, match="tokens of another target"):
+        Encoder(words, Source("x")).documents(Row("", row | {"tokens": [0, 401, 1]}))
 
 
 def test_the_target_continues_texts_that_begin_with_its_bos(target, with_bos, tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from foredraft.train.data.conversations import assemble
 from foredraft.train.data.corpus import Corpus
 from foredraft.train.data.documents import REJECTED, Document
 from foredraft.train.data.encoding import CODE, Encoder, encode, hash_of_code
+from foredraft.train.data.known_tokens import highest_id
 from foredraft.train.data.layouts import SkippedRow
 from foredraft.train.data.sources import Row, Source
 
@@ -39,7 +40,7 @@ class LoggedRequests(Encoder):
             raise SkippedRow("no request as a server logs it") from None
         if not prompt or not ids:
             raise SkippedRow("no tokens in it: the server logs them with log_text=true only")
-        if max(*prompt, *ids) >= len(self.tokenizer):
+        if max(*prompt, *ids) > highest_id(self.tokenizer):
             raise SkippedRow("tokens of another target")
         flags = [0] * len(prompt) + [1] * len(ids)
         end = len(prompt) + 1  # the prompt's own step gave the first

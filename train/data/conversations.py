@@ -36,6 +36,9 @@ class HeldOut(Sequence[str | Document]):
         flags = ((n, self.documents.stretch(n, 0, int(sizes[n]))[1] != 0) for n in np.flatnonzero(~left_out).tolist())
         return {number: int(learned.argmax()) for number, learned in flags}
 
+    def select(self, numbers: np.ndarray) -> "HeldOut":
+        return HeldOut(self.documents.select(numbers), self.raws.take(numbers))
+
 
 def corpus(
     tokenizer: PreTrainedTokenizerBase,
@@ -130,11 +133,9 @@ def assemble(
         raise ValueError(f"data.weights={weights} leaves nothing to train on")
     if encoders[0].form is not None:
         card["template"] = encoders[0].form.name
-    for_validation, for_test = (
-        HeldOut(documents.select(good[part]), raws.take(good[part])) for part in (validation, test)
-    )
+    for_validation, for_test = (HeldOut(documents, raws).select(good[part]) for part in (validation, test))
     sets = {
-        encoders[n].source.path: HeldOut(documents.select(here), raws.take(here))
+        encoders[n].source.path: HeldOut(documents, raws).select(here)
         for n in np.unique(parts[test])
         for here in [good[test & (parts == n)]]
     }

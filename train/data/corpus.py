@@ -67,8 +67,9 @@ def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*"
 
 
 def read_text(file: Path) -> str:
+    """The text without what makes it a file: a byte order mark, and the end of its last line."""
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig").removesuffix("\n")
     except UnicodeDecodeError as error:
         where = f"{file} is not UTF-8 (byte {error.start})"
         raise ValueError(f"{where}: convert it, or leave it out with data.glob") from None
@@ -91,19 +92,33 @@ def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return first if first == [tokenizer.bos_token_id] else []
 
 
+def with_start(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:
+    """A text's tokens behind those that every text starts with, unless the text has them itself."""
+    start = start_tokens(tokenizer)
+    return tokens if tokens[: len(start)] == start else [*start, *tokens]
+
+
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str | Document]) -> Documents:
-    """Raw texts as documents, with the tokens that a text begins and ends with, all in the loss but the bos token. Empty
-    texts are left out; documents stay as they are."""
-    begin = start_tokens(tokenizer)
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    """Raw texts as documents, with the tokens that a text begins and ends with, all in the loss but the bos token. A text
+    that is rendered already has some of these itself. Empty texts are left out; documents stay as they are."""
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     parts, left = [], iter(texts)
     while some := list(islice(left, TEXTS)):
-        raw = [text for text in some if isinstance(text, str)]
+        raw = [rendered(tokenizer, text) for text in some if isinstance(text, str)]
         found = tokenizer(raw, add_special_tokens=False, verbose=False)["input_ids"] if raw else []
-        rows = [[*begin, *ids, *end] for ids in found if ids]
-        whole = [Document(row, [False] * len(begin) + [True] * (len(row) - len(begin))) for row in rows]
+        rows = [with_start(tokenizer, ids) for ids in found if ids]
+        rows = [row if eos in (None, row[-1]) else [*row, eos] for row in rows]
+        whole = [Document(row, [row[0] != bos] + [True] * (len(row) - 1)) for row in rows]
         parts.append(Documents.of(whole + [d for d in some if isinstance(d, Document)]))
     return Documents.joined(parts)
+
+
+def rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The text without white space around the bos and eos token that it has itself."""
+    bare = text.rstrip()
+    text = bare if tokenizer.eos_token and bare.endswith(tokenizer.eos_token) else text
+    bare = text.lstrip()
+    return bare if tokenizer.bos_token and bare.startswith(tokenizer.bos_token) else text
 
 
 def count_tokens(documents: Sequence[Document], vocab: int) -> Tensor:
@@ -167,9 +182,8 @@ def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: 
             yield text[min(start, max(0, len(text) - 12 * length)) :][: 12 * length]
 
     starts = list(lines()) if any(texts) else []
-    begin = start_tokens(tokenizer)
     rows = tokenizer(starts, add_special_tokens=False, verbose=False)["input_ids"] if starts else []
-    found = [[*begin, *row][:length] for row in rows if len(row) >= max(1, length // 2)]
+    found = [with_start(tokenizer, row)[:length] for row in rows if len(row) >= max(1, length // 2)]
     if not found:
         raise ValueError(
             f"the held-out text is too short for prompts of {length} tokens: hold out more of it, or ask for shorter "

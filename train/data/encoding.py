@@ -21,6 +21,7 @@ from foredraft.inference.evaluation.progress import Ticker
 from foredraft.train.data.chat_template import ChatFormat, template_file
 from foredraft.train.data.corpus import tokenize
 from foredraft.train.data.documents import Document
+from foredraft.train.data.known_tokens import highest_id
 from foredraft.train.data.layouts import Message, SkippedRow, has_images, tools
 from foredraft.train.data.sources import Row, Shard, Source
 
@@ -85,7 +86,7 @@ class Encoder:
         if "dropped" in row:
             raise SkippedRow(row["dropped"])
         tokens = row["tokens"]
-        if max(tokens) >= len(self.tokenizer):
+        if max(tokens) > highest_id(self.tokenizer):
             raise SkippedRow("tokens of another target")
         flags = np.zeros(len(tokens), np.uint8)
         for start, end in row["written"]:
@@ -101,17 +102,23 @@ class Encoder:
         return found, [{"role": "user", "content": self.tokenizer.decode(tokens[a:b])} for a, b in row["asked"]]
 
     def check(self) -> None:
-        """Raise ValueError where there is no row, and for a template by which nothing in the first ones is in the loss."""
-        rows, shares = list(islice(self.source.rows(), TRIED)), []
+        """Raise ValueError where there is no row, and for a template that fits none of the first ones, or by which nothing
+        in them is in the loss."""
+        rows, shares, refused = list(islice(self.source.rows(), TRIED)), [], None
         for row in rows:
             try:
                 found, messages = self.documents(row)
             except SkippedRow:
                 continue
+            except ValueError as error:
+                refused = error
+                continue
             if not isinstance(messages, str):
                 shares += [sum(document.loss_mask) / max(1, len(document.tokens)) for document in found]
         if not rows:
             raise ValueError(f"data.path={self.source.path} gives nothing to train on: it has no rows")
+        if refused is not None and not shares:
+            raise refused
         if self.form is None or not shares or any(shares):
             return
         raise ValueError(

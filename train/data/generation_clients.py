@@ -15,6 +15,7 @@ from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request
 from foredraft.inference.sampling import SamplingParams
 from foredraft.train.data.chat_template import ChatFormat
+from foredraft.train.data.known_tokens import Vocabulary
 from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow, tool_calls
 from foredraft.train.data.regeneration import AnsweredRow, ConversationRequest, GenerationSettings, Output, Reply
 
@@ -210,6 +211,9 @@ def in_process(
                 prompt = form.prompt(answered.messages, row.tools)
                 if target.context is not None and len(prompt) >= target.context:
                     raise SkippedRow(f"a prompt of {len(prompt)} tokens, the target reads {target.context}")
+                if (token := max(prompt)) >= Vocabulary.of(target).read:
+                    name = form.tokenizer.convert_ids_to_tokens(token)
+                    raise SkippedRow(f"a token that the target lacks: {name}")
             except SkippedRow as error:
                 answered.error = str(error)
                 break
