@@ -163,6 +163,9 @@ def test_a_target_may_be_named_without_its_group():
     assert spelled_out("target=a folder/x (1)=y's.gguf", CONF / "publish") == [
         r"target.path='a folder/x (1)=y\'s.gguf'"
     ]
+    assert spelled_out("data.path=/d/date=2026-01-01/x.jsonl") == ["data.path='/d/date=2026-01-01/x.jsonl'"]
+    for as_it_is in ("trainer.max_steps=range(start=1,stop=3)", "--config-dir=a=b", "+a={b: 'c=d'}", "length=8"):
+        assert spelled_out(as_it_is) == [as_it_is]
     assert spelled_out("drafter=ORG/NAME+suffix") == ["drafter=union", "drafter.spec=ORG/NAME+suffix"]
     assert [spelled_out(word) for word in ("target=hf", "gpus=8")] == [["target=hf"], ["gpus=8"]]
     assert named_target(["target.path=FILE.gguf", "length=64"]) == ["target=hf"]

@@ -239,7 +239,9 @@ def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> li
         return [f"target.path='{path}'"]  # conf/publish has no such group
     joined = key == "drafter" and "+" in value and not os.path.exists(value)
     if key not in ("target", "drafter") or not (joined or "/" in value or os.path.exists(value)):
-        return [argument]
+        # A partitioned data set has folders such as date=2026-01-01.
+        path = "=" in value and re.fullmatch(r"\+*[.\w]+", key) and re.fullmatch(r"[\w./:@+~=-]+", value)
+        return [f"{key}={quoted(value)}" if path else argument]
     if (folder / key / f"{value}.yaml").is_file() or value.startswith(("{", "[")):
         return [argument]
     if key == "drafter":
