@@ -10,6 +10,7 @@ import pytest
 from foredraft.scripts.preview import runs
 from foredraft.train.data.encoding import Encoder
 from foredraft.train.data.layouts import SkippedRow, tools
+from foredraft.train.data.prompt_sets import question
 from foredraft.train.data.sources import Row, Source
 from tests.support.chats import CHATML, SPECIAL, form_of, tokenizer
 
@@ -53,6 +54,16 @@ def test_a_system_prompt_in_a_column_of_its_own_is_the_first_message(row: dict, 
         assert said(row | {column: "Be brief."}) == [BRIEF, *HI]
     for nothing in ("", " ", None):
         assert said(row | {column: nothing}) == HI
+
+
+def test_a_system_prompt_in_a_column_is_there_where_heads_are_measured():
+    asked = [{"role": "user", "content": text} for text in ("a", "b")]
+    for row, turns in (
+        ({"messages": HI}, [[BRIEF, HI[0]]]),
+        ({"turns": ["a", "b"]}, [[BRIEF, asked[0]], [asked[1]]]),
+        ({"question": "a"}, [[BRIEF, asked[0]]]),
+    ):
+        assert question(Row("", row | {"system": "Be brief."}), "any").turns == turns
 
 
 def test_a_system_prompt_among_the_messages_wins_unless_it_is_empty():
@@ -108,6 +119,16 @@ def test_a_row_can_say_of_all_its_answers_which_are_learned(mask: dict):
 def test_a_row_without_an_answer_to_learn_is_dropped_by_that_name(row: dict):
     with pytest.raises(SkippedRow, match="no answer in it that is to be learned"):
         learned(row)
+
+
+def test_of_several_calls_that_are_not_learned_none_is():
+    """Llama's template takes one call per message, so that they become several messages."""
+    calls = [CALL | {"id": "a"}, CALL | {"id": "b"}]
+    results = [{"role": "tool", "content": "1", "tool_call_id": call["id"]} for call in calls]
+    row = {"messages": [ASKED, answer("", tool_calls=calls, weight=0), *results, answer("done")]}
+    assert learned(row, form_of("llama3").tokenizer) == ["done<|eot_id|>"]
+    del row["messages"][1]["weight"]
+    assert len(learned(row, form_of("llama3").tokenizer)) == 3
 
 
 def test_what_an_arrow_file_adds_to_its_rows_is_not_there(tmp_path: Path):
@@ -179,6 +200,79 @@ def test_ids_of_calls_suit_a_template_that_wants_nine_characters():
     form = form_of("mistral")
     found = learned({"messages": [ASKED, answer("", tool_calls=[call]), back, answer("three")]}, form.tokenizer)
     assert len(found) == 2 and found[0].startswith("[TOOL_CALLS]") and found[1] == "three</s>"
+
+
+BARE = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{{ end }}"
+BARE += "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+ONLY_LAST = "{% if not add_generation_prompt %}<eos>{% endif %}"
+MARKS = ["<s>", "<eos>", "<|user|>", "<|assistant|>"]
+TURNS = [{"role": "user", "content": "a"}, answer("b"), {"role": "user", "content": "c"}, answer("d")]
+
+
+@pytest.mark.parametrize(
+    ("template", "marks", "texts"),
+    [
+        (BARE, MARKS, ["b<|user|>", "d<|user|>"]),  # GLM's: the next turn's mark
+        (BARE, MARKS[:2], ["b<eos>", "d<eos>"]),  # nothing that could be one: the end token
+        # An end token at the end of the chat alone is what every answer ends with, unless all have an end mark.
+        (
+            BARE.replace("{{ end }}", ONLY_LAST),
+            MARKS[:2],
+            ["b<eos>", "d<eos>"],
+        ),
+        (
+            BARE.replace("{{ m.content }}", "{{ m.content }}<|end|>\n").replace("{{ end }}", ONLY_LAST),
+            [*MARKS, "<|end|>"],
+            ["b<|end|>", "d<|end|>"],
+        ),
+        # The end mark is learned where {% generation %} leaves it out, and the header is not where it takes it in.
+        (CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"), SPECIAL, ["b", "d"]),
+        (
+            CHATML.replace("<|im_start|>{{ m.role }}", "{% generation %}<|im_start|>{{ m.role }}").replace(
+                "{{ m.content }}<|im_end|>\n", "{{ m.content }}<|im_end|>\n{% endgeneration %}"
+            ),
+            SPECIAL,
+            ["b", "d"],
+        ),
+    ],
+)
+def test_what_the_target_must_write_to_stop_is_learned_once(template: str, marks: list[str], texts: list[str]):
+    words = tokenizer(template, eos=marks[1], special=marks)
+    if marks is SPECIAL:
+        texts = [f"{text}<|im_end|>" for text in texts]
+    assert learned({"messages": TURNS}, words) == texts
+    assert learned({"messages": TURNS, "finish_reasons": ["stop", "length"]}, words) == [texts[0], "d"]
+
+
+CLOSED = (
+    "{% for m in messages %}{% if m.role == 'user' %}<U>{{ m.content }}{% else %}<A></think>{{ m.content + eos_token }}"
+)
+CLOSED += (
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<A>{{ '<think>' if thinking else '</think>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("thoughts", "prompt", "text"),
+    [("2+2", "<U>2+2?<A><think>", "2+2</think>4</s>"), ("", "<U>2+2?<A></think>", "4</s>")],
+)
+def test_a_closing_reasoning_mark_that_the_template_writes_is_there_once(thoughts: str, prompt: str, text: str):
+    words = tokenizer(CLOSED, special=["<s>", "</s>", "<U>", "<A>", "<think>", "</think>"])
+    row = {"messages": [{"role": "user", "content": "2+2?"}, answer("4", reasoning_content=thoughts)]}
+    (document,), _ = Encoder(words, Source("x")).documents(Row("", row))
+    assert [part for _, part in runs(words, document)] == [prompt, text]
+
+
+def test_a_row_that_a_template_does_not_fit_does_not_end_the_others(tmp_path: Path):
+    words = tokenizer(
+        "{% if add_generation_prompt and messages[0].content == 'odd' %}X{% else %}" + CHATML + "{% endif %}"
+    )
+    rows = [{"prompt": prompt, "response": "r"} for prompt in ("odd", "a", "b")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    encoder = Encoder(words, source := Source(str(tmp_path / "rows.jsonl")))
+    encoder.check()
+    reasons = [row["reason"] for row in encoder.rows(source.shards())]
+    assert "begins an answer otherwise" in reasons[0] and reasons[1:] == ["", ""]
 
 
 @pytest.mark.parametrize("with_tools", [False, True])

@@ -160,7 +160,8 @@ def split(group: list[Message]) -> list[Message]:
         found.append({**message, "tool_calls": [call]})
         own = [number for number, result in enumerate(results) if result.get("tool_call_id") in (None, call.get("id"))]
         found += [results.pop(number) for number in own[:1]]
-        message = {"role": message["role"], "content": message["content"] and ""}
+        kept = {name: message[name] for name in ("role", "weight") if name in message}
+        message = kept | {"content": message["content"] and ""}
     return found + results
 
 

@@ -41,6 +41,7 @@ class Written(NamedTuple):
 
     text: str
     start: int  # of the answer
+    thinking: bool | None  # the template's switch
     message: Message | None  # from which the template writes this very text, if it does
 
 
@@ -81,12 +82,16 @@ def find_answer(form: "ChatFormat", messages: list[Message], tools: Tools) -> tu
             raise
         shown = form.shown(answer)
         text, before = form.write([*history, shown], tools=tools)[0], form.write(history, tools=tools)[0]
-        written = Written(text, common(text, before), shown)
+        written = Written(text, common(text, before), None, shown)
+    calls = [call["function"]["name"] for call in answer.get("tool_calls") or []]
+    if any(name not in written.text[written.start :] for name in calls):
+        raise SkippedRow("a tool call that the chat template does not show")
     text, end = with_end(form, history, answer, written, tools)
     spans = [(written.start, end)]
     if form.tagged and written.message is not None:
-        spans = marked(form, [*history, written.message], text, spans[0], tools)
-    return text, [without_end(text, span, answer) for span in spans]
+        _, found = form.write([*history, written.message], marked=True, tools=tools, thinking=written.thinking)
+        spans = within(form, text, spans[0], found)
+    return text, [without_end(form, text, span, answer) for span in spans]
 
 
 def with_thoughts(form: "ChatFormat", history: list[Message], answer: Message, tools: Tools) -> Written | None:
@@ -104,9 +109,11 @@ def with_thoughts(form: "ChatFormat", history: list[Message], answer: Message, t
         text, _ = form.write([*history, message], tools=tools, thinking=thinking)
         if text == without:
             return None
+        written = Written(text, len(prompt), thinking, message)
         if not text.startswith(prompt):
-            text = prompt + after_header(form, history, prompt, text, tools, thinking)
-        return Written(text, len(prompt), message) if thoughts.strip() in text[len(prompt) :] else None
+            rest = after_header(form, history, prompt, text, tools, thinking)
+            written = Written(prompt + rest, len(prompt), thinking, None)
+        return written if thoughts.strip() in written.text[len(prompt) :] else None
 
     if by_name := shown(plain | dict.fromkeys(THOUGHTS, thoughts)):
         return by_name
@@ -114,8 +121,10 @@ def with_thoughts(form: "ChatFormat", history: list[Message], answer: Message, t
         close = opened[1][0] + "/" + opened[1][1:]
         close = f"\n{close}\n\n" if prompt.endswith("\n") else close
         rest = after_header(form, history, prompt, without, tools, thinking)
-        return Written(prompt + thoughts + close + rest, len(prompt), None)
-    tags = f"<think>\n{thoughts}\n</think>\n\n{plain['content'] or ''}"
+        return Written(prompt + thoughts + close + rest, len(prompt), thinking, None)
+    if form.opens_thoughts or "</think>" not in form.template:
+        return None
+    tags = f"<think>\n{thoughts}\n</think>\n\n{plain['content'] or ''}"  # SmolLM3 wrote them so
     return shown(answer if "reasoning_content" not in answer else plain | {"content": tags})
 
 
@@ -126,10 +135,10 @@ def without_thoughts(form: "ChatFormat", history: list[Message], answer: Message
     plain = plain if form.knows_thoughts else answer
     prompt, _ = form.write(history, True, tools=tools, thinking=thinking)
     text, _ = form.write([*history, plain], tools=tools, thinking=thinking)
-    written = Written(text, len(prompt), plain)
+    written = Written(text, len(prompt), thinking, plain)
     if not text.startswith(prompt):
         rest = after_header(form, history, prompt, text, tools, thinking)
-        written = Written(prompt + rest, len(prompt), None)
+        written = Written(prompt + rest, len(prompt), thinking, None)
     if (written.message is None and OPENED.search(prompt)) or EMPTY.match(written.text, len(prompt)):
         raise SkippedRow("an answer without the thoughts that its target begins with")
     return written
@@ -196,7 +205,11 @@ def with_end(
     end = len(text.rstrip())
     if answer.get("finish_reason") == "length" or text[written.start : end].endswith(ends.mark or "\0"):
         return text, end
-    if calls and (ends.mark or ends.next_turn) and (mark := mark_after_calls(form, history, answer, tools)):
+    if (
+        calls
+        and (ends.mark or ends.next_turn)
+        and (mark := mark_after_calls(form, history, answer, written.thinking, tools))
+    ):
         return text + mark, len(text + mark)
     if not ends.next_turn:
         return text, end
@@ -204,32 +217,37 @@ def with_end(
     return text + ends.next_turn, len(text + ends.next_turn)
 
 
-def mark_after_calls(form: "ChatFormat", history: list[Message], answer: Message, tools: Tools) -> str:
+def mark_after_calls(
+    form: "ChatFormat", history: list[Message], answer: Message, thinking: bool | None, tools: Tools
+) -> str:
     """Return the mark of the tools' results after an answer that only calls them and has no end mark; "" if there is none."""
-    calls = [{"role": "tool", "content": STAND_IN, "name": call["function"]["name"]} for call in answer["tool_calls"]]
-    calls = [one | {"tool_call_id": call.get("id")} for one, call in zip(calls, answer["tool_calls"], strict=True)]
+    results = [
+        {"role": "tool", "content": STAND_IN, "name": call["function"]["name"], "tool_call_id": call.get("id")}
+        for call in answer["tool_calls"]
+    ]
+    messages = [*history, answer]
     try:
-        text, followed = (form.write([*history, answer, *more], tools=tools)[0] for more in ([], calls))
+        text, _ = form.write(messages, tools=tools, thinking=thinking)
+        followed, _ = form.write([*messages, *results], tools=tools, thinking=thinking)
     except SkippedRow:
         return ""
     return next_mark(form, followed[len(text) :]) if followed.startswith(text) else ""
 
 
-def marked(form: "ChatFormat", messages: list[Message], text: str, span: Span, tools: Tools) -> list[Span]:
-    """Return the spans that the template marks as generated, within the one that the target wrote, with the end mark that
-    follows the last one."""
+def within(form: "ChatFormat", text: str, span: Span, marked: list[Span]) -> list[Span]:
+    """Return the parts of a span that the template marks as generated, with the end mark that follows the last one."""
     start, end = span
-    _, found = form.write(messages, marked=True, tools=tools)
-    found = [(max(a, start), min(len(text[:b].rstrip()), end)) for a, b in found if b > start]
+    found = [(max(a, start), min(len(text[:b].rstrip()), end)) for a, b in marked if b > start]
     if found and found[-1][0] < found[-1][1] and not text[found[-1][1] : end].removesuffix(form.turn_end.mark).strip():
         found[-1] = found[-1][0], end
     return found
 
 
-def without_end(text: str, span: Span, message: Message) -> Span:
-    """The span of an answer in the text; of one that was cut off only up to there, since its target wrote no end."""
+def without_end(form: "ChatFormat", text: str, span: Span, message: Message) -> Span:
+    """Return the span of an answer; of one that was cut off only up to there, since its target wrote no end."""
     if message.get("finish_reason") != "length":
         return span
     last = (message["content"] or "").rstrip() or str(message.get("reasoning_content", "")).rstrip()
-    at = text.rfind(last, *span)
-    return span if at < 0 else (span[0], at + len(last))
+    start, end = span[0], span[0] + len(text[slice(*span)].removesuffix(form.turn_end.mark))
+    at = text.rfind(last, start, end)
+    return (start, end) if at < 0 else (start, at + len(last))

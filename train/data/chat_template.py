@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from foredraft.heads.target.images import ImageReader
 from foredraft.heads.target.messages import normalize_messages
 from foredraft.inference.text import answer_context, continuation
-from foredraft.train.data.answer_spans import STAND_IN, Span, TurnEnd, common, learned, turn_end
+from foredraft.train.data.answer_spans import OPENED, STAND_IN, Span, TurnEnd, common, learned, turn_end
 from foredraft.train.data.corpus import Document
 from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow, split_thoughts
 
@@ -133,6 +133,12 @@ class ChatFormat:
             return STAND_IN in self.write([{"role": "user", "content": "?"}, answer])[0]
         except SkippedRow:
             return False
+
+    @cached_property
+    def opens_thoughts(self) -> bool:
+        """Does the generation prompt open the reasoning?"""
+        asked = [{"role": "user", "content": "?"}]
+        return bool(OPENED.search(self.write(asked, True, thinking=self.switched_to(True))[0]))
 
     @cached_property
     def turn_end(self) -> TurnEnd:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.train.data.chat_template import ChatFormat
-from foredraft.train.data.corpus import start_tokens
-from foredraft.train.data.layouts import Message, SkippedRow, turns
+from foredraft.train.data.corpus import with_start
+from foredraft.train.data.layouts import Message, SkippedRow, has_system, system, turns
 from foredraft.train.data.sources import Row, Source, read
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
@@ -84,6 +84,7 @@ def question(row: Row, category: str) -> Question:
     try:
         if isinstance(value.get("messages"), list):
             messages = turns(value["messages"])
+            messages = messages if has_system(messages) else system(value) + messages
             while messages and messages[-1]["role"] == "assistant":
                 messages.pop()
             return Question(category, [messages])
@@ -91,7 +92,7 @@ def question(row: Row, category: str) -> Question:
             return Question(category, [], asked)
         if isinstance(asked, str | list):
             said = turns([asked] if isinstance(asked, str) else asked, all_user=True)
-            return Question(category, [[one] for one in said])
+            return Question(category, [[*(system(value) if one is said[0] else []), one] for one in said])
     except SkippedRow as reason:
         raise ValueError(f"{row.where} holds no prompt: {reason}") from None
     raise ValueError(f"{row.where} holds no prompt: it needs `turns`, `messages`, `question` or `prompt`")
@@ -105,7 +106,7 @@ def tokenize(
     for one in found:
         if not one.turns:
             raw = tokenizer(one.text, add_special_tokens=False, verbose=False)["input_ids"]
-            ids = [*start_tokens(tokenizer), *raw]
+            ids = with_start(tokenizer, raw)
             yield Prompt(one.category, ids[-most:], False, max(0, len(ids) - most))
             continue
         form = form or ChatFormat(tokenizer, None if tokenizer.chat_template else "plain")
