@@ -26,8 +26,8 @@ WEIGHTS = SAFE[0]
 SMALL_HEAD = 1 << 22  # parameters; 16 MB in float32
 CARD = "README.md"
 STATED = re.compile(r"SHA-256 of the weights\W+([0-9a-f]{64})")
-# Of a head that is replaced: what would be read as one, and what training wrote of it.
-OF_A_HEAD = (*SAFE, *PICKLED, FILE, CONFIG, ADAPTER_CONFIG, "config.yaml", "metrics.json")
+OF_A_HEAD = (*SAFE, *PICKLED, FILE, CONFIG, ADAPTER_CONFIG)  # what would be read as one
+OF_A_RUN = ("config.yaml", "metrics.json")  # what a training run writes next to it
 
 
 def fingerprint(target: Target) -> dict:
@@ -111,8 +111,11 @@ def put_in_place(part: Path, directory: Path) -> None:
     if not directory.exists():
         part.rename(directory)
         return
-    here = list(directory.iterdir())
+    here = [file for file in directory.iterdir() if file.name not in OF_A_RUN]
     replaced = [file for file in here if file.name in OF_A_HEAD or states_weights(file)]
+    for name in OF_A_RUN:
+        if (directory / name).is_file():
+            shutil.copy(directory / name, part)
     old = directory.with_name(f".{directory.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if len(replaced) == len(here) and moved(directory, old):
