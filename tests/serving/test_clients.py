@@ -73,7 +73,7 @@ def test_a_load_generator_measures_the_server(server, model, embedded, tmp_path,
     (benchmark,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
     metrics = benchmark["metrics"]
     assert metrics["request_totals"] == {"successful": 24, "errored": 0, "incomplete": 0, "total": 24}
-    assert metrics["output_token_count"]["successful"] == 24 * 16
+    assert metrics["output_token_count"]["successful"]["total_sum"] == 24 * 16
     for request in benchmark["requests"]["successful"]:
         assert request["output_tokens"] == 16 and request["time_to_first_token_ms"] > 0 and request["output"]
         body = json.loads(request["request_args"])["body"]
