@@ -8,7 +8,6 @@ or a tool call, and the token that ends its turn.
 
 import asyncio
 import json
-from datetime import date
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +15,8 @@ import numpy as np
 import pytest
 from openai.types.chat import ChatCompletion
 
+from foredraft.inference.serve.prompts import PromptEncoder
+from foredraft.inference.serve.protocol import ChatRequest
 from foredraft.scripts.preview import runs
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.encoding import Encoder
@@ -24,96 +25,8 @@ from foredraft.train.data.layouts import SkippedRow, split_thoughts
 from foredraft.train.data.regeneration import AnsweredRow, GenerationSettings, questions
 from foredraft.train.data.sources import Row, Source
 from tests.support.chats import MODELS, form_of
+from tests.support.written_chats import CONVERSATIONS, PLAIN, PROMPTS, TOOL, WROTE, wrote
 
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str, **more) -> dict:
-    return {"role": "assistant", "content": text, **more}
-
-
-TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
-CALL = {"id": "123456789", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
-CONVERSATIONS = {
-    "one turn": [user("What is 2 + 3?"), assistant("It is 5.")],
-    "a system prompt": [{"role": "system", "content": "Be brief."}, user("What is 2 + 3?"), assistant("It is 5.")],
-    "two turns": [user("What is 2 + 3?"), assistant("It is 5."), user("And 4 more?"), assistant("Then 9.\n\nReally.")],
-    "thoughts": [user("What is 2 + 3?"), assistant("It is 5.", reasoning_content="2 and 3.")],
-    "thoughts, two turns": [
-        user("What is 2 + 3?"),
-        assistant("It is 5.", reasoning_content="2 and 3."),
-        user("And 4 more?"),
-        assistant("Then 9.", reasoning_content="5 and 4."),
-    ],
-    "thoughts in the text": [user("What is 2 + 3?"), assistant("<think>\n2 and 3.\n</think>\n\nIt is 5.")],
-    "a tool": [
-        user("What is 2 + 3?"),
-        assistant("", tool_calls=[CALL]),
-        {"role": "tool", "content": "5", "tool_call_id": "123456789"},
-        assistant("It is 5."),
-    ],
-}
-CONVERSATIONS["thoughts and a tool"] = [
-    message | ({"reasoning_content": thought} if thought else {})
-    for message, thought in zip(CONVERSATIONS["a tool"], ["", "Call it.", "", "2 and 3."], strict=True)
-]
-PLAIN = {
-    "one turn": ["It is 5."],
-    "a system prompt": ["It is 5."],
-    "two turns": ["It is 5.", "Then 9.\n\nReally."],
-}
-TWO_THOUGHTS = [("2 and 3.", "It is 5."), ("5 and 4.", "Then 9.")]
-QWEN_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
-WROTE: dict[str, dict[str, list[str]]] = {  # without the end of the turn
-    "llama3": PLAIN | {"a tool": ['{"name": "add", "parameters": {"a": 2, "b": 3}}', "It is 5."]},
-    "gemma3": PLAIN,
-    "smollm2": PLAIN,
-    "mistral": PLAIN
-    | {"a tool": ['[TOOL_CALLS][{"name": "add", "arguments": {"a": 2, "b": 3}, "id": "123456789"}]', "It is 5."]},
-    "qwen3": PLAIN
-    | {
-        "thoughts": ["<think>\n2 and 3.\n</think>\n\nIt is 5."],
-        "thoughts, two turns": [f"<think>\n{thought}\n</think>\n\n{answer}" for thought, answer in TWO_THOUGHTS],
-        "thoughts in the text": ["<think>\n2 and 3.\n</think>\n\nIt is 5."],
-        "thoughts and a tool": [
-            f"<think>\nCall it.\n</think>\n\n{QWEN_CALL}",
-            "<think>\n2 and 3.\n</think>\n\nIt is 5.",
-        ],
-        "a tool": [QWEN_CALL, "It is 5."],
-    },
-    "qwq": {
-        "thoughts": ["2 and 3.\n</think>\n\nIt is 5."],  # the generation prompt begins the thoughts
-        "thoughts, two turns": [f"{thought}\n</think>\n\n{answer}" for thought, answer in TWO_THOUGHTS],
-        "thoughts in the text": ["2 and 3.\n</think>\n\nIt is 5."],
-        "thoughts and a tool": [f"Call it.\n</think>\n\n{QWEN_CALL}", "2 and 3.\n</think>\n\nIt is 5."],
-    },
-    "deepseek_r1": {
-        "thoughts": ["2 and 3.\n</think>\n\nIt is 5."],
-        "thoughts, two turns": [f"{thought}\n</think>\n\n{answer}" for thought, answer in TWO_THOUGHTS],
-        "thoughts in the text": ["2 and 3.\n</think>\n\nIt is 5."],
-    },
-    "gpt_oss": {name: [f"<|channel|>final<|message|>{answer}" for answer in answers] for name, answers in PLAIN.items()}
-    | {
-        "thoughts": [
-            "<|channel|>analysis<|message|>2 and 3.<|end|><|start|>assistant<|channel|>final<|message|>It is 5."
-        ],
-        "thoughts, two turns": [
-            f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant<|channel|>final<|message|>{answer}"
-            for thought, answer in TWO_THOUGHTS
-        ],
-        "a tool": [
-            ' to=functions.add<|channel|>commentary json<|message|>{"a": 2, "b": 3}<|call|>',
-            "<|channel|>final<|message|>It is 5.",
-        ],
-        "thoughts and a tool": [
-            "<|channel|>analysis<|message|>Call it.<|end|>"
-            '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 2, "b": 3}<|call|>',
-            "<|channel|>analysis<|message|>2 and 3.<|end|><|start|>assistant<|channel|>final<|message|>It is 5.",
-        ],
-    },
-}
 CASES = [(model, name) for model, wrote in WROTE.items() for name in wrote]
 
 
@@ -127,9 +40,13 @@ def begins(documents: list) -> list[list[int]]:
     return [tokens[:at] for tokens, mask, _ in documents for at in range(1, len(mask)) if mask[at] and not mask[at - 1]]
 
 
-def wrote(model: str, name: str) -> list[str]:
-    """All that the model emits, answer by answer."""
-    return [text if text.endswith("<|call|>") else text + MODELS[model].end for text in WROTE[model][name]]
+def served(form: ChatFormat, messages: list[dict], with_tools: bool) -> list[list[int]]:
+    """The prompts that the server gives the target: with thinking at its default, on and off."""
+    target: Any = SimpleNamespace(text_tokenizer=form.tokenizer, context=None, name="x")
+    said = json.dumps({"messages": messages} | ({"tools": [TOOL]} if with_tools else {}))
+    switches = [{}, *({"enable_thinking": value, "thinking": value} for value in (True, False))]
+    requests = [ChatRequest.model_validate(json.loads(said) | {"chat_template_kwargs": one}) for one in switches]
+    return [tokens for request in requests for tokens in PromptEncoder(target).chat(request)]
 
 
 def rows_of(model: str, value: dict, **settings) -> tuple[ChatFormat, list]:
@@ -144,12 +61,12 @@ def test_what_is_learned_is_what_the_model_wrote(model: str, name: str, with_too
     row = {"messages": CONVERSATIONS[name]} | ({"tools": json.dumps([TOOL["function"]])} if with_tools else {})
     form, documents = rows_of(model, row)
     assert learned(form, documents) == wrote(model, name)
-    if model != "qwen3" or "thoughts" in name:  # which has empty thoughts before an answer without any
-        places = [number for number, message in enumerate(row["messages"]) if message["role"] == "assistant"]
-        tools = [TOOL] if with_tools else None
-        assert begins(documents) == [form.prompt(row["messages"][:place], tools) for place in places]
+    knows_tools = model not in ("gemma3", "smollm2", "deepseek_r1", "phi3", "phi4")  # the server refuses them
+    places = [number for number, message in enumerate(row["messages"]) if message["role"] == "assistant"]
+    found = begins(documents)
+    for prompt, place in zip(found, places[-len(found) :], strict=True):
+        assert prompt in served(form, row["messages"][:place], with_tools and knows_tools)
     shown = form.tokenizer.decode(documents[-1].tokens)
-    knows_tools = model not in ("gemma3", "smollm2", "deepseek_r1")
     assert ("Adds." in shown) == (with_tools and knows_tools)
 
 
@@ -225,30 +142,11 @@ def test_qwen3_without_thinking(name: str):
     assert found == [f"{text}<|im_end|>" for text in PLAIN[name]]
 
 
-QUESTION = "What is 2 + 3?"
-CHATML = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
-PROMPTS = {  # the one of the first turn, whole
-    "deepseek_r1": f"<｜begin▁of▁sentence｜><｜User｜>{QUESTION}<｜Assistant｜><think>\n",
-    "gemma3": f"<bos><start_of_turn>user\n{QUESTION}<end_of_turn>\n<start_of_turn>model\n",
-    "gpt_oss": "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\n"
-    f"Knowledge cutoff: 2024-06\nCurrent date: {date.today()}\n\nReasoning: medium\n\n"
-    "# Valid channels: analysis, commentary, final. Channel must be included for every message.<|end|>"
-    f"<|start|>user<|message|>{QUESTION}<|end|><|start|>assistant",
-    "llama3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
-    "Today Date: 26 Jul 2024\n\n<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
-    f"{QUESTION}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-    "mistral": f"<s>[INST]{QUESTION}[/INST]",
-    "qwen3": CHATML,
-    "qwq": f"{CHATML}<think>\n",
-    "smollm2": "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-    + CHATML,
-}
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_the_ids_are_those_of_the_conversation_written_by_hand(model: str):
     """The tokens before an answer's are those that the model is given where the head is used."""
-    name = "thoughts in the text" if model in ("qwq", "deepseek_r1", "qwen3") else "one turn"
+    thinks = model in ("qwq", "deepseek_r1", "qwen3", "qwen3_5", "glm4_5", "glm5", "minimax_m2", "smollm3")
+    name = "thoughts in the text" if thinks else "one turn"
     form, (document,) = rows_of(model, {"messages": CONVERSATIONS[name]})
     before, written = (form.tokenizer(text)["input_ids"] for text in (PROMPTS[model], wrote(model, name)[0]))
     whole = [*before, *written]
