@@ -173,6 +173,9 @@ def load(file: Path, dtype: torch.dtype, metadata: dict[str, Any], tensors: Any,
     config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
     with torch.device("meta"):
         model = type(loaded)(config)
+    # Older versions of transformers take the rotated part of a head for all of it.
+    misfits = [name for name, weight in model.state_dict().items() if weight.shape != state[name].shape]
+    check(not misfits, file, f"these weights do not fit its sizes: {', '.join(misfits[:4])}")
     model.load_state_dict(state, assign=True)
     model.tie_weights()
     facts = {key: getattr(config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}

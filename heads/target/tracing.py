@@ -85,7 +85,7 @@ class TracedCache:
         self.index, self.mask = index, object()
         self.states: tuple[Tensor, ...] = ()
 
-    def update(self, keys: Tensor, values: Tensor, index: int, *args: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, index: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.states or index != self.index:
             raise Untraceable("it writes to its cache in a way of its own")
         self.states = keys, values
