@@ -5,6 +5,7 @@ import re
 import pytest
 
 from foredraft.heads.target.messages import normalize_messages, normalize_tools, rendered, template_needs
+from foredraft.inference.serve.prompts import content_text
 from foredraft.inference.serve.tools import new_call
 from tests.support import ROOT
 
@@ -127,3 +128,63 @@ def test_a_template_that_concatenates_arguments_is_given_text():
         assert template_needs(written).text_arguments
         (message,) = normalize_messages([answer(call(arguments={"a": "é"}))], written)
         assert message["tool_calls"][0]["function"]["arguments"] == '{"a": "é"}'
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "llama3", "gpt_oss"])
+def test_results_come_in_the_order_of_their_calls(name):
+    asked = [QUESTION, answer(call("f", id="a"), call("g", id="b")), result("2", tool_call_id="b")]
+    asked.append(result("1", tool_call_id="a"))
+    messages = normalize_messages(asked, template(name))
+    assert [message["content"] for message in messages if message["role"] == "tool"] == ["1", "2"]
+    asked[-1]["tool_call_id"] = ["unknown"]
+    assert next(one["content"] for one in normalize_messages(asked, template(name)) if one["role"] == "tool") == "2"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gpt_oss"])
+def test_a_function_call_of_older_clients_is_a_tool_call(name):
+    old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}
+    asked = [QUESTION, old, {"role": "function", "name": "f", "content": "3"}]
+    new = [QUESTION, {"role": "assistant", "tool_calls": [call(arguments='{"a": 1}', id=None)]}]
+    new.append({"role": "tool", "name": "f", "content": "3"})
+    assert normalize_messages(asked, template(name)) == normalize_messages(new, template(name))
+    assert '"a": 1' in rendered(normalize_messages(asked, template(name)), template(name))
+
+
+def test_ids_that_are_empty_are_none():
+    asked = [QUESTION, answer(call("f", id=""), call("g", id="")), result(tool_call_id=""), result(tool_call_id="")]
+    messages = normalize_messages(asked, template("mistral"))
+    ids = [one["id"] for one in messages[1]["tool_calls"]]
+    assert len({*ids}) == 2 and [message["tool_call_id"] for message in messages[2:]] == ids
+
+
+def test_a_refusal_is_the_answer():
+    message = {"role": "assistant", "content": None, "refusal": "I cannot."}
+    assert normalize_messages([QUESTION, message], template("qwen3"))[1] == {
+        "role": "assistant",
+        "content": "I cannot.",
+    }
+
+
+@pytest.mark.parametrize(
+    "role, content, text",
+    [
+        ("user", None, None),
+        ("assistant", [], ""),
+        ("user", ["a", {"type": "input_text", "text": "b"}, {"type": "text", "text": "c", "cache_control": {}}], "abc"),
+        ("assistant", [{"type": "output_text", "text": "a"}, {"type": "refusal", "refusal": "no"}], "ano"),
+        ("tool", {"type": "text", "text": "3"}, "3"),
+        ("tool", {"é": [1]}, '{"é": [1]}'),
+        ("function", [{"a": 1}, None], '[{"a": 1}, null]'),
+    ],
+)
+def test_a_content_is_the_text_of_its_parts(role, content, text):
+    assert content_text(role, content) == text
+
+
+@pytest.mark.parametrize(
+    "role, content",
+    [("user", {"a": 1}), ("user", [None]), ("tool", [{"type": "image_url"}]), ("user", [{"type": ["text"]}])],
+)
+def test_parts_that_are_not_text_are_refused(role, content):
+    with pytest.raises(ValueError, match="only text is supported"):
+        content_text(role, content)

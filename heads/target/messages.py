@@ -92,17 +92,25 @@ def rendered(messages: list[Message], template: str, tools: list[dict] | None = 
 
 def arrange(messages: Sequence[Mapping[str, Any]], needs: TemplateNeeds) -> list[Message]:
     found = [clean(message, needs) for message in messages]
-    if needs.one_call:
-        found = [message for group in answers(found) for message in split(group)]
+    groups = map(in_order, answers(found))
+    found = [message for group in groups for message in (split(group) if needs.one_call else group)]
     if needs.ids != "any":
         name_calls(found, needs.ids)
     return found
 
 
 def clean(message: Mapping[str, Any], needs: TemplateNeeds) -> Message:
-    """Drop what is null, and write calls as the template wants them."""
+    """Drop what is null, and write calls as the template wants them. A refusal is an answer. Older clients name a call
+    `function_call`, and the role of its result `function`."""
     message = {name: value for name, value in message.items() if value is not None}
-    calls = message.pop("tool_calls", None)
+    old, refusal = message.pop("function_call", None), message.pop("refusal", None)
+    calls = message.pop("tool_calls", None) or (old and [{"function": old}])
+    if message.get("role") == "function":
+        message["role"] = "tool"
+    if message.get("role") == "tool" and not message.get("tool_call_id"):
+        message.pop("tool_call_id", None)
+    if refusal and not message.get("content"):
+        message["content"] = refusal
     if calls:
         if not isinstance(calls, list):
             raise ValueError(f"tool_calls is {str(calls)[:40]!r}, not a list of calls")
@@ -123,7 +131,7 @@ def clean_call(call: Any, text_arguments: bool) -> dict[str, Any]:
     arguments = parsed_arguments(function.get("arguments"))
     if text_arguments and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    own = {name: value for name, value in call.items() if value is not None and name not in ("name", "arguments")}
+    own = {name: value for name, value in call.items() if value not in (None, "") and name not in ("name", "arguments")}
     # The name comes first: Mistral's template writes the whole object.
     return {"type": "function", **own, "function": {"name": function["name"], "arguments": arguments}}
 
@@ -147,6 +155,15 @@ def answers(messages: list[Message]) -> Iterator[list[Message]]:
         group.append(message)
     if group:
         yield group
+
+
+def in_order(group: list[Message]) -> list[Message]:
+    """Sort results as their calls are: most templates show them without ids."""
+    message, *results = group
+    ids = [str(call.get("id")) for call in message.get("tool_calls", [])]
+    if any(str(result.get("tool_call_id")) not in ids for result in results):
+        return group
+    return [message, *sorted(results, key=lambda result: ids.index(str(result.get("tool_call_id"))))]
 
 
 def split(group: list[Message]) -> list[Message]:

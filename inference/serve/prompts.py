@@ -3,6 +3,7 @@ the chat template writes (<think>, <tool_call>): nobody can end a turn that is n
 
 import copy
 import inspect
+import json
 import re
 from typing import Any
 
@@ -18,6 +19,9 @@ from foredraft.inference.text import encode_prompt
 
 PLACE = "\ue000{}\ue001"  # of a mark's text in a message; private characters, which are taken out of messages
 PLACES = re.compile("\ue000(\\d+)\ue001")
+
+# Types of parts that are text, with the field that has it; the Responses API has names of its own, which clients mix up.
+PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 class PromptEncoder:
@@ -50,6 +54,7 @@ class PromptEncoder:
                 "target whose template reads them"
             )
         given = [message.model_dump(exclude_unset=True) for message in request.messages]
+        given = [message | {"content": content_text(message["role"], message.get("content"))} for message in given]
         messages = [self.plain(message) for message in normalize_messages(given, template)]
         if tools is not None:
             given = [tool.model_dump(exclude_unset=True) for tool in tools]
@@ -92,16 +97,12 @@ class PromptEncoder:
         return self.spellings[number]
 
     def plain(self, message: dict[str, Any]) -> dict[str, Any]:
-        """What the template is given: text parts joined, thoughts by its own name for them, and marks taken out of all
-        text. An earlier answer keeps those that are not special: templates look for thoughts in it."""
+        """What the template is given: thoughts by its own name for them, and marks taken out of all text. An earlier answer
+        keeps those that are not special: templates look for thoughts in it."""
         if message["role"] == "developer" and not self.knows_developers:
             message["role"] = "system"
         if thoughts := message.pop("reasoning", None) or message.pop("reasoning_content", None):
             message[self.thoughts] = thoughts
-        if isinstance(parts := message["content"], list):
-            if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in parts):
-                raise ValueError("messages hold parts that are not text: only text is supported here")
-            message["content"] = "".join(part["text"] for part in parts)
         return self.without_marks(message, message["role"] == "assistant")
 
     def without_marks(self, value: Any, specials_alone: bool = False) -> Any:
@@ -152,3 +153,25 @@ class PromptEncoder:
             return encode_prompt(self.tokenizer, text, add_special_tokens)
         except (TypeError, UnicodeError):
             raise ValueError("the text is not valid Unicode: it holds half of a surrogate pair") from None
+
+
+def content_text(role: str, content: Any) -> str | None:
+    """Join the text of a message's parts; what a tool returned may be any JSON. Raises ValueError for other parts."""
+    if content is None or isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [part_text(part) for part in parts]
+    found = [text for text in texts if text is not None]
+    if len(found) == len(texts):
+        return "".join(found)
+    if role in ("tool", "function") and not any(isinstance(part, dict) and "type" in part for part in parts):
+        return json.dumps(content, ensure_ascii=False)
+    raise ValueError("messages hold parts that are not text: only text is supported here")
+
+
+def part_text(part: Any) -> str | None:
+    if isinstance(part, str):
+        return part
+    field = PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
+    text = None if field is None else part.get(field)
+    return text if isinstance(text, str) else None

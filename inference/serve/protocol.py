@@ -174,7 +174,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Any] | dict[str, Any] | None = None  # text, or parts; what a tool returned
 
 
 class Function(BaseModel):
