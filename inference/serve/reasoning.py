@@ -43,7 +43,7 @@ def thought_reader(
 
 def beginning(text: str, marks: Sequence[str]) -> int:
     """Where at the end of a text one of these may begin."""
-    starts = range(max(0, len(text) - max(map(len, marks)) + 1), len(text))
+    starts = range(max(0, len(text) - max(map(len, marks), default=0) + 1), len(text))
     return next((at for at in starts if any(mark.startswith(text[at:]) for mark in marks)), len(text))
 
 

@@ -38,11 +38,15 @@ class ToolFormat(NamedTuple):
         return self.opening.partition('{"name"')[0] if self.is_object else self.opening
 
     @property
+    def is_bare(self) -> bool:
+        """May a call be an object without a mark?"""
+        return self.is_object and not (self.head or self.section[0])
+
+    @property
     def marks(self) -> list[str]:
-        """Texts that a call may start with. A format without a mark of its own has calls at the beginning of a line."""
-        texts = (self.section[0].removesuffix("["), self.head.partition(NAME)[0])
-        marks = [text.split()[0] for text in texts if text.strip()]
-        return [*(marks or ('\n{"name"', '\n{"type"')), *([self.also] if self.also else [])]
+        """Texts that a call may start with."""
+        texts = (self.section[0].removesuffix("["), self.head.partition(NAME)[0], self.also)
+        return [text.split()[0] for text in texts if text.strip()]
 
     @property
     def text(self) -> str:

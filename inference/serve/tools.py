@@ -39,6 +39,9 @@ __all__ = [
     "reader",
 ]
 
+# The start of an object, or of a list of them, that may be a call without a mark; and the end of a text that may become one.
+OBJECT = r'(?<!\s)\s*(?:\[\s*)?\{\s*"(?:name|type|function|arguments|parameters)"'
+BEGUN = re.compile(r'(?<!\s)\s*(?:\[\s*)?(?:\{\s*(?:"\w*)?)?$')
 SEPARATOR = re.compile(r"[\s,;]*")
 DECODER = json.JSONDecoder(strict=False, parse_constant=str)  # models write line ends into strings, and NaN
 ATTEMPTS = 128  # marks at most that are taken for calls in vain: each may cost the length of the text
@@ -87,13 +90,15 @@ class ToolReader:
     def __init__(self, style: ToolFormat, known: Sequence[str], schemas: Mapping[str, dict[str, Any]] | None = None):
         """schemas: of the parameters of each tool."""
         self.style, self.known, self.schemas, self.marks = style, known, schemas or {}, style.marks
+        self.mark = re.compile("|".join([*map(re.escape, self.marks), *([OBJECT] if style.is_bare else [])]))
         self.held, self.holding, self.shown = "", False, False
         also = f"(?:{re.escape(style.also)})?" if style.also else ""
         self.head = re.compile(rf"\s*{also}\s*{pattern(style.head, style.id)}\s*")
         self.before, self.after = (re.compile(rf"(?:\s*{pattern(text)})?" if text else "") for text in style.section)
         first, *rest = style.closing.removeprefix("}" if style.is_object else "").split() or [""]
+        before = r"[\s}]*" if style.is_object else r"\s*"  # models write one brace more than they opened
         self.closing = re.compile(
-            (rf"\s*{re.escape(first)}" if first else "") + "".join(rf"(?:\s*{re.escape(part)})?" for part in rest)
+            (rf"{before}{re.escape(first)}" if first else "") + "".join(rf"(?:\s*{re.escape(part)})?" for part in rest)
         )
         if style.parameters is not None:
             opening, closing = style.parameters
@@ -106,18 +111,14 @@ class ToolReader:
         self.held += text
         if self.holding:
             return ""
-        found = [at for mark in self.marks if (at := self.held.find(mark)) >= 0]
-        bare = self.is_bare()
-        self.holding = bool(found) or (bare and "{" in self.held)
-        at = 0 if bare else min(found) if found else beginning(self.held, self.marks)
+        found = self.mark.search(self.held)
+        self.holding = found is not None
+        at = beginning(self.held, self.marks) if found is None else found.start()
+        if found is None and self.style.is_bare and (begun := BEGUN.search(self.held)):
+            at = min(at, begun.start())
         content, self.held = self.held[:at], self.held[at:]
         self.shown = self.shown or bool(content)
         return content
-
-    def is_bare(self) -> bool:
-        """May the text begin with a call that has no mark?"""
-        bare = self.style.is_object and not (self.style.head or self.style.section[0])
-        return bare and not self.shown and re.match(r"\s*(\{|$)", self.held) is not None
 
     def end(self) -> tuple[str, list[dict[str, Any]]]:
         """The rest of the content, and the calls; what is no call of a known tool is content."""
@@ -127,8 +128,8 @@ class ToolReader:
             calls += found
             if not found:
                 failed += 1
-                later = [place for mark in self.marks if (place := self.held.find(mark, at + 1)) >= 0]
-                end = min(later) if later and failed < ATTEMPTS else len(self.held)
+                later = self.mark.search(self.held, at + 1) if failed < ATTEMPTS else None
+                end = later.start() if later else len(self.held)
                 content += self.held[at:end]
             at = end
         content = content.rstrip() if calls else content
@@ -138,34 +139,63 @@ class ToolReader:
         """The calls that follow one another here, and where they end."""
         at, found = matched(self.before, self.held, at), list[dict[str, Any]]()
         while one := self.call_at(matched(SEPARATOR, self.held, at) if found else at):
-            found.append(one[0])
+            found += one[0]
             at = one[1]
         return found, matched(self.after, self.held, at)
 
-    def call_at(self, at: int) -> tuple[dict[str, Any], int] | None:
+    def call_at(self, at: int) -> tuple[list[dict[str, Any]], int] | None:
+        """The call here, or all that stand between one pair of marks, and where it ends."""
         head = self.head.match(self.held, at)
         if head is None:
             return None
-        at, closed = head.end(), self.closing.match(self.held, head.end())
-        try:
-            if self.style.is_object:
+        if self.style.is_object:
+            return self.objects_at(head.end(), "\n" in head[0] or not (at or self.shown))
+        name, at = head["name"], head.end()
+        closed = self.closing.match(self.held, at)
+        if self.style.parameters is not None:
+            arguments, at = self.parameters_at(at, self.schemas.get(name, {}))
+            call = self.call(name, arguments) if self.closing.match(self.held, at) else None
+        elif closed is not None and closed.end() > at:
+            call = self.call(name, None)
+        else:
+            try:
+                arguments, at = DECODER.raw_decode(self.held, at)
+            except (ValueError, RecursionError):
+                return None
+            call = self.call(name, arguments)
+        return None if call is None else ([call], matched(self.closing, self.held, at))
+
+    def objects_at(self, at: int, on_its_line: bool) -> tuple[list[dict[str, Any]], int] | None:
+        """Calls as JSON: one, a list, or one after the other between a pair of marks."""
+        found, end = list[dict[str, Any]](), at
+        while not found or self.style.head:
+            try:
                 value, at = DECODER.raw_decode(self.held, at)
-                name = value.get("name") if isinstance(value, dict) else None
-                arguments = value.get("arguments", value.get("parameters")) if isinstance(value, dict) else None
-            elif self.style.parameters is not None:
-                name = head["name"]
-                arguments, at = self.parameters_at(at, self.schemas.get(name, {}))
-                closed = self.closing.match(self.held, at)
-                name = name if closed else None
-            else:
-                name, empty = head["name"], closed is not None and closed.end() > head.end()
-                arguments, at = (None, at) if empty else DECODER.raw_decode(self.held, at)
-        except (ValueError, RecursionError):
+            except (ValueError, RecursionError):
+                break
+            calls = [self.object_call(one, on_its_line) for one in (value if isinstance(value, list) else [value])]
+            if not calls or None in calls:
+                break
+            found += [call for call in calls if call is not None]
+            end, at = at, matched(SEPARATOR, self.held, at)
+        return (found, matched(self.closing, self.held, end)) if found else None
+
+    def object_call(self, value: Any, on_its_line: bool) -> dict[str, Any] | None:
+        """A call in the format's form, or in OpenAI's. In the middle of a line, a name alone calls nothing."""
+        inner = value.get("function") if isinstance(value, dict) else None
+        value = inner if isinstance(inner, dict) else value
+        if not isinstance(value, dict):
             return None
+        arguments = value.get("arguments") or value.get("parameters")
+        if self.style.is_bare and not on_its_line and not value.keys() & {"arguments", "parameters"}:
+            return None
+        return self.call(value.get("name", inner), arguments)
+
+    def call(self, name: Any, arguments: Any) -> dict[str, Any] | None:
         arguments = parsed_arguments(arguments)
         if not isinstance(name, str) or name not in self.known or not isinstance(arguments, dict):
             return None
-        return new_call(name, json.dumps(arguments)), matched(self.closing, self.held, at)
+        return new_call(name, json.dumps(arguments))
 
     def parameters_at(self, at: int, schema: dict[str, Any]) -> tuple[dict[str, Any], int]:
         found, properties = dict[str, Any](), properties_of(schema)
