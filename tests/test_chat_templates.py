@@ -98,7 +98,9 @@ class VLLM:
     def regenerated(self, row: dict) -> dict:
         server = Server("http://127.0.0.1:9", "m", 1.0, 0, GenerationSettings(0.0, None, 99, 0), {})
         server.client = self
-        (request,) = questions(SimpleNamespace(rows=lambda: [Row("", row)], conversation=Source("x").conversation), {})
+        (request,) = questions(
+            SimpleNamespace(rows=lambda: [Row("", row)], conversation=Source("x").conversation, messages=None), {}
+        )
         answered = AnsweredRow()
         asyncio.run(server.converse(request, answered))
         return json.loads(json.dumps(answered.row))

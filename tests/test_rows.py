@@ -3,13 +3,14 @@
 import json
 from pathlib import Path
 
+import numpy
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from foredraft.scripts.preview import runs
 from foredraft.train.data.encoding import Encoder
-from foredraft.train.data.layouts import SkippedRow, tools
+from foredraft.train.data.layouts import SkippedRow, declared, tools
 from foredraft.train.data.prompt_sets import question
 from foredraft.train.data.sources import Row, Source
 from tests.support.chats import CHATML, SPECIAL, form_of, tokenizer
@@ -85,6 +86,10 @@ def test_a_system_prompt_among_the_messages_wins_unless_it_is_empty():
         ({"training": False}, ["good"]),
         ({"loss": False}, ["good"]),
         ({"loss_mask": 0}, ["good"]),
+        ({"mask": 0}, ["good"]),
+        ({"weight": "0"}, ["good"]),
+        ({"train": "False"}, ["good"]),
+        ({"weight": "1.0", "train": "true"}, ["bad", "good"]),
         ({"trainable": False}, ["good"]),
         ({"weight": 0.5}, ["bad", "good"]),
         ({"weight": None, "loss": None}, ["bad", "good"]),
@@ -114,11 +119,41 @@ def test_a_row_can_say_of_all_its_answers_which_are_learned(mask: dict):
         {"prompt": "hi", "response": "hello", "train": False},
         {"prompt": HI[:1], "completion": HI[1:], "label": False},
         {"prompt": "hi", "completion": "hello", "label": False},
+        {"prompt": "hi", "completion": "hello", "label": 0},
+        {"messages": HI, "label": False},
+        {"messages": HI, "kto_tag": False},
+        {"messages": HI, "weight": "0.0"},
+        {"messages": HI, "loss_mask": 0},
+        {"chosen": HI, "rejected": HI, "train": False},
     ],
 )
 def test_a_row_without_an_answer_to_learn_is_dropped_by_that_name(row: dict):
     with pytest.raises(SkippedRow, match="no answer in it that is to be learned"):
         learned(row)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": HI, "loss_mask": [0, 1, 1, 1]}, "loss_mask for neither each message nor each answer"),
+        ({"prompt": "hi", "response": "hello", "mask": [0, 0, 1]}, "mask for neither"),
+        ({"messages": [ASKED, answer("x", train_detail=[{"begin_offset": 0, "train": False}])]}, "only parts"),
+        ({"text": "hello", "loss_mask": [0, 1]}, "mask of tokens"),
+        ({"text": "hello", "weight": 0}, "says that it is not learned"),
+        ({"message_id": "1", "parent_id": None, "text": "hi", "role": "prompter"}, "without its conversation"),
+        ({"content": "hello", "reasoning_content": "so", "topic": "x"}, "without its conversation"),
+        ({"messages": [ASKED, answer([{"type": "tool_use", "name": "f"}])]}, "neither text nor an image"),
+        ({"messages": [ASKED, answer([{"type": "text", "text": "a"}, {"type": "tool_use"}])]}, "neither text nor"),
+        ({"messages": HI, "system": [1]}, "neither text nor an image"),
+    ],
+)
+def test_what_cannot_be_read_as_it_is_meant_is_refused_by_name(row: dict, reason: str):
+    with pytest.raises(SkippedRow, match=reason):
+        learned(row)
+
+
+def test_a_label_that_is_a_class_leaves_answers_learned():
+    assert learned({"messages": HI, "label": 0}) == learned({"prompt": "hi", "response": "hello", "label": 0})
 
 
 def test_of_several_calls_that_are_not_learned_none_is():
@@ -158,11 +193,73 @@ def test_what_a_question_is_about_belongs_to_it():
 
 
 @pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": json.dumps(HI[:1]), "completion": json.dumps(HI[1:])},
+        {"chosen": json.dumps(HI), "rejected": json.dumps(HI[:1])},
+        {
+            "conversations": SHAREGPT[:1],
+            "chosen": SHAREGPT[1],
+            "rejected": {"from": "gpt", "value": "no"},
+        },  # LLaMA-Factory
+        {"prompt": "hi", "chosen": HI[1], "rejected": answer("no")},
+        {"conversations": {"from": ["human", "gpt"], "value": ["hi", "hello"]}},  # an old feature of `datasets`
+        {"conversation": [{"input": "hi", "output": "hello"}]},  # Capybara
+        {"input": HI[:1], "output": "hello", "reasoning": "off"},  # Nemotron
+        {"messages": [], "input": "hi", "output": "hello"},
+        {"response": "", "instruction": "hi", "output": "hello"},
+        {"problem": "hi", "solution": "hello", "answer": "o"},
+        {"messages": numpy.array(HI, dtype=object)},
+    ],
+)
+@pytest.mark.parametrize("column", [{}, {"system": "Be brief."}, {"system": [{"type": "text", "text": "Be brief."}]}])
+def test_one_conversation_has_many_layouts(row: dict, column: dict):
+    assert said(row | column) == [BRIEF, *HI][not column :]
+
+
+def test_turns_before_a_prompt_are_learned_as_the_others():
+    for history in ([["a", "b"]], json.dumps([["a", "b"]]), [{"role": "user", "content": "a"}, answer("b")]):
+        row = {"instruction": "hi", "output": "hello", "history": history}
+        assert said(row) == [{"role": "user", "content": "a"}, answer("b"), *HI]
+    assert said({"query": "hi", "response": "hello", "history": []}) == HI
+
+
+def test_an_answer_that_is_json_stays_text():
+    for text in ('{"from": "a", "to": "b"}', '[{"from": "a"}]', "[1]", "[["):
+        assert said({"prompt": "hi", "response": text})[1]["content"] == text
+
+
+def test_thoughts_are_found_among_the_parts_of_an_answer():
+    parts = [{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "hello"}]
+    assert said({"messages": [HI[0], answer(parts)]}) == [HI[0], answer("hello", reasoning_content="so")]
+
+
+def test_a_tool_answers_with_any_json():
+    for value, text in (({"a": 1}, '{"a": 1}'), ([{"a": "é"}], '[{"a": "é"}]'), (3, "3"), ([{"text": "x"}], "x")):
+        result = {"role": "tool", "content": value, "tool_call_id": 12345678901234567890}
+        shown = said({"messages": [ASKED, answer("", tool_calls=[CALL | {"id": 12345678901234567890}]), result]})
+        assert shown[2] == {"role": "tool", "content": text, "tool_call_id": "12345678901234567890"}
+        assert shown[1]["tool_calls"][0]["id"] == "12345678901234567890"
+
+
+def test_tools_are_found_in_the_first_message_and_refused_if_they_are_none():
+    function = {"name": "f", "parameters": {}}
+    begins = {"role": "system", "content": "S", "tools": json.dumps([function])}
+    assert declared({"messages": [begins, *HI]}) == [{"type": "function", "function": function}]
+    for wrong in ("def f(): pass", {"f": {}}, [{"type": "web_search"}], ["f"]):
+        with pytest.raises(SkippedRow, match="tools that are not functions with a name"):
+            learned({"messages": HI, "tools": wrong})
+
+
+@pytest.mark.parametrize(
     ("name", "role"),
     [
         *[(name, "assistant") for name in ("bing", "bard", "chatgpt", "gpt-4", "Assistant", "AI", "model", "claude")],
         *[(name, "user") for name in ("prompter", "Human", "USER")],
-        *[(name, "tool") for name in ("tool_response", "function-response", "observation", "Function Response")],
+        *[
+            (name, "tool")
+            for name in ("tool_response", "function-response", "observation", "Function Response", "environment")
+        ],
         ("developer", "system"),
     ],
 )

@@ -22,7 +22,7 @@ from foredraft.train.data.chat_template import ChatFormat, template_file
 from foredraft.train.data.corpus import tokenize
 from foredraft.train.data.documents import Document
 from foredraft.train.data.known_tokens import highest_id
-from foredraft.train.data.layouts import Message, SkippedRow, has_images, tools
+from foredraft.train.data.layouts import Message, SkippedRow, declared, has_images
 from foredraft.train.data.sources import Row, Shard, Source
 
 CODE = ("sources", "layouts", "chat_template", "answer_spans", "corpus", "encoding")  # what makes documents of rows
@@ -66,7 +66,7 @@ class Encoder:
         if self.images is not None:
             messages = [self.located(message) for message in messages]
         self.form = self.form or ChatFormat(self.tokenizer, self.template, self.thinking, self.images)
-        return self.form.documents(messages, tools(row.value.get("tools") or row.value.get("functions"))), messages
+        return self.form.documents(messages, declared(row.value, self.source.messages)), messages
 
     def located(self, message: Message) -> Message:
         """The message with whole paths of its images, which may be given as they lie beside the file."""

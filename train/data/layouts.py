@@ -10,14 +10,16 @@ place as heads.target.images.open_image takes it.
 import base64
 import json
 import re
+from itertools import chain
 from typing import Any
 
 Message = dict[str, Any]
 
 # Tried in this order, so a set with both `prompt` and `messages` (UltraChat-200k) is read from `messages`.
 LISTS = ("messages", "conversations", "conversation", "turns", "data")
-PROMPTS = ("prompt", "question", "instruction", "problem", "query")
-RESPONSES = ("response", "answer", "output", "completion", "solution", "answers", "chosen")
+PROMPTS = ("prompt", "question", "instruction", "problem", "query", "input")
+# A worked solution before the bare answer that it ends with (MATH, NuminaMath).
+RESPONSES = ("response", "solution", "answer", "output", "completion", "answers", "chosen")
 TEXTS = ("text", "content", "code")
 SYSTEMS = ("system", "system_prompt", "system_message")
 CALLS = ("function_call", "tool_call", "tool_calls")  # roles of an answer that is a call, written as JSON
@@ -25,16 +27,25 @@ NAMES = {
     "system": "system developer",
     "user": "user human prompter",
     "assistant": "assistant gpt gpt4 gpt_4 chatgpt bing bard claude gemini model bot chatbot ai " + " ".join(CALLS),
-    "tool": "tool observation function ipython tool_response tool_result tool_results tool_output function_response "
-    "function_result function_observation",
+    "tool": "tool observation environment function ipython tool_response tool_result tool_results tool_output "
+    "function_response function_result function_observation",
 }
 ROLES = {name: role for role, names in NAMES.items() for name in names.split()}
 # Whether a message is learned, as OpenAI, axolotl, tinker, AgentInstruct and ms-swift name it: 0 or false if it is not.
-LEARNED = ("weight", "train", "train_turn", "training", "trainable", "loss", "loss_mask")
+LEARNED = ("weight", "train", "train_turn", "training", "trainable", "loss", "loss_mask", "mask")
+OF_ROWS = tuple(name for name in LEARNED if name != "loss")  # a row's loss may be a number that somebody measured
 
 # A model's thoughts, as engines, templates and data sets call them (DeepSeek and Qwen, vLLM, gpt-oss).
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts")
 IMAGES = ("image", "image_url", "input_image")
+# A question and its answer in one item of a list of turns.
+PAIRS = (
+    ("input", "output"),
+    ("human", "assistant"),
+    ("user", "assistant"),
+    ("question", "answer"),
+    ("prompt", "response"),
+)
 LONGEST_PATH = 4096  # characters; what is longer are the bytes of an image
 IN_TEXT = re.compile(r"\s*(?:<think>)?(.*?)</think>(.*)", re.DOTALL)  # a generation prompt may hold the first tag
 
@@ -43,38 +54,75 @@ class SkippedRow(ValueError):
     """Why a row is not used: a reason to count by."""
 
 
+def cells(row: dict) -> dict[str, Any]:
+    """The columns that hold something, as lists where pandas has arrays."""
+    found = {name: cell.tolist() if hasattr(cell, "tolist") else cell for name, cell in row.items()}
+    return {name: cell for name, cell in found.items() if cell is not None}
+
+
 def pick(row: dict, named: str | None, usual: tuple[str, ...]) -> str | None:
+    """The column of this name, or the first of the usual ones, those that hold something before empty ones."""
     if named is not None:
         return named if named in row else None
-    return next((name for name in usual if name in row), None)
+    there = [name for name in usual if name in row]
+    return next((name for name in there if row[name]), there[0] if there else None)
 
 
 def system(row: dict) -> list[Message]:
     """The system prompt that a row has in a column of its own."""
-    texts = (row[name] for name in SYSTEMS if isinstance(row.get(name), str) and row[name].strip())
-    return [{"role": "system", "content": unicode(text)} for text in texts][:1]
+    given = [{"role": "system", "content": row[name]} for name in SYSTEMS if row.get(name)]
+    return turns(given)[:1] if given else []
 
 
 def pair(row: dict, prompt: str, response: str | None) -> list[Message]:
     """A prompt and its answer; either may be a list of messages (TRL's layout). Without an answer: a prompt alone."""
-    question, answer = row[prompt], first(parsed(row[response]) if response == "answers" else row.get(response))
+    question, answer = listed(row[prompt]), listed(None if response is None else row[response])
+    answer = first(parsed(answer) if response == "answers" else answer)
     messages = turns(question) if isinstance(question, list) else [{"role": "user", "content": content(question)}]
     more = next(
         (row[name] for name in ("input", "context") if isinstance(row.get(name), str) and row[name].strip()), ""
     )
     if prompt in ("instruction", "question") and more and len(messages) == 1:  # Alpaca, Dolly
         messages[0]["content"] += "\n\n" + content(more)
-    if not has_system(messages):
-        messages = system(row) + messages
+    messages = earlier(row) + messages
     if answer is None:
         return messages
     facts = {name: row[name] for name in (*THOUGHTS, "tool_calls") if name in row}
     if isinstance(answer, list) and all(isinstance(call, dict) and "name" in call for call in answer):  # xLAM
         facts, answer = facts | {"tool_calls": answer}, ""
     said = turns(answer if isinstance(answer, list) else [facts | {"role": "assistant", "content": answer}])
-    if response == "completion" and row.get("label") is False:  # TRL's unpaired preference, rejected
-        said[-1]["weight"] = 0
+    return joined(messages, said)
+
+
+def joined(messages: list[Message], said: list[Message]) -> list[Message]:
+    """The messages and what was said next, unless that repeats them."""
     return said if said and said[0]["role"] in ("system", "user") else messages + said
+
+
+def earlier(row: dict) -> list[Message]:
+    """The turns before a row's prompt, pairs of a question and its answer (LLaMA-Factory, ms-swift)."""
+    history = parsed(row.get("history"))
+    if not history or not isinstance(history, list):
+        return []
+    paired = all(isinstance(item, list) and len(item) == 2 for item in history)
+    return turns([text for item in history for text in item] if paired else history)
+
+
+def listed(value: Any) -> Any:
+    """Messages that are written as JSON, or that `datasets` holds by column, and one by itself, as a list of messages; other
+    values unchanged."""
+    found = parsed(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+    if isinstance(found, dict) and found and all(isinstance(cells, list) for cells in found.values()):
+        found = [dict(zip(found, cells, strict=False)) for cells in zip(*found.values(), strict=False)]
+    found = [found] if isinstance(found, dict) else found
+    known = isinstance(found, list) and all(isinstance(item, dict) and role_of(item) in ROLES for item in found)
+    return found if known and found else value
+
+
+def role_of(item: dict) -> str | None:
+    """The name that a message gives its role, as it stands in ROLES if it is known; None if it has none."""
+    named = next((item[name] for name in ("role", "from") if isinstance(item.get(name), str)), None)
+    return None if named is None else re.sub(r"[\s-]+", "_", named.strip().lower())
 
 
 def has_system(messages: list[Message]) -> bool:
@@ -95,13 +143,12 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
     if not items:
         raise SkippedRow("a conversation without a turn")
     messages = []
-    for number, item in enumerate(items):
+    for number, item in enumerate(chain.from_iterable(map(unpaired, items))):
         if isinstance(item, str):
             item = {"role": "user" if all_user or number % 2 == 0 else "assistant", "content": item}
         if not isinstance(item, dict):
             raise SkippedRow("a turn that is neither text nor a message")
-        named = next((item[name] for name in ("role", "from") if isinstance(item.get(name), str)), None)
-        named = None if named is None else re.sub(r"[\s-]+", "_", named.strip().lower())
+        named = role_of(item)
         role = ROLES.get(named) if named is not None else None
         if role is None:
             raise SkippedRow("a role that is not known" if named is not None else "a turn without a role")
@@ -110,14 +157,24 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
             continue
         message: Message = {"role": role}
         if role == "assistant":
-            thoughts = next((item[name] for name in THOUGHTS if isinstance(item.get(name), str)), "")
+            named_thoughts = (item[name] for name in THOUGHTS if isinstance(item.get(name), str))
+            # Nemotron has `reasoning` as a switch.
+            thoughts = next((text for text in named_thoughts if text.lower() not in ("on", "off")), "")
+            if isinstance(text, list):  # Anthropic's and Mistral's parts
+                thinking = [part for part in text if isinstance(part, dict) and isinstance(part.get("thinking"), str)]
+                thoughts = thoughts or "".join(part["thinking"] for part in thinking)
+                text = [part for part in text if part not in thinking]
             message |= {"reasoning_content": unicode(thoughts)} if thoughts.strip() else {}
             calls = text if named in CALLS else item.get("tool_calls") or item.get("function_call")
             message |= {"tool_calls": tool_calls(calls)} if calls else {}
             text = None if named in CALLS else text
             message |= {"weight": 0} if not_learned(item, LEARNED) else {}
+            if item.get("train_detail"):  # axolotl's
+                raise SkippedRow("an answer of which only parts are learned (train_detail)")
         elif role == "tool":
-            message |= {name: item[name] for name in ("tool_call_id", "name") if isinstance(item.get(name), str)}
+            names = ("tool_call_id", "name")
+            message |= {name: str(item[name]) for name in names if isinstance(item.get(name), str | int)}
+            text = text if text is None or is_text(text) else json.dumps(text, ensure_ascii=False)
         # An answer may be nothing but thoughts that were cut off, or a call.
         pictured = None if images is None or role != "user" else parts(text, images)
         nothing = not text and (role == "tool" or message.keys() & {"reasoning_content", "tool_calls"})
@@ -126,27 +183,54 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
     return messages
 
 
+def unpaired(item: Any) -> list[Any]:
+    """The two turns of an item that holds a question and its answer (Capybara), or the item."""
+    if isinstance(item, dict) and not item.keys() & {"role", "from"}:
+        for asked, answer in PAIRS:
+            if asked in item and answer in item:
+                return [{"role": "user", "content": item[asked]}, {"role": "assistant", "content": item[answer]}]
+    return [item]
+
+
 def not_learned(item: dict, names: tuple[str, ...]) -> bool:
-    """Does a message or a row say that it is not learned?"""
-    found = [item[name] for name in names if isinstance(item.get(name), bool | int | float)]
-    return any(value <= 0 for value in found)
+    """Does a message or a row say that it is not learned? CSV and some JSON have numbers and truth values as text."""
+    found = [parsed(value.lower()) if isinstance(value := item.get(name), str) else value for name in names]
+    return any(isinstance(value, bool | int | float) and value <= 0 for value in found)
 
 
 def weighted(messages: list[Message], row: dict) -> list[Message]:
     """The messages, with a weight of 0 at answers that the row says are not learned: all of them, or by a list with a place
-    for each message or each answer."""
+    for each message or each answer. Raises SkippedRow for another list."""
     answers = [message for message in messages if message["role"] == "assistant"]
-    if not_learned(row, ("weight", "train")):
+    # False is TRL's and LLaMA-Factory's label of a rejected answer; a number is a class as a rule.
+    labelled = "completion" in row or isinstance(row.get("label"), bool)
+    if not_learned(row, (*OF_ROWS, "kto_tag", *(["label"] if labelled else []))):
         for message in answers:
             message["weight"] = 0
-    for name in ("weights", "mask", "train", "loss_mask"):
-        for places in (messages, answers):
-            if isinstance(row.get(name), list) and len(row[name]) == len(places):
-                for message, weight in zip(places, row[name], strict=True):
-                    if not_learned({name: weight}, (name,)) and message["role"] == "assistant":
-                        message["weight"] = 0
-                break
+    for name in ("weights", *OF_ROWS):
+        if not isinstance(weights := row.get(name), list):
+            continue
+        places = next((places for places in (messages, answers) if len(weights) == len(places)), None)
+        if places is None:
+            raise SkippedRow(f"{name} for neither each message nor each answer")
+        for message, weight in zip(places, weights, strict=True):
+            if not_learned({name: weight}, (name,)) and message["role"] == "assistant":
+                message["weight"] = 0
     return messages
+
+
+def raw_text(row: dict, column: str) -> str:
+    """A text that is learned whole. Raises SkippedRow for a part of a conversation."""
+    text = row[column]
+    if not isinstance(text, str) or not text.strip():
+        raise SkippedRow("no text in it")
+    if role_of(row) in ROLES or row.get("reasoning_content"):
+        raise SkippedRow("a message without its conversation")  # OpenAssistant's rows
+    if not_learned(row, OF_ROWS):
+        raise SkippedRow("the row says that it is not learned")
+    if any(isinstance(row.get(name), list) for name in OF_ROWS):
+        raise SkippedRow("a mask of tokens, which another tokenizer made")
+    return unicode(text)
 
 
 def has_images(row: dict, messages: str | None) -> bool:
@@ -177,25 +261,40 @@ def tool_calls(calls: Any) -> list[dict]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise SkippedRow("a tool call without a name")
         arguments = parsed(function.get("arguments", function.get("parameters")) or {})
+        call = call | ({"id": str(call["id"])} if isinstance(call.get("id"), int) else {})
         call = {"type": "function", **call, "function": {"name": function["name"], "arguments": arguments}}
         found.append({name: value for name, value in call.items() if name in ("id", "type", "function")})
     return found
 
 
+def declared(row: dict, messages: str | None = None) -> list[dict] | None:
+    """The functions that a row declares, in a column or in its first message. messages: the column of messages, if named."""
+    row = cells(row)
+    column = pick(row, messages, LISTS)
+    items = parsed(row[column]) if column else None
+    begins = items[0] if isinstance(items, list) and items and isinstance(items[0], dict) else {}
+    places = (holder[name] for holder in (row, begins) for name in ("tools", "functions") if holder.get(name))
+    return next(filter(None, map(tools, places)), None)
+
+
 def tools(column: Any) -> list[dict] | None:
-    """The functions that a row's `tools` column declares, in OpenAI's layout; None where there are none."""
+    """The functions that a row's `tools` column declares, in OpenAI's layout; None where there are none. Raises SkippedRow
+    for what is not a list of functions."""
     column = parsed(column)
-    found = [parsed(tool) for tool in (column if isinstance(column, list) else [column])]
-    if not all(isinstance(tool, dict) for tool in found):
+    if not column:
         return None
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in found] or None
+    found = [parsed(tool) for tool in (column if isinstance(column, list) else [column])]
+    functions = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in found]
+    if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
+        raise SkippedRow("tools that are not functions with a name")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in found]
 
 
 def parsed(value: Any) -> Any:
     """JSON that a data set holds as text; other text stays text."""
     try:
         return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 
@@ -248,13 +347,23 @@ def place(part: dict, images: list) -> str:
 def content(value: Any) -> str:
     """Text, or the text among OpenAI's list of parts (of an image, say, nothing is left)."""
     if isinstance(value, list):
-        texts = [part["text"] for part in value if isinstance(part, dict) and isinstance(part.get("text"), str)]
-        value = "".join(texts) if texts else value
+        texts = [part for part in value if not (isinstance(part, dict) and part.get("type") in IMAGES)]
+        if texts and not is_text(texts):
+            raise SkippedRow("a part of a turn that is neither text nor an image")
+        value = "".join(part["text"] for part in texts) if texts else value
     if value is None or (isinstance(value, str) and not value.strip()):
         raise SkippedRow("an empty turn")
     if not isinstance(value, str):
         raise SkippedRow("a turn that is not text")
     return unicode(value)
+
+
+def is_text(value: Any) -> bool:
+    """Is it a text, or a list of parts with text?"""
+    parts = isinstance(value, list) and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in value
+    )
+    return isinstance(value, str) or parts
 
 
 def unicode(text: str) -> str:

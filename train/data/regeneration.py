@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foredraft.inference.evaluation.progress import report
-from foredraft.train.data.layouts import Message, SkippedRow, tools
+from foredraft.train.data.layouts import Message, SkippedRow, declared
 from foredraft.train.data.sources import Source
 from foredraft.train.runtime.locks import hold
 
@@ -113,10 +113,11 @@ def questions(source: Source, dropped: dict[str, int]) -> Iterator[ConversationR
                 turns.pop()  # nothing answers them
             if not turns:
                 raise SkippedRow("no question in it")
+            tools = declared(row.value, source.messages)
         except SkippedRow as reason:
             dropped[str(reason)] = dropped.get(str(reason), 0) + 1
             continue
-        yield ConversationRequest(number, row.where, turns, tools(row.value.get("tools")))
+        yield ConversationRequest(number, row.where, turns, tools)
         number += 1
 
 

@@ -20,13 +20,16 @@ from foredraft.train.data.layouts import (
     TEXTS,
     Message,
     SkippedRow,
+    cells,
     cut_off,
     has_system,
+    joined,
+    listed,
     pair,
     pick,
+    raw_text,
     system,
     turns,
-    unicode,
     weighted,
 )
 from foredraft.train.data.layouts import parsed as parsed_json
@@ -100,24 +103,33 @@ class Source:
             raise row.value
         if not isinstance(row.value, dict):
             raise SkippedRow("not an object with columns")
-        value = {name: cell for name, cell in row.value.items() if cell is not None}
-        if (column := pick(value, self.messages, LISTS)) and isinstance(items := parsed_json(value[column]), list):
-            beside = value.get("images", value.get("image", [])) if images else None
-            beside = beside if beside is None or isinstance(beside, list) else [beside]
-            found = turns(items, column == "turns", None if beside is None else [*beside])
-            found = cut_off(weighted(found, value), value.get("finish_reasons"))
+        value = cells(row.value)
+        if found := self.turns(value, images):
+            found = weighted(found, value)
             return found if has_system(found) else system(value) + found
-        if column := pick(value, self.prompt, PROMPTS):
-            return weighted(pair(value, column, pick(value, self.response, RESPONSES)), value)
-        if isinstance(value.get("chosen"), list):  # a preference without a prompt of its own
-            return turns(value["chosen"])
         if "error" in value:
             raise SkippedRow("no answer came")  # regeneration says why
         if column := pick(value, self.text, TEXTS):
-            if not isinstance(value[column], str) or not value[column].strip():
-                raise SkippedRow("no text in it")
-            return unicode(value[column])
+            return raw_text(value, column)
         raise SkippedRow("no conversation and no text in it")
+
+    def turns(self, value: dict, images: bool) -> list[Message] | None:
+        """The turns that are in this row's columns; None if it has none."""
+        column, prompt = pick(value, self.messages, LISTS), pick(value, self.prompt, PROMPTS)
+        items = parsed_json(listed(value[column])) if column else None
+        if isinstance(items, list) and (items or not prompt):
+            beside = value.get("images", value.get("image", [])) if images else None
+            beside = beside if beside is None or isinstance(beside, list) else [beside]
+            found = turns(items, column == "turns", None if beside is None else [*beside])
+            found = cut_off(found, value.get("finish_reasons"))
+            chosen = listed(value.get("chosen"))  # LLaMA-Factory's preferences have the answer apart
+            apart = isinstance(chosen, list) and found and found[-1]["role"] == "user"
+            return joined(found, turns(chosen)) if apart else found
+        response = pick(value, self.response, RESPONSES)
+        if prompt and (response or prompt != "input"):
+            return pair(value, prompt, response)
+        chosen = listed(value.get("chosen"))  # a preference without a prompt of its own
+        return turns(chosen) if isinstance(chosen, list) else None
 
     def digest(self) -> str:
         """A hash of the files, or of what names a Hub dataset."""
