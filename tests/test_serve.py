@@ -191,7 +191,7 @@ def test_only_names_of_this_machine_are_answered(server, host, status):
 def test_a_body_is_json_only_where_its_content_type_says_so(server, kind):
     """What says otherwise, a page of any origin can send without asking first."""
     body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
-    assert server.post(body, "/v1/completions", **{"Content-Type": kind})[0] == 400
+    assert server.post(body, "/v1/completions", **{"Content-Type": kind})[0] == 415
 
 
 def test_marks_of_the_template_in_a_message_are_text(client, target):
@@ -215,6 +215,7 @@ def test_marks_of_the_template_in_a_message_are_text(client, target):
         ({"extra_body": {"best_of": 3}}, "best_of is not supported"),
         ({"extra_body": {"chat_template": "{{ x }}"}}, "chat_template is not supported"),
         ({"logit_bias": {"400": 1}}, "logit_bias 400"),
+        ({"logit_bias": {"a": 1}}, "logit_bias.a"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
@@ -236,7 +237,15 @@ def test_fields_that_do_no_harm_are_ignored(client, chatty):
     before = (chatty.parent / "accepted.jsonl").read_text()
     harmless = {"user": "me", "metadata": {"a": "b"}, "store": False, "response_format": {"type": "text"}, "n": None}
     asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1, "service_tier": "auto"}
+    harmless |= {
+        "stop": ["", ""],
+        "top_logprobs": 0,
+        "prediction": {"type": "content", "content": "guess"},
+        "tools": [],
+    }
     assert client.chat.completions.create(**asked, **harmless, extra_body={"echo": None}).choices
+    for stop, options in (("", {"include_usage": None}), (None, None), ([], {})):
+        assert [*client.chat.completions.create(**asked, stop=stop, stream=True, stream_options=options, store=False)]
     assert (chatty.parent / "accepted.jsonl").read_text() == before
 
 

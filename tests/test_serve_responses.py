@@ -11,6 +11,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
+from foredraft.inference.serve.responses_protocol import ResponsesRequest
 from tests.support.serving import Served, served
 
 # It shows all that a conversation holds; the prompt begins the thoughts where these are asked for.
@@ -196,6 +197,26 @@ def test_items_of_one_answer_are_one_message(client):
     ]
     chat = client.chat.completions.create(model="tiny", messages=messages, max_tokens=1)
     assert found.usage.input_tokens == chat.usage.prompt_tokens
+
+
+def test_items_are_taken_as_clients_replay_them():
+    """With null fields, the reasoning of another server, refusals, and whatever a tool returned."""
+    call = {"type": "function_call", "call_id": "1", "name": "pick", "arguments": None, "id": None, "status": None}
+    outputs = [(None, ""), ({"é": 1}, '{"é": 1}'), ([1], "[1]"), ([{"type": "input_text", "text": "a"}], "a"), (3, "3")]
+    items = [
+        {"type": "function_call_output", "call_id": "0", "output": "early"},
+        QUESTION,
+        {"type": "reasoning", "id": "rs_1", "summary": None, "content": None, "encrypted_content": "x", "status": None},
+        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "phase": None},
+        call,
+        *({"type": "function_call_output", "call_id": "1", "output": output} for output, _ in outputs),
+        {"role": "user", "content": None},
+    ]
+    asked = ResponsesRequest(input=items, text={"format": None})
+    found = asked.chat().messages
+    assert [message.role for message in found] == ["tool", "user", "assistant", *["tool"] * 5, "user"]
+    assert [message.content for message in found[2:]] == ["No.", *(text for _, text in outputs), ""]
+    assert found[2].tool_calls[0]["function"]["name"] == "pick" and not hasattr(found[2], "reasoning")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
     "chat_template": (),
     "suffix": ("",),
@@ -38,17 +37,17 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "priority": (0,),
 }
-# Fields that name or bill the client, or keep its caches apart.
+# Fields that name or bill the client, keep its caches apart, or guess the text to have it sooner.
 IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
-IGNORED |= {"request_id", "cache_salt"}
+IGNORED |= {"request_id", "cache_salt", "prediction"}
 
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = Field(False, description="with include_usage: usage so far in every chunk")
-    include_obfuscation: bool = Field(
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = Field(False, description="with include_usage: usage so far in every chunk")
+    include_obfuscation: bool | None = Field(
         False, description="there is none: it would hide lengths from who reads the network"
     )
 
@@ -93,7 +92,7 @@ class CommonRequest(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    logit_bias: dict[int, float] | None = Field(None, max_length=1024)
     response_format: ResponseFormat | None = None
     store: bool | None = Field(
         None, description="false leaves this request out of logs, and out of what is learned from"
@@ -119,8 +118,8 @@ class CommonRequest(BaseModel):
 
     @model_validator(mode="after")
     def check_stop(self) -> "CommonRequest":
-        if len(self.stop_strings) > 16 or not all(0 < len(stop) <= 1000 for stop in self.stop_strings):
-            raise ValueError("stop takes at most 16 strings of 1 to 1000 characters")
+        if len(self.stop_strings) > 16 or not all(len(stop) <= 1000 for stop in self.stop_strings):
+            raise ValueError("stop takes at most 16 strings of at most 1000 characters")
         if (self.min_tokens or self.ignore_eos) and self.has_grammar:
             name = "min_tokens" if self.min_tokens else "ignore_eos"
             raise ValueError(f"{name} cannot be combined with response_format or a forced tool: leave one out")
@@ -130,7 +129,8 @@ class CommonRequest(BaseModel):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        """Without empty ones, which forms send for none."""
+        return tuple(stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if stop)
 
     @property
     def num_texts(self) -> int:
@@ -151,7 +151,7 @@ class CommonRequest(BaseModel):
 
     def sampling(self, vocab: int, grammar: Grammar | None) -> SamplingParams:
         """Raises ValueError for a bias of a token that the target does not know."""
-        bias = tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
+        bias = tuple((self.logit_bias or {}).items())
         for token, value in bias:
             if not 0 <= token < vocab or not -100 <= value <= 100:
                 raise ValueError(f"logit_bias {token}: {value}: tokens are 0 to {vocab - 1}, values -100 to 100")
@@ -238,7 +238,7 @@ class ChatRequest(CommonRequest):
 
     @model_validator(mode="after")
     def check_logprobs(self) -> "ChatRequest":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         return self
 

@@ -1,6 +1,7 @@
 """Requests of OpenAI's Responses API, without state: a client sends the whole conversation each time, and no answer is stored
 (platform.openai.com/docs/api-reference/responses). They are answered as chat completions are."""
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
@@ -37,13 +38,23 @@ class Part(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def refuse_others(cls, part: Any) -> Any:
+        if isinstance(part, dict) and part.get("type") == "refusal":
+            return {"type": "text", "text": part.get("refusal")}
         if isinstance(part, dict) and part.get("type") not in TEXTS:
             raise ValueError(f"parts of type {part.get('type')!r} are not supported here: send text")
         return part
 
 
 def as_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value or []
+
+
+def output_parts(value: Any) -> Any:
+    """What a tool returned may be any JSON."""
+    typed = isinstance(value, list) and all(isinstance(part, dict) and "type" in part for part in value)
+    return as_parts(
+        value if value is None or isinstance(value, str) or typed else json.dumps(value, ensure_ascii=False)
+    )
 
 
 def joined(parts: list[Part]) -> str:
@@ -66,18 +77,18 @@ class ReasoningItem(BaseModel):
     """encrypted_content is ignored: another server has encrypted it."""
 
     type: Literal["reasoning"]
-    summary: list[Part] = []
+    summary: list[Part] | None = None
     content: list[Part] | None = None
 
     def message(self) -> dict[str, Any]:
-        return {"role": "assistant", "reasoning": joined(self.content or self.summary)}
+        return {"role": "assistant", "reasoning": joined(self.content or self.summary or [])}
 
 
 class FunctionCallItem(BaseModel):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
     def message(self) -> dict[str, Any]:
         function = {"name": self.name, "arguments": self.arguments}
@@ -87,7 +98,7 @@ class FunctionCallItem(BaseModel):
 class FunctionOutputItem(BaseModel):
     type: Literal["function_call_output"]
     call_id: str
-    output: Text
+    output: Annotated[list[Part], BeforeValidator(output_parts, json_schema_input_type=Any)] = []
 
     def message(self) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": self.call_id, "content": joined(self.output)}
@@ -147,7 +158,7 @@ class TextFormat(BaseModel):
 
 
 class TextConfig(BaseModel):
-    format: TextFormat = TextFormat.model_validate({})
+    format: TextFormat | None = TextFormat.model_validate({})
     verbosity: str | None = None
 
 
@@ -192,7 +203,11 @@ class ResponsesRequest(CommonRequest):
 
     def chat(self) -> ChatRequest:
         """The same request for /v1/chat/completions."""
-        wanted, choice, logprobs = self.text.format, self.tool_choice, LOGPROBS in self.include
+        wanted, choice, logprobs = (
+            self.text.format or TextFormat.model_validate({}),
+            self.tool_choice,
+            LOGPROBS in self.include,
+        )
         facts = self.model_dump(include=SHARED, exclude_unset=True)
         facts |= {"messages": self.messages(), "max_completion_tokens": self.max_output_tokens, "logprobs": logprobs}
         facts |= {"top_logprobs": self.top_logprobs if logprobs else None, "reasoning_effort": self.reasoning.effort}
@@ -212,6 +227,8 @@ class ResponsesRequest(CommonRequest):
         found = [{"role": "system", "content": self.instructions}] if self.instructions else []
         for item in self.input:
             new = item.message()
+            if new.get("reasoning") == "":  # its text is with the server that wrote it
+                continue
             if new["role"] == "assistant" and found and found[-1]["role"] == "assistant":
                 last, (name,) = found[-1], new.keys() - {"role"}
                 if not last.keys() & LATER[name]:
