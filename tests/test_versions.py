@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import Cache, LlamaForCausalLM
-from transformers.models.llama import modeling_llama
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 from transformers.utils import ModelOutput
 
@@ -109,11 +108,3 @@ def test_a_model_that_runs_its_layers_in_loops_drafts_no_trees() -> None:
     assert re.search(
         "model_type llama runs its layers several times", Target(LlamaForCausalLM(config)).why_no_trees or ""
     )
-
-
-def test_a_model_that_makes_masks_in_its_own_way_drafts_no_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """BigBird, RemBERT and Megatron-BERT do so in 5.17: the mask of a tree would be read as another one."""
-    model = LlamaForCausalLM(tiny_config())
-    assert Target(model).supports_trees
-    monkeypatch.delattr(modeling_llama, "create_causal_mask")
-    assert re.search("model_type llama makes its masks in its own way", Target(model).why_no_trees or "")

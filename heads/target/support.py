@@ -98,11 +98,6 @@ def why_no_trees(model: PreTrainedModel, context: int | None) -> str | None:
     missing = [name for name, present in takes.items() if not present]
     if missing:
         return f"model_type {config.model_type} takes no {' and no '.join(missing)}, so drafts cannot branch"
-    sources = {inspect.getmodule(type(part)) for part in model.modules()}
-    if not any(
-        hasattr(source, "create_causal_mask") for source in sources
-    ):  # BERT's relatives before transformers 5.18
-        return f"model_type {config.model_type} makes its masks in its own way, so drafts cannot branch"
     return None
 
 
