@@ -76,7 +76,7 @@ def test_a_head_starts_from_the_layer_that_the_target_ships(shipping):
     layer = Qwen3_5DecoderLayer(CONFIG, layer_idx=1).eval()
     layer.load_state_dict({name[13:]: tensor for name, tensor in w.items() if name.startswith("mtp.layers.0.")})
     places = torch.arange(len(TEXT) - 1)[None]
-    rotary = Qwen3_5TextRotaryEmbedding(CONFIG)(last, places)
+    rotary = Qwen3_5TextRotaryEmbedding(CONFIG)(last, places.expand(3, 1, -1))
     hidden = torch.cat(both, -1) @ w["mtp.fc.weight"].T
     mask = torch.full((len(TEXT) - 1,) * 2, -torch.inf).triu(1)[None, None]
     out = layer(hidden, position_embeddings=rotary, attention_mask=mask, position_ids=places)
