@@ -5,6 +5,7 @@
 One batch on its way:  train/data/row_order.py (rows) -> train/module.py (target.forward, head, loss) -> train/trainer.py
 """
 
+import contextlib
 import math
 import os
 import sys
@@ -48,7 +49,7 @@ from foredraft.train.finalize import finalize
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import Measure, Progress, StopOnSignal, fitted
 from foredraft.train.runtime.memory import keep_freed, out_of_memory_named
-from foredraft.train.runtime.run_state import CHECKPOINTS, done_before, open_directory, rows_per_step
+from foredraft.train.runtime.run_state import CHECKPOINTS, done_before, open_directory, rows_per_step, unlock
 from foredraft.train.start import init_from
 from foredraft.train.trainer import HeadTrainer, HeadTrainingArguments, arguments
 
@@ -78,7 +79,8 @@ def main(cfg: DictConfig) -> None:
         print(f"{cfg.output_dir} holds a finished run of this config; delete it to train again", flush=True)
         return
     start_process(cfg)
-    with distributed.lost_process_named():
+    with distributed.lost_process_named(), contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(unlock)
         target, data = load(cfg)
         run = prepare(cfg, target, data)
         trainer = train(cfg, run)

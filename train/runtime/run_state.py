@@ -61,11 +61,16 @@ def open_directory(cfg: DictConfig, need_bytes: int) -> tuple[Path, str | None]:
 
 
 def lock(directory: Path) -> None:
-    """Create it for this process alone, until it ends or opens the directory of another run. Raises ValueError as `hold`."""
+    """Create it for this process alone, until its run ends. Raises ValueError as `hold`."""
     directory.mkdir(parents=True, exist_ok=True)
+    unlock()
+    LOCKS.append(hold(directory, "output_dir"))
+
+
+def unlock() -> None:
+    """Let other processes write the directory of the newest run."""
     while LOCKS:
         LOCKS.pop().close()
-    LOCKS.append(hold(directory, "output_dir"))
 
 
 def keep_finished(directory: Path) -> bool:
