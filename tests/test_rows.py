@@ -360,6 +360,34 @@ def test_a_closing_reasoning_mark_that_the_template_writes_is_there_once(thought
     assert [part for _, part in runs(words, document)] == [prompt, text]
 
 
+STRIPPED = CHATML.replace("{{ m.content }}", "{{ (m.content.split('</think>') | last).lstrip() }}")
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        (answer("4", reasoning_content="2+2"), "<think>\n2+2\n</think>\n\n4<|im_end|>"),
+        (answer("<think>2+2</think>4"), "<think>2+2</think>4<|im_end|>"),
+        (answer("2+2</think>4"), "<think>2+2</think>4<|im_end|>"),
+        (answer("4"), "4<|im_end|>"),
+    ],
+)
+def test_reasoning_that_a_template_takes_out_of_answers_is_learned(messages: dict, text: str):
+    """DeepSeek-R1's first template, whose generation prompt does not open the reasoning."""
+    words = tokenizer(STRIPPED, special=SPECIAL)
+    row = {"messages": [ASKED, messages, ASKED, messages]}
+    assert learned(row, words) == [text, text]
+    documents, _ = Encoder(words, Source("x")).documents(Row("", row))
+    assert next(part for _, part in runs(words, documents[-1])).count("4") == ("think" in text)
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "</s>", "<|im_end|>\n"])
+def test_an_end_mark_that_an_answer_has_in_its_text_is_learned_once(end: str):
+    words = tokenizer(CHATML, special=SPECIAL)
+    row = {"messages": [ASKED, answer("a" + end), ASKED, answer("b" + end)]}
+    assert learned(row, words) == ["a<|im_end|>", "b<|im_end|>"]
+
+
 def test_a_row_that_a_template_does_not_fit_does_not_end_the_others(tmp_path: Path):
     words = tokenizer(
         "{% if add_generation_prompt and messages[0].content == 'odd' %}X{% else %}" + CHATML + "{% endif %}"

@@ -8,8 +8,9 @@ An answer starts where its generation prompt ends, and includes what the target 
 mark that the template writes after each answer. A template without one shows what its target stops with in other ways: by
 the mark that it writes at the end of a chat only, by the mark of the next turn, or not at all (then it is eos_token).
 
-Reasoning that the template leaves out of an answer, although the generation prompt opens it, is put back: the target wrote
-it. Where the template has {% generation %} marks, only what they enclose is learned.
+Reasoning that the template leaves out of an answer, although the generation prompt opens it or the template takes it out of
+earlier answers, is put back: the target wrote it. Where the template has {% generation %} marks, only what they enclose is
+learned.
 """
 
 import re
@@ -124,8 +125,15 @@ def with_thoughts(form: "ChatFormat", history: list[Message], answer: Message, t
         return Written(prompt + thoughts + close + rest, len(prompt), thinking, None)
     if form.opens_thoughts or "</think>" not in form.template:
         return None
-    tags = f"<think>\n{thoughts}\n</think>\n\n{plain['content'] or ''}"  # SmolLM3 wrote them so
-    return shown(answer if "reasoning_content" not in answer else plain | {"content": tags})
+    said = plain["content"] or ""
+    tags = f"<think>\n{thoughts}\n</think>\n\n"  # SmolLM3 wrote them so
+    if "reasoning_content" not in answer:
+        tags = answer["content"].removesuffix(said)
+    if in_text := shown(plain | {"content": tags + said}):
+        return in_text
+    rest = after_header(form, history, prompt, without, tools, thinking)
+    tags = tags.lstrip() if tags.lstrip().startswith("<think>") else "<think>" + tags
+    return Written(prompt + tags + rest, len(prompt), thinking, None)
 
 
 def without_thoughts(form: "ChatFormat", history: list[Message], answer: Message, tools: Tools) -> Written:

@@ -163,8 +163,18 @@ class ChatFormat:
             return self.with_tools.documents(messages, tools)
         contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
         images = [part["image"] for content in contents for part in content if part["type"] == "image"]
-        messages = normalize_messages(messages, self.template)
+        messages = [self.strip_end(message) for message in normalize_messages(messages, self.template)]
         return [self.tokenize(text, spans, images) for text, spans in learned(self, messages, tools)]
+
+    def strip_end(self, message: Message) -> Message:
+        """Return an answer without the end mark that some data sets have in its text, which the template writes itself."""
+        if message["role"] != "assistant" or not isinstance(message["content"], str):
+            return message
+        for mark in {self.turn_end.mark, str(self.tokenizer.eos_token)} & set(self.marks):
+            text = message["content"].rstrip()
+            if text.endswith(mark):
+                message = message | {"content": text.removesuffix(mark)}
+        return message
 
     def tokenize(self, text: str, spans: list[Span], images: Sequence[str] = ()) -> Document:
         """A token belongs to the answer where its first character does. images: of the whole conversation, of which the text
