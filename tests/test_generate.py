@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.target.cache import KEY_BLOCK
 from foredraft.inference import generate
 from foredraft.inference.drafters import DynamicTree, NgramDrafter
 from tests.support.batches import prompt
@@ -90,11 +91,11 @@ def test_settings_beyond_the_vocabulary_have_a_defined_result(target):
 
 def test_a_read_sees_the_text_in_the_cache_and_not_the_room_behind_it(target):
     """Reads of a short text cost the same whatever `max_new_tokens` has reserved."""
-    cache = target.new_cache(1, 200)
+    cache = target.new_cache(1, 4 * KEY_BLOCK)
     target.forward(prompt(9), cache=cache)
     cache.set_lengths([9])
     keys, values = cache.update(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8), 0)
-    assert keys.shape[2] == values.shape[2] == cache.mask(torch.ones(1, 4, 4).bool()).shape[-1] == 13
+    assert keys.shape[2] == values.shape[2] == cache.mask(torch.ones(1, 4, 4).bool()).shape[-1] == KEY_BLOCK
 
 
 def test_logits_that_are_not_numbers_are_an_error(target, monkeypatch):
