@@ -7,6 +7,8 @@ import importlib
 import sys
 from difflib import get_close_matches
 
+from foredraft import __version__
+
 PROGRAMS = {
     "train": ("foredraft.train.run", "train a draft head and measure what it gained"),
     "generate": ("foredraft.scripts.generate", "continue prompts with a drafter"),
@@ -36,7 +38,8 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "foredraft COMMAND --help lists every key of a command, its value and its meaning.",
+            "foredraft COMMAND --help explains a command with its main keys and choices, --help all with every key.",
+            "foredraft --version prints the version.",
         ]
     )
 
@@ -47,6 +50,9 @@ def main() -> None:
     if command in ("-h", "--help"):
         print(usage())
         return
+    if command == "--version":
+        print(f"foredraft {__version__}")
+        return
     if command not in PROGRAMS:
         near = get_close_matches(command, PROGRAMS, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."
@@ -54,6 +60,9 @@ def main() -> None:
         raise SystemExit(2)
     sys.argv = [f"{sys.argv[0]} {command}", *sys.argv[2:]]
     try:
+        if {"-h", "--help"} & set(sys.argv[1:]):
+            importlib.import_module("foredraft.train.cli").show_help(command, PROGRAMS[command][0])
+            return
         program = importlib.import_module(PROGRAMS[command][0])
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] == "foredraft":

@@ -1,4 +1,4 @@
-"""What drafters gain:  foredraft evaluate target=ORG/NAME 'drafter=[outputs/mine/head,ngram]' prompts=spec_bench
+"""Measure what drafters gain:  foredraft evaluate target=ORG/NAME 'drafter=[outputs/mine/head,ngram]' prompts=spec_bench
 
 Every drafter, plain decoding and transformers' own generate decode the same prompts, all in turn on each. The report has
 acceptance, speed over plain decoding and over the best of transformers, identity with plain text, where a step's time goes,

@@ -1,4 +1,4 @@
-"""Give a target's hidden states to features=server:  python scripts/extract.py target=ORG/NAME 'layers=[2,16,29]'
+"""Serve hidden states of a target to features=server:  python scripts/extract.py target=ORG/NAME 'layers=[2,16,29]'
 
 By transformers, one text at a time, in the protocol of vLLM's `extract_hidden_states`, which serves large targets faster.
 The folder must be on a disk that the trainer sees; it reads the files and deletes them.

@@ -1,4 +1,4 @@
-"""Prove on your own model that drafting changes nothing:
+"""Check on your own model that drafting does not change the text:
 
     python scripts/lossless.py target=ORG/NAME drafter=outputs/eagle3/head
 

@@ -1,4 +1,4 @@
-"""The parity gate as a command:  python scripts/parity.py head=outputs/eagle3/head [exported=exports/eagle3]
+"""Check that a head and its export draft alike:  python scripts/parity.py head=outputs/eagle3/head [exported=exports/eagle3]
 
 Training forward, drafter and files must give the same draft logits, and trained head and export the same acceptance
 length. Over a GGUF of the target (target_gguf=FILE, or the file that the head was trained on) llama.cpp's server must accept

@@ -1,4 +1,4 @@
-"""What a training run will need, before it starts:  python scripts/plan.py target=ORG/NAME head=eagle3 gpus=8
+"""Estimate memory and time of a training run before it starts:  python scripts/plan.py target=ORG/NAME head=eagle3 gpus=8
 
 Nothing is loaded but the target's config. What a step takes is counted in train/runtime/cost.py; this program divides it over
 the GPUs and says beside each line where the number comes from.

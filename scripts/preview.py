@@ -1,4 +1,4 @@
-"""Look at what a head would be trained on:  python scripts/preview.py data=conversations data.path=FILE target=ORG/NAME
+"""Show what a head would be trained on:  python scripts/preview.py data=conversations data.path=FILE target=ORG/NAME
 
 A few documents in the terminal and in a page, what is supervised in colour, and the data card. Reads no weights.
 """

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server for one machine, and a page at /:  python scripts/serve.py target=ORG/NAME drafter=DIRECTORY
+"""Serve a target by OpenAI's protocol, with a chat page at /:  python scripts/serve.py target=ORG/NAME drafter=DIRECTORY
 
 With FOREDRAFT_API_KEY in the environment, clients must give it. Defaults of sampling are OpenAI's (temperature 1).
 engine=vllm starts vLLM with the exported head instead, engine=llamacpp llama.cpp's server.

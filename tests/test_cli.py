@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from foredraft import __main__ as foredraft
 from foredraft.train.cli import entry, expand_home
 from foredraft.train.config_check import nearest
-from foredraft.train.config_help import comments, describe
+from foredraft.train.config_help import comment_lines, comments, describe, header
 from tests.support.processes import script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -367,23 +368,76 @@ def test_a_load_that_cannot_be(given: str, message: str, tmp_path: Path) -> None
 
 
 PROGRAMS = sorted(path.stem for path in (ROOT / "conf").glob("*.yaml"))
+OPTIONS = sorted(file for file in (ROOT / "conf").glob("**/*.yaml") if file.parent.name not in ("conf", "publish"))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_help_gives_every_key_a_meaning(name: str) -> None:
     """A key of its own, or that of the settings it belongs to; what a choice is about does not explain its keys."""
-    choices, _, keys = describe(None, name, [], ROOT / "conf").partition("Keys, ")
-    groups = {line.partition(":")[0] for line in choices.splitlines()}
+    keys, _, choices = describe("", name, [], ROOT / "conf", everything=True).partition("\nChoices, ")
+    groups = {line.partition("=")[0] for line in choices.splitlines() if not line.startswith(" ")}
     explained: list[int] = []  # indents of the settings around a line that have a meaning
-    for line in keys.splitlines()[1:-2]:
+    for line in keys.partition("Keys, ")[2].splitlines()[1:]:
         indent = len(line) - len(line.lstrip())
         explained = [outer for outer in explained if outer < indent]
-        assert " # " in line or explained, line
+        assert not line or line.startswith("--") or " # " in line or explained, line
         if " # " in line and line.partition(":")[0] not in groups:
             explained.append(indent)
 
 
-@pytest.mark.parametrize("flags, shown", [(["--help"], "head: eagle3, medusa"), (["--cfg", "job"], "max_steps: 100")])
+ASKED = """
+import runpy, sys
+for command in sys.argv[1].split(","):
+    for more in ([], ["all"], ["head=medusa"] if command == "train" else []):
+        sys.argv = ["foredraft", command, "--help", *more]
+        print(f"== {' '.join(sys.argv[1:])}")
+        runpy.run_module("foredraft", run_name="__main__")
+assert "torch" not in sys.modules
+"""
+
+
+def test_help_of_every_command_needs_no_torch() -> None:
+    """And shows an example, its keys with their meanings, and what every choice of every group is."""
+    command = [sys.executable, "-c", ASKED, ",".join(foredraft.PROGRAMS)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    shown = dict(re.findall(r"^== (.*)\n((?:(?!== ).*\n)*)", ended.stdout, re.M))
+    for name in foredraft.PROGRAMS:
+        short, whole = shown[f"{name} --help"], shown[f"{name} --help all"]
+        keys, _, choices = short.partition("\nChoices, ")
+        lines = [line for line in keys.partition("Keys, ")[2].splitlines() if line.startswith("  ")]
+        assert short.startswith(f"usage: foredraft {name} ") and len(whole) > len(short)
+        assert 2 <= len(lines) <= 12 and not [line for line in lines if " # " not in line]
+        assert not [line for line in choices.splitlines()[1:-2] if line.startswith("  ") and len(line.split()) < 3]
+    assert re.search(r"^  medusa +Medusa-1 .*MLP", shown["train --help"], re.M)
+    assert "trainer.adam_beta1" not in shown["train --help"] and "adam_beta1: 0.9" in shown["train --help all"]
+    assert "head=medusa\n" in shown["train --help head=medusa"]
+
+
+@pytest.mark.parametrize("file", OPTIONS, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_the_first_line_of_a_choice_makes_sense_alone(file: Path) -> None:
+    """In a list of choices, where no other line of its comment is shown."""
+    first, *more = comment_lines(file)
+    assert first[0].isalpha() and len(first.split()) > 3 and len(first) <= 112
+    assert not more or first.endswith((".", ":", ").")) or "=" in first.split()[-1], first
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "conf").glob("**/*.yaml")), ids=lambda file: f"{file.parent.name}/{file.stem}"
+)
+def test_keys_that_help_names_are_there(file: Path) -> None:
+    """A yaml's `# help:` lists keys of its program, in one choice or another."""
+    for key in header(file)[1]:
+        group, _, name = key.rpartition(".")
+        places = (
+            [file] if not group else [*(ROOT / "conf").glob(f"{group}/*.yaml"), file.parent / f"{group}.yaml", file]
+        )
+        assert any(re.search(rf"^ *{name}:", place.read_text(), re.M) for place in places if place.is_file()), key
+
+
+@pytest.mark.parametrize(
+    "flags, shown", [(["--help"], "head=eagle3\n  eagle3\n  medusa\n"), (["--cfg", "job"], "max_steps: 100")]
+)
 def test_hydra_flags(run: Run, capsys: pytest.CaptureFixture[str], flags: list[str], shown: str) -> None:
     code, seen = run(*flags)
     assert code == 0 and not seen and shown in capsys.readouterr().out

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from foredraft import __version__
 from foredraft.__main__ import PROGRAMS
 from tests.support import typed
 
@@ -114,6 +115,10 @@ def test_help_lists_every_command(foredraft: Program):
     shown = foredraft("--help")
     assert shown.returncode == 0
     assert [line.split()[0] for line in shown.stdout.splitlines() if line.startswith("  ")] == list(PROGRAMS)
+
+
+def test_the_version(foredraft: Program):
+    assert foredraft("--version").stdout == f"foredraft {__version__}\n"
 
 
 def test_an_unknown_command_is_one_sentence(foredraft: Program):

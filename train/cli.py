@@ -8,6 +8,8 @@ Exit codes: 0 done, 1 a bug (with its traceback), 2 bad input or a lost process,
 shows the traceback of bad input too.
 """
 
+import argparse
+import ast
 import errno
 import functools
 import inspect
@@ -44,9 +46,10 @@ def shipped(name: str) -> str:
 
 
 def has_gpu() -> bool:
-    import torch  # seconds, which `--help` of the other programs need not wait for
-
-    return torch.cuda.is_available()
+    """Return whether PyTorch can use a GPU. Programs have imported it; `--help`, which has not, looks for a driver."""
+    if "torch" not in sys.modules:
+        return os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
+    return sys.modules["torch"].cuda.is_available()
 
 
 def bfloat16_products() -> bool:
@@ -107,19 +110,15 @@ def entry(config_name: str, config_dir: Path = CONF) -> Callable[[Callable[[Dict
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
         @functools.wraps(main)
         def run() -> None:
-            several = config_name == "evaluate"
-            given = map(expand_home, sys.argv[1:])
-            typed = [part for argument in given for part in spelled_out(argument, config_dir, several)]
-            sys.argv[1:] = [*named_target(typed, config_dir), *typed]
-            args = get_args_parser().parse_args()
+            args = parse(config_name, config_dir)
             # As Hydra reads --config-path: beside the file of `main`, unless it is absolute.
             folder = Path(inspect.getfile(main)).resolve().parent / (args.config_path or config_dir)
             try:
                 name = args.config_name or config_name
-                plan = make_plan(args, name, folder)
                 if args.help:
-                    print(describe(inspect.getmodule(main), name, search_path(args) + args.overrides, folder))
+                    print(help_of(args, name, folder, inspect.getfile(main)))
                     return
+                plan = make_plan(args, name, folder)
                 job = functools.wraps(main)(functools.partial(run_job, main, plan))
                 # Hydra would format errors itself and end the process: with this variable it passes them on.
                 with env_override({"HYDRA_FULL_ERROR": "1"}):
@@ -135,6 +134,43 @@ def entry(config_name: str, config_dir: Path = CONF) -> Callable[[Callable[[Dict
         return run
 
     return decorate
+
+
+def parse(config_name: str, config_dir: Path = CONF) -> argparse.Namespace:
+    """Return Hydra's view of the command line, after `sys.argv` was rewritten in Hydra's language."""
+    typed = [
+        part
+        for argument in map(expand_home, sys.argv[1:])
+        for part in spelled_out(argument, config_dir, several=config_name == "evaluate")
+    ]
+    sys.argv[1:] = [*named_target(typed, config_dir), *typed]
+    return get_args_parser().parse_args()
+
+
+def help_of(args: argparse.Namespace, config_name: str, folder: Path, file: str | Path) -> str:
+    """Return the text of `--help` and `--help all`; file: the program, whose docstring says what it does."""
+    about = ast.get_docstring(ast.parse(Path(file).read_text())) or config_name
+    first, _, rest = about.partition("\n")
+    sentence = f"{first.partition(':  ')[0].rstrip('.:')}."
+    everything = "all" in args.overrides
+    overrides = search_path(args) + [override for override in args.overrides if override != "all"]
+    return describe(
+        f"{sentence}\n{rest}".rstrip() if everything else sentence, config_name, overrides, folder, everything
+    )
+
+
+def show_help(command: str, module: str) -> None:
+    """Print the help of a command of `foredraft` without its program, which would import torch."""
+    folder = CONF if (CONF / f"{command}.yaml").is_file() else CONF / "publish"
+    args = parse(command, folder)
+    try:
+        print(
+            help_of(
+                args, args.config_name or command, folder, ROOT / f"{module.partition('.')[2].replace('.', '/')}.py"
+            )
+        )
+    except Exception as error:
+        raise SystemExit(explain(error, os.getcwd())) from None
 
 
 def run_job(main: Callable[[DictConfig], None], plan: Plan, cfg: DictConfig) -> None:

@@ -1,11 +1,14 @@
-"""`--help`: every key of a program with its value and its meaning, which is the comment beside it in the yaml."""
+"""Write `--help` from the comments of the yaml: those next to the keys, and the first line of each file.
 
-import inspect
+The first comment line of a program's yaml is an example of its use; `# help: KEY KEY ...` below it names the keys that most
+users need (without it, all keys of the program's own). `--help all` shows every key. Nothing here imports torch.
+"""
+
+import itertools
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import hydra
@@ -19,10 +22,13 @@ COLUMN = 44  # where meanings begin
 HIDDEN = {"_target_", "_partial_", "_convert_"}
 
 
-def describe(module: ModuleType | None, config_name: str, overrides: list[str], folder: Path) -> str:
-    """What the program is for, its groups of choices, and its config with the choices and values that were typed."""
+def describe(about: str, config_name: str, overrides: list[str], folder: Path, everything: bool = False) -> str:
+    """Return the help of a program with the choices and values that were typed: its usage, the keys that a user needs or all
+    of them, and one line for every option of every group."""
     with hydra.initialize_config_dir(str(folder), version_base=None):
         loader = GlobalHydra.instance().config_loader()
+        usage, wanted = header(folder / f"{config_name}.yaml")
+        overrides = [*overrides, *missing_groups(folder / f"{config_name}.yaml", overrides)]
         cfg = loader.load_configuration(config_name, overrides, RunMode.RUN)
         parts = loader.compute_defaults_list(config_name, overrides, RunMode.RUN).defaults
         searched = [entry.path for entry in loader.get_search_path().get_path() if entry.path]
@@ -32,13 +38,78 @@ def describe(module: ModuleType | None, config_name: str, overrides: list[str], 
             for place in places:
                 if part.config_path and (file := place / f"{part.config_path}.yaml").is_file():
                     meanings |= comments(file.read_text(), part.package or "")
-        groups = sorted({name.partition("@")[0] for name in cfg.hydra.runtime.choices if not name.startswith("hydra/")})
-        options = [f"{group}: {', '.join(sorted(loader.get_group_options(group)))}" for group in groups]
-    about = inspect.getdoc(module) if module is not None else None
-    choices = ["Choices, GROUP=OPTION:", *options, ""] if options else []
-    keys = ["Keys, KEY=VALUE (+KEY=VALUE adds one, -m runs every one of KEY=VALUE,VALUE):", *lines(cfg, meanings)]
-    flags = "--cfg job prints the config alone, --hydra-help lists Hydra's own flags."
-    return "\n".join([about or config_name, "", *choices, *keys, "", flags])
+        chosen = {name: option for name, option in cfg.hydra.runtime.choices.items() if not name.startswith("hydra/")}
+        options = list(options_of({group: chosen[group] for group in sorted(chosen)}, loader, places))
+    if everything:
+        keys = list(lines(cfg, meanings))
+    else:
+        keys = list(short_lines(cfg, meanings, wanted or own(cfg)))
+    return "\n".join(
+        [
+            f"usage: {usage or config_name}",
+            "",
+            about,
+            "",
+            "Keys, KEY=VALUE (+KEY=VALUE adds one, -m runs each of KEY=VALUE,VALUE; ??? has no default):",
+            *keys,
+            *(["", "Choices, GROUP=OPTION:", *options] if options else []),
+            "",
+            "--cfg job prints only the config, --hydra-help lists the flags of Hydra."
+            if everything
+            else "--help all lists every key, --help GROUP=OPTION the keys of that option too.",
+        ]
+    )
+
+
+def header(file: Path) -> tuple[str, list[str]]:
+    """Return the first comment line of a program's yaml, which is an example of its use, and the keys that its line
+    `# help: KEY KEY ...` names."""
+    above = comment_lines(file)
+    listed = [line.removeprefix("help:").split() for line in above if line.startswith("help:")]
+    return (above or [""])[0], [key for keys in listed for key in keys]
+
+
+def comment_lines(file: Path) -> list[str]:
+    """Return the comment lines that a yaml starts with."""
+    above = itertools.takewhile(lambda line: line.startswith("#"), file.read_text().splitlines())
+    return [line for line in (line.strip(" #") for line in above) if not line.startswith("@package")]
+
+
+def missing_groups(file: Path, overrides: list[str]) -> list[str]:
+    """Return a choice for each group that a user has to choose from: without one nothing can be composed."""
+    typed = {override.partition("=")[0] for override in overrides}
+    entries = [entry for entry in OmegaConf.load(file).get("defaults", []) if OmegaConf.is_config(entry)]
+    groups = [str(group) for entry in entries for group in entry if OmegaConf.is_missing(entry, group)]
+    loader = GlobalHydra.instance().config_loader()
+    return [f"{group}={loader.get_group_options(group)[0]}" for group in groups if group not in typed]
+
+
+def options_of(chosen: dict[str, str | None], loader: Any, places: list[Path]) -> Iterator[str]:
+    """Yield a line for every group with its choice, and one for each of its options: the first comment line of its yaml."""
+    for group, choice in chosen.items():
+        yield f"{group}={choice or 'null'}"
+        for option in sorted(loader.get_group_options(group)):
+            files = [file for place in places if (file := place / group / f"{option}.yaml").is_file()]
+            about = comment_lines(files[0]) if files else []
+            yield f"  {option:20}{(about or [''])[0]}".rstrip()
+
+
+def own(cfg: DictConfig) -> list[str]:
+    """Return the keys of a program that are no group of keys."""
+    return [str(key) for key in cfg if not isinstance(cfg._get_node(key), DictConfig)]
+
+
+def short_lines(cfg: DictConfig, meanings: dict[str, str], wanted: list[str]) -> Iterator[str]:
+    """Yield one line per key of `wanted` that this config has, with its whole name."""
+    for key in wanted:
+        parent, _, name = key.rpartition(".")
+        group = OmegaConf.select(cfg, parent) if parent else cfg
+        if isinstance(group, DictConfig) and name in list(group):
+            yield explained(f"  {key}={shown(group._get_node(name))}", meanings.get(key) or meanings.get(parent, ""))
+
+
+def explained(left: str, meaning: str) -> str:
+    return f"{left:{COLUMN - 1}} # {meaning}" if meaning else left.rstrip()
 
 
 def comments(text: str, package: str) -> dict[str, str]:
@@ -78,7 +149,7 @@ def lines(cfg: DictConfig, meanings: dict[str, str], prefix: str = "") -> Iterat
         value = "" if deeper else shown(node)
         left = f"{'  ' * prefix.count('.')}{name}: {value}"
         meaning = meanings.get(f"{prefix}{name}", "")
-        yield f"{left:{COLUMN - 1}} # {meaning}" if meaning else left.rstrip()
+        yield explained(left, meaning)
         if deeper:
             yield from lines(node, meanings, f"{prefix}{name}.")
 
