@@ -11,6 +11,7 @@ from foredraft import __version__
 
 PROGRAMS = {
     "train": ("foredraft.train.run", "train a draft head and measure what it gained"),
+    "demo": ("foredraft.train.run", "train for the small test model of this repository (target=embedded)"),
     "generate": ("foredraft.scripts.generate", "continue prompts with a drafter"),
     "chat": ("foredraft.scripts.chat", "chat with a target in the terminal"),
     "serve": ("foredraft.scripts.serve", "answer OpenAI's protocol, and a page in the browser"),
@@ -22,11 +23,19 @@ PROGRAMS = {
     "plan": ("foredraft.scripts.plan", "estimate memory and time of a training before it starts"),
     "export": ("foredraft.scripts.export", "write a head in the layout of another engine"),
     "parity": ("foredraft.scripts.parity", "check that a head, its files and its export draft the same"),
+    "env": ("foredraft.scripts.env", "report versions, devices and what works here, for bug reports"),
     "push": ("foredraft.scripts.push", "send a head to the Hugging Face Hub"),
 }
 
 # The extra of a program that needs more than `cli`.
-EXTRAS = {"train": "train", "preview": "train", "extract": "train", "regenerate": "regenerate", "serve": "serve"}
+EXTRAS = {
+    "train": "train",
+    "demo": "train",
+    "preview": "train",
+    "extract": "train",
+    "regenerate": "regenerate",
+    "serve": "serve",
+}
 
 
 def usage() -> str:
@@ -59,6 +68,8 @@ def main() -> None:
         print(f"error: {command} is no command of foredraft{hint} Known: {', '.join(PROGRAMS)}.", file=sys.stderr)
         raise SystemExit(2)
     sys.argv = [f"{sys.argv[0]} {command}", *sys.argv[2:]]
+    if command == "demo" and not any(argument.startswith("target") for argument in sys.argv):
+        sys.argv.insert(1, "target=embedded")
     try:
         if {"-h", "--help"} & set(sys.argv[1:]):
             importlib.import_module("foredraft.train.cli").show_help(command, PROGRAMS[command][0])

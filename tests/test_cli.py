@@ -2,14 +2,17 @@
 
 import errno
 import os
+import platform
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import hydra
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from foredraft import __main__ as foredraft
@@ -388,7 +391,7 @@ def test_help_gives_every_key_a_meaning(name: str) -> None:
 ASKED = """
 import runpy, sys
 for command in sys.argv[1].split(","):
-    for more in ([], ["all"], ["head=medusa"] if command == "train" else []):
+    for more in ([], ["all"], *([["head=medusa"], ["target=embedded"]] if command == "train" else [])):
         sys.argv = ["foredraft", command, "--help", *more]
         print(f"== {' '.join(sys.argv[1:])}")
         runpy.run_module("foredraft", run_name="__main__")
@@ -402,7 +405,9 @@ def test_help_of_every_command_needs_no_torch() -> None:
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     shown = dict(re.findall(r"^== (.*)\n((?:(?!== ).*\n)*)", ended.stdout, re.M))
-    for name in foredraft.PROGRAMS:
+    assert shown["env --help"].startswith("usage: foredraft env\n\nPrint what a bug report needs")
+    assert shown["demo --help"] == shown["train --help target=embedded"]
+    for name in foredraft.PROGRAMS.keys() - {"env", "demo"}:
         short, whole = shown[f"{name} --help"], shown[f"{name} --help all"]
         keys, _, choices = short.partition("\nChoices, ")
         lines = [line for line in keys.partition("Keys, ")[2].splitlines() if line.startswith("  ")]
@@ -412,6 +417,39 @@ def test_help_of_every_command_needs_no_torch() -> None:
     assert re.search(r"^  medusa +Medusa-1 .*MLP", shown["train --help"], re.M)
     assert "trainer.adam_beta1" not in shown["train --help"] and "adam_beta1: 0.9" in shown["train --help all"]
     assert "head=medusa\n" in shown["train --help head=medusa"]
+
+
+def test_env_has_a_line_for_every_topic(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """And says why a part does not work here, and what to install for it."""
+
+    def version(name: str) -> str:
+        if name == "peft":
+            raise metadata.PackageNotFoundError
+        return "5.0.0" if name == "transformers" else there(name)
+
+    there = metadata.version
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("foredraft.heads.target.loading.has_bfloat16_products", lambda device: False)
+    monkeypatch.setattr("foredraft.heads.packing.is_faster", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(sys, "argv", ["foredraft", "env"])
+    foredraft.main()
+    said = dict(re.split(r": +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert said["python"].startswith(platform.python_version()) and said["torch"] == there("torch")
+    assert said["peft"] == "not installed" and "peft: pip install 'foredraft[train]'" in said["extra train"]
+    assert re.fullmatch(r"5\.0\.0, which is outside .*>=5.*", said["transformers"])
+    assert said["dtype=auto"].startswith("float32: ") and said["device"].startswith("cpu")
+    assert said["FlexAttention"].startswith("disabled: ") and said["packed products bfloat16"].startswith("disabled: ")
+    assert said["packed products float32"] == "works" and "AVX512_BF16 " in said["CPU features"]
+
+
+@pytest.mark.parametrize("given", [[], ["head=medusa"], ["target=smollm2"]])
+def test_demo_is_a_training_for_the_test_model(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
+    typed = []
+    monkeypatch.setattr("foredraft.train.run.main", lambda: typed.extend(sys.argv[1:]))
+    monkeypatch.setattr(sys, "argv", ["foredraft", "demo", *given])
+    foredraft.main()
+    assert typed == (given if "target=smollm2" in given else ["target=embedded", *given])
 
 
 @pytest.mark.parametrize("file", OPTIONS, ids=lambda file: f"{file.parent.name}/{file.stem}")

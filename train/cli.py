@@ -144,13 +144,12 @@ def parse(config_name: str, config_dir: Path = CONF) -> argparse.Namespace:
         for part in spelled_out(argument, config_dir, several=config_name == "evaluate")
     ]
     sys.argv[1:] = [*named_target(typed, config_dir), *typed]
-    return get_args_parser().parse_args()
+    return get_args_parser().parse_intermixed_args()  # head=medusa --help all
 
 
 def help_of(args: argparse.Namespace, config_name: str, folder: Path, file: str | Path) -> str:
     """Return the text of `--help` and `--help all`; file: the program, whose docstring says what it does."""
-    about = ast.get_docstring(ast.parse(Path(file).read_text())) or config_name
-    first, _, rest = about.partition("\n")
+    first, _, rest = docstring(file).partition("\n")
     sentence = f"{first.partition(':  ')[0].rstrip('.:')}."
     everything = "all" in args.overrides
     overrides = search_path(args) + [override for override in args.overrides if override != "all"]
@@ -159,16 +158,22 @@ def help_of(args: argparse.Namespace, config_name: str, folder: Path, file: str 
     )
 
 
+def docstring(file: str | Path) -> str:
+    """Return the docstring of a program without importing it."""
+    return ast.get_docstring(ast.parse(Path(file).read_text())) or Path(file).stem
+
+
 def show_help(command: str, module: str) -> None:
     """Print the help of a command of `foredraft` without its program, which would import torch."""
-    folder = CONF if (CONF / f"{command}.yaml").is_file() else CONF / "publish"
-    args = parse(command, folder)
+    file = ROOT / f"{module.partition('.')[2].replace('.', '/')}.py"
+    name = {"demo": "train"}.get(command, command)
+    folder = CONF / "publish" if (CONF / "publish" / f"{name}.yaml").is_file() else CONF
+    if not (folder / f"{name}.yaml").is_file():
+        print(f"usage: foredraft {command}\n\n{docstring(file)}")
+        return
+    args = parse(name, folder)
     try:
-        print(
-            help_of(
-                args, args.config_name or command, folder, ROOT / f"{module.partition('.')[2].replace('.', '/')}.py"
-            )
-        )
+        print(help_of(args, args.config_name or name, folder, file))
     except Exception as error:
         raise SystemExit(explain(error, os.getcwd())) from None
 

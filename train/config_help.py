@@ -78,7 +78,9 @@ def comment_lines(file: Path) -> list[str]:
 def missing_groups(file: Path, overrides: list[str]) -> list[str]:
     """Return a choice for each group that a user has to choose from: without one nothing can be composed."""
     typed = {override.partition("=")[0] for override in overrides}
-    entries = [entry for entry in OmegaConf.load(file).get("defaults", []) if OmegaConf.is_config(entry)]
+    entries = [
+        entry for entry in OmegaConf.select(OmegaConf.load(file), "defaults") or [] if OmegaConf.is_config(entry)
+    ]
     groups = [str(group) for entry in entries for group in entry if OmegaConf.is_missing(entry, group)]
     loader = GlobalHydra.instance().config_loader()
     return [f"{group}={loader.get_group_options(group)[0]}" for group in groups if group not in typed]

@@ -1,0 +1,106 @@
+"""Print what a bug report needs: versions, devices, dtype and attention paths of this machine, and what is disabled and why.
+
+Each topic has one line. This command needs no extra: what is not installed is part of the report.
+"""
+
+import os
+import platform
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+import foredraft
+
+
+def main() -> None:
+    for topic, found in [*machine(), *packages(), *torch_paths()]:
+        print(f"{topic + ':':26}{found}")
+
+
+def machine() -> Iterator[tuple[str, str]]:
+    """Yield what is known without torch."""
+    yield "foredraft", f"{foredraft.__version__} in {os.path.dirname(foredraft.__file__)}"
+    yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
+    yield "system", platform.platform()
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    yield "C++ compiler", compiler or "disabled: none found, which target.compile and torch.compile on a CPU need"
+    yield "variables", ", ".join(sorted(name for name in os.environ if name.startswith("FOREDRAFT_"))) or "none"
+
+
+def packages() -> Iterator[tuple[str, str]]:
+    """Yield the version of every package that foredraft names, then for every extra whether it is complete."""
+    try:
+        required = [Requirement(line) for line in metadata.requires("foredraft") or []]
+    except metadata.PackageNotFoundError:
+        yield "packages", "foredraft runs from a checkout that is not installed: pip install -e ."
+        return
+    missing: dict[str, list[str]] = {}  # by extra
+    shown: dict[str, str] = {}
+    for requirement in required:
+        named = re.search(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker or ""))
+        extra = named[1] if named else ""
+        if extra in ("dev", "serve-test") or requirement.name == "foredraft":
+            continue
+        try:
+            version = metadata.version(requirement.name)
+            allowed = requirement.specifier.contains(version, prereleases=True)
+            shown[requirement.name] = version if allowed else f"{version}, which is outside {requirement.specifier}"
+        except metadata.PackageNotFoundError:
+            shown[requirement.name] = "not installed"
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                missing.setdefault(extra, []).append(requirement.name)
+    yield from sorted(shown.items())
+    for extra, names in missing.items():
+        install = f"foredraft[{extra}]" if extra else "foredraft"
+        yield f"extra {extra}" if extra else "required", f"disabled: needs {', '.join(names)}: pip install '{install}'"
+
+
+def torch_paths() -> Iterator[tuple[str, str]]:
+    """Yield devices, and for each what is computed there and how."""
+    try:
+        import torch
+
+        from foredraft.heads import flex, packing
+        from foredraft.heads.target.device import device_name
+        from foredraft.heads.target.loading import has_bfloat16_products
+    except Exception as error:  # a broken installation is what this command is for
+        yield "import", f"failed: {type(error).__name__}: {error}"
+        return
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if gpu else "cpu")
+    yield "CPU", f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores"
+    level = torch.backends.cpu.get_cpu_capability()
+    features = {"AVX512_BF16": torch.cpu._is_avx512_bf16_supported(), "AMX": torch.cpu._is_amx_tile_supported()}
+    yield "CPU features", ", ".join([level, *(f"{name} {'yes' if has else 'no'}" for name, has in features.items())])
+    for number in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(number)
+        capability = f"compute capability {about.major}.{about.minor}"
+        yield f"GPU {number}", f"{about.name}, {about.total_memory / 2**30:.1f} GiB, {capability}"
+    if not gpu:
+        yield "GPU", f"none that torch {torch.__version__} can use"
+    yield "device", f"{device.type}, the default of target.device"
+    if has_bfloat16_products(device):
+        yield "dtype=auto", "the dtype of the checkpoint: this device has products in bfloat16"
+    else:
+        need = "compute capability 8.0" if gpu else "AVX512_BF16, AMX or ARM's BF16"
+        yield "dtype=auto", f"float32: this device has no fast products in bfloat16, which need {need}"
+    yield "FlexAttention", flex_attention(flex, torch, device)
+    for dtype in packing.SMALLEST:
+        name = str(dtype).removeprefix("torch.")
+        works = not gpu and packing.is_faster(dtype)
+        why = "this CPU or this build of torch would not be faster" if not gpu else "only for targets on a CPU"
+        yield f"packed products {name}", "works" if works else f"disabled: {why}"
+
+
+def flex_attention(flex, torch, device) -> str:  # type: ignore[no-untyped-def]
+    """Return whether the kernel for packed training sequences runs here, and otherwise why not."""
+    if device.type != "cuda":
+        return "disabled: only for training on a GPU; a CPU attends document by document"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        works = flex.works(device, torch.bfloat16, 8, 2, 128)
+    return "works" if works else f"disabled: {caught[-1].message}"
