@@ -10,6 +10,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -96,7 +97,7 @@ def torch_paths() -> Iterator[tuple[str, str]]:
         yield f"packed products {name}", "works" if works else f"disabled: {why}"
 
 
-def flex_attention(flex, torch, device) -> str:  # type: ignore[no-untyped-def]
+def flex_attention(flex: Any, torch: Any, device: Any) -> str:
     """Return whether the kernel for packed training sequences runs here, and otherwise why not."""
     if device.type != "cuda":
         return "disabled: only for training on a GPU; a CPU attends document by document"
