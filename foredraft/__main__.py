@@ -37,6 +37,15 @@ EXTRAS = {
     "serve": "serve",
 }
 
+# The target of these is the test model, or the one that the head's files name; every other program has to be told.
+KNOWN_TARGET = ("demo", "env", "export", "parity", "push")
+
+
+def needs_target(command: str, arguments: list[str]) -> bool:
+    """Return whether a command that runs for a target is not told which; arguments such as --cfg run nothing."""
+    named = ("target=", "target.path=", "experiment=", "--cfg", "-c", "--config-name", "--hydra-help", "--info")
+    return command not in KNOWN_TARGET and not any(argument.startswith(named) for argument in arguments)
+
 
 def usage() -> str:
     width = max(map(len, PROGRAMS)) + 2
@@ -68,10 +77,17 @@ def main() -> None:
         print(f"error: {command} is no command of foredraft{hint} Known: {', '.join(PROGRAMS)}.", file=sys.stderr)
         raise SystemExit(2)
     sys.argv = [f"{sys.argv[0]} {command}", *sys.argv[2:]]
+    asks_help = bool({"-h", "--help"} & set(sys.argv[1:]))
     if command == "demo" and not any(argument.startswith("target") for argument in sys.argv):
         sys.argv.insert(1, "target=embedded")
+    if needs_target(command, sys.argv[1:]):
+        if not asks_help:
+            remedy = "add target=ORG/NAME or a directory; `foredraft demo` trains for the embedded test model"
+            print(f"error: foredraft {command} needs a target: {remedy}", file=sys.stderr)
+            raise SystemExit(2)
+        sys.argv.append("target=hf")  # the keys and choices that a target of the user's has
     try:
-        if {"-h", "--help"} & set(sys.argv[1:]):
+        if asks_help:
             importlib.import_module("foredraft.train.cli").show_help(command, PROGRAMS[command][0])
             return
         program = importlib.import_module(PROGRAMS[command][0])

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job from nothing: makes the environment (see env.sh), trains a draft head and measures what it gained.
-# Arguments go to train/run.py, e.g. `bash scripts/demo.sh head=medusa`; relative paths start at the repository.
+# Arguments go to `foredraft demo`, e.g. `bash scripts/demo.sh head=medusa`; relative paths start at the repository.
 #
 #   bash scripts/demo.sh target=smollm2                         decodes with heads of scripts/smollm2
 #   bash scripts/demo.sh target=smollm2 trainer.max_minutes=10  trains that head further first, for so long
@@ -20,8 +20,8 @@ for argument in "$@"; do
 done
 
 if [ -z "$shipped" ]; then
-    say "training and measuring: python train/run.py $*"
-    "$python" train/run.py "$@"
+    say "training and measuring: foredraft demo $*"
+    "$python" -m foredraft demo "$@"
 else
     head=scripts/smollm2/eagle3 decoded=outputs/smollm2_decoded beside=,scripts/smollm2/dflash+suffix
     if [ $# -gt 1 ]; then

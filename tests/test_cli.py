@@ -414,6 +414,7 @@ def test_help_of_every_command_needs_no_torch() -> None:
         assert short.startswith(f"usage: foredraft {name} ") and len(whole) > len(short)
         assert 2 <= len(lines) <= 12 and not [line for line in lines if " # " not in line]
         assert not [line for line in choices.splitlines()[1:-2] if line.startswith("  ") and len(line.split()) < 3]
+    assert "data.path=???" in shown["train --help"]
     assert re.search(r"^  medusa +Medusa-1 .*MLP", shown["train --help"], re.M)
     assert "trainer.adam_beta1" not in shown["train --help"] and "adam_beta1: 0.9" in shown["train --help all"]
     assert "head=medusa\n" in shown["train --help head=medusa"]
@@ -441,6 +442,22 @@ def test_env_has_a_line_for_every_topic(monkeypatch: pytest.MonkeyPatch, capsys:
     assert said["dtype=auto"].startswith("float32: ") and said["device"].startswith("cpu")
     assert said["FlexAttention"].startswith("disabled: ") and said["packed products bfloat16"].startswith("disabled: ")
     assert said["packed products float32"] == "works" and "AVX512_BF16 " in said["CPU features"]
+
+
+@pytest.mark.parametrize("command", sorted(foredraft.PROGRAMS.keys() - set(foredraft.KNOWN_TARGET)))
+@pytest.mark.parametrize("typed", [[], ["target.device=cpu"], ["-m", "seed=1,2"]])
+def test_a_command_that_is_not_told_its_target_says_how(monkeypatch, capsys, command: str, typed: list[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["foredraft", command, *typed])
+    with pytest.raises(SystemExit) as ended:
+        foredraft.main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: foredraft {command} needs a target: add target=ORG/NAME") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("given", ["target=tiny", "target.path=tiny", "experiment=x", "--cfg"])
+def test_a_target_is_named_by_each_of_these(given: str) -> None:
+    assert foredraft.needs_target("train", []) and not foredraft.needs_target("train", ["head=medusa", given])
 
 
 @pytest.mark.parametrize("given", [[], ["head=medusa"], ["target=smollm2"]])
@@ -490,7 +507,7 @@ def test_further_config_dir(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command, extra", [("chat", "cli"), ("plan", "cli"), ("preview", "train")])
 def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch, capsys, command: str, extra: str):
-    monkeypatch.setattr(sys, "argv", ["foredraft", command])
+    monkeypatch.setattr(sys, "argv", ["foredraft", command, "target=tiny"])
     monkeypatch.setitem(foredraft.PROGRAMS, command, ("no_such_library.part", ""))
     with pytest.raises(SystemExit) as ended:
         foredraft.main()
@@ -500,6 +517,6 @@ def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch, capsys
     monkeypatch.setitem(
         foredraft.PROGRAMS, command, ("foredraft.train.no_such_room", "")
     )  # a mistake of ours stays one
-    monkeypatch.setattr(sys, "argv", ["foredraft", command])
+    monkeypatch.setattr(sys, "argv", ["foredraft", command, "target=tiny"])
     with pytest.raises(ModuleNotFoundError):
         foredraft.main()

@@ -15,7 +15,7 @@ from foredraft.__main__ import PROGRAMS
 from tests.support import typed
 
 ROOT = Path(__file__).resolve().parent.parent
-CPU = ["target.device=cpu", "target.dtype=float32"]
+CPU = ["target=embedded", "target.device=cpu", "target.dtype=float32"]
 THREE_STEPS = typed("""
     head=medusa data.max_files=4 length=64 self_generated_tokens=0 output_dir=out
     trainer.max_steps=3 trainer.logging_steps=1 trainer.warmup_steps=1 trainer.per_device_train_batch_size=2
@@ -134,7 +134,7 @@ def test_a_training(foredraft: Program, trained: subprocess.CompletedProcess[str
 
 def test_lossless_and_export_with_the_trained_head(foredraft: Program, trained: subprocess.CompletedProcess[str]):
     few = ["prompts=1", "prompt_tokens=16", "new_tokens=8", "dtype=float32"]
-    proved = foredraft("lossless", "target.device=cpu", "drafter=out/head", *few)
+    proved = foredraft("lossless", "target=embedded", "target.device=cpu", "drafter=out/head", *few)
     assert proved.returncode == 0 and proved.stdout.endswith("lossless\n"), proved
     exported = foredraft("export", "head=out/head", "format=medusa", "output_dir=exported", "target.device=cpu")
     assert exported.returncode == 0 and "parity gate passed" in exported.stdout, exported

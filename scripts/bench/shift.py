@@ -120,7 +120,7 @@ def wait_for_round(server: Server, learned: Path, number: int, prompt: str, pair
 def train(cfg: DictConfig, folder: Path, rows: Path) -> Path:
     """A copy of the head that has learned from these rows."""
     words = ["head=eagle3", "data=accepted", f"data.path={rows}", f"init_from={cfg.spec}", f"output_dir={folder}"]
-    target = [word for word in cfg.serve if word.startswith("target")]
+    target = [word for word in cfg.serve if word.startswith("target")] or ["target=embedded"]
     few = [f"trainer.max_steps={cfg.steps}", "evaluate.eval_steps=0", "evaluate.prompts=4", "evaluate.proof=false"]
     with (folder.parent / "train.log").open("w") as log:
         command = [sys.executable, "-m", "foredraft", "train", *words, *target, *few]
