@@ -66,6 +66,8 @@ def program(words: list[str]) -> tuple[str | None, list[str]]:
     first = words[0]
     if first == "foredraft":
         assert words[1:2] and words[1] in foredraft.PROGRAMS, f"foredraft {words[1:]} is no program"
+        told = not words[2:] or "..." in words or "--help" in words or not foredraft.needs_target(words[1], words[2:])
+        assert told, f"{' '.join(words)} has to name a target"
         return foredraft.PROGRAMS[words[1]][0], words[2:]
     if first in TRAINING:
         script = next(i for i, word in enumerate(words) if word in ("train/run.py", "scripts/slurm.sh"))
