@@ -417,7 +417,10 @@ def test_help_of_every_command_needs_no_torch() -> None:
     assert "data.path=???" in shown["train --help"]
     assert re.search(r"^  medusa +Medusa-1 .*MLP", shown["train --help"], re.M)
     assert "trainer.adam_beta1" not in shown["train --help"] and "adam_beta1: 0.9" in shown["train --help all"]
-    assert "head=medusa\n" in shown["train --help head=medusa"]
+    assert (
+        "head=medusa\n" in shown["train --help head=medusa"] and "\n  head.depth=" in shown["train --help head=medusa"]
+    )
+    assert "  head." not in shown["train --help"]
 
 
 def test_env_has_a_line_for_every_topic(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,22 +28,20 @@ def describe(about: str, config_name: str, overrides: list[str], folder: Path, e
     with hydra.initialize_config_dir(str(folder), version_base=None):
         loader = GlobalHydra.instance().config_loader()
         usage, wanted = header(folder / f"{config_name}.yaml")
+        typed = {override.partition("=")[0] for override in overrides} - {"target"}
         overrides = [*overrides, *missing_groups(folder / f"{config_name}.yaml", overrides)]
         cfg = loader.load_configuration(config_name, overrides, RunMode.RUN)
-        parts = loader.compute_defaults_list(config_name, overrides, RunMode.RUN).defaults
         searched = [entry.path for entry in loader.get_search_path().get_path() if entry.path]
         places = [Path(path.removeprefix("file://")) for path in searched]
-        meanings: dict[str, str] = {}
-        for part in parts:
-            for place in places:
-                if part.config_path and (file := place / f"{part.config_path}.yaml").is_file():
-                    meanings |= comments(file.read_text(), part.package or "")
+        meanings = meanings_of(loader.compute_defaults_list(config_name, overrides, RunMode.RUN).defaults, places)
         chosen = {name: option for name, option in cfg.hydra.runtime.choices.items() if not name.startswith("hydra/")}
         options = list(options_of({group: chosen[group] for group in sorted(chosen)}, loader, places))
     if everything:
         keys = list(lines(cfg, meanings))
     else:
-        keys = list(short_lines(cfg, meanings, wanted or own(cfg)))
+        wanted = wanted or own(cfg)
+        more = [f"{group}.{name}" for group in chosen if group in typed for name in cfg.get(group) or {}]
+        keys = list(short_lines(cfg, meanings, [*wanted, *(key for key in more if key not in wanted)]))
     return "\n".join(
         [
             f"usage: {usage or config_name}",
@@ -59,6 +57,16 @@ def describe(about: str, config_name: str, overrides: list[str], folder: Path, e
             else "--help all lists every key, --help GROUP=OPTION the keys of that option too.",
         ]
     )
+
+
+def meanings_of(parts: Any, places: list[Path]) -> dict[str, str]:
+    """Return the meaning of every key that the yaml files of a config explain."""
+    found: dict[str, str] = {}
+    for part in parts:
+        for place in places:
+            if part.config_path and (file := place / f"{part.config_path}.yaml").is_file():
+                found |= comments(file.read_text(), part.package or "")
+    return found
 
 
 def header(file: Path) -> tuple[str, list[str]]:
@@ -106,7 +114,7 @@ def short_lines(cfg: DictConfig, meanings: dict[str, str], wanted: list[str]) ->
     for key in wanted:
         parent, _, name = key.rpartition(".")
         group = OmegaConf.select(cfg, parent) if parent else cfg
-        if isinstance(group, DictConfig) and name in list(group):
+        if isinstance(group, DictConfig) and name in list(group) and name not in HIDDEN:
             yield explained(f"  {key}={shown(group._get_node(name))}", meanings.get(key) or meanings.get(parent, ""))
 
 
