@@ -78,7 +78,7 @@ def main() -> None:
         raise SystemExit(2)
     sys.argv = [f"{sys.argv[0]} {command}", *sys.argv[2:]]
     asks_help = bool({"-h", "--help"} & set(sys.argv[1:]))
-    if command == "demo" and not any(argument.startswith("target") for argument in sys.argv):
+    if command == "demo" and needs_target("train", sys.argv[1:]):
         sys.argv.insert(1, "target=embedded")
     if needs_target(command, sys.argv[1:]):
         if not asks_help:

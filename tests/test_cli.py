@@ -463,13 +463,13 @@ def test_a_target_is_named_by_each_of_these(given: str) -> None:
     assert foredraft.needs_target("train", []) and not foredraft.needs_target("train", ["head=medusa", given])
 
 
-@pytest.mark.parametrize("given", [[], ["head=medusa"], ["target=smollm2"]])
+@pytest.mark.parametrize("given", [[], ["head=medusa", "target.device=cpu"], ["target=smollm2"], ["experiment=x"]])
 def test_demo_is_a_training_for_the_test_model(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
     typed = []
     monkeypatch.setattr("foredraft.train.run.main", lambda: typed.extend(sys.argv[1:]))
     monkeypatch.setattr(sys, "argv", ["foredraft", "demo", *given])
     foredraft.main()
-    assert typed == (given if "target=smollm2" in given else ["target=embedded", *given])
+    assert typed == (given if given in (["target=smollm2"], ["experiment=x"]) else ["target=embedded", *given])
 
 
 @pytest.mark.parametrize("file", OPTIONS, ids=lambda file: f"{file.parent.name}/{file.stem}")
