@@ -2,12 +2,15 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pyarrow
 import pyarrow.parquet
 import pytest
 
+from foredraft.inference.serve.prompts import PromptEncoder
+from foredraft.inference.serve.protocol import ChatRequest
 from foredraft.scripts.preview import runs
 from foredraft.train.data.encoding import Encoder
 from foredraft.train.data.layouts import SkippedRow, declared, tools
@@ -379,6 +382,18 @@ def test_reasoning_that_a_template_takes_out_of_answers_is_learned(messages: dic
     assert learned(row, words) == [text, text]
     documents, _ = Encoder(words, Source("x")).documents(Row("", row))
     assert next(part for _, part in runs(words, documents[-1])).count("4") == ("think" in text)
+
+
+@pytest.mark.parametrize("choice", ["", "{% if p.type == 'text' %}"])
+def test_a_template_that_reads_lists_of_parts_shows_texts(choice: str):
+    """LLaVA's and Idefics' lose a text that is no list, and so would the server's prompt."""
+    parts = "{% for p in m.content %}" + choice + "{{ p.text }}" + ("{% endif %}" if choice else "") + "{% endfor %}"
+    words = tokenizer(CHATML.replace("{{ m.content }}", parts), special=SPECIAL)
+    assert learned({"messages": [ASKED, answer("a"), ASKED, answer("b")]}, words) == ["a<|im_end|>", "b<|im_end|>"]
+    (document,), _ = Encoder(words, Source("x")).documents(Row("", {"messages": [ASKED, answer("a")]}))
+    target = SimpleNamespace(text_tokenizer=words, name="t", context=None, vocab_size=1000)
+    (prompt,) = PromptEncoder(target).chat(ChatRequest(messages=[ASKED]))
+    assert prompt == document.tokens[: len(prompt)] and words.decode(prompt).count("q") == 1
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>", "</s>", "<|im_end|>\n"])

@@ -50,6 +50,23 @@ def template_needs(template: str) -> TemplateNeeds:
     return TemplateNeeds()
 
 
+def as_parts(messages: Sequence[Mapping[str, Any]], template: str) -> list[Message]:
+    """Return messages whose texts are lists of parts, for a template that reads nothing else; other messages unchanged."""
+    if not reads_parts_only(template):
+        return [dict(message) for message in messages]
+    texts = [message.get("content") for message in messages]
+    parts = [[{"type": "text", "text": text}] if isinstance(text, str) and text else text for text in texts]
+    return [{**message, "content": part} for message, part in zip(messages, parts)]
+
+
+@lru_cache(64)
+def reads_parts_only(template: str) -> bool:
+    """Does the template lose a text that is not in a list of parts (LLaVA, Idefics)?"""
+    shown = ["q_a" in rendered([{"role": "user", "content": content}], template) for content in ("q_a", PARTS)]
+    return shown == [False, True]
+
+
+PARTS = [{"type": "text", "text": "q_a"}]
 FULL_TOOL = {"description": "", "parameters": {"type": "object", "properties": {}}}
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from foredraft.heads.target import Target
-from foredraft.heads.target.messages import normalize_messages, normalize_tools, shows_tools
+from foredraft.heads.target.messages import as_parts, normalize_messages, normalize_tools, shows_tools
 from foredraft.inference.serve.limits import Refused
 from foredraft.inference.serve.protocol import ChatRequest, CompletionRequest, is_tokens
 from foredraft.inference.text import encode_prompt
@@ -65,7 +65,7 @@ class PromptEncoder:
         try:
             # The tokenizer's own method takes out None, which some templates compare the content of a call with.
             (text,), _ = render_jinja_template(
-                conversations=[messages],
+                conversations=[as_parts(messages, template)],
                 tools=tools,
                 chat_template=template,
                 add_generation_prompt=True,

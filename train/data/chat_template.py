@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from foredraft.heads.target.images import ImageReader
-from foredraft.heads.target.messages import normalize_messages
+from foredraft.heads.target.messages import as_parts, normalize_messages
 from foredraft.inference.text import answer_context, continuation
 from foredraft.train.data.answer_spans import OPENED, STAND_IN, Span, TurnEnd, common, learned, turn_end
 from foredraft.train.data.corpus import Document
@@ -102,7 +102,7 @@ class ChatFormat:
         settings: dict[str, Any] = self.tokenizer.special_tokens_map | self.options | switched(thinking)
         try:
             texts, spans = render_jinja_template(
-                conversations=[messages],
+                conversations=[as_parts(messages, self.template)],
                 chat_template=self.template,
                 tools=tools,
                 add_generation_prompt=prompt,
