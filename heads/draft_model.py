@@ -143,9 +143,9 @@ def first_layers(target: Target, count: int) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     theirs = target.model.state_dict()
     same = {
-        name: full_tensor(theirs[name]).float()
+        name: with_rows(full_tensor(theirs[name]).float(), len(tensor))
         for name, tensor in model.state_dict().items()
-        if name in theirs and theirs[name].dtype in UNPACKED and theirs[name].shape == tensor.shape
+        if name in theirs and theirs[name].dtype in UNPACKED and theirs[name].shape[1:] == tensor.shape[1:]
     }
     if packed := [name for name, _ in model.named_parameters() if name not in same]:
         raise ValueError(
@@ -154,6 +154,11 @@ def first_layers(target: Target, count: int) -> PreTrainedModel:
         )
     model.load_state_dict(same, strict=False)
     return model.to(target.device)
+
+
+def with_rows(weight: Tensor, rows: int) -> Tensor:
+    """Return a weight of this height: the ends of a target may differ from its config's vocabulary, and from each other."""
+    return torch.cat([weight[:rows], weight.new_zeros(max(0, rows - len(weight)), *weight.shape[1:])])
 
 
 def untie(model: PreTrainedModel) -> None:

@@ -127,6 +127,17 @@ def test_a_draft_model_with_more_tokens_than_its_target_drafts_those_of_the_targ
     assert drafted.new_tokens == generate(target, None, PROMPT, **LIMITS).new_tokens
 
 
+@pytest.mark.parametrize("end", ["embedding", "lm_head"])
+def test_the_first_layers_of_a_target_of_different_ends_are_a_draft_model(end: str, fresh: Target, tmp_path) -> None:
+    plain = generate(fresh, None, PROMPT, **LIMITS).new_tokens
+    target = taller(fresh, end)
+    head = DraftModelHead.for_target(target, num_layers=1)
+    assert head.logits(torch.zeros(1, 1, target.hidden_size), 0).shape[-1] == target.vocab_size
+    save_head(head, tmp_path / "head", target)
+    drafter = drafter_for(load_head(tmp_path / "head", target), target)
+    assert generate(target, drafter, PROMPT, **LIMITS).new_tokens == plain
+
+
 def test_a_shorter_draft_model_is_tuned_on_texts_with_all_tokens(longer: Target, tiny_path) -> None:
     head = DraftModelHead.for_target(longer, path=str(tiny_path))
     documents = torch.zeros(1, 16, dtype=torch.int64)
