@@ -20,6 +20,8 @@ CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "
 TEXTS = [
     (ThinkReader(False), "<think>\na < </b>\n</think>\n\nyes </think>", "a < </b>", "yes </think>", []),
     (ThinkReader(True), "\na\n\nb</think>yes", "a\n\nb", "yes", []),
+    (ThinkReader(True), "<think>\na</think>yes", "a", "yes", []),  # again, after the prompt's
+    (ThinkReader(True), "<thi", "<thi", "", []),
     (ThinkReader(False), "<think>\ncut </thi", "cut </thi", "", []),
     (ThinkReader(False), "\n<thin ice", "", "\n<thin ice", []),
     (ThinkReader(False), " <thi", "", " <thi", []),
@@ -69,7 +71,7 @@ def test_thoughts_are_read_out_of_a_text(number, size):
 )
 def test_a_template_says_how_thoughts_begin(name, end, thinking):
     reader = thought_reader((TEMPLATES / f"{name}.jinja").read_text(), [1], lambda ids: "<|im_start|>assistant\n" + end)
-    assert isinstance(reader, ThinkReader) and (reader.state == "thoughts") == thinking
+    assert isinstance(reader, ThinkReader) and (reader.unmarked == "thoughts") == thinking
 
 
 def test_other_templates_know_no_thoughts():

@@ -293,6 +293,8 @@ TEXTS: list[tuple[ToolFormat, str, str, list]] = [
     (MISTRAL_ARGS, "[TOOL_CALLS]f[ARGS]{", "[TOOL_CALLS]f[ARGS]{", []),
     (MISTRAL_ID, f"[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{GIVEN}", "", [ONE]),
     (GRANITE, f"<|tool_call|>[{CALL}]", "", [F]),
+    (QWEN3_CODER, "I look.\n<function=f>\n</function>\n</tool_call>", "I look.\n", [NOTHING]),
+    (QWEN3_CODER, "<tool_call>\n<function=f></function></tool_call>\n<function=f></function>", "", [NOTHING, NOTHING]),
     (DEEPSEEK_V3, f"{R1}{GIVEN}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "", [ONE]),
     (DEEPSEEK_V3_1, f"I look.{V3_1}{GIVEN}<｜tool▁call▁end｜>{V3_1}<｜tool▁call▁end｜>", "I look.", [ONE, NOTHING]),
     (KIMI, f"<|tool_calls_section_begin|>{K2}{GIVEN}<|tool_call_end|><|tool_calls_section_end|>ok", "ok", [ONE]),

@@ -279,7 +279,8 @@ class Answer:
             return {"text": piece.text}
         thoughts = reasoning_fields(piece.reasoning) if piece.reasoning else {}
         content = {"content": piece.text} if piece.text or not (thoughts or piece.calls) else {}
-        return {"delta": {**thoughts, **content, **({"tool_calls": numbered(piece.calls)} if piece.calls else {})}}
+        calls = [{"index": number, **call} for number, call in enumerate(piece.calls)]
+        return {"delta": {**thoughts, **content, **({"tool_calls": calls} if calls else {})}}
 
     def logprobs_field(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
         if self.asked.top_tokens is None:
@@ -345,8 +346,3 @@ def unseen_tokens(tokenizer: PreTrainedTokenizerBase, marks: str) -> frozenset[i
     special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     unseen = frozenset(number for number, text in special.items() if text not in marks)
     return unseen if len(unseen) < len(special) else frozenset()
-
-
-def numbered(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls as they are streamed: parts of each carry its number."""
-    return [{"index": number, **call} for number, call in enumerate(calls)]

@@ -49,8 +49,9 @@ def beginning(text: str, marks: Sequence[str]) -> int:
 
 class ThinkReader:
     def __init__(self, thinking: bool):
+        """thinking: the prompt ends with the opening mark, which some models write again."""
         self.calls: list[tuple[str, str]] = []
-        self.held, self.state = "", "thoughts" if thinking else "begin"
+        self.held, self.state, self.unmarked = "", "begin", "thoughts" if thinking else "content"
         self.shown = False  # has a thought been?
 
     def push(self, text: str) -> tuple[str, str]:
@@ -61,7 +62,7 @@ class ThinkReader:
             if start.startswith(OPENING):
                 self.held, self.state = start[len(OPENING) :], "thoughts"
             elif not OPENING.startswith(start):
-                self.state = "content"
+                self.state = self.unmarked
         if self.state == "thoughts":
             thoughts = self.take_thoughts()
         if self.state == "after":  # blank lines between both are nobody's
@@ -84,7 +85,10 @@ class ThinkReader:
 
     def end(self) -> tuple[str, str]:
         rest, self.held = self.held, ""
-        return (rest.rstrip(), "") if self.state == "thoughts" else ("", rest if self.state == "begin" else "")
+        self.state = self.unmarked if self.state == "begin" else self.state
+        if self.state == "thoughts":
+            return (rest if self.shown else rest.lstrip()).rstrip(), ""
+        return "", rest if self.state == "content" else ""
 
 
 class HarmonyReader:

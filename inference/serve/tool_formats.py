@@ -38,6 +38,12 @@ class ToolFormat(NamedTuple):
         return self.opening.partition('{"name"')[0] if self.is_object else self.opening
 
     @property
+    def named(self) -> str:
+        """The line of the head with the name, where another stands before it that models leave out."""
+        rest = self.head.partition("\n")[2]
+        return rest if NAME in rest else ""
+
+    @property
     def is_bare(self) -> bool:
         """May a call be an object without a mark?"""
         return self.is_object and not (self.head or self.section[0])
@@ -45,7 +51,12 @@ class ToolFormat(NamedTuple):
     @property
     def marks(self) -> list[str]:
         """Texts that a call may start with."""
-        texts = (self.section[0].removesuffix("["), self.head.partition(NAME)[0], self.also)
+        texts = (
+            self.section[0].removesuffix("["),
+            self.head.partition(NAME)[0],
+            self.named.partition(NAME)[0],
+            self.also,
+        )
         return [text.split()[0] for text in texts if text.strip()]
 
     @property

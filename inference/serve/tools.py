@@ -92,8 +92,10 @@ class ToolReader:
         self.style, self.known, self.schemas, self.marks = style, known, schemas or {}, style.marks
         self.mark = re.compile("|".join([*map(re.escape, self.marks), *([OBJECT] if style.is_bare else [])]))
         self.held, self.holding, self.shown = "", False, False
-        also = f"(?:{re.escape(style.also)})?" if style.also else ""
-        self.head = re.compile(rf"\s*{also}\s*{pattern(style.head, style.id)}\s*")
+        also = rf"(?:{re.escape(style.also)}\s*)?" if style.also else ""
+        head = pattern(style.head.removesuffix(style.named), style.id)
+        head = rf"(?:{head}\s*)?{pattern(style.named)}" if style.named else head
+        self.head = re.compile(rf"\s*{also}{head}\s*")
         self.before, self.after = (re.compile(rf"(?:\s*{pattern(text)})?" if text else "") for text in style.section)
         first, *rest = style.closing.removeprefix("}" if style.is_object else "").split() or [""]
         before = r"[\s}]*" if style.is_object else r"\s*"  # models write one brace more than they opened
