@@ -8,7 +8,8 @@ from rich.console import Console
 from foredraft.scripts.chat import Chat
 from foredraft.scripts.preview import runs
 from foredraft.train.data.chat_template import ChatFormat
-from foredraft.train.data.layouts import SkippedRow, cut_off, turns
+from foredraft.train.data.columns import cut_off
+from foredraft.train.data.layouts import SkippedRow, turns
 from tests.support.chats import CHATML, TAGGED, form_of, tokenizer
 
 ONE = [{"role": "user", "content": "Hi é"}, {"role": "assistant", "content": "yes\n"}]

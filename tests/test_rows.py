@@ -12,8 +12,9 @@ import pytest
 from foredraft.inference.serve.prompts import PromptEncoder
 from foredraft.inference.serve.protocol import ChatRequest
 from foredraft.scripts.preview import runs
+from foredraft.train.data.columns import declared
 from foredraft.train.data.encoding import Encoder
-from foredraft.train.data.layouts import SkippedRow, declared, tools
+from foredraft.train.data.layouts import SkippedRow, tools
 from foredraft.train.data.prompt_sets import question
 from foredraft.train.data.sources import Row, Source
 from tests.support.chats import CHATML, SPECIAL, form_of, tokenizer
@@ -401,6 +402,15 @@ def test_an_end_mark_that_an_answer_has_in_its_text_is_learned_once(end: str):
     words = tokenizer(CHATML, special=SPECIAL)
     row = {"messages": [ASKED, answer("a" + end), ASKED, answer("b" + end)]}
     assert learned(row, words) == ["a<|im_end|>", "b<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["columns.py", "layouts.py", "answer_spans.py", "messages.py"])
+def test_documents_of_older_code_are_not_taken_from_the_cache(name: str, monkeypatch: pytest.MonkeyPatch):
+    """The cache's key has the code that arranges messages too, which serving shares."""
+    encoder, read = Encoder(tokenizer(CHATML), Source("x")), Path.read_bytes
+    before = encoder.digest()
+    monkeypatch.setattr(Path, "read_bytes", lambda file: read(file) + (b"#" if file.name == name else b""))
+    assert encoder.digest() != before
 
 
 def test_a_row_that_a_template_does_not_fit_does_not_end_the_others(tmp_path: Path):

@@ -19,13 +19,24 @@ from transformers import PreTrainedTokenizerBase
 from foredraft.heads.target.images import ImageReader
 from foredraft.inference.evaluation.progress import Ticker
 from foredraft.train.data.chat_template import ChatFormat, template_file
+from foredraft.train.data.columns import declared, has_images
 from foredraft.train.data.corpus import tokenize
 from foredraft.train.data.documents import Document
 from foredraft.train.data.known_tokens import highest_id
-from foredraft.train.data.layouts import Message, SkippedRow, declared, has_images
+from foredraft.train.data.layouts import Message, SkippedRow
 from foredraft.train.data.sources import Row, Shard, Source
 
-CODE = ("sources", "layouts", "chat_template", "answer_spans", "corpus", "encoding")  # what makes documents of rows
+# What makes documents of rows.
+CODE = (
+    "sources",
+    "columns",
+    "layouts",
+    "../../heads/target/messages",
+    "chat_template",
+    "answer_spans",
+    "corpus",
+    "encoding",
+)
 TRIED = 256  # rows that are encoded before all others, to see whether the template fits
 
 
@@ -192,8 +203,8 @@ def encode(encoder: Encoder, cache_dir: str | None, num_proc: int | None) -> Any
 
 
 def hash_of_code(names: tuple[str, ...]) -> bytes:
-    """Of these files of this folder."""
-    return hashlib.sha256(b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in names)).digest()
+    """Return a hash of these files, named from this folder."""
+    return hashlib.sha256(b"".join((Path(__file__).parent / f"{name}.py").read_bytes() for name in names)).digest()
 
 
 def key(messages: list[Message] | str) -> int:

@@ -1,4 +1,4 @@
-"""What a row says: a conversation, in one of the layouts that data sets have, or why it is none.
+"""What a list of turns says: a conversation, in one of the layouts that data sets have, or why it is none.
 
 A conversation is a list of {"role", "content"} with roles system, user, assistant, tool; an answer may also have
 `reasoning_content` (its thoughts), `tool_calls` (OpenAI's, with arguments as an object) and `finish_reason`. It is found in
@@ -15,13 +15,6 @@ from typing import Any
 
 Message = dict[str, Any]
 
-# Tried in this order, so a set with both `prompt` and `messages` (UltraChat-200k) is read from `messages`.
-LISTS = ("messages", "conversations", "conversation", "turns", "data")
-PROMPTS = ("prompt", "question", "instruction", "problem", "query", "input")
-# A worked solution before the bare answer that it ends with (MATH, NuminaMath).
-RESPONSES = ("response", "solution", "answer", "output", "completion", "answers", "chosen")
-TEXTS = ("text", "content", "code")
-SYSTEMS = ("system", "system_prompt", "system_message")
 CALLS = ("function_call", "tool_call", "tool_calls")  # roles of an answer that is a call, written as JSON
 NAMES = {
     "system": "system developer",
@@ -33,7 +26,6 @@ NAMES = {
 ROLES = {name: role for role, names in NAMES.items() for name in names.split()}
 # Whether a message is learned, as OpenAI, axolotl, tinker, AgentInstruct and ms-swift name it: 0 or false if it is not.
 LEARNED = ("weight", "train", "train_turn", "training", "trainable", "loss", "loss_mask", "mask")
-OF_ROWS = tuple(name for name in LEARNED if name != "loss")  # a row's loss may be a number that somebody measured
 
 # A model's thoughts, as engines, templates and data sets call them (DeepSeek and Qwen, vLLM, gpt-oss).
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts")
@@ -54,62 +46,8 @@ class SkippedRow(ValueError):
     """Why a row is not used: a reason to count by."""
 
 
-def cells(row: dict) -> dict[str, Any]:
-    """The columns that hold something, as lists where pandas has arrays."""
-    found = {name: cell.tolist() if hasattr(cell, "tolist") else cell for name, cell in row.items()}
-    return {name: cell for name, cell in found.items() if cell is not None}
-
-
-def pick(row: dict, named: str | None, usual: tuple[str, ...]) -> str | None:
-    """The column of this name, or the first of the usual ones, those that hold something before empty ones."""
-    if named is not None:
-        return named if named in row else None
-    there = [name for name in usual if name in row]
-    return next((name for name in there if row[name]), there[0] if there else None)
-
-
-def system(row: dict) -> list[Message]:
-    """The system prompt that a row has in a column of its own."""
-    given = [{"role": "system", "content": row[name]} for name in SYSTEMS if row.get(name)]
-    return turns(given)[:1] if given else []
-
-
-def pair(row: dict, prompt: str, response: str | None) -> list[Message]:
-    """A prompt and its answer; either may be a list of messages (TRL's layout). Without an answer: a prompt alone."""
-    question, answer = listed(row[prompt]), listed(None if response is None else row[response])
-    answer = first(parsed(answer) if response == "answers" else answer)
-    messages = turns(question) if isinstance(question, list) else [{"role": "user", "content": content(question)}]
-    more = next(
-        (row[name] for name in ("input", "context") if isinstance(row.get(name), str) and row[name].strip()), ""
-    )
-    if prompt in ("instruction", "question") and more and len(messages) == 1:  # Alpaca, Dolly
-        messages[0]["content"] += "\n\n" + content(more)
-    messages = earlier(row) + messages
-    if answer is None:
-        return messages
-    facts = {name: row[name] for name in (*THOUGHTS, "tool_calls") if name in row}
-    if isinstance(answer, list) and all(isinstance(call, dict) and "name" in call for call in answer):  # xLAM
-        facts, answer = facts | {"tool_calls": answer}, ""
-    said = turns(answer if isinstance(answer, list) else [facts | {"role": "assistant", "content": answer}])
-    return joined(messages, said)
-
-
-def joined(messages: list[Message], said: list[Message]) -> list[Message]:
-    """The messages and what was said next, unless that repeats them."""
-    return said if said and said[0]["role"] in ("system", "user") else messages + said
-
-
-def earlier(row: dict) -> list[Message]:
-    """The turns before a row's prompt, pairs of a question and its answer (LLaMA-Factory, ms-swift)."""
-    history = parsed(row.get("history"))
-    if not history or not isinstance(history, list):
-        return []
-    paired = all(isinstance(item, list) and len(item) == 2 for item in history)
-    return turns([text for item in history for text in item] if paired else history)
-
-
 def listed(value: Any) -> Any:
-    """Messages that are written as JSON, or that `datasets` holds by column, and one by itself, as a list of messages; other
+    """Return messages that are written as JSON, or that `datasets` holds by column, and one by itself, as a list of messages; other
     values unchanged."""
     found = parsed(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
     if isinstance(found, dict) and found and all(isinstance(cells, list) for cells in found.values()):
@@ -120,21 +58,13 @@ def listed(value: Any) -> Any:
 
 
 def role_of(item: dict) -> str | None:
-    """The name that a message gives its role, as it stands in ROLES if it is known; None if it has none."""
+    """Return the name that a message gives its role, as it stands in ROLES if it is known; None if it has none."""
     named = next((item[name] for name in ("role", "from") if isinstance(item.get(name), str)), None)
     return None if named is None else re.sub(r"[\s-]+", "_", named.strip().lower())
 
 
 def has_system(messages: list[Message]) -> bool:
     return bool(messages) and messages[0]["role"] == "system"
-
-
-def first(answer: Any) -> Any:
-    """An answer, or the first one of alternatives (NQ, TriviaQA, SQuAD)."""
-    if isinstance(answer, dict):
-        answer = answer.get("value") or answer.get("text") or answer
-    texts = isinstance(answer, list) and all(isinstance(text, str) for text in answer)
-    return next((text for text in answer if text.strip()), "") if texts else answer
 
 
 def turns(items: list, all_user: bool = False, images: list | None = None) -> list[Message]:
@@ -184,7 +114,7 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
 
 
 def unpaired(item: Any) -> list[Any]:
-    """The two turns of an item that holds a question and its answer (Capybara), or the item."""
+    """Return the two turns of an item that holds a question and its answer (Capybara), or the item."""
     if isinstance(item, dict) and not item.keys() & {"role", "from"}:
         for asked, answer in PAIRS:
             if asked in item and answer in item:
@@ -196,51 +126,6 @@ def not_learned(item: dict, names: tuple[str, ...]) -> bool:
     """Does a message or a row say that it is not learned? CSV and some JSON have numbers and truth values as text."""
     found = [parsed(value.lower()) if isinstance(value := item.get(name), str) else value for name in names]
     return any(isinstance(value, bool | int | float) and value <= 0 for value in found)
-
-
-def weighted(messages: list[Message], row: dict) -> list[Message]:
-    """The messages, with a weight of 0 at answers that the row says are not learned: all of them, or by a list with a place
-    for each message or each answer. Raises SkippedRow for another list."""
-    answers = [message for message in messages if message["role"] == "assistant"]
-    # False is TRL's and LLaMA-Factory's label of a rejected answer; a number is a class as a rule.
-    labelled = "completion" in row or isinstance(row.get("label"), bool)
-    if not_learned(row, (*OF_ROWS, "kto_tag", *(["label"] if labelled else []))):
-        for message in answers:
-            message["weight"] = 0
-    for name in ("weights", *OF_ROWS):
-        if not isinstance(weights := row.get(name), list):
-            continue
-        places = next((places for places in (messages, answers) if len(weights) == len(places)), None)
-        if places is None:
-            raise SkippedRow(f"{name} for neither each message nor each answer")
-        for message, weight in zip(places, weights, strict=True):
-            if not_learned({name: weight}, (name,)) and message["role"] == "assistant":
-                message["weight"] = 0
-    return messages
-
-
-def raw_text(row: dict, column: str) -> str:
-    """A text that is learned whole. Raises SkippedRow for a part of a conversation."""
-    text = row[column]
-    if not isinstance(text, str) or not text.strip():
-        raise SkippedRow("no text in it")
-    if role_of(row) in ROLES or row.get("reasoning_content"):
-        raise SkippedRow("a message without its conversation")  # OpenAssistant's rows
-    if not_learned(row, OF_ROWS):
-        raise SkippedRow("the row says that it is not learned")
-    if any(isinstance(row.get(name), list) for name in OF_ROWS):
-        raise SkippedRow("a mask of tokens, which another tokenizer made")
-    return unicode(text)
-
-
-def has_images(row: dict, messages: str | None) -> bool:
-    """Does a row have images, beside its turns or in them? messages: its column of turns, where that is named."""
-    column = pick(row, messages, LISTS)
-    turns = row[column] if column and isinstance(row[column], list) else []
-    contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    inside = any(isinstance(part, dict) and part.get("type") in IMAGES for part in parts)
-    return bool(column) and (inside or bool(row.get("images") or row.get("image")))
 
 
 def split_thoughts(message: Message) -> Message:
@@ -267,16 +152,6 @@ def tool_calls(calls: Any) -> list[dict]:
     return found
 
 
-def declared(row: dict, messages: str | None = None) -> list[dict] | None:
-    """The functions that a row declares, in a column or in its first message. messages: the column of messages, if named."""
-    row = cells(row)
-    column = pick(row, messages, LISTS)
-    items = parsed(row[column]) if column else None
-    begins = items[0] if isinstance(items, list) and items and isinstance(items[0], dict) else {}
-    places = (holder[name] for holder in (row, begins) for name in ("tools", "functions") if holder.get(name))
-    return next(filter(None, map(tools, places)), None)
-
-
 def tools(column: Any) -> list[dict] | None:
     """The functions that a row's `tools` column declares, in OpenAI's layout; None where there are none. Raises SkippedRow
     for what is not a list of functions."""
@@ -296,17 +171,6 @@ def parsed(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
-
-
-def cut_off(messages: list[Message], reasons: Any) -> list[Message]:
-    """The messages, with `finish_reason` at each answer that ended at its limit of tokens. reasons: of the answers, as
-    regeneration writes them."""
-    answers = [message for message in messages if message["role"] == "assistant"]
-    if isinstance(reasons, list) and len(reasons) == len(answers):
-        for message, reason in zip(answers, reasons, strict=True):
-            if reason == "length":
-                message["finish_reason"] = reason
-    return messages
 
 
 def parts(value: Any, images: list) -> list[dict] | None:

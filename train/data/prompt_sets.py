@@ -13,8 +13,9 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.train.data.chat_template import ChatFormat
+from foredraft.train.data.columns import system
 from foredraft.train.data.corpus import with_start
-from foredraft.train.data.layouts import Message, SkippedRow, has_system, system, turns
+from foredraft.train.data.layouts import Message, SkippedRow, has_system, turns
 from foredraft.train.data.sources import Row, Source, read
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from foredraft.inference.evaluation.progress import report
-from foredraft.train.data.layouts import Message, SkippedRow, declared
+from foredraft.train.data.columns import declared
+from foredraft.train.data.layouts import Message, SkippedRow
 from foredraft.train.data.sources import Source
 from foredraft.train.runtime.locks import hold
 

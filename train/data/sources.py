@@ -1,4 +1,4 @@
-"""Rows of files and of Hub datasets: JSON Lines, JSON, Parquet, Arrow. What a row says is for layouts.py to tell.
+"""Rows of files and of Hub datasets: JSON Lines, JSON, Parquet, Arrow. What a row says is for columns.py to tell.
 
 A row that cannot be read is a `SkippedRow` with its reason, never lost.
 """
@@ -13,25 +13,21 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi
 
-from foredraft.train.data.layouts import (
+from foredraft.train.data.columns import (
     LISTS,
     PROMPTS,
     RESPONSES,
     TEXTS,
-    Message,
-    SkippedRow,
     cells,
     cut_off,
-    has_system,
     joined,
-    listed,
     pair,
     pick,
     raw_text,
     system,
-    turns,
     weighted,
 )
+from foredraft.train.data.layouts import Message, SkippedRow, has_system, listed, turns
 from foredraft.train.data.layouts import parsed as parsed_json
 
 SHARD = 1 << 24  # bytes of a file of JSON Lines that one process reads at a time
@@ -114,7 +110,7 @@ class Source:
         raise SkippedRow("no conversation and no text in it")
 
     def turns(self, value: dict, images: bool) -> list[Message] | None:
-        """The turns that are in this row's columns; None if it has none."""
+        """Return the turns that are in this row's columns; None if it has none."""
         column, prompt = pick(value, self.messages, LISTS), pick(value, self.prompt, PROMPTS)
         items = parsed_json(listed(value[column])) if column else None
         if isinstance(items, list) and (items or not prompt):
