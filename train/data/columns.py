@@ -96,8 +96,8 @@ def first(answer: Any) -> Any:
 
 
 def weighted(messages: list[Message], row: dict) -> list[Message]:
-    """Return the messages, with a weight of 0 at answers that the row says are not learned: all of them, or by a list with a place
-    for each message or each answer. Raises SkippedRow for another list."""
+    """Return the messages, with a weight of 0 at answers that the row says are not learned: all of them, or by a list with
+    a place for each message or each answer. Raises SkippedRow for another list."""
     answers = [message for message in messages if message["role"] == "assistant"]
     # False is TRL's and LLaMA-Factory's label of a rejected answer; a number is a class as a rule.
     labelled = "completion" in row or isinstance(row.get("label"), bool)
@@ -131,7 +131,8 @@ def raw_text(row: dict, column: str) -> str:
 
 
 def declared(row: dict, messages: str | None = None) -> list[dict] | None:
-    """Return the functions that a row declares, in a column or in its first message. messages: the column of messages, if named."""
+    """Return the functions that a row declares, in a column or in its first message. messages: the column of messages, if
+    named."""
     row = cells(row)
     column = pick(row, messages, LISTS)
     items = parsed(row[column]) if column else None

@@ -47,8 +47,8 @@ class SkippedRow(ValueError):
 
 
 def listed(value: Any) -> Any:
-    """Return messages that are written as JSON, or that `datasets` holds by column, and one by itself, as a list of messages; other
-    values unchanged."""
+    """Return messages that are written as JSON, or that `datasets` holds by column, and one by itself, as a list of
+    messages; other values unchanged."""
     found = parsed(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
     if isinstance(found, dict) and found and all(isinstance(cells, list) for cells in found.values()):
         found = [dict(zip(found, cells, strict=False)) for cells in zip(*found.values(), strict=False)]
