@@ -116,6 +116,8 @@ class Encoder:
         """Raise ValueError where there is no row, and for a template that fits none of the first ones, or by which nothing
         in them is in the loss."""
         rows, shares, refused = list(islice(self.source.rows(), TRIED)), [], None
+        if self.images is not None and any(has_images(row.value, self.source.messages) for row in rows):
+            _ = self.images.processor  # what is wrong with it is wrong with all rows that have images
         for row in rows:
             try:
                 found, messages = self.documents(row)

@@ -13,8 +13,8 @@ held = WeakSet[Any]()
 
 def hold(path: Path, name: str) -> IO[bytes]:
     """Lock a file, which is created, or the file `.lock` of a directory until the result is closed. However this process
-    ends, the kernel unlocks it then. name: the setting that gave the path. Raises ValueError if another process holds it. What this
-    process holds already (a search that evaluates its heads) is not locked again."""
+    ends, the kernel unlocks it then. What this process holds already (a search that evaluates its heads) is not locked again.
+    name: the setting that gave the path. Raises ValueError if another process holds it."""
     file = (path / FILE if path.is_dir() else path).open("ab")
     same = os.fstat(file.fileno())
     if any(not one.closed and os.path.samestat(os.fstat(one.fileno()), same) for one in held):
