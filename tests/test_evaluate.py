@@ -1,6 +1,7 @@
 """scripts/evaluate.py as it is typed, and what its figures are made of."""
 
 import csv
+import fcntl
 import json
 import os
 import time
@@ -26,7 +27,6 @@ from foredraft.inference.tree import TokenTree
 from foredraft.scripts import evaluate
 from foredraft.train.data import prompt_sets
 from foredraft.train.data.prompt_sets import questions, tokenize
-from foredraft.train.runtime.locks import hold
 from tests.support import typed
 from tests.support.head_factory import make_head
 from tests.support.processes import complaint
@@ -290,7 +290,8 @@ def test_a_thread_that_sleeps_has_no_core_but_where_it_waits_in_any_case(device:
 
 def test_two_of_them_do_not_write_into_one_folder(run, tmp_path):
     (tmp_path / "out").mkdir()
-    with hold(tmp_path / "out", "output_dir"):
+    with (tmp_path / "out" / ".lock").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
         message = complaint(run("drafter=[ngram]"))
     assert f"output_dir=out is being written by process {os.getpid()}: wait until that has ended" in message
     assert {path.name for path in (tmp_path / "out").iterdir()} == {".lock"}

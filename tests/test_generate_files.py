@@ -1,5 +1,6 @@
 """`foredraft generate` for a file of prompts, and `foredraft chat`, as programs of their own."""
 
+import fcntl
 import json
 import os
 import re
@@ -15,7 +16,6 @@ from foredraft.inference import generate
 from foredraft.inference.drafters import NgramDrafter
 from foredraft.scripts import generate as program_of_files
 from foredraft.train.data.sources import Row
-from foredraft.train.runtime.locks import hold
 from tests.support import ROOT
 from tests.support.processes import Ended, end, start
 
@@ -132,7 +132,8 @@ def test_settings_that_no_prompt_can_have_are_refused_once(tiny_path: Path, tmp_
 def test_two_runs_do_not_write_one_file(tiny_path: Path, tmp_path: Path):
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n")
     given = [f"target={tiny_path}", "prompts=in.jsonl", "output=out.jsonl", "max_new_tokens=3"]
-    with hold(tmp_path / "out.jsonl", "output"):
+    with (tmp_path / "out.jsonl").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
         ended = program("generate", *given, cwd=tmp_path)
         assert ended.code == 2 and re.search(
             rf"output=out.jsonl is being written by process {os.getpid()}\b", ended.err

@@ -198,6 +198,8 @@ def load_tokenizer(
         tokenizer = kind.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # none there, or a package is missing: what transformers raises differs by kind
         return None, first_line(error)
+    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # transformers' own, where there are no files
+        return None, f"{path} has no files of a tokenizer"
     rows = model.get_input_embeddings().num_embeddings
     # Special tokens beyond them are of a model that takes images too (Gemma 3's text model has no <image_soft_token>).
     special = sum(token.special and number >= rows for number, token in tokenizer.added_tokens_decoder.items())
