@@ -1,6 +1,7 @@
 """The target's own answers: every row once, whatever the server does and whenever the run is killed."""
 
 import asyncio
+import fcntl
 import json
 import sys
 import time
@@ -91,10 +92,9 @@ def test_other_settings_other_questions_and_a_changed_file_are_refused(file: Pat
     lines = output.read_text().splitlines(keepends=True)
     with pytest.raises(ValueError, match=r"other settings \(max_tokens 16\)"):
         Output(output, SAMPLING._replace(max_tokens=3)._asdict())
-    with pytest.raises(ValueError, match=r"being written by (another )?process"):
-        first = Output(output, SAMPLING._asdict())
+    with output.open("ab") as other, pytest.raises(ValueError, match=r"being written by (another )?process"):
+        fcntl.flock(other, fcntl.LOCK_EX)
         Output(output, SAMPLING._asdict())
-    first.lock.close()
     output.write_text("".join([*lines, lines[0]]))
     with pytest.raises(ValueError, match=r"line 33 is row \d+ once more"):
         Output(output, SAMPLING._asdict())

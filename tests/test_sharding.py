@@ -12,7 +12,7 @@ from transformers import GptOssForCausalLM, LlamaForCausalLM
 
 from foredraft.heads import Target
 from foredraft.heads.target import sharding
-from foredraft.heads.target.cache import KVCache
+from foredraft.heads.target.cache import KEY_BLOCK, KVCache
 from foredraft.heads.target.sharding import COLLECTIVE, arguments
 from foredraft.inference import generate
 from foredraft.inference.drafters import NgramDrafter
@@ -66,11 +66,11 @@ def test_experts_that_processes_cannot_share_equally_are_named_too(experts: str)
 
 def test_each_device_holds_the_cache_of_its_own_layers_alone(target: Target):
     """Two devices, of which one holds no numbers: together they reserve what one would."""
-    cache = KVCache(2, 1, 16, "cpu", one_device=False)
+    cache = KVCache(2, 1, KEY_BLOCK, "cpu", one_device=False)
     for layer, device in enumerate(("cpu", "meta")):
         cache.update(torch.zeros(1, 2, 3, 8, device=device), torch.zeros(1, 2, 3, 8, device=device), layer)
     sizes = {block.device.type: block.numel() for block in cache.blocks.values()}
-    assert sizes == {"cpu": 2 * 2 * 16 * 8, "meta": 2 * 2 * 16 * 8}
+    assert sizes == dict.fromkeys(("cpu", "meta"), 2 * 2 * KEY_BLOCK * 8)
 
 
 def test_processes_that_share_a_target_must_be_given_the_same(target: Target, monkeypatch):

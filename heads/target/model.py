@@ -581,8 +581,8 @@ class Target:
         head = self.model.get_output_embeddings()
         if not isinstance(head, packing.PackedLinear) and head.weight.is_floating_point():
             hidden = hidden.to(head.weight.dtype)
-        logits = head(hidden)[..., : self.vocab_size]
-        return self.scaled(logits.to(hidden.device))  # of several devices (sharding=layers) it may lie on the last
+        logits = head(hidden).to(hidden.device)  # of several devices (sharding=layers) it may lie on the last
+        return self.scaled(logits[..., : self.vocab_size])
 
     def scaled(self, logits: Tensor) -> Tensor:
         """Apply what the target's config does to what its lm_head gives."""
