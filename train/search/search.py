@@ -29,7 +29,7 @@ from foredraft.train.finalize import finalize, save_final
 from foredraft.train.run import Prepared, load, prepare, start_process, train, with_self_generated_text
 from foredraft.train.runtime import checkpoints, distributed
 from foredraft.train.runtime.locks import hold
-from foredraft.train.runtime.run_state import CHECKPOINTS, CONFIG, as_saved, keep_finished, seconds_of
+from foredraft.train.runtime.run_state import CHECKPOINTS, CONFIG, as_saved, keep_finished, seconds_of, unlock
 from foredraft.train.search.candidates import check_numbers, chosen, composed
 from foredraft.train.search.judge import Judge
 from foredraft.train.search.plan import (
@@ -81,6 +81,7 @@ def search(cfg: DictConfig) -> None:
         Search(cfg, state, target, data).run()
     finally:
         state.save()
+        unlock()  # the newest candidate's directory
         for lock in locks:
             lock.close()
 
