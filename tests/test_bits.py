@@ -86,8 +86,8 @@ def test_forwards_keep_to_shapes_that_keep_bits(half, monkeypatch):
 
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", noted)
     monkeypatch.setattr(half, "forward", counted)
-    decode(half, None, 0.0, 1)
-    assert attention and all(rows >= 4 and width % KEY_BLOCK == 0 for rows, width in attention)
+    decode(half, None, 0.0, 3)
+    assert attention and all(rows >= 4 and width % 512 == 0 for rows, width in attention)
     assert 2 in products and 1 not in products
 
 
