@@ -48,8 +48,9 @@ def packages() -> Iterator[tuple[str, str]]:
             continue
         try:
             version = metadata.version(requirement.name)
-            allowed = requirement.specifier.contains(version, prereleases=True)
-            shown[requirement.name] = version if allowed else f"{version}, which is outside {requirement.specifier}"
+            shown.setdefault(requirement.name, version)
+            if not requirement.specifier.contains(version, prereleases=True):  # an extra may narrow the range
+                shown[requirement.name] = f"{version}, which is outside {requirement.specifier}"
         except metadata.PackageNotFoundError:
             shown[requirement.name] = "not installed"
             if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
