@@ -105,11 +105,23 @@ def test_the_engine_accepts_what_we_predict(heads, embedded, rows, plain, tmp_pa
     assert theirs[0] > 0.02  # nothing was left out without a word
 
 
+@pytest.fixture(scope="session")
+def smollm2_heads(tmp_path_factory) -> dict[str, Path]:
+    """Return heads of SmolLM2: the EAGLE-3 head of the repository, and a DFlash head that is trained here for a minute."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    rows = ROOT / "scripts" / "smollm2" / "self_written.jsonl"
+    data = [f"data.path={rows}", "data.tokens=0", "length=256"]
+    steps = ["trainer.max_steps=60", "evaluate.eval_steps=0", "evaluate.proof=false", "evaluate.prompts=2"]
+    size = ["head=dflash", "head.draft_vocab_size=6144", "evaluate.timed_prompts=1", "evaluate.new_tokens=16"]
+    call(sys.executable, "train/run.py", "target=smollm2", *data, *steps, *size, f"output_dir={folder}")
+    return {"eagle3": ROOT / "scripts" / "smollm2" / "eagle3", "dflash": folder / "head"}
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
-def test_smollm2_accepts_at_the_places_where_we_do(tmp_path, kind):
-    """A chat model of 135M parameters and the heads in the repository, in float32."""
+def test_smollm2_accepts_at_the_places_where_we_do(smollm2_heads, tmp_path, kind):
+    """A chat model of 135M parameters, in float32."""
     target, folder = Target.from_pretrained(SMOLLM2, dtype="float32", device="cpu"), Path(locate(SMOLLM2, "float32"))
-    head, rows = ROOT / "scripts" / "smollm2" / kind, chat_prompts(target)
+    head, rows = smollm2_heads[kind], chat_prompts(target)
     given = (f"head={head}", "format=vllm", f"output_dir={tmp_path / 'export'}", f"target.path={folder}")
     call(sys.executable, "scripts/export.py", *given)
     loaded = load_head(tmp_path / "export", target)
