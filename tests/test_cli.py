@@ -370,7 +370,8 @@ def test_a_load_that_cannot_be(given: str, message: str, tmp_path: Path) -> None
     assert ended.code == 2 and re.fullmatch(f"error: {message}.*\n", ended.err), ended.err
 
 
-PROGRAMS = sorted(path.stem for path in (ROOT / "conf").glob("*.yaml"))
+BENCH = ROOT / "scripts" / "bench" / "conf"
+PROGRAMS = sorted(path.stem for folder in (ROOT / "conf", BENCH) for path in folder.glob("*.yaml"))
 OPTIONS = sorted(file for file in (ROOT / "conf").glob("**/*.yaml") if file.parent.name not in ("conf", "publish"))
 
 

@@ -10,10 +10,9 @@ import torch
 
 from foredraft.heads import Target
 from foredraft.heads.target import cuda_graphs
-from foredraft.inference import Engine, generate
+from foredraft.inference import Engine, Request, SamplingParams, generate
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.verify import Validity, to_host
-from foredraft.scripts.bench.soak import KINDS, Repeated, load
 from tests.support.architectures import VOCAB, every_family, pair
 from tests.support.batches import prompt
 from tests.support.drafters import SETTINGS, Random, drafters
@@ -77,19 +76,49 @@ def test_the_least_recently_used_one_goes(monkeypatch, taped):
     assert len(taped) == 4 and [key for key, *_ in graphs.graphs] == [1, 2]
 
 
+class Repeated:
+    """Runs the function again where a CUDA graph would replay it."""
+
+    def __init__(self, function, inputs) -> None:
+        self.function, self.inputs, self.outputs = function, inputs, None
+
+    def replay(self) -> None:
+        self.outputs = self.function(*self.inputs)
+
+
+def serve_requests(engine: Engine, count: int, longest: int, rng: random.Random) -> None:
+    """Let requests of random prompts and budgets join, end and be cancelled, greedy and sampled ones together."""
+    waiting = [
+        Request(
+            [rng.randrange(engine.target.vocab_size) for _ in range(rng.randint(1, longest))],
+            SamplingParams(temperature=rng.choice([0.0, 1.0])),
+            max_new_tokens=rng.randint(1, longest),
+            seed=rng.randrange(100),
+        )
+        for _ in range(count)
+    ]
+    while waiting or engine.has_work:
+        if waiting and rng.random() < 0.3:
+            engine.add(waiting.pop())
+        if engine.has_work:
+            engine.step()
+        if engine.running() and rng.random() < 0.02:
+            engine.cancel(rng.choice(engine.running()).request)
+
+
 @pytest.mark.parametrize("name", ["plain", "medusa"])
 def test_joins_and_leaves_for_long_capture_few_steps(target, name, monkeypatch):
     """Few numbers of slots, of columns and of settings are ever met."""
     monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Repeated)
     monkeypatch.setattr("foredraft.inference.batch.ROOM", 2)
     monkeypatch.setattr("foredraft.heads.target.cache.MIN_BUCKET", 16)
-    target, luck, begun = again(target), random.Random(0), cuda_graphs.CudaGraphs.num_captured
+    target, before = again(target), cuda_graphs.CudaGraphs.num_captured
     engine = Engine(target, drafters(target).get(name), max_num_seqs=4)
-    load(engine, 60, 20, luck, KINDS[:2])
+    serve_requests(engine, 60, 20, random.Random(0))
     slots, buckets, settings = 3, 3, 2  # 1, 2, 4; 16, 32, 64 columns; greedy, or not
     most = slots * (buckets + settings + 1)
     assert len(engine.batch.cache.graphs.graphs) <= most
-    assert cuda_graphs.CudaGraphs.num_captured - begun <= 4 * most  # memory grew a few times, and never anew
+    assert cuda_graphs.CudaGraphs.num_captured - before <= 4 * most  # memory grew a few times, and never anew
 
 
 @torch.inference_mode()

@@ -23,10 +23,13 @@ from pathlib import Path
 import hydra
 from hydra import conf as hydra_conf
 from hydra._internal.utils import get_args_parser
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.core.utils import env_override
 from hydra.errors import HydraException, InstantiationException, OverrideParseException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
@@ -94,6 +97,17 @@ for resolver in (shipped, bfloat16_products, for_demo, recipe_for, data_for, opt
 BASE = hydra_conf.HydraConf(run=hydra_conf.RunDir("."), sweep=hydra_conf.SweepDir("outputs", "."), output_subdir=None)
 BASE.defaults = [{**entry, **{name: "none" for name in entry if name.endswith("_logging")}} for entry in BASE.defaults]
 ConfigStore.instance().store(group="hydra", name="config", node=BASE, provider="foredraft")
+
+
+class BenchConf(SearchPathPlugin):
+    """Find the yaml of the programs in scripts/bench, which the installed package does not have."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if (folder := SCRIPTS / "bench" / "conf").is_dir():
+            search_path.append("foredraft", f"file://{folder}")
+
+
+Plugins.instance().register(BenchConf)
 
 
 class JobFailed(Exception):

@@ -27,12 +27,13 @@ def describe(about: str, config_name: str, overrides: list[str], folder: Path, e
     of them, and one line for every option of every group."""
     with hydra.initialize_config_dir(str(folder), version_base=None):
         loader = GlobalHydra.instance().config_loader()
-        usage, wanted = header(folder / f"{config_name}.yaml")
-        typed = {override.partition("=")[0] for override in overrides} - {"target"}
-        overrides = [*overrides, *missing_groups(folder / f"{config_name}.yaml", overrides)]
-        cfg = loader.load_configuration(config_name, overrides, RunMode.RUN)
         searched = [entry.path for entry in loader.get_search_path().get_path() if entry.path]
         places = [Path(path.removeprefix("file://")) for path in searched]
+        file = next(file for place in places if (file := place / f"{config_name}.yaml").is_file())
+        usage, wanted = header(file)
+        typed = {override.partition("=")[0] for override in overrides} - {"target"}
+        overrides = [*overrides, *missing_groups(file, overrides)]
+        cfg = loader.load_configuration(config_name, overrides, RunMode.RUN)
         meanings = meanings_of(loader.compute_defaults_list(config_name, overrides, RunMode.RUN).defaults, places)
         chosen = {name: option for name, option in cfg.hydra.runtime.choices.items() if not name.startswith("hydra/")}
         options = list(options_of({group: chosen[group] for group in sorted(chosen)}, loader, places))
