@@ -32,6 +32,10 @@ SLOWEST = typed("""
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {name: number for number, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(SLOWEST)))
+    if not sys.platform.startswith("linux"):
+        for item in items:
+            if item.get_closest_marker("linux"):
+                item.add_marker(pytest.mark.skip(reason="only Linux has what it needs"))
 
 
 @pytest.fixture(scope="session")

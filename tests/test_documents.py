@@ -66,7 +66,7 @@ def test_spawned_workers_read_rows_of_mapped_documents(tmp_path: Path, method: s
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="says what a mapped file takes on Linux")
+@pytest.mark.linux
 def test_what_was_read_of_a_mapped_file_does_not_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("foredraft.train.data.documents.KEPT", 50_000)
     file = arrow_file(tmp_path)

@@ -132,6 +132,7 @@ def test_deaths_on_both_sides_change_nothing(given: list[str], alone: Path, tiny
     assert not list(states.iterdir())  # what nobody read is deleted by who comes next
 
 
+@pytest.mark.linux
 def test_an_interrupted_trainer_leaves_no_files(given: list[str], engine: tuple[str, Path], tmp_path: Path):
     url, folder = engine
     process = program(*given, *served(url), "trainer.max_steps=100000", "output_dir=out", cwd=tmp_path, real=True)

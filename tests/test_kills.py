@@ -20,6 +20,8 @@ from foredraft.train.runtime import checkpoints
 from tests.support import ROOT
 from tests.support.processes import SMALL_EAGLE3, TWO, end, losses, reserved_port, start, until
 
+pytestmark = pytest.mark.linux  # /proc says which processes there are
+
 KILLS = int(os.environ.get("FOREDRAFT_KILLS", "10"))
 STEPS = 6 * KILLS  # more than they can take
 RUN = [*SMALL_EAGLE3, TWO, "strategy=ddp", "optimizer=adamw", f"trainer.max_steps={STEPS}", "trainer.save_steps=4"]

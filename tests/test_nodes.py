@@ -22,6 +22,8 @@ from foredraft.train.runtime import checkpoints
 from tests.support import ROOT
 from tests.support.processes import SMALL_EAGLE3, TWO, Ended, end, reserved_port, start, torchrun, until
 
+pytestmark = pytest.mark.linux  # Slurm's nodes; /proc says which processes a node has
+
 PYTHON = sys.executable
 # Without a schedule the steps are the same however many follow: runs are stopped at any of them.
 STEADY = ["trainer.lr_scheduler_type=constant", "trainer.warmup_steps=0", "trainer.save_steps=10"]

@@ -1,4 +1,4 @@
-"""The wheel is complete: it is built, installed into an environment of its own and used as processes in another folder."""
+"""The files of a release are complete: built, installed into a separate environment and run in another folder."""
 
 import os
 import shutil
@@ -33,13 +33,17 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, because setuptools leaves a build/ that a later wheel would take files from."""
+    """Build the source distribution, and the wheel from it: neither has the links of the checkout. They are built from a
+    copy, because setuptools leaves a build/ that a later wheel would take files from."""
     copy = tmp_path_factory.mktemp("source")
     for name in ("foredraft", "heads", "inference", "train", "conf", "scripts"):
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, copy)
-    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", "dist", "."]
+    packed = run(sys.executable, "-c", "from setuptools import build_meta; build_meta.build_sdist('dist')", cwd=copy)
+    assert packed.returncode == 0, packed.stderr
+    (sdist,) = (copy / "dist").glob("foredraft-*.tar.gz")
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", "dist", sdist]
     built = run(*pip, cwd=copy)
     assert built.returncode == 0, built.stderr
     (found,) = (copy / "dist").glob("foredraft-*.whl")
@@ -119,6 +123,11 @@ def test_help_lists_every_command(foredraft: Program):
 
 def test_the_version(foredraft: Program):
     assert foredraft("--version").stdout == f"foredraft {__version__}\n"
+
+
+def test_the_report_for_bugs(foredraft: Program):
+    reported = foredraft("env")
+    assert reported.returncode == 0 and __version__ in reported.stdout, reported
 
 
 def test_an_unknown_command_is_one_sentence(foredraft: Program):

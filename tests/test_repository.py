@@ -1,9 +1,15 @@
-"""The checkout is small, and the package's directories are links: what git tracks, and how."""
+"""The repository itself: what git tracks, and what GitHub reads."""
 
+import re
 import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from foredraft import __version__
 from tests.support import ROOT
 
 LARGEST_CHECKOUT = 45 << 20  # bytes; heads that users can rebuild do not belong into it
@@ -34,3 +40,63 @@ def test_the_package_consists_of_links():
     rooms = {"conf", "heads", "inference", "scripts", "train"}
     assert {f"foredraft/{room}" for room in rooms} <= links
     assert all((ROOT / link).is_symlink() and (ROOT / link).exists() for link in links)
+
+
+def workflow(name: str) -> dict[str, Any]:
+    return yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.stem)
+def test_what_github_reads_is_yaml_whose_scripts_exist(path: Path):
+    text = path.read_text()
+    assert yaml.safe_load(text)
+    assert [file for file in re.findall(r"bash ([\w./]+\w)", text) if not (ROOT / file).is_file()] == []
+
+
+def test_workflows_do_not_download_cuda_in_forks():
+    for name in ("ci", "nightly", "release", "docs"):
+        assert workflow(name)["env"]["PIP_EXTRA_INDEX_URL"].endswith("|| 'https://download.pytorch.org/whl/cpu' }}")
+
+
+def test_the_serving_job_makes_every_environment_that_its_tests_need():
+    (job,) = (
+        one for one in workflow("nightly")["jobs"]["nightly"]["strategy"]["matrix"]["command"] if "serving" in one
+    )
+    markers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
+    (needed,) = (re.search(r"scripts/\{(.+)\}_env\.sh", marker) for marker in markers if marker.startswith("serving"))
+    assert needed is not None and all(f"scripts/{name}_env.sh" in job for name in needed[1].split(","))
+
+
+def test_a_release_publishes_what_was_built_installed_and_run():
+    jobs = workflow("release")["jobs"]
+    assert any("scripts/package.sh dist" in step.get("run", "") for step in jobs["build"]["steps"])
+    assert jobs["publish"]["needs"] == "build" and jobs["publish"]["permissions"] == {"id-token": "write"}
+    script = (ROOT / "scripts" / "package.sh").read_text()
+    assert all(word in script for word in ("twine check --strict", 'foredraft" --version', 'foredraft" env'))
+
+
+def test_an_issue_asks_for_what_foredraft_env_prints():
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
+    (asked,) = (field for field in form["body"] if field["id"] == "env")
+    assert "foredraft env" in asked["attributes"]["label"] and asked["validations"]["required"]
+
+
+def test_the_hooks_have_the_version_of_constraints():
+    (hooks,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert f"ruff=={hooks['rev'].removeprefix('v')}\n" in (ROOT / "constraints.txt").read_text()
+
+
+def test_the_changelog_has_the_version_or_says_that_it_is_unreleased():
+    """And its sections are those of Keep a Changelog."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[(.+?)\]", text, re.M)
+    assert versions[0] == "Unreleased" or versions[0] == __version__
+    assert set(re.findall(r"^### (.+)$", text, re.M)) <= {
+        "Added",
+        "Changed",
+        "Deprecated",
+        "Removed",
+        "Fixed",
+        "Security",
+    }
+    assert all(f"\n[{version}]: https://" in text for version in versions)

@@ -227,6 +227,7 @@ def test_the_head_before_comes_back_by_hand_or_where_acceptance_has_fallen(start
     )
 
 
+@pytest.mark.linux
 def test_on_a_cpu_a_process_is_halted_while_something_is_served(start, monkeypatch):
     one = start()
     one.train[:] = ["-c", "import time; time.sleep(600)"]

@@ -230,6 +230,7 @@ def test_more_processes_than_rows(given: list[str], tmp_path: Path):
     assert "exitcode  : 2" in ended.err
 
 
+@pytest.mark.linux
 @pytest.mark.timeout(120)  # a minute is what is promised, and the run has to get there
 def test_a_dead_process_takes_the_others_with_it(given: list[str], tmp_path: Path):
     process = torchrun(
