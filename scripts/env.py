@@ -44,7 +44,7 @@ def packages() -> Iterator[tuple[str, str]]:
     for requirement in required:
         named = re.search(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker or ""))
         extra = named[1] if named else ""
-        if extra in ("dev", "serve-test") or requirement.name == "foredraft":
+        if extra in ("dev", "serve-test", "docs") or requirement.name == "foredraft":
             continue
         try:
             version = metadata.version(requirement.name)
