@@ -83,7 +83,7 @@ def alone(folder: Path) -> IO[bytes]:
 
 def leave_a_core() -> None:
     """To the event loop and the operating system. Where every core decodes, each product of a step waits for the thread that
-    was interrupted: two cores serve 1.05 to 1.75 times as much with one thread as with two (scripts/bench/README.md)."""
+    was interrupted: two cores serve 1.05 to 1.75 times as much with one thread as with two (docs/results/serving.md)."""
     import torch
 
     if "OMP_NUM_THREADS" not in os.environ:
