@@ -1,5 +1,5 @@
-"""The sequences that are decoded together, and what goes with them: the target's cache, the sampler, and what the drafter
-gets next. Sequences join with their prompts prefilled, and leave when they have ended."""
+"""A batch: the sequences that are decoded together, with the target's cache, the sampler and the drafter's next input.
+Sequences join after their prompts were prefilled, and leave when they have finished."""
 
 import math
 from bisect import bisect_right
@@ -13,7 +13,7 @@ from foredraft.heads.target import Target, TargetCache
 from foredraft.heads.target.cache import KVCache, bucket, to_device
 from foredraft.heads.target.cuda_graphs import captures, power_of_two
 from foredraft.heads.target.ragged_cache import Need, RaggedCache, most_entries
-from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, select, widened
+from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, pad_accepted, select
 from foredraft.inference.prefill import LastPositions, Prompts
 from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request, SequenceState, StoppingCriteria
@@ -21,21 +21,21 @@ from foredraft.inference.target_sampler import TargetSampler
 from foredraft.inference.trace import Trace, trace_sequences
 from foredraft.inference.verify import Validity, Verifier
 
-# Entries after its text that a sequence begins with, if its limit allows so many: most texts end long before that.
-ROOM = 1024
+# Cache entries after its text that a new sequence gets, up to its limit: most texts end long before that.
+INITIAL_ENTRIES = 1024
 
 
 class RequestOutput(NamedTuple):
-    """What one step gave a request."""
+    """Report what one step did for a request."""
 
     request: Request
-    tokens: list[int]  # added to its text: accepted drafts and the next bonus token, less what the end cut off
-    accepted: int | None  # drafts accepted; None where the step prefilled its prompt
-    nodes: int  # of the tree, the bonus token counted
-    finish_reason: str | None  # as a SequenceState has it
-    trace: Trace | None = None  # where the request asks for one
-    depth: int = 0  # most levels that the step's tree may have
-    forwards: int = 1  # of the target
+    tokens: list[int]  # new tokens of its text: accepted drafts and the next bonus token, up to the end of the text
+    accepted: int | None  # number of accepted drafts; None if the step prefilled the prompt
+    nodes: int  # number of nodes of the tree, including the bonus token
+    finish_reason: str | None  # see SequenceState
+    trace: Trace | None = None  # only if the request asks for a trace
+    depth: int = 0  # maximum depth of the step's tree
+    forwards: int = 1  # number of target forwards of the step
 
 
 class Batch:
@@ -47,30 +47,29 @@ class Batch:
         max_cache_tokens: int | None,
         drafter_share: float = 0.0,
     ):
-        """As `Engine` has them."""
+        """Initialize an empty batch. The parameters are those of `Engine`."""
         self.target, self.drafter = target, drafter
         self.verifier, self.max_cache_tokens, self.drafter_share = verifier, max_cache_tokens, drafter_share
         self.sequences: list[SequenceState] = []  # by slot
         self.cache: TargetCache | None = None
-        # May sequences of different lengths lie in memory of their own (heads/target/ragged_cache.py)?
+        # Whether sequences of different lengths may use separate memory (heads/target/ragged_cache.py).
         self.ragged = target.supports_ragged_cache
         self.captured = target.supports_trees and captures(target.device, target.supports_cuda_graphs)
-        # Where steps are captured, a batch has a power of two of slots, of which this takes those that no sequence has.
+        # With CUDA graphs, the number of slots is a power of two. This sequence fills the unused slots.
         nothing = Request([0], max_new_tokens=0)
         self.padding = SequenceState(nothing, [0], StoppingCriteria(target, nothing), finish_reason="padding")
-        self.prompt_entries = 0  # of the target's cache, in which prompts are prefilled
+        self.prompt_entries = 0  # entries of the target's cache that prompts use while they are prefilled
         self.sampler: TargetSampler
-        self.accepted: Accepted  # what the drafter gets next
-        self.ended: tuple[list[bool], Tensor] | None = (
-            None  # which sequences had, and the same on the device (batch, 1)
-        )
+        self.accepted: Accepted  # the next input of the drafter
+        # Which sequences have finished, on the host and on the device (batch, 1).
+        self.ended: tuple[list[bool], Tensor] | None = None
 
     def unfinished(self) -> list[int]:
-        """Slots of the sequences that go on."""
+        """Return the slots of the sequences that have not finished."""
         return [slot for slot, sequence in enumerate(self.sequences) if sequence.finish_reason is None]
 
-    def of_unfinished(self, counts: Tensor) -> Tensor:
-        """counts (batch,) as (batch, 1), 0 of sequences that have ended. They are copied to the device when one more has."""
+    def mask_finished(self, counts: Tensor) -> Tensor:
+        """Return counts (batch,) as (batch, 1), with 0 for finished sequences. The mask is copied to the device on change."""
         ended = [sequence.finish_reason is not None for sequence in self.sequences]
         if not any(ended):
             return counts[:, None]
@@ -79,76 +78,76 @@ class Batch:
         return counts[:, None].masked_fill(self.ended[1], 0)
 
     def capacity(self, sequences: Sequence[SequenceState]) -> int:
-        """Entries that each sequence of a batch of these may come to need."""
+        """Return the number of cache entries that each sequence of such a batch may need in the end."""
         longest = max(len(sequence.request.prompt) + sequence.stopping.budget for sequence in sequences)
-        return longest + 2 * self.drafter.nodes  # the last tree, after what the last path kept
+        return longest + 2 * self.drafter.nodes  # the accepted path of the last step, then its tree
 
-    def most_entries(self, sequences: Sequence[SequenceState]) -> int:
-        """That these sequences may come to need together."""
-        return self.weigh_all([self.capacity([sequence]) for sequence in sequences])
+    def max_entries(self, sequences: Sequence[SequenceState]) -> int:
+        """Return the number of cache entries that these sequences together may need in the end."""
+        return self.total_entries([self.capacity([sequence]) for sequence in sequences])
 
-    def weigh_all(self, finals: Sequence[int]) -> int:
-        """Entries of all layers that sequences may come to need together, each of which may come to need so many."""
+    def total_entries(self, finals: Sequence[int]) -> int:
+        """Return the number of entries of all layers, for sequences of the final lengths `finals`."""
         longest = max(finals, default=0)
-        even = len(finals) * max((one.room(longest) for one in self.drafter.cached_drafters), default=0)
-        target = most_entries(finals, self.weigh) if self.ragged else len(finals) * self.weigh(longest)
+        even = len(finals) * max((one.cache_entries(longest) for one in self.drafter.cached_drafters), default=0)
+        target = most_entries(finals, self.num_entries) if self.ragged else len(finals) * self.num_entries(longest)
         return math.ceil(target + self.drafter_share * (max(even, target) - target))
 
-    def most_tokens(self) -> int | None:
-        """Of a text that the cache has room for; None where there is no limit."""
+    def max_text_tokens(self) -> int | None:
+        """Return the maximum length of a text that fits into the cache, in tokens; None without a limit."""
         most = self.max_cache_tokens
         if most is None:
             return None
         lengths = range(1, (self.target.context or most) + 1)
-        return bisect_right(lengths, most, key=lambda length: self.weigh_all([length + 2 * self.drafter.nodes]))
+        return bisect_right(lengths, most, key=lambda length: self.total_entries([length + 2 * self.drafter.nodes]))
 
-    def weigh(self, entries: int) -> int:
-        """Entries of all layers that take as many bytes as a sequence of so many."""
+    def num_entries(self, entries: int) -> int:
+        """Convert the length of a sequence to the number of entries of all layers that take the same memory."""
         sliding = self.target.sliding(self.drafter.nodes)
         return entries + self.target.state_entries if sliding is None else sliding.weigh(entries)
 
-    def need(self, sequence: SequenceState) -> Need:
+    def cache_demand(self, sequence: SequenceState) -> Need:
         now = len(sequence.text) + 2 * self.drafter.nodes
-        return Need(now, self.room([sequence]), self.capacity([sequence]))
+        return Need(now, self.current_capacity([sequence]), self.capacity([sequence]))
 
-    def are_alike(self, one: SequenceState, other: SequenceState) -> bool:
-        """Will they lie in the same memory?"""
-        return not self.ragged or self.need(one).cohort == self.need(other).cohort
+    def same_cohort(self, one: SequenceState, other: SequenceState) -> bool:
+        """Return whether both sequences will use the same block of memory."""
+        return not self.ragged or self.cache_demand(one).cohort == self.cache_demand(other).cohort
 
-    def room(self, sequences: Sequence[SequenceState]) -> int:
-        """Entries that each gets for now."""
+    def current_capacity(self, sequences: Sequence[SequenceState]) -> int:
+        """Return the number of entries that each sequence gets for now."""
         longest = max(len(sequence.text) for sequence in sequences)
-        room = min(self.capacity(sequences), longest + 2 * self.drafter.nodes + ROOM)
-        return self.rounded(room, len(sequences))
+        room = min(self.capacity(sequences), longest + 2 * self.drafter.nodes + INITIAL_ENTRIES)
+        return self.round_capacity(room, len(sequences))
 
-    def rounded(self, capacity: int, count: int) -> int:
-        """Entries for each of so many sequences. What was captured is lost whenever they change, so there they are a power of
-        two if memory allows that."""
+    def round_capacity(self, capacity: int, count: int) -> int:
+        """Round up the capacity of `count` sequences. CUDA graphs are lost when it changes, so with graphs it is a power of
+        two, if memory allows that."""
         rounded, most = bucket(capacity), self.max_cache_tokens
-        return rounded if self.captured and (most is None or count * self.weigh(rounded) <= most) else capacity
+        return rounded if self.captured and (most is None or count * self.num_entries(rounded) <= most) else capacity
 
-    def make_room(self) -> None:
-        """Before a step: twice as many entries, where the next tree may not fit, and no finished sequences. What was captured
-        is lost; since captured forwards see powers of two of columns, it is little that the texts would have used again."""
+    def grow_cache(self) -> None:
+        """Extend the capacity (twofold) if the next tree may not fit, and drop finished sequences. This discards captured
+        graphs, at little cost: they depend on the width of the cache, and most would not be used again anyway."""
         cache = self.open_cache()
         if isinstance(cache, RaggedCache):
-            if cache.is_short([self.need(sequence) for sequence in self.sequences]):
-                self.rearrange(self.arranged([]), [])
+            if cache.is_short([self.cache_demand(sequence) for sequence in self.sequences]):
+                self.rearrange(self.plan_slots([]), [])
         elif max(cache.lengths) + 2 * self.drafter.nodes > cache.capacity:
             needed = self.capacity([self.sequences[slot] for slot in self.unfinished()])
-            order = self.arranged([])
-            self.rearrange(order, [], self.rounded(min(needed, 2 * cache.capacity), len(order)))
+            order = self.plan_slots([])
+            self.rearrange(order, [], self.round_capacity(min(needed, 2 * cache.capacity), len(order)))
 
     def open_cache(self) -> TargetCache:
         assert self.cache is not None, "a step without a sequence"
         return self.cache
 
     def join(self, prompts: Prompts, last: LastPositions) -> list[RequestOutput]:
-        """The sequences of prefilled prompts get their first tokens, and join where their texts continue."""
+        """Sample the first tokens of prefilled prompts, and add the sequences that do not end with them."""
         first_tokens, traces = self.sample_first_tokens(prompts, last)
         outputs = []
         for sequence, token in zip(prompts.sequences, first_tokens, strict=True):
-            if sequence.finish_reason is not None:  # cancelled meanwhile
+            if sequence.finish_reason is not None:  # cancelled during the prefill
                 continue
             if token is None:
                 sequence.finish_reason = "error"
@@ -163,7 +162,7 @@ class Batch:
     def sample_first_tokens(
         self, prompts: Prompts, last: LastPositions
     ) -> tuple[list[int | None], dict[Request, Trace]]:
-        """The first token after each prompt, None where a logit was not a number, and traces."""
+        """Return the first token after each prompt (None if a logit was NaN), and traces."""
         sequences, logits = prompts.sequences, last.output.logits
         sampler = self.new_sampler(sequences)
         tree = bonus_only(Accepted(last.tokens, last.output.aux_hidden_states, [1] * len(sequences), []))
@@ -174,14 +173,14 @@ class Batch:
         return chosen, trace_sequences(sequences, tree, verification, logits)
 
     def add(self, prompts: Prompts, new: list[int], aux_hidden_states: Tensor) -> None:
-        """These of the prefilled sequences join the batch. aux_hidden_states: (sequences, 1, width), of the positions before
-        their bonus tokens."""
+        """Add the prefilled sequences with the indices `new` to the batch. aux_hidden_states: (sequences, 1, width), of the
+        positions before their bonus tokens."""
         sequences = [prompts.sequences[number] for number in new]
-        order = self.arranged(sequences)
+        order = self.plan_slots(sequences)
         slots = [slot for slot, old in enumerate(order) if old is None][: len(new)]
         if self.cache is None:
             whole = len(new) == len(prompts.sequences)
-            self.cache = prompts.cache if whole else self.new_cache(len(new), self.room(sequences))
+            self.cache = prompts.cache if whole else self.new_cache(len(new), self.current_capacity(sequences))
             if self.ragged and isinstance(self.cache, KVCache):
                 self.cache = RaggedCache(self.cache, self.capacity(sequences))
             self.sequences, self.sampler = sequences, self.new_sampler(sequences)
@@ -193,24 +192,21 @@ class Batch:
                 mine.copy_from(slots, theirs, new)
         bonus_tokens = aux_hidden_states.new_tensor([[one.text[-1]] for one in sequences], dtype=torch.int64)
         fresh = Accepted(bonus_tokens, aux_hidden_states[new], [1] * len(new), [one.text for one in sequences])
-        self.accepted = fresh if len(new) == len(self.sequences) else placed(self.accepted, slots, fresh)
+        self.accepted = fresh if len(new) == len(self.sequences) else scatter_accepted(self.accepted, slots, fresh)
 
     def caches(self) -> list[Any]:
-        """The target's, and those of its drafters that have one."""
+        """Return the target's cache and those of its drafters."""
         return [self.cache, *(drafter.cache for drafter in self.drafter.cached_drafters)]
 
-    def arranged(self, arriving: Sequence[SequenceState]) -> list[int | None]:
-        """Which of its sequences the batch will be by slot, None being an arriving one: these take the slots of finished
-        ones, and the last sequences take those that are left. Where steps are captured, for each size of the batch, a power
-        of two of slots is filled up with None, unless there is no memory for it."""
+    def plan_slots(self, arriving: Sequence[SequenceState]) -> list[int | None]:
+        """Return the old slot of each sequence of the next batch, or None for a new sequence. New sequences take the slots of
+        finished ones. The last sequences move into slots that are still free. With CUDA graphs, the number of slots is
+        filled up to a power of two with None, if memory allows it."""
         order = [None if one.finish_reason else slot for slot, one in enumerate(self.sequences)]
         count, most = len(order) - order.count(None) + len(arriving), self.max_cache_tokens
-        if (
-            self.captured
-            and count
-            and (most is None or power_of_two(count) * self.weigh(self.room([*self.sequences, *arriving])) <= most)
-        ):
-            count = power_of_two(count)
+        if self.captured and count:
+            needed = power_of_two(count) * self.num_entries(self.current_capacity([*self.sequences, *arriving]))
+            count = power_of_two(count) if most is None or needed <= most else count
         if count >= len(order):
             return order + [None] * (count - len(order))
         for _ in range(len(order) - count):
@@ -221,8 +217,8 @@ class Batch:
 
     @torch.inference_mode()
     def drop_finished(self) -> None:
-        """Before a step: finished sequences leave."""
-        order = self.arranged([])
+        """Remove finished sequences. Called before a step."""
+        order = self.plan_slots([])
         same = [None if one is self.padding else slot for slot, one in enumerate(self.sequences)]
         if order and order != same:
             self.rearrange(order, [])
@@ -230,10 +226,12 @@ class Batch:
     def rearrange(
         self, order: list[int | None], arriving: Sequence[SequenceState], capacity: int | None = None
     ) -> None:
-        """The batch becomes that of these of its slots, None being an arriving sequence or none, with room for `capacity`
-        entries each, or what there is."""
+        """Reorder the batch: slot i gets the sequence of slot order[i], or the next arriving one (or padding) for None.
+        capacity: entries of each sequence; None retains the current number."""
         for slot, one in enumerate(self.sequences):
-            if one.finish_reason == "error" and slot not in order:  # a NaN, which no mask hides from who comes here
+            if (
+                one.finish_reason == "error" and slot not in order
+            ):  # a mask does not hide its NaN from the next sequence
                 for cache in self.caches():
                     cache.erase(slot)
         new = iter(arriving)
@@ -241,22 +239,22 @@ class Batch:
         cache = self.open_cache()
         if isinstance(cache, RaggedCache):
             most = self.max_cache_tokens
-            needs = [self.need(sequence) for sequence in self.sequences]
+            needs = [self.cache_demand(sequence) for sequence in self.sequences]
             cache.reorder(order, needs, None if most is None else most - cache.entries - self.prompt_entries)
             capacity = max(cache.capacity, *(needs[slot].room for slot, old in enumerate(order) if old is None), 0)
         else:
-            capacity = self.kept_capacity(len(order)) if capacity is None else capacity
+            capacity = self.retained_capacity(len(order)) if capacity is None else capacity
             cache.reorder(order, capacity, self.max_cache_tokens)
         self.sampler = self.new_sampler(self.sequences)
         self.drafter.select_sequences(order, capacity, self.sampler.sampling)
         self.accepted = select(self.accepted, order)._replace(text=[one.text for one in self.sequences])
 
     def new_prompt_cache(self, sequences: Sequence[SequenceState]) -> TargetCache:
-        """For sequences that are to join: the batch's own where there is none yet, or where there is none of their length."""
-        room, most = self.room(sequences), self.max_cache_tokens
-        asked = self.prompt_entries + len(sequences) * self.weigh(room)
+        """Return a cache to prefill new sequences: the batch's future cache if it has none (or a ragged one)."""
+        room, most = self.current_capacity(sequences), self.max_cache_tokens
+        asked = self.prompt_entries + len(sequences) * self.num_entries(room)
         if most is not None and isinstance(self.cache, RaggedCache) and self.cache.entries + asked > most:
-            self.give_back()
+            self.free_memory()
         if self.cache is None or self.ragged:
             return self.new_cache(len(sequences), room)
         longest = max(len(sequence.text) for sequence in sequences)
@@ -265,8 +263,8 @@ class Batch:
     def new_cache(self, batch: int, capacity: int) -> TargetCache:
         return self.target.acquire_cache(batch, capacity, self.drafter.nodes)
 
-    def give_back(self) -> None:
-        """The memory of finished sequences, and of slots that are free."""
+    def free_memory(self) -> None:
+        """Free the memory of finished sequences and unused slots."""
         assert isinstance(self.cache, RaggedCache)
         self.drop_finished()
         if self.unfinished():
@@ -275,21 +273,21 @@ class Batch:
             self.sequences, self.cache = [], None
 
     def store_prefixes(self, prefixes: PrefixCache, namespace: int, stepped: Sequence[bool]) -> None:
-        """Texts that have ended in this step go into the prefix cache: a conversation continues from them."""
+        """Store the texts that ended in this step in the prefix cache, because conversations continue from them."""
         lags = [self.open_cache().lag, *(drafter.cache_lag for drafter in self.drafter.cached_drafters)]
         for slot, sequence in enumerate(self.sequences):
             if stepped[slot] and sequence.finish_reason in ("stop", "length"):
                 prefixes.store(namespace, sequence.text, self.caches(), lags, slot)
 
-    def kept_capacity(self, count: int) -> int:
-        """Entries for each of so many sequences: what there is, as long as it is enough and memory allows it."""
-        room, kept = self.room(self.sequences), self.open_cache().capacity
-        fits = self.max_cache_tokens is None or count * self.weigh(kept) <= self.max_cache_tokens
+    def retained_capacity(self, count: int) -> int:
+        """Return the current capacity if it is sufficient and `count` sequences of it fit into memory, else a new one."""
+        room, kept = self.current_capacity(self.sequences), self.open_cache().capacity
+        fits = self.max_cache_tokens is None or count * self.num_entries(kept) <= self.max_cache_tokens
         enough = max(len(sequence.text) for sequence in self.sequences) + 2 * self.drafter.nodes
         return kept if fits and enough <= kept else room
 
     def fail(self, valid: Sequence[int], nodes: int) -> list[RequestOutput]:
-        """Sequences whose logits are not numbers end here. Nothing of them stays in the cache: no mask hides a NaN."""
+        """End the sequences with NaN logits, and erase their cache entries, because no mask hides a NaN."""
         failed = []
         for slot, (sequence, one) in enumerate(zip(self.sequences, valid, strict=True)):
             if one == Validity.INVALID and sequence.finish_reason is None:
@@ -302,9 +300,9 @@ class Batch:
         return TargetSampler(self.verifier, sequences, self.target.vocab_size, self.target.device)
 
 
-def placed(accepted: Accepted, slots: Sequence[int], fresh: Accepted) -> Accepted:
-    """The same with these sequences in these slots."""
-    accepted, fresh = widened(accepted, fresh.tokens.shape[1]), widened(fresh, accepted.tokens.shape[1])
+def scatter_accepted(accepted: Accepted, slots: Sequence[int], fresh: Accepted) -> Accepted:
+    """Return `accepted` with the sequences of `fresh` in these slots."""
+    accepted, fresh = pad_accepted(accepted, fresh.tokens.shape[1]), pad_accepted(fresh, accepted.tokens.shape[1])
     accepted.tokens[slots], accepted.aux_hidden_states[slots] = fresh.tokens, fresh.aux_hidden_states
     for slot, count, text in zip(slots, fresh.counts, fresh.text, strict=True):
         accepted.counts[slot], accepted.text[slot] = count, text

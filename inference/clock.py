@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Timing of the stages of a step."""
 
 import time
 
@@ -8,7 +8,7 @@ from foredraft.heads.target.device import synchronise
 
 
 class Clock:
-    """Seconds per stage of a step. Waits for the device at every lap, so it costs time and is off by default."""
+    """Measure seconds per stage. Each lap waits for the device, so this is off by default."""
 
     def __init__(self, device: torch.device, enabled: bool):
         self.device, self.enabled, self.last = device, enabled, time.perf_counter()

@@ -1,4 +1,4 @@
-"""Our loop inside `model.generate`, so that pipelines and evaluation harnesses draft without knowing it.
+"""Our decoding loop inside `model.generate`, so that pipelines and evaluation harnesses draft without changes.
 
 model.generate(**inputs, custom_generate=as_custom_generate(target, drafter))
 """
@@ -13,17 +13,17 @@ from foredraft.heads.target import Target
 from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.generation import generate
 
-# What transformers makes of a GenerationConfig's own settings, which `generate` reads from the config itself.
+# Processors that transformers creates from settings of a GenerationConfig, which `generate` reads itself.
 FROM_CONFIG = {"MinPLogitsWarper", "NoBadWordsLogitsProcessor", "RepetitionPenaltyLogitsProcessor"}
 FROM_CONFIG |= {"TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"}
 FROM_CONFIG |= {"EosTokenCriteria", "MaxLengthCriteria", "StopStringCriteria"}
 
 
 def as_custom_generate(target: Target, drafter: Drafter | None) -> Callable[..., Tensor]:
-    """A function for `model.generate(custom_generate=...)`, where model is `target.model`.
+    """Return a function for `model.generate(custom_generate=...)`, where model is `target.model`.
 
-    Sampling takes its seed from torch's global generator, so `set_seed` holds. Raises ValueError for settings that our loop
-    does not know (beams, other logits processors): ignoring one would change the text without a word.
+    The sampling seed comes from torch's global generator, so `set_seed` works. Raises ValueError for settings that our loop
+    does not support (beams, other logits processors), because ignoring them would change the text silently.
     """
 
     def decode(
@@ -32,19 +32,19 @@ def as_custom_generate(target: Target, drafter: Drafter | None) -> Callable[...,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        **kwargs: Any,  # transformers passes a parameter of our own naming twice, so nothing else is named here
+        **kwargs: Any,  # transformers passes parameters with other names twice
     ) -> Tensor:
         if model is not target.model:
-            raise ValueError(f"this drafter was loaded for {target.name}, not for the model whose generate was called")
+            raise ValueError(f"the drafter was loaded for {target.name}, not for the model whose generate was called")
         parts = {type(part).__name__ for part in (*logits_processor, *stopping_criteria)}
         unknown = sorted(parts - FROM_CONFIG)
         if unknown:
             raise ValueError(
-                f"speculative decoding does not do {', '.join(unknown)}: leave it out, or generate without"
+                f"speculative decoding does not support {', '.join(unknown)}: remove it or decode without drafts"
             )
         end = generation_config.eos_token_id
         streamer = kwargs.get("streamer")
-        # transformers has counted max_new_tokens into max_length by now, and filled in its own defaults.
+        # transformers has already combined max_new_tokens with max_length, and set its defaults.
         return generate(
             target,
             drafter,
@@ -60,7 +60,7 @@ def as_custom_generate(target: Target, drafter: Drafter | None) -> Callable[...,
 
 
 class WithoutPrompt:
-    """transformers has handed the prompt to the streamer already: pass on what is new."""
+    """Forward new tokens to a streamer, which has already received the prompt from transformers."""
 
     def __init__(self, streamer: Any):
         self.streamer, self.first = streamer, True

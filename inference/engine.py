@@ -1,13 +1,13 @@
-"""The decoding engine: propose, forward, verify, commit. Lossless by construction (inference/sampling.py).
+"""The decoding engine: propose, forward, verify, commit. It is lossless by construction (inference/sampling.py).
 
     engine = Engine(target, drafter)
-    engine.add(Request(prompt, ...))        # requests join, and finished ones leave, between steps
+    engine.add(Request(prompt, ...))        # requests join and leave between steps
     while engine.has_work:
         for output in engine.step(): ...
 
-A step is one forward of the target: either over prompts of requests that are to join (inference/prefill.py), or over a tree
-of drafts after every sequence's text (with UNO's drafter, a second one). Where there is both to do, they take turns. On a GPU
-the stages of a decoding step are captured as CUDA graphs (heads/target/cuda_graphs.py); the step does not know.
+A step is one forward of the target: either over the prompts of new requests (inference/prefill.py), or over a tree of drafts
+after the text of every sequence (UNO's drafter adds a second forward). If both are due, they alternate. On a GPU the stages
+of a decoding step are captured as CUDA graphs (heads/target/cuda_graphs.py), which is transparent to this module.
 """
 
 import time
@@ -29,16 +29,16 @@ from foredraft.inference.prefill import Prompts
 from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request, SequenceState, StoppingCriteria
 from foredraft.inference.trace import trace_sequences
-from foredraft.inference.tree import TokenTree, padded
+from foredraft.inference.tree import TokenTree, pad_nodes
 from foredraft.inference.verify import Coupled, Outcome, Validity, Verification, Verifier
 
-# Prompts that are prefilled together may take so many times the tokens that they have, or few in any case; where the target
-# packs them the memory that they are given, and what drafters compute, is padded all the same.
-PADDED, PACKED, FEW = 1.25, 2.0, 256
+# Prompts are prefilled together if padding multiplies their tokens by at most this ratio, or if they are short. If the target
+# packs prompts, only the cache and the drafter's inputs are padded, so the ratio is larger.
+MAX_PADDING_RATIO, MAX_PACKED_RATIO, MIN_PREFILL_TOKENS = 1.25, 2.0, 256
 
 
 class Engine:
-    """Target, drafter, the requests that wait and the batch of those that are decoded."""
+    """Serve requests with a target and a drafter, step by step."""
 
     def __init__(
         self,
@@ -52,29 +52,28 @@ class Engine:
         prefixes: PrefixCache | None = None,
         drafter_share: float = 0.0,
     ):
-        """drafter: None is plain decoding. verifier: None is the coupled one, which is lossless (inference/verify.py).
-        max_num_seqs: requests decoded at a time, others wait; None for no limit. timings: measure where the time goes.
-        max_cache_tokens: entries of the caches beyond which requests wait as well; drafter_share: which share of an entry's
-        bytes is the drafter's, whose cache is as wide as the longest text.
-        prefill_chunk: most prompt tokens in one step, so that a long prompt does not stall the others; None takes all that
-        there are (as does a target that takes no chains). prefixes: where texts are kept that later ones may begin with; None
-        keeps none."""
+        """Initialize the engine. drafter: None is the baseline, autoregressive decoding. verifier: None is the coupled one,
+        which is lossless (inference/verify.py). max_num_seqs: maximum number of requests that are decoded at a time; None
+        is unlimited. timings: measure the seconds of each stage. max_cache_tokens: maximum number of cache entries; further
+        requests wait. drafter_share: share of the drafter in the bytes of an entry, whose cache is as wide as the longest
+        text. prefill_chunk: maximum number of prompt tokens per step, so that long prompts do not delay other requests; None
+        prefills prompts whole (always the case for targets without chains). prefixes: the cache of text prefixes, or None."""
         self.target, self.drafter = target, as_supported(drafter or NoDrafter(), target)
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[SequenceState] = deque()
         self.prefilling: deque[Prompts] = deque()
-        self.empty: list[Request] = []  # which ask for no token
+        self.empty: list[Request] = []  # requests with max_new_tokens=0
         self.last_was_prefill = False
         self.prefill_chunk = prefill_chunk if prefill_chunk is not None and target.supports_chunks else None
         self.prefixes = prefixes if target.supports_trees or target.supports_ragged else None
         self.namespace = 0 if prefixes is None else prefixes.new_namespace()
         self.batch = Batch(target, self.drafter, verifier or Coupled(), max_cache_tokens, drafter_share)
-        # On a CPU the product of a single row is another kernel than that of several, and rounds otherwise.
+        # On a CPU the matrix product of a single row uses another kernel than several rows, and rounds differently.
         self.pads_single_rows = target.device.type == "cpu" and target.supports_trees
         self.clock = Clock(target.device, timings)
 
     def add(self, request: Request) -> None:
-        """Let a request join before a coming step. Raises ValueError as `check` does."""
+        """Add a request, which joins before one of the next steps. Raises ValueError like `check`."""
         sequence = self.check(request)
         if request.max_new_tokens > 0:
             self.waiting.append(sequence)
@@ -82,15 +81,15 @@ class Engine:
             self.empty.append(request)
 
     def check(self, request: Request) -> SequenceState:
-        """The request's sequence, before it is decoded. Raises ValueError for a prompt that the target cannot take, or a text
-        that the cache has no room for."""
+        """Return the initial sequence of a request. Raises ValueError if the prompt is empty, too long or has invalid tokens,
+        or if the text would not fit into the cache."""
         context = self.target.context
         if not request.prompt:
             raise ValueError("the prompt is empty: give at least one token (the bos token, say)")
         if context is not None and len(request.prompt) + min(1, request.max_new_tokens) > context:
             raise ValueError(
-                f"the prompt has {len(request.prompt)} tokens, the target {self.target.name} takes {context}, its answer "
-                "included"
+                f"the prompt has {len(request.prompt)} tokens, but the target {self.target.name} supports {context}, "
+                "including the answer: shorten the prompt"
             )
         check_ids("the prompt", request.prompt, self.target.model.get_input_embeddings().num_embeddings)
         check_ids(
@@ -99,18 +98,18 @@ class Engine:
         sequence = SequenceState(request, list(request.prompt), StoppingCriteria(self.target, request))
         if not self.fits(sequence):
             raise ValueError(
-                f"a prompt of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} need more than the "
-                f"{self.batch.max_cache_tokens} tokens that the cache has room for: ask for fewer"
+                f"a prompt of {len(request.prompt)} tokens with max_new_tokens={request.max_new_tokens} exceeds the cache of "
+                f"{self.batch.max_cache_tokens} tokens: reduce max_new_tokens or the prompt"
             )
         return sequence
 
     def fits(self, sequence: SequenceState) -> bool:
-        """Does the cache have room for it, by itself?"""
+        """Return whether the sequence alone would fit into the cache."""
         most = self.batch.max_cache_tokens
-        return most is None or self.batch.most_entries([sequence]) <= most
+        return most is None or self.batch.max_entries([sequence]) <= most
 
     def cancel(self, request: Request) -> None:
-        """Nothing more comes of it: it waits no longer, or its slot is free from the next step on."""
+        """Cancel a request: remove it from the queue, or free its slot before the next step."""
         self.waiting = deque(sequence for sequence in self.waiting if sequence.request is not request)
         self.empty = [one for one in self.empty if one is not request]
         for sequence in self.running():
@@ -119,21 +118,21 @@ class Engine:
         self.prefilling = deque(prompts for prompts in self.prefilling if prompts.unfinished())
 
     def preempt(self) -> None:
-        """All sequences wait again, first in line, to be prefilled with their text so far: after an error in a step (out of
-        memory, say), what it left behind is forgotten. Texts do not change by it."""
+        """Move all sequences back to the front of the queue, to be prefilled with their text so far. This resets the state
+        after an error in a step (such as out of memory). Texts do not change."""
         self.waiting.extendleft(sequence for sequence in reversed(self.running()) if sequence.finish_reason is None)
         self.batch.sequences, self.batch.cache = [], None
         self.prefilling.clear()
 
     def swap(self, drafter: Drafter | None) -> None:
-        """Between steps: draft with another drafter from now on. No request is lost, and texts do not change by it; those
-        that are decoded are prefilled again, since what a drafter remembers of them is its own. Raises ValueError if the
-        cache has no room for one of their texts with the other's trees."""
+        """Replace the drafter between steps. No request is lost and texts do not change. Running sequences are prefilled
+        again, because each drafter has its own state. Raises ValueError if the cache is too small for a running text with
+        the new drafter's trees."""
         before, self.batch.drafter = self.batch.drafter, as_supported(drafter or NoDrafter(), self.target)
         sequences = [one for one in self.running() if one.finish_reason is None] + list(self.waiting)
         if not all(map(self.fits, sequences)):
             nodes, self.batch.drafter = self.batch.drafter.nodes, before
-            raise ValueError(f"trees of {nodes} nodes leave no room in the cache for a text that is being decoded")
+            raise ValueError(f"trees of {nodes} nodes do not fit into the cache next to a text that is being decoded")
         self.close()
         self.preempt()
         self.drafter = self.batch.drafter
@@ -141,9 +140,9 @@ class Engine:
             self.namespace = self.prefixes.new_namespace()
 
     def running(self) -> list[SequenceState]:
-        """Sequences that wait no longer: those decoded, the finished ones that have not left, and those being prefilled."""
+        """Return the sequences that do not wait: in the batch (including finished ones) or being prefilled."""
         sequences = [*self.batch.sequences, *(one for prompts in self.prefilling for one in prompts.sequences)]
-        return list({id(one): one for one in sequences}.values())  # a step that raised may have left one in both
+        return list({id(one): one for one in sequences}.values())  # a step that raised may leave a sequence in both
 
     @property
     def has_work(self) -> bool:
@@ -151,7 +150,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """One forward of the target, and what it gave to each request; nothing where it was over a part of a prompt."""
+        """Run one forward of the target, and return its outputs: an empty list after a chunk of a prompt."""
         if self.empty:
             ended, self.empty = self.empty, []
             return [RequestOutput(request, [], None, 1, "length") for request in ended]
@@ -166,43 +165,43 @@ class Engine:
         hidden = self.drafter.remembers_others
         traces = trace_sequences(self.batch.sequences, tree, verification, output.logits, hidden)
         outputs = self.commit(tree, verification, outcome, output.aux_hidden_states)
-        # A step that captured a graph took longer than the others like it will.
+        # A step that captured a graph is not representative.
         seconds = time.perf_counter() - started if captured == CudaGraphs.num_captured else None
         self.drafter.observe_seconds(seconds)
         return [one._replace(trace=traces.get(one.request)) for one in outputs] if traces else outputs
 
     def propose(self) -> tuple[TokenTree, Tensor | None]:
-        """A tree for every sequence, and the noise of the positions that it may reach; None where it reaches none, or no
-        sequence is sampled."""
+        """Return a tree for every sequence, and the noise of the positions that it may cover (None if it covers none, or all
+        sequences are greedy)."""
         self.batch.drop_finished()
-        self.batch.make_room()
+        self.batch.grow_cache()
         cache = self.batch.open_cache()
         self.depth = self.padded_depth = self.drafter.depth
-        if cache.graphs.active:  # few sizes, so few graphs
+        if cache.graphs.active:  # few different sizes require few graphs
             self.padded_depth = power_of_two(self.depth + 1) - 1
         gumbel = self.batch.sampler.gumbel(cache.seq_lens + 1, self.padded_depth + 1) if self.depth else None
         tree = self.drafter.propose(self.batch.accepted._replace(cache=cache), gumbel)
         self.forwards = self.drafter.forwards
         if cache.graphs.active:
-            tree = padded(tree, power_of_two(tree.tokens.shape[1]))
+            tree = pad_nodes(tree, power_of_two(tree.tokens.shape[1]))
             cache.set_bucket(tree.tokens.shape[1])
         self.clock.lap("draft")
         return tree, gumbel
 
     def forward(self, tree: TokenTree) -> TargetOutput:
-        """The target's logits and aux hidden states of every node."""
+        """Return the target's logits and aux hidden states of all nodes."""
         cache, layers = self.batch.open_cache(), self.drafter.layers
-        self.batch.sampler.note_tree(tree)
+        self.batch.sampler.start_host_copy(tree)
         is_single = self.pads_single_rows and tree.tokens.numel() == 1
         if is_single:
-            tree = padded(tree, 2)
+            tree = pad_nodes(tree, 2)
         function = partial(forward_nodes, self.target, cache, layers)
         output = cache.graphs(("forward", cache.kv_bucket, *layers), function, tree.tokens, tree.depths, tree.ancestors)
         self.clock.lap("forward")
         return TargetOutput(*(part[:, :1] for part in output)) if is_single else output
 
     def verify(self, tree: TokenTree, logits: Tensor, gumbel: Tensor | None) -> tuple[Verification, Outcome]:
-        """What the target writes itself."""
+        """Return what the target chooses after each node, and which nodes are accepted."""
         cache, sampler = self.batch.open_cache(), self.batch.sampler
         found = sampler.verify(logits, tree, gumbel, self.padded_depth, cache.seq_lens + 1, cache.graphs)
         self.clock.lap("verify")
@@ -211,7 +210,7 @@ class Engine:
     def commit(
         self, tree: TokenTree, verification: Verification, outcome: Outcome, aux_hidden_states: Tensor
     ) -> list[RequestOutput]:
-        """Keep the accepted path of every sequence in the cache and in its text."""
+        """Add the accepted path of every sequence to the cache and to its text, and return the outputs."""
         valid, counts, paths, tokens = outcome
         nodes = tree.tokens.shape[1]
         outputs = self.batch.fail(valid, nodes)
@@ -221,7 +220,7 @@ class Engine:
         self.drafter.observe(paths, verification.choices)
         cache = self.batch.open_cache()
         captured = cache.kv_bucket is not None
-        device_counts = self.batch.of_unfinished(verification.counts)
+        device_counts = self.batch.mask_finished(verification.counts)
         cache.commit(paths, verification.path, device_counts)
         for slot, is_valid in enumerate(valid):
             if is_valid == Validity.REJECTED_NAN:
@@ -245,58 +244,58 @@ class Engine:
         return outputs
 
     def prefill_is_next(self) -> bool:
-        """Not twice in a row where texts are written."""
+        """Return whether the next step is a prefill. Prefill steps alternate with decoding steps."""
         if self.last_was_prefill and self.batch.unfinished():
             return False
         self.admit()
         return bool(self.prefilling)
 
     def admit(self) -> None:
-        """Waiting requests for which there is room are prefilled together: those like the first, as many as fit into one
-        chunk, or one. Padded to the longest, they are little more than they are without. One that begins like another of
-        them waits for what that leaves in the prefix cache: `n` texts of one prompt prefill it once."""
+        """Start to prefill waiting requests: together those in the first one's cohort that fit into one chunk without much
+        padding, or one. A request that shares its prefix with a request of this batch waits until the prefix is in the
+        prefix cache, so `n` texts of one prompt prefill it once."""
         sequences: list[SequenceState] = []
         busy = [one for prompts in self.prefilling for one in prompts.sequences if one.finish_reason is None]
         longest = tokens = 0
-        padded = PACKED if self.target.packs_prompts else PADDED
+        padded = MAX_PACKED_RATIO if self.target.packs_prompts else MAX_PADDING_RATIO
         for one in islice(self.waiting, self.num_admissible()):
-            if not self.batch.are_alike(self.waiting[0], one) or self.is_coming(one, [*busy, *sequences]):
+            if not self.batch.same_cohort(self.waiting[0], one) or self.will_be_cached(one, [*busy, *sequences]):
                 continue
             size = (len(sequences) + 1) * max(longest, len(one.text))
             if sequences and self.prefill_chunk is not None and size > self.prefill_chunk:
                 break
-            if size > max(FEW, padded * (tokens + len(one.text))):
+            if size > max(MIN_PREFILL_TOKENS, padded * (tokens + len(one.text))):
                 continue
             longest, tokens = max(longest, len(one.text)), tokens + len(one.text)
             sequences.append(one)
         if sequences:
             self.batch.prompt_entries = sum(one.cache.entries for one in self.prefilling)
-            sequences.sort(key=lambda one: len(one.text))  # neighbours of like length are attended together
-            cache = self.batch.new_prompt_cache(sequences)  # may run out of memory: until then they wait
+            sequences.sort(key=lambda one: len(one.text))  # neighbors of similar length share attention calls
+            cache = self.batch.new_prompt_cache(sequences)  # may run out of memory: until then they stay in the queue
             self.prefilling.append(Prompts(sequences, self.target, self.drafter, cache))
             admitted = {one.request for one in sequences}
             self.waiting = deque(one for one in self.waiting if one.request not in admitted)
 
-    def is_coming(self, sequence: SequenceState, others: Sequence[SequenceState]) -> bool:
-        """Will half of what the prefix cache lacks of this text be in it when one of the others is prefilled, most of whose
-        rest that is? A long text that has only a system prompt in common is not waited for."""
+    def will_be_cached(self, sequence: SequenceState, others: Sequence[SequenceState]) -> bool:
+        """Return whether prefilling one of the others will add at least half of the missing prefix to the prefix cache. The
+        shared part must be most of the other text, too: a long text with only a common system prompt is not waited for."""
         if self.prefixes is None:
             return False
         text, block = sequence.text, self.prefixes.block
         alike = [other.text for other in others if other.text[:block] == text[:block]]
-        known = self.prefixes.num_known(self.namespace, text) if alike else 0
+        known = self.prefixes.num_cached(self.namespace, text) if alike else 0
         return any(
             2 * (common_length(text, other, block) - known) >= max(len(text), len(other)) - known for other in alike
         )
 
     def prefill(self) -> list[RequestOutput]:
-        """Prompts, or a chunk of one, in turn; those that are done join the batch."""
+        """Prefill the next prompts, or a chunk of them. Completed prompts join the batch."""
         prompts = self.prefilling[0]
         if self.prefixes is not None and not any(prompts.cache.lengths):
             prompts.load_prefixes(self.prefixes, self.namespace)
         last = prompts.prefill(self.prefill_chunk)
         if last is None:
-            # At the end, sliding layers hold less, and states are others.
+            # At the end of the prompt, sliding layers contain fewer entries and recurrent states are different.
             if self.prefixes is not None and (self.target.window is not None or prompts.cache.lag):
                 prompts.store_prefixes(self.prefixes, self.namespace)
             self.prefilling.rotate(-1)
@@ -309,34 +308,34 @@ class Engine:
         return outputs
 
     def num_admissible(self) -> int:
-        """How many of the waiting requests may join now, in the order in which they came."""
+        """Return how many of the waiting requests may join now, in the order of arrival."""
         busy = [one for one in self.running() if one.finish_reason is None]
         free = len(self.waiting) if self.max_num_seqs is None else min(len(self.waiting), self.max_num_seqs - len(busy))
         free = max(0, free)
         if self.batch.max_cache_tokens is not None:
             sequences = [*busy, *islice(self.waiting, free)]
-            while len(sequences) > len(busy) and self.batch.most_entries(sequences) > self.batch.max_cache_tokens:
+            while len(sequences) > len(busy) and self.batch.max_entries(sequences) > self.batch.max_cache_tokens:
                 sequences.pop()
             free = len(sequences) - len(busy)
         return free
 
     def close(self) -> None:
-        """The target keeps the cache, and what was captured over it, for the next engine."""
+        """Release the cache and its captured graphs, for the next engine of the target."""
         if self.batch.cache is not None:
             self.target.release(self.batch.cache)
 
 
 def common_length(text: Sequence[int], other: Sequence[int], block: int) -> int:
-    """Tokens of the whole blocks that both begin with."""
+    """Return the number of tokens in the whole blocks that both texts start with."""
     most = min(len(text), len(other)) // block * block
     return next((end for end in range(0, most, block) if text[end : end + block] != other[end : end + block]), most)
 
 
 def check_ids(name: str, ids: Iterable[int], count: int) -> None:
-    """Raises ValueError for one that is not below `count`: a device would fail for all sequences at once."""
+    """Raise ValueError for a token that is not in range(count): a device would fail for all sequences at once."""
     for token in ids:
         if not 0 <= token < count:
-            raise ValueError(f"{name} names token {token}, and the target knows 0 to {count - 1}: check its tokenizer")
+            raise ValueError(f"{name} contains token {token}, but the target has 0 to {count - 1}: check the tokenizer")
 
 
 def forward_nodes(

@@ -1,4 +1,4 @@
-"""`generate`: whole texts in one call, a loop over the engine that takes transformers' settings."""
+"""`generate`: decode whole texts in one call, with the settings of transformers. It loops over the engine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -19,45 +19,45 @@ from foredraft.inference.verify import Verifier
 
 PARAMS = {field.name for field in fields(SamplingParams)}
 LIMITS = {"max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "stop_strings", "do_sample", "bad_words_ids"}
-# Settings of a GenerationConfig that say nothing about the text written here: caches, and drafting by transformers.
+# Settings of a GenerationConfig that do not affect the text: caches, and transformers' own assisted generation.
 IGNORED = {"use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory"}
 IGNORED |= {"prefill_chunk_size", "compile_config", "disable_compile", "is_assistant", "num_assistant_tokens"}
 IGNORED |= {"num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_early_exit"}
 IGNORED |= {"assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size", "transformers_version"}
 IGNORED |= {"bos_token_id", "decoder_start_token_id", "remove_invalid_values", "renormalize_logits"}
 IGNORED |= {"early_stopping"}
-# Settings that 1 switches off. The others are off at None, False, 0 and where they are empty.
+# Settings whose neutral value is 1. The others are off at None, False, 0 or empty.
 OFF_AT_ONE = {"num_beams", "num_return_sequences", "num_beam_groups", "typical_p", "length_penalty"}
 OFF_AT_ONE |= {"encoder_repetition_penalty", "guidance_scale"}
 
 
 class Step(NamedTuple):
-    """What one step gained."""
+    """Count the tokens of one step."""
 
-    accepted: list[int]  # per sequence that was still writing: drafts accepted (the bonus token not counted)
-    emitted: list[int]  # per such sequence: tokens added to its text, the bonus counted, less what the end cut off
-    nodes: int  # of the tree, the bonus token counted
-    forwards: int = 1  # of the target
+    accepted: list[int]  # accepted drafts of each unfinished sequence, without the bonus token
+    emitted: list[int]  # tokens added to each of these texts, with the bonus token, up to the end of the text
+    nodes: int  # number of nodes of the tree, including the bonus token
+    forwards: int = 1  # number of target forwards
 
 
 @dataclass
 class Generation:
-    """sequences: (batch, length) int64: the input as it was given, then the new tokens, padded after their end."""
+    """Hold the results of `generate`. sequences: (batch, length) int64, the input ids and the new tokens, right-padded."""
 
     sequences: Tensor
     new_tokens: list[list[int]]
     steps: list[Step]
-    seconds: dict[str, float] = field(default_factory=dict)  # per stage, when timings were asked for
+    seconds: dict[str, float] = field(default_factory=dict)  # seconds per stage, if timings=True
     finish_reasons: list[str] = field(default_factory=list)  # per sequence: "stop" or "length"
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens gained per target forward and sequence, the bonus token counted; the prompt's forward is left out."""
+        """Return tau: new tokens per target forward and sequence, including the bonus token, without the prompt's forward."""
         return tokens_per_forward([self])
 
 
 def tokens_per_forward(generations: "Sequence[Generation]") -> float:
-    """`Generation.acceptance_length` of several."""
+    """Return the acceptance length over several generations."""
     steps = [step for generation in generations for step in generation.steps]
     forwards = sum(step.forwards * len(step.emitted) for step in steps)
     return sum(sum(step.emitted) for step in steps) / max(1, forwards)
@@ -78,20 +78,20 @@ def generate(
     progress: Callable[[int], None] | None = None,
     **settings: Any,
 ) -> Generation:
-    """Continue each row of `input_ids` (batch, length) exactly as the target alone would.
+    """Continue each sequence of `input_ids` (batch, length) exactly as the target alone would.
 
-    drafter: None is plain decoding through the same loop. attention_mask: (batch, length), 0 where a row is padded, on
-    either side. generation_config and settings: as transformers has them, by keyword: max_new_tokens (128), max_length,
-    do_sample, temperature, top_k, top_p, min_p, repetition_penalty, bad_words_ids, eos_token_id (the target's; -1
-    switches it off), pad_token_id, stop_strings; presence_penalty, frequency_penalty, logit_bias ({token: bias}) as
-    OpenAI has them; and grammar (inference/grammar.py). Greedy unless do_sample is true or a temperature above 0 is given;
-    what is not set is off (also top_k, which transformers sets to 50). seed: row r uses seed + r, or give one per row; a
-    row's text depends on its own prompt and seed alone; None draws one from torch's generator, as transformers samples,
-    so that calls differ unless `torch.manual_seed` comes before each. streamer: transformers' kind. verifier, timings: as
-    in `Engine`. progress: told after each step how many tokens it added to all sequences.
+    drafter: None is autoregressive decoding (the baseline) in the same loop. attention_mask: (batch, length), 0 for padding
+    on either side. generation_config and settings follow transformers: max_new_tokens (128), max_length, do_sample,
+    temperature, top_k, top_p, min_p, repetition_penalty, bad_words_ids, eos_token_id (the target's; -1 disables it),
+    pad_token_id, stop_strings; presence_penalty, frequency_penalty and logit_bias ({token: bias}) follow OpenAI; and grammar
+    (inference/grammar.py). Decoding is greedy unless do_sample is true or temperature is above 0. Settings without a value
+    are off (also top_k, which is 50 in transformers). seed: sequence i uses seed + i, or give one per sequence. A text
+    depends only on its prompt and seed. None draws a seed from torch's generator, as transformers does, so that calls differ
+    unless `torch.manual_seed` precedes each. streamer: as in transformers. verifier, timings: as in `Engine`. progress:
+    called after each step with the number of tokens that it added to all sequences.
 
-    Raises ValueError for an empty or too long prompt, for a setting that is not known or not done here, and for logits
-    that are not numbers.
+    Raises ValueError for an empty or too long prompt, for an unknown or unsupported setting, and for logits that are not
+    numbers.
     """
     prompts = unpad(input_ids, attention_mask)
     shared = read_settings(generation_config, settings, target, input_ids.shape[1])
@@ -100,17 +100,17 @@ def generate(
         seed = target.broadcast(int(torch.randint(1 << 62, ()))) if shared["params"].temperature > 0 else 0
     seeds = [seed + row for row in range(len(prompts))] if isinstance(seed, int) else list(seed)
     if len(seeds) != len(prompts):
-        raise ValueError(f"{len(seeds)} seeds were given for {len(prompts)} rows")
+        raise ValueError(f"seed has {len(seeds)} entries for {len(prompts)} sequences: give one for each")
     requests = [Request(prompt, seed=seed, **shared) for prompt, seed in zip(prompts, seeds, strict=True)]
-    same = shared | {"params": replace(shared["params"], grammar=None)}  # which is no value
+    same = shared | {"params": replace(shared["params"], grammar=None)}  # a grammar cannot be compared
     if target.is_collective and not all_equal([prompts, seeds, same, type(drafter).__name__]):
         raise ValueError(
-            f"sharding={target.sharding}: its processes were given different prompts or settings, and all take part in "
-            "every forward: give them the same"
+            f"sharding={target.sharding}: the processes got different prompts or settings, but all take part in every "
+            "forward: give the same ones to each process"
         )
     longest, context = max(map(len, prompts)), target.context
     if context is not None and longest > context:
-        raise ValueError(f"the prompt has {longest} tokens, the target {target.name} takes {context} at most")
+        raise ValueError(f"the prompt has {longest} tokens, but {target.name} supports at most {context}: shorten it")
     engine = Engine(target, drafter, verifier, timings=timings)
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -150,8 +150,8 @@ def generate(
 def read_settings(
     config: GenerationConfig | None, keywords: dict[str, Any], target: Target, length: int
 ) -> dict[str, Any]:
-    """The arguments of all requests, and pad_token_id. length: of the rows of input_ids, which max_length counts. Raises
-    ValueError that names what is not known, or not done here."""
+    """Return the arguments that all requests share, and pad_token_id. length: of the sequences of input_ids, which counts
+    towards max_length. Raises ValueError for unknown and unsupported settings."""
     given = {} if config is None else {k: v for k, v in config.to_diff_dict().items() if not k.startswith("_")}
     given |= keywords
     known = set(GenerationConfig().to_dict()) | PARAMS | LIMITS
@@ -159,17 +159,19 @@ def read_settings(
         if name not in known:
             near = get_close_matches(name, known, 1)
             raise ValueError(
-                f"{name}={value} is not known to generate" + (f"; did you mean {near[0]}?" if near else "")
+                f"{name}={value} is not a setting of generate" + (f"; did you mean {near[0]}?" if near else "")
             )
         off = value == 1 and value is not True if name in OFF_AT_ONE else not value
         if value is not None and not off and name not in PARAMS | LIMITS | IGNORED:
-            raise ValueError(f"speculative decoding does not do {name}={value}: leave it out, or generate without")
+            raise ValueError(
+                f"speculative decoding does not support {name}={value}: remove it or decode without drafts"
+            )
     params = {name: given[name] for name in PARAMS & given.keys() if given[name] is not None}
     sampled = given.get("do_sample")
     sampled = (config is None and params.get("temperature", 0) != 0) if sampled is None else sampled
     if sampled and params.get("temperature") == 0:
         raise ValueError(
-            "do_sample=true with temperature=0: sampling needs a temperature above 0, or leave do_sample out"
+            "do_sample=true with temperature=0: set a temperature above 0, or remove do_sample to decode greedily"
         )
     params["temperature"] = params.get("temperature", 1.0) if sampled else min(0.0, params.get("temperature", 0.0))
     params["top_k"] = params.get("top_k") or None
@@ -183,8 +185,8 @@ def read_settings(
         most = 128 if max_length is None else max_length - length
     if most < 0:
         raise ValueError(
-            f"max_new_tokens={given.get('max_new_tokens')} and max_length={max_length} leave no room after a prompt of "
-            f"{length} tokens: give more"
+            f"max_new_tokens={given.get('max_new_tokens')} and max_length={max_length} leave no tokens after a prompt of "
+            f"{length} tokens: increase them"
         )
     return {
         "params": SamplingParams(**params),
@@ -196,33 +198,37 @@ def read_settings(
 
 
 def logit_bias(bias: Any, bad_words: list[list[int]] | None, vocab: int) -> tuple[tuple[int, float], ...]:
-    """Banned words of one token are a bias of minus infinity."""
+    """Return the pairs (token, bias). Banned words of one token get a bias of minus infinity."""
     pairs = [(int(token), float(value)) for token, value in dict(bias).items()]
     for word in bad_words or []:
         if len(word) != 1:
-            raise ValueError(f"bad_words_ids={word}: only words of one token are banned here, this one has {len(word)}")
+            raise ValueError(f"bad_words_ids={word} has {len(word)} tokens: only words of one token are supported")
         pairs.append((word[0], float("-inf")))
     for token, _ in pairs:
         if not 0 <= token < vocab:
-            raise ValueError(f"logit_bias or bad_words_ids names token {token}; the target knows 0 to {vocab - 1}")
+            raise ValueError(f"logit_bias or bad_words_ids contains token {token}, but the target has 0 to {vocab - 1}")
     return tuple(pairs)
 
 
 def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
-    """Each row's prompt without its padding, which may stand on either side."""
+    """Return the prompt of each sequence without its padding, which may be on either side."""
     if not isinstance(input_ids, Tensor):
         kind = type(input_ids).__name__
         raise ValueError(f"input_ids is {kind}, not a tensor: tokenizer(text, return_tensors='pt').input_ids makes one")
     if input_ids.ndim != 2 or input_ids.shape[0] == 0:
-        raise ValueError(f"input_ids must be (batch, length) with at least one row, not {tuple(input_ids.shape)}")
+        raise ValueError(f"input_ids must be (batch, length) with at least one sequence, not {tuple(input_ids.shape)}")
     if attention_mask is None:
         prompts = input_ids.tolist()
     else:
         if attention_mask.shape != input_ids.shape:
-            raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
+            raise ValueError(
+                f"attention_mask is {tuple(attention_mask.shape)}, but input_ids is {tuple(input_ids.shape)}"
+            )
         pairs = zip(input_ids.tolist(), attention_mask.tolist(), strict=True)
         prompts = [[token for token, real in zip(*pair, strict=True) if real] for pair in pairs]
     for row, prompt in enumerate(prompts):
         if not prompt:
-            raise ValueError(f"the prompt of row {row} is empty: give at least one token (the bos token, say)")
+            raise ValueError(
+                f"the prompt of sequence {row} is empty: give at least one token (the bos token, for example)"
+            )
     return prompts

@@ -1,10 +1,10 @@
-"""Grammars that a text must follow: which tokens may stand after each node of a tree.
+"""Grammars that constrain a text: which tokens are allowed after each node of a tree.
 
     grammars = Grammars(target)                                  # pip install 'foredraft[grammar]'
     generate(target, drafter, ids, grammar=grammars.json_schema({"type": "object", ...}))
 
-What may come next depends on the text before it alone. So a text is the same with drafts and without: a draft that the
-grammar forbids is never the target's choice, and is rejected as any other. Grammars are llguidance's.
+The allowed tokens depend only on the text before them, so a text is the same with and without drafts: the target never
+chooses a draft that the grammar forbids, so the draft is rejected like any other. Grammars are compiled by llguidance.
 """
 
 import json
@@ -20,29 +20,29 @@ from torch import Tensor
 from foredraft.heads.target import Target
 from foredraft.heads.target.device import HostCopy, upload
 
-MAX_SIZE = 2**16  # characters of a schema
-COMPILE_SECONDS = 5  # of a processor
-COMPILE_BYTES = 2**31  # of address space; Python with llguidance takes 30 MiB
-# llguidance bounds the cost of every step, but not that of finding out whether patterns exclude each other: a dozen of them
-# take seconds, two dozen hours. So a process that can be ended tries first.
+MAX_SIZE = 2**16  # characters of a schema or grammar
+COMPILE_SECONDS = 5  # of CPU time
+COMPILE_BYTES = 2**31  # of address space; Python with llguidance uses 30 MiB
+# llguidance bounds the cost of every step, but not of checking whether patterns exclude each other: a dozen patterns
+# take seconds, two dozen take hours. So a process that can be killed compiles the grammar first.
 TRIAL = f"""import os, resource, sys
 from llguidance import LLMatcher
 resource.setrlimit(resource.RLIMIT_CPU, ({COMPILE_SECONDS}, {COMPILE_SECONDS}))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-if sys.platform == "linux":  # others know no such limit
+if sys.platform == "linux":  # other systems do not support this limit
     resource.setrlimit(resource.RLIMIT_AS, ({COMPILE_BYTES}, {COMPILE_BYTES}))
 os.nice(10)
 LLMatcher.validate_grammar(sys.stdin.buffer.read().decode())
 """
-# A model may write its JSON over several lines. Without a bound it may also write white space for ever.
+# A model may write its JSON over several lines. Without this bound it could also write white space forever.
 JSON_OPTIONS: Any = {"whitespace_pattern": "[ \\n\\r\\t]{0,32}"}
 
 
 class Grammar:
-    """A compiled grammar, of one target. Any number of requests may share it."""
+    """Hold a compiled grammar for one target. Any number of requests may share it."""
 
     def __init__(self, matcher: Any, eos_token_ids: Sequence[int], num_tokens: int):
-        """num_tokens: of the tokenizer, whose last ones the target may have no row for."""
+        """Initialize with num_tokens, the size of the tokenizer's vocabulary, which may be larger than the target's."""
         self.matcher, self.eos_token_ids, self.num_tokens = matcher, eos_token_ids, num_tokens
 
     def state(self) -> "GrammarState":
@@ -50,22 +50,22 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles grammars for a target's tokenizer, which it takes in once (about a second for 150k tokens)."""
+    """Compile grammars for a target's tokenizer, which is loaded once (about a second for 150k tokens)."""
 
     def __init__(self, target: Target):
-        """Raises ValueError where llguidance is not installed, or the tokenizer is not one that it knows."""
+        """Load the tokenizer. Raises ValueError if llguidance is not installed or does not support the tokenizer."""
         try:
             from llguidance.hf import from_tokenizer
         except ModuleNotFoundError:
             raise ValueError("a grammar needs llguidance: pip install 'foredraft[grammar]'") from None
         self.eos_token_ids = sorted(target.eos_token_ids)
         if not self.eos_token_ids:
-            raise ValueError(f"a grammar ends a text by an end token, and {target.name} has none")
-        tokenizer = target.text_tokenizer  # which may know tokens that the target has no row for
+            raise ValueError(f"a grammar needs an end token (eos_token_id), and {target.name} has none")
+        tokenizer = target.text_tokenizer  # it may have more tokens than the target's lm_head
         count = max(target.vocab_size, 1 + max(tokenizer.get_vocab().values()))
         self.tokenizer = from_tokenizer(tokenizer, count, self.eos_token_ids)
         added = tokenizer.added_tokens_decoder.items()
-        # Special tokens, which rules cannot spell: <[5]> in Lark's; None of ends, which come after all rules.
+        # Special tokens as Lark rules write them (<[5]>); None for end tokens, which follow after all rules.
         self.special = {
             token.content: None if number in target.eos_token_ids else number
             for number, token in added
@@ -74,7 +74,7 @@ class Grammars:
         self.compiled = lru_cache(64)(self.compile)
 
     def json_schema(self, schema: dict[str, Any]) -> Grammar:
-        """JSON of this schema. Raises ValueError for what is no schema, what is not done here, and what is too large."""
+        """Compile a JSON schema. Raises ValueError if it is invalid, unsupported or too large."""
         from llguidance import LLMatcher
 
         try:
@@ -83,7 +83,9 @@ class Grammars:
         except (TypeError, ValueError, RecursionError):
             raise ValueError("the schema is not JSON, or nested too deeply") from None
         if not isinstance(schema, dict):
-            raise ValueError(f"the schema is {text[:40]}, not an object")
+            raise ValueError(
+                f"the schema is {text[:40]}, not an object: give a JSON object such as {{'type': 'object'}}"
+            )
         self.check_size(text)
         return self.compiled(LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))
 
@@ -91,7 +93,7 @@ class Grammars:
         return self.json_schema({"type": "object"})
 
     def lark(self, text: str) -> Grammar:
-        """Of llguidance's variant of Lark's rules. Raises ValueError as `json_schema` does."""
+        """Compile a grammar in llguidance's variant of Lark. Raises ValueError like `json_schema`."""
         from llguidance import LLMatcher
 
         self.check_size(text)
@@ -99,47 +101,49 @@ class Grammars:
 
     def check_size(self, text: str) -> None:
         if len(text) > MAX_SIZE:
-            raise ValueError(f"the grammar has {len(text)} characters, more than the {MAX_SIZE} that are compiled here")
+            raise ValueError(
+                f"the grammar has {len(text)} characters, but at most {MAX_SIZE} are supported: shorten it"
+            )
 
     def compile(self, grammar: str) -> Grammar:
         from llguidance import LLMatcher
 
         trial = subprocess.run([sys.executable, "-c", TRIAL], input=grammar.encode(), capture_output=True)
-        if trial.returncode < 0:  # ended by a signal; what else is wrong the next lines find out
+        if trial.returncode < 0:  # killed by a signal; the code below reports other errors
             raise ValueError(
-                f"the grammar takes more than {COMPILE_SECONDS} seconds or {COMPILE_BYTES >> 30} GiB to compile: make it "
+                f"the grammar needs more than {COMPILE_SECONDS} seconds or {COMPILE_BYTES >> 30} GiB to compile: make it "
                 "simpler"
             )
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # finds grammars that no text follows
+            matcher.compute_bitmask()  # detects grammars that no text matches
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split("<state>")[0].split())
-            reason = "no text follows it" if reason == "NoExtensionBias" else reason
+            reason = "no text matches it" if reason == "NoExtensionBias" else reason
             raise ValueError(f"the grammar cannot be compiled: {reason[:300]}")
         return Grammar(matcher, self.eos_token_ids, self.tokenizer.vocab_size)
 
 
 class GrammarState:
-    """How far one text has come in its grammar."""
+    """Track the position of one text in its grammar."""
 
     def __init__(self, grammar: Grammar):
         self.matcher, self.eos_token_ids = grammar.matcher.deep_copy(), grammar.eos_token_ids
         self.num_tokens = grammar.num_tokens
-        self.num_consumed = 0  # tokens of the text
+        self.num_consumed = 0  # number of tokens of the text that the matcher has seen
 
     @property
     def failed(self) -> bool:
-        """Has a step cost more than llguidance allows? Then nothing more is known of the text."""
+        """Return whether a step exceeded llguidance's limits. The state is unusable then."""
         return self.matcher.is_error()
 
     def fill(self, bits: Tensor, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> None:
-        """Write into bits (nodes, words) int32 what may stand after each node, 32 tokens a word. text: what has been written,
-        the bonus token included. Nodes that the grammar forbids are left as they are."""
+        """Write into bits (nodes, words) int32 which tokens are allowed after each node, 32 tokens per word. text: the new
+        text, including the bonus token. The bits of nodes that the grammar forbids are unchanged."""
         from llguidance.torch import fill_next_token_bitmask
 
         for token in text[self.num_consumed :]:
-            if not self.matcher.is_stopped():  # after the end only ends come, which it knows
+            if not self.matcher.is_stopped():  # after the end only end tokens follow, which are always allowed
                 self.matcher.consume_token(token)
         self.num_consumed = len(text)
         below: list[list[int]] = [[] for _ in tokens]
@@ -166,8 +170,8 @@ def allowed_tokens(
     tree: HostCopy,
     vocab: int,
 ) -> tuple[Tensor, Tensor]:
-    """Bits (batch, nodes, bytes) uint8 for `forbid`, all set for sequences without a state, and of which sequences the
-    grammar failed (batch,) bool; tree: tokens and parents, (2, batch, nodes)."""
+    """Return bits (batch, nodes, bytes) uint8 for `forbid`, all set for sequences without a state, and whether the grammar
+    of each sequence failed (batch,) bool. tree: tokens and parents, (2, batch, nodes)."""
     host_tokens, host_parents = tree.wait().tolist()
     count = max([vocab, *(state.num_tokens for state in states if state is not None)])
     bits = torch.full((len(texts), len(host_tokens[0]), (count + 31) // 32), -1, dtype=torch.int32)
@@ -181,7 +185,7 @@ def allowed_tokens(
 
 
 def forbid(logits: Tensor, bits: Tensor) -> Tensor:
-    """Logits (batch, nodes, vocab) with minus infinity where a bit of `allowed_tokens` is not set."""
+    """Return logits (batch, nodes, vocab) with minus infinity for tokens whose bit in `allowed_tokens` is not set."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     allowed = ((bits[..., None] >> shifts) & 1).flatten(-2)[..., : logits.shape[-1]]
     return logits.masked_fill(allowed == 0, float("-inf"))

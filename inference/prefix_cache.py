@@ -1,19 +1,19 @@
-"""Prefixes of earlier texts, so that a request that begins alike need not prefill them again: a shared system prompt, or the
+"""A cache of text prefixes, so that requests with the same prefix need not prefill it again: a shared system prompt, or the
 conversation so far.
 
-A text is cut into blocks of `block` tokens. A block is found by its own tokens and the block before it (vLLM's hash blocks;
-SGLang's radix tree keeps the same), compared token by token: no text ever gets the keys of another. It holds copies of the
-entries of the target's cache, and of its drafter's, whose last entry needs the token after it:
+Texts are divided into blocks of `block` tokens. A block is found by its tokens and the previous block (like vLLM's hashes
+and SGLang's radix tree), and tokens are compared one by one: no text ever gets the keys of another. It contains copies of the
+entries of the target's cache and of the drafter's cache, where each entry depends on the next token:
 
     tokens            0 1 2 3 | 4 5 6 7 | 8 9 ...
-    target's entries  0 1 2 3 | 4 5 6 7 |                  rotated by their position, which is the same in every text
-    a head's entries  0 1 2   | 3 4 5 6 |                  entry 3 is made of position 3 and token 4
+    target's entries  0 1 2 3 | 4 5 6 7 |                  with rotary positions, which are the same in every text
+    a head's entries  0 1 2   | 3 4 5 6 |                  entry 3 is computed from position 3 and token 4
 
-Of sliding layers (heads/target/sliding_cache.py) a block has what they still held when it was stored. A text continues from a
-block if those in the window before its end have that.
+For sliding-window layers (heads/target/sliding_cache.py), a block contains the entries that existed when it was stored. A
+text can continue from a block if all blocks within the window before its end are whole.
 
-Of recurrent layers a block has the states before its last token, where a forward ended there: a prompt's prefill stops at its
-last whole block, and where it parts from a text that is known (`Prompts.stops`).
+For recurrent layers, a block contains the states before its last token, if a forward ended there. So the prefill of a prompt
+stops at its last whole block, and where it departs from a cached text (`Prompts.stops`).
 """
 
 import itertools
@@ -30,10 +30,10 @@ BLOCK = 32
 
 @dataclass(eq=False)
 class Block:
-    number: int  # never used again
+    number: int  # unique
     tokens: tuple[int, ...]
-    states: list[dict[tuple, Tensor]]  # of the target's cache and of each of its drafter's, as `KVCache.copy_out` gives
-    is_whole: bool  # does that include what sliding and recurrent layers keep?
+    states: list[dict[tuple, Tensor]]  # of the target's and the drafters' caches, from `KVCache.copy_out`
+    is_whole: bool  # whether it includes the entries and states of sliding and recurrent layers
 
     @property
     def bytes(self) -> int:
@@ -42,22 +42,22 @@ class Block:
 
 
 class PrefixCache:
-    """May be shared by engines of one target; each finds what it stored itself, under a namespace of its own."""
+    """Store prefixes. Engines of one target may share it; each finds only its own texts, by its namespace."""
 
     def __init__(self, max_bytes: int, block: int = BLOCK):
         self.max_bytes, self.block = max_bytes, block
         self.numbers = itertools.count()
-        # By the number of the block before it, or the namespace, and its tokens. The least recently used stands first, a
-        # block always before the one that precedes it in a text: so what is dropped has nothing after it.
+        # By the number of the previous block (or the namespace) and the tokens. The least recently used block is first, and
+        # later blocks of a text precede earlier ones, so that eviction never leaves a block without its predecessor.
         self.blocks: OrderedDict[tuple[int, tuple[int, ...]], Block] = OrderedDict()
         self.bytes = 0
-        self.looked_up = self.hits = 0  # tokens
+        self.looked_up = self.hits = 0  # numbers of tokens
 
     def new_namespace(self) -> int:
         return next(self.numbers)
 
     def keys(self, namespace: int, text: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-        """Keys of the blocks that the text begins with."""
+        """Return the keys of the cached blocks at the start of the text."""
         keys: list[tuple[int, tuple[int, ...]]] = []
         number = namespace
         for start in range(0, len(text) - self.block + 1, self.block):
@@ -68,13 +68,13 @@ class PrefixCache:
             number = self.blocks[key].number
         return keys
 
-    def num_known(self, namespace: int, text: Sequence[int]) -> int:
-        """Tokens of the blocks that the text begins with."""
+    def num_cached(self, namespace: int, text: Sequence[int]) -> int:
+        """Return the number of tokens in the cached blocks at the start of the text."""
         return len(self.keys(namespace, text)) * self.block
 
     def find(self, namespace: int, text: Sequence[int], window: int = 0) -> list[Block]:
-        """The longest sequence of blocks that the text begins with and can continue from. window: tokens before its end whose
-        blocks must be whole."""
+        """Return the longest run of cached blocks that the text can continue from. window: number of tokens before its end
+        whose blocks must be whole."""
         keys = self.keys(namespace, text)
         usable = run = 0
         for count, key in enumerate(keys, start=1):
@@ -89,8 +89,8 @@ class PrefixCache:
     def store(
         self, namespace: int, text: Sequence[int], caches: Sequence[KVCache], lags: Sequence[int], row: int
     ) -> None:
-        """Keep what is not kept yet of a text, of which `row` of these caches has the entries. lags: by how many entries
-        each of the caches stays behind the tokens."""
+        """Store the new blocks of a text, whose entries are in `row` of these caches. lags: the number of entries that each
+        cache is behind the tokens."""
         cached = min(
             [len(text), *(cache.lengths[row] + cache_lag for cache, cache_lag in zip(caches, lags, strict=True))]
         )
@@ -113,7 +113,7 @@ class PrefixCache:
             self.bytes -= self.blocks.popitem(last=False)[1].bytes
 
     def forget(self, namespace: int, text: Sequence[int]) -> None:
-        """Drop the blocks that the text begins with."""
+        """Delete the cached blocks at the start of the text."""
         for key in self.keys(namespace, text):
             self.bytes -= self.blocks.pop(key).bytes
 

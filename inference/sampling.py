@@ -1,9 +1,9 @@
-"""How the target's next token is chosen: processed logits plus keyed noise, then the argmax.
+"""Sampling of the target's next token: processed logits plus keyed noise, then argmax.
 
-The coupled rule (Daliri et al., arXiv:2408.07978; Rowan et al., arXiv:2506.05632): every absolute position t of a text
-has Gumbel noise G_t of its own, and the token there is argmax(logits + G_t), whose distribution is softmax(logits). A
-drafter that adds the same noise to its own logits tends to draft just that token. Whatever it drafts, the text is the
-one that plain decoding with this seed gives, token by token. Temperature 0 is the same rule with G = 0.
+The coupled rule (Daliri et al., arXiv:2408.07978; Rowan et al., arXiv:2506.05632): every absolute position t of a text has
+separate Gumbel noise G_t, and the token there is argmax(logits + G_t), whose distribution is softmax(logits). A drafter that
+adds the same noise to its logits tends to draft this token. For any draft, the text equals that of autoregressive decoding
+with the same seed, token by token. Temperature 0 is the same rule with G = 0.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,28 +18,28 @@ from torch import Tensor
 from foredraft.heads.target.cuda_graphs import power_of_two
 from foredraft.inference.grammar import Grammar
 
-MULTIPLIERS_32 = (0x7FEB352D, 0x846CA68B)  # of a 32-bit finaliser (Wellons, Prospecting for Hash Functions, 2018)
-MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the finaliser of SplitMix64 (Steele et al., 2014)
+MULTIPLIERS_32 = (0x7FEB352D, 0x846CA68B)  # of a 32-bit finalizer (Wellons, Prospecting for Hash Functions, 2018)
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of the finalizer of SplitMix64 (Steele et al., 2014)
 GOLDEN = 0x9E3779B97F4A7C15
-LEAST_TEMPERATURE = 1e-30  # by less, logits would become infinite
-SMALL_K = 64  # the best of so many logits cost as much as fewer, and what is captured differs with their number
-LIKELIEST = 1024  # tokens that top-p looks at where it cannot look at as many as it needs
-SCALE = 2.0**40  # top-p adds probabilities as integers: their sum is the same in any order and on any device
+MIN_TEMPERATURE = 1e-30  # smaller ones would make logits infinite
+SMALL_K = 64  # a smaller top-k is not cheaper, and each value of it needs its own CUDA graphs
+TOP_P_CANDIDATES = 1024  # number of tokens that top-p considers if it cannot use as many as needed
+SCALE = 2.0**40  # top-p adds probabilities as integers: the sum is the same in any order and on any device
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings of one request, in the words of transformers and of OpenAI's protocol. temperature 0 is greedy."""
+    """Hold the sampling settings of a request, named as in transformers and OpenAI's API. Temperature 0 is greedy."""
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
-    min_p: float | None = None  # least probability, as a share of the greatest one
-    repetition_penalty: float | None = None  # of tokens in the prompt and the text
-    presence_penalty: float = 0.0  # of tokens in the new text, taken off once
-    frequency_penalty: float = 0.0  # and as often as they occur
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit); -inf bans it
-    grammar: Grammar | None = None  # what the new text must follow (inference/grammar.py)
+    min_p: float | None = None  # minimum probability, relative to the largest one
+    repetition_penalty: float | None = None  # for tokens of the prompt and the text
+    presence_penalty: float = 0.0  # subtracted once for tokens of the new text
+    frequency_penalty: float = 0.0  # subtracted for each occurrence in the new text
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, value added to its logit); -inf bans the token
+    grammar: Grammar | None = None  # constraint of the new text (inference/grammar.py)
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -55,22 +55,22 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """Are most of its tokens never sampled?"""
+        """Return whether most tokens have probability 0."""
         return bool(self.top_k or self.top_p or self.min_p or self.grammar)
 
     @property
-    def penalises(self) -> bool:
-        """Do its logits depend on the text so far?"""
+    def has_penalties(self) -> bool:
+        """Return whether the logits depend on the text so far."""
         return bool(self.repetition_penalty or self.presence_penalty or self.frequency_penalty)
 
 
 class Sampling(NamedTuple):
-    """The settings of a batch's sequences as tensors, (batch, 1, 1) each; None where no sequence uses one.
+    """Hold the settings of a batch as tensors, (batch, 1, 1) each; None if no sequence uses a setting.
 
-    Tensors, so that a captured step takes any values; what is captured depends on `key` alone.
+    A captured step accepts any values, because they are tensors. Its graphs depend only on `key`.
     """
 
-    temperature: Tensor | None  # float32; None where all sequences are greedy, 0 where some are
+    temperature: Tensor | None  # float32; 0 for greedy sequences, None if all are greedy
     top_k: Tensor | None  # int64
     top_p: Tensor | None
     min_p: Tensor | None
@@ -78,15 +78,15 @@ class Sampling(NamedTuple):
     presence_penalty: Tensor | None
     frequency_penalty: Tensor | None
     bias: Tensor | None  # (batch, 1, vocab)
-    largest_k: int  # a power of two, at least SMALL_K and the largest top_k of those that use it
+    largest_k: int  # a power of two, at least SMALL_K and the largest top_k
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device | str = "cpu") -> "Sampling":
         def column(name: str, off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
-            """(batch, 1, 1); `off` is the value that changes nothing."""
+            """Return the setting as (batch, 1, 1); `off` is its neutral value."""
             values = [off if value is None else value for value in (getattr(one, name) for one in params)]
             if name == "temperature":
-                values = [value and max(value, LEAST_TEMPERATURE) for value in values]
+                values = [value and max(value, MIN_TEMPERATURE) for value in values]
             if all(value == off for value in values):
                 return None
             return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
@@ -114,7 +114,7 @@ class Sampling(NamedTuple):
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Tensor | None], key: int) -> "Sampling":
-        """Put together again what a captured function got as inputs."""
+        """Rebuild the settings from the inputs of a captured function."""
         return cls(*tensors, key)  # type: ignore[call-arg,arg-type]
 
     @property
@@ -126,8 +126,8 @@ class Sampling(NamedTuple):
         return self.largest_k
 
     def process(self, logits: Tensor, counts: Tensor | None, seen: Tensor | None) -> Tensor:
-        """Penalised and biased logits (batch, n, vocab). counts: int64 of the same shape, how often the new text holds
-        each token; seen: bool, whether prompt or new text holds it."""
+        """Apply penalties and biases to logits (batch, n, vocab). counts: int64 of the same shape, occurrences of each token
+        in the new text. seen: bool, whether prompt or new text contain it."""
         if seen is not None:
             logits = logits.float()
             if self.repetition_penalty is not None:
@@ -139,10 +139,10 @@ class Sampling(NamedTuple):
                 logits = logits - self.presence_penalty * (counts > 0)
         return logits if self.bias is None else logits + self.bias
 
-    def warp(self, logits: Tensor, likeliest: int | None = None) -> tuple[Tensor, Tensor | None]:
-        """Logits (batch, n, vocab) through temperature, top-k, top-p and min-p, in transformers' order. likeliest: how many
-        tokens top-p considers; None, which a CPU can do without capturing, for as many as it needs. Also return where
-        (batch, n) that number was too small; None if top-p is off or considered all it needs."""
+    def warp(self, logits: Tensor, candidates: int | None = None) -> tuple[Tensor, Tensor | None]:
+        """Apply temperature, top-k, top-p and min-p to logits (batch, n, vocab), in transformers' order. candidates: number
+        of tokens that top-p considers; None is as many as needed (only on a CPU without graphs). Also return where (batch,
+        n) this number was too small; None if top-p is off or considered all that it needs."""
         if self.temperature is None:
             return logits, None
         logits, too_few = temper(logits, self.temperature), None
@@ -151,11 +151,11 @@ class Sampling(NamedTuple):
             last = (self.top_k - 1).clamp(max=best.shape[-1] - 1).expand(*best.shape[:-1], 1)
             cut = (logits < best.gather(-1, last)) & (self.top_k < logits.shape[-1])
             logits = logits.masked_fill(cut, float("-inf"))
-        if self.top_p is not None and likeliest is None:
+        if self.top_p is not None and candidates is None:
             logits = top_p_on_cpu(logits, self.top_p)
-        elif self.top_p is not None and likeliest is not None:
-            logits, too_few = top_p(logits, self.top_p, likeliest)
-            too_few = too_few if likeliest < logits.shape[-1] else None
+        elif self.top_p is not None and candidates is not None:
+            logits, too_few = top_p(logits, self.top_p, candidates)
+            too_few = too_few if candidates < logits.shape[-1] else None
         if self.min_p is not None:
             probabilities = logits.softmax(-1)
             least = self.min_p * probabilities.amax(-1, keepdim=True)
@@ -168,15 +168,16 @@ def temper(logits: Tensor, temperature: Tensor, greedy: float = 1.0) -> Tensor:
     return logits.float() / torch.where(temperature > 0, temperature, greedy)
 
 
-def top_p(logits: Tensor, p: Tensor, likeliest: int) -> tuple[Tensor, Tensor]:
-    """Keep the fewest tokens of logits (batch, n, vocab) that hold `p` (batch, 1, 1) together, likelier ones first and of
-    equal ones the smaller ids. Only the `likeliest` are considered; also return where (batch, n) these hold less than p.
+def top_p(logits: Tensor, p: Tensor, candidates: int) -> tuple[Tensor, Tensor]:
+    """Retain the fewest tokens of logits (batch, n, vocab) with a total probability of at least `p` (batch, 1, 1), likelier
+    ones first, smaller ids first among equals. Consider only the `candidates` likeliest; also return where their total is
+    below p, (batch, n).
 
-    Nothing here waits for the device, and no shape depends on the logits: it can be captured."""
-    best, ids = logits.topk(min(likeliest, logits.shape[-1]))
+    This does not wait for the device, and no shape depends on the logits, so CUDA graphs can capture it."""
+    best, ids = logits.topk(min(candidates, logits.shape[-1]))
     mass = (logits.softmax(-1).gather(-1, ids) * SCALE).long()
     total, wanted = mass.cumsum(-1), (p * SCALE).long().clamp(min=1)
-    count = (total - mass < wanted).sum(-1, keepdim=True).clamp(min=1)  # a NaN has any mass
+    count = (total - mass < wanted).sum(-1, keepdim=True).clamp(min=1)  # NaN logits have an undefined mass
     last = best.gather(-1, count - 1)
     equal, kept = logits == last, count - (best > last).sum(-1, keepdim=True)
     dropped = (logits < last) | (equal & (equal.cumsum(-1, dtype=torch.int32) > kept))
@@ -184,11 +185,11 @@ def top_p(logits: Tensor, p: Tensor, likeliest: int) -> tuple[Tensor, Tensor]:
 
 
 def top_p_on_cpu(logits: Tensor, p: Tensor) -> Tensor:
-    """Do what `top_p` does with all tokens, but sort only those that can matter."""
+    """Do the same as `top_p` with all tokens, but sort only those that can matter."""
     probabilities, kept = logits.softmax(-1).numpy(), torch.full_like(logits, float("-inf"))
     for row, share in enumerate(p.flatten().tolist()):
         for place, one in enumerate(logits[row].numpy()):
-            if share < 1 and not np.isnan(probabilities[row, place, 0]):  # then all of them are
+            if share < 1 and not np.isnan(probabilities[row, place, 0]):  # one NaN makes all of them NaN
                 ids = nucleus(one, probabilities[row, place], share)
                 kept[row, place].numpy()[ids] = one[ids]
             else:
@@ -197,10 +198,10 @@ def top_p_on_cpu(logits: Tensor, p: Tensor) -> Tensor:
 
 
 def nucleus(logits: np.ndarray, probabilities: np.ndarray, p: float) -> np.ndarray:
-    """Return the ids that top-p keeps. Tokens that are each less likely than (1 - p) / vocab hold less than 1 - p together,
-    so that the others hold p, but for rounding; usually much fewer do."""
+    """Return the ids that top-p retains. Tokens with a probability below (1 - p) / vocab each have less than 1 - p in total,
+    so the others suffice up to rounding, and usually far fewer do."""
     wanted = max(1, int(p * SCALE))
-    for least in ((1 - p) / LIKELIEST, (1 - p) / len(logits), 0.0):
+    for least in ((1 - p) / TOP_P_CANDIDATES, (1 - p) / len(logits), 0.0):
         ids = np.flatnonzero(probabilities >= least)
         mass = (probabilities[ids] * np.float32(SCALE)).astype(np.int64)
         if mass.sum() >= wanted:
@@ -211,28 +212,28 @@ def nucleus(logits: np.ndarray, probabilities: np.ndarray, p: float) -> np.ndarr
 
 
 def wrap(number: int, bits: int = 64) -> int:
-    """A pattern of so many bits as the signed number that torch's integers hold."""
+    """Return a pattern of this number of bits as a signed integer, as torch stores it."""
     number &= (1 << bits) - 1
     return number - (1 << bits) if number >> (bits - 1) else number
 
 
 def shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift right of int32 or int64."""
+    """Shift an int32 or int64 tensor right, filling with zeros."""
     return (x >> bits).bitwise_and_((1 << (8 * x.element_size() - bits)) - 1)
 
 
 def mix(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser: a bijection of int64 whose output bits each depend on all input bits."""
+    """Apply the finalizer of SplitMix64: a bijection of int64, each of whose output bits depends on all input bits."""
     x = (x ^ shift(x, 30)) * wrap(MULTIPLIERS[0])
     x = (x ^ shift(x, 27)) * wrap(MULTIPLIERS[1])
     return x ^ shift(x, 31)
 
 
 def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise, float32 (..., n), of keys int64 (..., 1) and of tokens int32 (n,), which are hashed already.
+    """Return standard Gumbel noise, float32 (..., n), of keys int64 (..., 1) and hashed tokens int32 (n,).
 
-    One round of a 32-bit finaliser and the product of another mix them. A uniform number is 31 bits of that, with a fraction
-    of the key's below them: 31 bits alone would never draw a token of probability below 2^-31."""
+    One round of a 32-bit finalizer and a multiplication of another mix them. A uniform number consists of 31 bits of this and
+    a fraction from the key below them, because 31 bits alone would never draw a token of probability below 2^-31."""
     x = tokens + keys.to(torch.int32)
     x ^= shift(x, 16)
     x *= wrap(MULTIPLIERS_32[0], 32)
@@ -243,24 +244,24 @@ def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def gumbel_of(bits: Tensor, fraction: Tensor) -> Tensor:
-    """Of bits int32, whose sign does not count, and a fraction float32 in (0, 1) below them. The factor keeps the greatest
-    from rounding up to 1, whose noise would be infinite."""
+    """Convert to Gumbel noise: bits int32, whose sign is ignored, and a fraction float32 in (0, 1) below them. The factor
+    prevents rounding up to 1, whose noise would be infinite."""
     uniform = bits.float().abs_().add_(fraction).mul_(2.0**-31 * (1 - 2.0**-24))
-    return uniform.neg_().log1p_().neg_().log_().neg_()  # precise near 0, where it is great
+    return uniform.neg_().log1p_().neg_().log_().neg_()  # precise near uniform = 0, where noise is large
 
 
 @lru_cache(maxsize=4)
 def token_hashes(vocab: int, device: torch.device | str) -> Tensor:
-    """(vocab,) int32: of each token id."""
+    """Return a hash of each token id, (vocab,) int32."""
     return mix(torch.arange(1, vocab + 1, device=device) * wrap(GOLDEN)).to(torch.int32)
 
 
 class Noise:
-    """Gumbel noise keyed by (seed, position, token id): counter-based, so any position can be asked for at any time, in
-    any batch, on any device, and gives the same number. It must never be used for any other draw."""
+    """Generate Gumbel noise keyed by (seed, position, token id). It is counter-based: any position gives the same numbers at
+    any time, in any batch, on any device. It must never be used for another draw."""
 
     def __init__(self, seeds: Sequence[int | None], vocab: int, device: torch.device | str):
-        """seeds: of each sequence; None is a greedy one, whose noise is 0."""
+        """Initialize the keys. seeds: of each sequence; None is greedy, without noise."""
         self.rows = [row for row, seed in enumerate(seeds) if seed is not None]
         self.keys = mix(torch.tensor([wrap(seed * GOLDEN) for seed in seeds if seed is not None], device=device))[
             :, None
@@ -268,15 +269,15 @@ class Noise:
         self.tokens = token_hashes(vocab, device)
 
     def at(self, positions: Tensor) -> Tensor:
-        """Float32 (batch, n, vocab) for absolute positions (batch, n)."""
+        """Return the noise, float32 (batch, n, vocab), of absolute positions (batch, n)."""
         noise = torch.zeros(*positions.shape, len(self.tokens), device=positions.device)
         for index, key in self.parts(positions):
             noise[index] = gumbel(key, self.tokens)
         return noise
 
     def add(self, logits: Tensor, positions: Tensor, filtered: Sequence[bool]) -> None:
-        """Add the noise of positions (batch, n) to logits (batch, n, vocab), float32, on a CPU. filtered: of which sequences
-        most logits are -inf: their noise is computed for the tokens that are left."""
+        """Add the noise of positions (batch, n) to logits (batch, n, vocab) float32, in place on a CPU. filtered: whether
+        most logits of a sequence are -inf: noise is computed only for the remaining tokens."""
         for (row, place), key in self.parts(positions):
             scores = logits[row, place]
             if filtered[row]:
@@ -286,8 +287,8 @@ class Noise:
                 scores += gumbel(key, self.tokens)
 
     def parts(self, positions: Tensor) -> Iterator[tuple[Any, Tensor]]:
-        """Where noise belongs and its keys: one position after another on a CPU, so that all of its steps stay in the
-        processor's cache, else all at once."""
+        """Yield indices and keys of the noise: one position at a time on a CPU, so that the data stays in the processor's
+        cache, and otherwise all at once."""
         keys = mix(mix((positions[self.rows] + 1) * wrap(GOLDEN) ^ self.keys))
         if keys.device.type != "cpu":
             yield self.rows, keys[..., None]

@@ -1,4 +1,4 @@
-"""What the target writes after each node of a tree, and so what is accepted of it."""
+"""The target's choice after each node of a tree, and which nodes are accepted."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,13 +11,13 @@ from foredraft.heads.target.cuda_graphs import CudaGraphs
 from foredraft.heads.target.device import HostCopy
 from foredraft.inference.grammar import GrammarState, allowed_tokens, forbid
 from foredraft.inference.request import SequenceState
-from foredraft.inference.sampling import LIKELIEST, Noise, Sampling
+from foredraft.inference.sampling import TOP_P_CANDIDATES, Noise, Sampling
 from foredraft.inference.tree import TokenTree
 from foredraft.inference.verify import Outcome, Validity, Verification, Verifier, to_host, validity
 
 
 class TargetSampler:
-    """The target's own choice after each node: processed logits plus the keyed noise of its position, then argmax."""
+    """Choose the target's token after each node: argmax of the processed logits plus the keyed noise of its position."""
 
     def __init__(self, verifier: Verifier, sequences: Sequence[SequenceState], vocab: int, device: torch.device):
         params = [one.request.params for one in sequences]
@@ -28,55 +28,55 @@ class TargetSampler:
         if verifier.noisy and self.sampling.temperature is not None:
             seeds = [one.request.seed if one.request.params.temperature > 0 else None for one in sequences]
             self.noise = Noise(seeds, vocab, device)
-        self.seen: Tensor | None = None  # (batch, vocab) bool: tokens of prompt and text
-        self.counts: Tensor | None = None  # (batch, vocab) int64: how often the new text has each
-        if any(one.penalises for one in params):
+        self.seen: Tensor | None = None  # (batch, vocab) bool: whether prompt or text contain the token
+        self.counts: Tensor | None = None  # (batch, vocab) int64: occurrences of the token in the new text
+        if any(one.has_penalties for one in params):
             counts = [
                 [torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=vocab)[:vocab] for text in texts]
                 for texts in ((one.text for one in sequences), (one.new_tokens for one in sequences))
             ]
             self.seen, self.counts = torch.stack(counts[0]).to(device) > 0, torch.stack(counts[1]).to(device)
-        # Positions from which texts may end, (batch, 1), and the tokens that end them, (batch, 1, vocab); None where all may.
+        # Positions from which texts may end (batch, 1), and their end tokens (batch, 1, vocab); None if all may end.
         self.ends: tuple[Tensor, Tensor] | None = None
-        if self.are_short():
+        if self.below_min_tokens():
             requests = [one.request for one in sequences]
             ends = torch.zeros(len(requests), 1, vocab, dtype=torch.bool)
             for row, one in enumerate(requests):
                 for end in one.eos_token_ids:
-                    if 0 <= end < vocab:  # -1 stands for none
+                    if 0 <= end < vocab:  # -1 disables end tokens
                         ends[row, 0, end] = True
             first = torch.tensor([[len(one.prompt) + one.min_new_tokens] for one in requests])
             self.ends = first.to(device), ends.to(device)
 
-    def are_short(self) -> bool:
-        """Has a sequence that goes on fewer new tokens than it must have?"""
+    def below_min_tokens(self) -> bool:
+        """Return whether an unfinished sequence has fewer new tokens than its minimum."""
         going = (one for one in self.sequences if one.finish_reason is None)
         return any(len(one.new_tokens) < one.request.min_new_tokens for one in going)
 
     def gumbel(self, starts: Tensor, count: int) -> Tensor | None:
-        """(batch, count, vocab): noise of the tokens at positions starts + 0 .. count - 1, which a drafter shares; starts
-        (batch, 1). None where all sequences are greedy, 0 in greedy ones among others."""
+        """Return the noise (batch, count, vocab) of positions starts + 0 .. count - 1, which drafters share. starts: (batch,
+        1). None if all sequences are greedy; 0 for greedy ones in a mixed batch."""
         if self.noise is None:
             return None
         return self.noise.at(starts + torch.arange(count, device=starts.device))
 
     def append(self, tokens: Tensor, counts: Tensor) -> None:
-        """Text that was added: of each sequence of `tokens` (batch, new) the first `counts` (batch,)."""
+        """Count new text: the first `counts` (batch,) of `tokens` (batch, new) in each sequence."""
         if self.seen is not None and self.counts is not None:
             real = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
             self.counts.scatter_add_(1, tokens.clamp(min=0), real.long())
             self.seen |= self.counts > 0
 
-    def note_tree(self, tree: TokenTree) -> None:
-        """Before the forward over a tree that `verify` is given then: grammars need not wait for the forward."""
+    def start_host_copy(self, tree: TokenTree) -> None:
+        """Copy the tree to the host while the forward runs, if grammars will need it in `verify`."""
         if any(one.request.params.grammar for one in self.sequences):
             self.host_tree = host_copy(tree)
 
     def verify(
         self, logits: Tensor, tree: TokenTree, gumbel: Tensor | None, depth: int, starts: Tensor, graphs: CudaGraphs
     ) -> tuple[Verification, Outcome]:
-        """What is accepted of a tree at most `depth` deep, also as the host knows it. gumbel: as `gumbel` gives it for these
-        starts, or None where no drafter shares it."""
+        """Verify a tree of at most `depth` levels, and copy the outcome to the host. gumbel: the noise that `gumbel` returns
+        for these starts, or None if no drafter uses it."""
         add_noise = None
         if gumbel is None and self.noise is not None:
             if graphs.active or logits.device.type != "cpu" or depth > 0:
@@ -85,13 +85,13 @@ class TargetSampler:
                 params = [one.request.params for one in self.sequences]
                 add_noise = partial(self.noise.add, positions=starts, filtered=[one.filters for one in params])
         allowed, failed = self.allowed(tree)
-        if not self.are_short():
+        if not self.below_min_tokens():
             self.ends = None
         state = gumbel, self.seen, self.counts, allowed, *((starts, *self.ends) if self.ends else (None,) * 3)
-        # How many tokens top-p considers: without waiting for a device, each node as many as it needs.
+        # How many tokens top-p considers: on a host as many as each node needs, because nothing waits for a device.
         on_host = logits.device.type == "cpu" and not graphs.active
-        for likeliest in (None,) if on_host else (LIKELIEST, self.vocab):
-            how = self.verifier, self.sampling.key, likeliest, depth
+        for candidates in (None,) if on_host else (TOP_P_CANDIDATES, self.vocab):
+            how = self.verifier, self.sampling.key, candidates, depth
             choose = partial(choose_and_verify, add_noise, *how)
             verification, valid = graphs(("verify", *how), choose, logits, *state, *tree, *self.sampling.tensors)
             outcome = to_host(verification, valid if failed is None else valid.masked_fill(failed, Validity.INVALID))
@@ -100,8 +100,8 @@ class TargetSampler:
         return verification, outcome
 
     def allowed(self, tree: TokenTree) -> tuple[Tensor | None, Tensor | None]:
-        """What the sequences' grammars allow after each node, and which of them failed (see `allowed_tokens`); None and no
-        wait for the device where no sequence has a grammar."""
+        """Return the tokens that the grammars allow after each node, and which grammars failed (see `allowed_tokens`). None,
+        without waiting for the device, if no sequence has a grammar."""
         states: list[GrammarState | None] = []
         for one in self.sequences:
             grammar = one.request.params.grammar
@@ -123,21 +123,21 @@ def choose_and_verify(
     add_noise: Callable[[Tensor], None] | None,
     verifier: Verifier,
     key: int,
-    likeliest: int | None,
+    candidates: int | None,
     depth: int,
     logits: Tensor,
     *state: Tensor | None,
 ) -> Any:
-    """`TargetSampler.verify` as a function of tensors, which can be captured. add_noise: to processed logits in place, where
-    they are of lone nodes and no noise is given. likeliest: as in `Sampling.warp`."""
+    """Verify as a function of tensors, which CUDA graphs can capture. add_noise: adds noise to processed logits in place,
+    for single nodes and without `gumbel`. candidates: as in `Sampling.warp`."""
     gumbel, seen, counts, allowed, starts, first, ends, *parts = state
     tree: Any = TokenTree(*parts[:4])  # type: ignore[arg-type]
     sampling = Sampling.from_tensors(parts[4:], key)
     if starts is not None and first is not None and ends is not None:
         too_early = starts + tree.depths < first
         logits = logits.masked_fill(too_early[..., None] & ends, float("-inf"))
-    logits = processed(sampling, logits, tree, seen, counts)
-    logits, too_few = sampling.warp(logits if allowed is None else forbid(logits, allowed), likeliest)
+    logits = process_logits(sampling, logits, tree, seen, counts)
+    logits, too_few = sampling.warp(logits if allowed is None else forbid(logits, allowed), candidates)
     if gumbel is not None:
         rows = torch.arange(len(gumbel), device=logits.device)[:, None]
         logits = logits + gumbel[rows, tree.depths]
@@ -145,23 +145,23 @@ def choose_and_verify(
         add_noise(logits)
     sampled = None if sampling.temperature is None else sampling.temperature[:, 0] > 0
     verification = verifier(tree, logits, sampled, depth)
-    best = logits.gather(-1, verification.choices[..., None])  # a NaN counts as the largest
+    best = logits.gather(-1, verification.choices[..., None])  # argmax treats NaN as the maximum
     return verification, validity(verification, best[..., 0].isnan(), too_few)
 
 
-def processed(
+def process_logits(
     sampling: Sampling,
     logits: Tensor,
     tree: TokenTree,
     seen: Tensor | None,
     counts: Tensor | None,
 ) -> Tensor:
-    """Logits (batch, nodes, vocab) after penalties and biases, each node with the text that leads to it. seen, counts:
-    (batch, vocab), of the text so far, the bonus token included."""
+    """Return logits (batch, nodes, vocab) after penalties and biases, each node with the text that leads to it. seen, counts:
+    (batch, vocab), of the text so far, including the bonus token."""
     if seen is not None and counts is not None:
         nodes = tree.tokens.shape[1]
         path = tree.ancestors.clone()
-        path[:, :, 0] = False  # the bonus token is counted already
+        path[:, :, 0] = False  # `counts` includes the bonus token
         tokens = tree.tokens.clamp(min=0, max=counts.shape[-1] - 1)[:, None, :].expand(-1, nodes, -1)
         counts = counts[:, None].expand(-1, nodes, -1).scatter_add(2, tokens, path.long())
         seen = seen[:, None] | (counts > 0)

@@ -1,5 +1,5 @@
-"""Tokens to text, as `decode(prompt + new)[len(decode(prompt)):]` has it: tokenizers of SentencePiece's kind drop the space
-before the first word that they decode, so new tokens are never decoded alone."""
+"""Convert tokens to text like `decode(prompt + new)[len(decode(prompt)):]`. SentencePiece tokenizers drop the space before
+the first word that they decode, so new tokens are always decoded with context."""
 
 import re
 from collections import deque
@@ -10,15 +10,19 @@ from itertools import islice
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-REPLACEMENT = "\ufffd"  # what bytes that are not a character decode to
-CONTEXT = 6  # tokens at least before new ones that decide how these are spelled (a space before a word, say)
-PROMPT = 16  # tokens of a prompt that are context at first
-HELD = 32  # tokens at most that are held back: no character has so many, so their bytes are not text
-BYTE_OF = {sign: byte for byte, sign in bytes_to_unicode().items()}  # in the names of byte-level tokens
+REPLACEMENT = "\ufffd"  # the decoded form of bytes that are not a whole character
+CONTEXT = (
+    6  # minimum number of tokens before new ones that are decoded with them (they decide about spaces, for example)
+)
+PROMPT = 16  # maximum number of prompt tokens that serve as context
+HELD = 32  # maximum number of tokens that are held back: a character has fewer, so their bytes are not valid text
+BYTE_OF = {
+    sign: byte for byte, sign in bytes_to_unicode().items()
+}  # character in the name of a byte-level token -> byte
 
 
 class Spelling:
-    """What single tokens of a tokenizer spell. Use `spelling_of`, which remembers it."""
+    """Map single tokens of a tokenizer to text. Use `spelling_of`, which caches instances."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
@@ -31,7 +35,7 @@ class Spelling:
 
     @cached_property
     def anchor(self) -> list[int]:
-        """A token of text, after which another is spelled as it is within a text. Not a byte: bytes merge."""
+        """Return a text token to put before another one to decode that as within a text. Not a byte, because bytes merge."""
         for token in range(len(self.tokenizer)):
             text = "" if token in self.special or is_byte(self.name(token)) else self.decode([token])
             if text.strip() and REPLACEMENT not in text:
@@ -42,8 +46,8 @@ class Spelling:
         return str(self.tokenizer.convert_ids_to_tokens(token))
 
     def spelled(self, token: int, first: bool = False) -> tuple[str, bytes | None]:
-        """The text of a token and its bytes, which are more than the text says where it has only a part of a character; None
-        where nothing tells them. first: where a text starts with it."""
+        """Return the text of a token and its bytes. They differ for a part of a character; the bytes are None if unknown.
+        first: whether the text starts with this token."""
         if (token, first) not in self.known:
             before = [] if first else self.anchor
             text, name = self.decode([*before, token])[len(self.decode(before)) :], self.name(token)
@@ -56,14 +60,14 @@ class Spelling:
         return self.known[token, first]
 
     def is_whole(self, tokens: Sequence[int], text: str) -> bool:
-        """Does the text of these tokens end with a whole character, which may be U+FFFD itself?"""
+        """Return whether the text of these tokens ends with a whole character (which may be U+FFFD itself)."""
         if not text.endswith(REPLACEMENT):
             return True
         return b"".join(self.spelled(token)[1] or b"" for token in tokens[-3:]).endswith(REPLACEMENT.encode())
 
 
 def is_byte(name: str) -> bool:
-    """Is this the name of a single byte, to which a tokenizer falls back?"""
+    """Return whether this is the name of a byte-fallback token."""
     return re.fullmatch("<0x[0-9A-F]{2}>", name) is not None
 
 
@@ -73,13 +77,13 @@ def spelling_of(tokenizer: PreTrainedTokenizerBase) -> Spelling:
 
 @lru_cache(8)
 def remembered(tokenizer: PreTrainedTokenizerBase, size: int) -> Spelling:
-    """size: of its vocabulary, to which tokens may be added."""
+    """Create the object for this tokenizer. size: of its vocabulary, so that added tokens invalidate the cache."""
     return Spelling(tokenizer)
 
 
 class Detokenizer:
-    """`push` returns the text that tokens complete, never a part of a character. All that it returns, and `end`, is what
-    decoding at once gives, less half a character at the end."""
+    """Convert a stream of tokens to text. `push` returns the text that is complete, never a part of a character. Together
+    with `end`, the result equals decoding all tokens at once, without an incomplete character at the end."""
 
     def __init__(
         self,
@@ -87,8 +91,8 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         prompt: Sequence[int] | None = None,
     ):
-        """prompt: the tokens before the text, half a character at whose end is completed here. An empty one: the text starts
-        with its first token. None: it continues some text."""
+        """Start after the tokens of `prompt`; an incomplete character at its end is completed here. An empty prompt means
+        that the text starts with the first token, None that it continues some text."""
         self.spelling, self.skip_special_tokens = spelling_of(tokenizer), skip_special_tokens
         self.hidden = self.spelling.special if skip_special_tokens else frozenset[int]()
         self.tokens = self.spelling.anchor[:] if prompt is None else self.context(prompt)
@@ -97,19 +101,21 @@ class Detokenizer:
             for end in range(len(self.tokens), max(-1, len(self.tokens) - 4), -1)
             if self.spelling.is_whole(self.tokens[:end], self.decode(self.tokens[:end]))
         )
-        # tokens[first:given] has been given, and is decoded again as context for what follows
+        # tokens[first:given] were returned, and are decoded again as context of the following ones.
         self.first, self.given = 0, next(whole, len(self.tokens))
-        self.ends: deque[int] = deque()  # of whole characters, after `first`: context must not start within one
+        self.ends: deque[int] = (
+            deque()
+        )  # ends of whole characters after `first`: context must not start within a character
         self.held = ""  # text of tokens[given:]
 
     def context(self, prompt: Sequence[int]) -> list[int]:
-        """The last shown tokens of a prompt, which do not start within a character if its text is long."""
+        """Return the last visible tokens of a prompt, which do not start within a character if its text is long."""
         shown = (token for token in reversed(prompt) if token not in self.hidden)
         tail = list(islice(shown, PROMPT))[::-1]
         within = 0
         while len(tail) == PROMPT and within < PROMPT:
             spelled = self.spelling.spelled(tail[within])[1]
-            if not spelled or spelled[0] & 0b11000000 != 0b10000000:  # not the mark of a byte within a character
+            if not spelled or spelled[0] & 0b11000000 != 0b10000000:  # not a continuation byte of UTF-8
                 break
             within += 1
         return tail[within:]
@@ -134,7 +140,7 @@ class Detokenizer:
         return self.decode(self.tokens[self.first :])[len(before) :]
 
     def end(self) -> str:
-        """The rest of the text."""
+        """Return the rest of the text."""
         new, rest = self.pending(), self.tokens[self.given :]
         self.given, self.held = len(self.tokens), ""
         return new if self.spelling.is_whole(rest, new) else new.rstrip(REPLACEMENT)
@@ -143,20 +149,20 @@ class Detokenizer:
 def continuation(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], tokens: Sequence[int], skip_special_tokens: bool = True
 ) -> str:
-    """The text of the tokens that follow a prompt."""
+    """Return the text of the tokens that follow a prompt."""
     detokenizer = Detokenizer(tokenizer, skip_special_tokens, prompt)
     return detokenizer.push(*tokens) + detokenizer.held
 
 
 def answer_context(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> Sequence[int]:
-    """The tokens that a chat's answer continues: those after the last mark of its prompt. A text starts after a mark, so an
-    answer's first word has no space there."""
+    """Return the tokens of the prompt that precede a chat answer's text: those after the last special token. A text starts
+    after a special token, so the first word of the answer has no space before it."""
     special = spelling_of(tokenizer).special
     return prompt[next((at for at in range(len(prompt), 0, -1) if prompt[at - 1] in special), 0) :]
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> list[int]:
-    """With the special tokens that the tokenizer adds, but a bos token that the text starts with is not doubled."""
+    """Tokenize, with the special tokens that the tokenizer adds. A bos token that the text starts with is not doubled."""
     tokens = list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
     bos = tokenizer.bos_token_id
     if add_special_tokens and bos is not None and tokens[:2] == [bos, bos]:

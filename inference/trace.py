@@ -1,6 +1,6 @@
-"""How a step's tokens came about, for requests that ask: the tree that was drafted, and the target's probabilities.
+"""Traces, for requests that ask for them: the drafted tree of a step, and the target's probabilities.
 
-Probabilities are the target's own, before temperature, penalties and biases. Where no request asks, nothing is computed.
+Probabilities are the target's, before temperature, penalties and biases. Without a request for a trace, nothing is computed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,14 +16,14 @@ from foredraft.inference.verify import Verification
 
 
 class Trace(NamedTuple):
-    """A step's tree of one sequence, its padding left out, and what was chosen after each node of its accepted path."""
+    """Describe one step of a sequence: its tree without padding, and the choices along the accepted path."""
 
-    tokens: list[int]  # of the nodes, the bonus token first
+    tokens: list[int]  # token of each node, the bonus token first
     parents: list[int]
-    probabilities: list[float]  # of each node after its parent; node 0's is 1
-    path: list[int]  # the accepted nodes, node 0 first
-    logprobs: list[float]  # of the new token after each node of the path
-    top: list[list[tuple[int, float]]]  # and the likeliest tokens there with theirs, as many as were asked for
+    probabilities: list[float]  # probability of each node after its parent; 1 for node 0
+    path: list[int]  # accepted nodes, node 0 first
+    logprobs: list[float]  # log-probability of the new token after each node of the path
+    top: list[list[tuple[int, float]]]  # the likeliest tokens after each node of the path, with log-probabilities
 
 
 def trace_sequences(
@@ -33,8 +33,8 @@ def trace_sequences(
     logits: Tensor,
     hide_rejected: bool = False,
 ) -> dict[Request, Trace]:
-    """A trace of every sequence whose request asks for one. logits: (batch, nodes, vocab), as the target gave them.
-    hide_rejected: leave out drafts that were not accepted, since they may be another request's text."""
+    """Return the traces of the requests that ask for one. logits: (batch, nodes, vocab), unprocessed. hide_rejected: omit
+    rejected drafts, because they may contain text of other requests."""
     asked = [
         (slot, one.request, one.request.trace)
         for slot, one in enumerate(sequences)
@@ -43,7 +43,7 @@ def trace_sequences(
     if not asked:
         return {}
     parts = [trace_tensors(slot, top, tree, verification, logits) for slot, _, top in asked]
-    numbers = iter(torch.cat([part.flatten() for one in parts for part in one]).tolist())  # the host waits once
+    numbers = iter(torch.cat([part.flatten() for one in parts for part in one]).tolist())  # waits for the device once
     lists = [[take(numbers, part) for part in one] for one in parts]
     return {request: trace(hide_rejected, *one) for (_, request, _), one in zip(asked, lists, strict=True)}
 
@@ -51,7 +51,7 @@ def trace_sequences(
 def trace_tensors(
     slot: int, top: int, tree: TokenTree, verification: Verification, logits: Tensor
 ) -> tuple[Tensor, ...]:
-    """What `trace` takes, each (n,) or (n, top) and float64, which holds any token; paths with what follows them."""
+    """Return the inputs of `trace`, (n,) or (n, top) in float64, which represents every token exactly."""
     logprobs = logits[slot].float().log_softmax(-1)
     tokens, parents, path = tree.tokens[slot], tree.parents[slot], verification.path[slot]
     best = logprobs[path].topk(top)
@@ -69,7 +69,7 @@ def trace_tensors(
 
 
 def take(numbers: Iterator[float], part: Tensor) -> list[Any]:
-    """As many of these numbers as `part` has, in its shape."""
+    """Take the next numbers in the shape of `part`."""
     if part.ndim == 1:
         return list(islice(numbers, len(part)))
     return [take(numbers, row) for row in part]

@@ -1,7 +1,7 @@
-"""Trees of draft tokens, one per sequence of a batch, all of one number of nodes so that a step has fixed shapes.
+"""Trees of draft tokens, one per sequence of a batch, all with the same number of nodes so that a step has fixed shapes.
 
-Node 0 is the bonus token; a parent stands before its children. A tree with fewer nodes is padded with token -1, which
-equals no token and is never accepted.
+Node 0 is the bonus token, and parents precede their children. Smaller trees are padded with token -1, which equals no
+token and is never accepted.
 
     the -> cat -> sat        tokens   the cat dog sat ran     ancestors  1 . . . .
         |      -> ran        parents   0   0   0   1   1                 1 1 . . .
@@ -19,14 +19,14 @@ from torch import Tensor
 class TokenTree(NamedTuple):
     tokens: Tensor  # (batch, nodes) int64
     parents: Tensor  # (batch, nodes) int64, node 0's is itself
-    ancestors: Tensor  # (batch, nodes, nodes) bool: the column's node is the row's or stands above it
+    ancestors: Tensor  # (batch, nodes, nodes) bool: whether the column's node is the row's node or an ancestor of it
     depths: Tensor  # (batch, nodes) int64
 
 
 def from_parents(tokens: Tensor, parents: Tensor, depth: int) -> TokenTree:
-    """A tree from tokens and parents (batch, nodes); `depth` is at least its real depth.
+    """Build a tree from tokens and parents, both (batch, nodes). depth: at least the depth of the tree.
 
-    Ancestry is the closure of "self or parent": squaring it doubles how many levels it reaches.
+    Ancestry is the transitive closure of "self or parent": each squaring doubles the number of levels that it covers.
     """
     nodes = tokens.shape[1]
     reach = torch.eye(nodes, device=tokens.device).repeat(tokens.shape[0], 1, 1)
@@ -39,7 +39,7 @@ def from_parents(tokens: Tensor, parents: Tensor, depth: int) -> TokenTree:
 
 
 def chain(tokens: Tensor) -> TokenTree:
-    """One branch: tokens (batch, nodes), the bonus token first."""
+    """Build a tree of one branch. tokens: (batch, nodes), the bonus token first."""
     batch, nodes = tokens.shape
     order = torch.arange(nodes, device=tokens.device)
     ancestors = order[:, None] >= order
@@ -47,8 +47,8 @@ def chain(tokens: Tensor) -> TokenTree:
     return TokenTree(tokens, *expand)
 
 
-def padded(tree: TokenTree, nodes: int) -> TokenTree:
-    """The same tree with nodes of token -1 below node 0, up to so many."""
+def pad_nodes(tree: TokenTree, nodes: int) -> TokenTree:
+    """Pad the tree to this number of nodes, with nodes of token -1 below node 0."""
     batch, more = len(tree.tokens), nodes - tree.tokens.shape[1]
     if more == 0:
         return tree

@@ -25,7 +25,7 @@ from foredraft.inference import generate, load_drafter
 from foredraft.inference.drafters import AutoTree, Drafter, chain_of, tree_of
 from foredraft.inference.evaluation import benchmark_report, figures
 from foredraft.inference.evaluation.alignment import check_alignment
-from foredraft.inference.evaluation.benchmark import PLAIN, Benchmark, Contestant, Line, Lines, Text, rivals
+from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Line, Lines, System, Text, rivals
 from foredraft.inference.evaluation.benchmark_report import Results
 from foredraft.inference.evaluation.lossless import audit, nodes_by_token
 from foredraft.inference.evaluation.report import Sample
@@ -62,9 +62,9 @@ def measure(cfg: DictConfig, output: Path) -> None:
     print(prompt_sets.summary(chosen), flush=True)
     lines = Lines(output / "lines.jsonl")
     ours = load(cfg, target, lines)
-    contestants = [*ours, *(rivals(target, assistants(cfg)) if cfg.rivals else ())]
+    systems = [*ours, *(rivals(target, assistants(cfg)) if cfg.rivals else ())]
     texts = [Text(prompt.category, prompt.tokens, prompt.ends) for prompt in chosen]
-    benchmark = Benchmark(target, contestants, texts, cfg.new_tokens, lines)
+    benchmark = Benchmark(target, systems, texts, cfg.new_tokens, lines)
     temperatures = [float(t) for t in cfg.temperature]
     benchmark.run(temperatures, cfg.repeats)
     examine(cfg, benchmark, temperatures)
@@ -119,9 +119,9 @@ def read_prompts(cfg: DictConfig, target: Target, file: Path) -> list[Prompt]:
     return found
 
 
-def load(cfg: DictConfig, target: Target, lines: Lines) -> list[Contestant]:
+def load(cfg: DictConfig, target: Target, lines: Lines) -> list[System]:
     """Plain decoding and the drafters; where one sizes its tree, the fixed tree beside it; and the chain of a head."""
-    found = [Contestant(PLAIN, None)]
+    found = [System(BASELINE, None)]
     for one in cfg.drafters:
         options: dict[str, Any] = {"spec": one} if isinstance(one, str) else {str(key): one[key] for key in one}
         name = str(options.pop("name", options.get("spec", options.get("_target_"))))
@@ -139,14 +139,14 @@ def load(cfg: DictConfig, target: Target, lines: Lines) -> list[Contestant]:
     return found
 
 
-def around(name: str, drafter: Drafter, target: Target, chain: int) -> Iterator[Contestant]:
-    yield Contestant(name, drafter)
+def around(name: str, drafter: Drafter, target: Target, chain: int) -> Iterator[System]:
+    yield System(name, drafter)
     tree = tree_of(drafter)
     if isinstance(drafter, AutoTree) and tree is not None:
         fixed = copy.copy(tree)
-        yield Contestant(f"{name}, fixed tree", fixed)
+        yield System(f"{name}, fixed tree", fixed)
     if tree is not None:
-        yield Contestant(chain_name(name, chain), chain_of(tree, target, chain), once=True)
+        yield System(chain_name(name, chain), chain_of(tree, target, chain), once=True)
 
 
 def chain_name(name: str, chain: int) -> str:
@@ -169,8 +169,8 @@ def examine(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float]) ->
         if (kind, name, *job) not in done:
             left.append((name, lambda: lines.add({"kind": kind, "decoder": name, "job": job, "found": work()})))
 
-    for one in benchmark.contestants:
-        if not isinstance(one.what, Drafter):
+    for one in benchmark.systems:
+        if not isinstance(one.drafter, Drafter):
             continue
         for temperature in temperatures:
             once("identity", one.name, [temperature], lambda one=one, t=temperature: identity(benchmark, one, t))
@@ -182,22 +182,22 @@ def examine(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float]) ->
             "alignment",
             one.name,
             [],
-            lambda one=one, rows=rows: check_alignment(target, one.what, rows[:ALIGNED], cfg.new_tokens).faults,
+            lambda one=one, rows=rows: check_alignment(target, one.drafter, rows[:ALIGNED], cfg.new_tokens).faults,
         )
     for name, work in tqdm(left, desc="checks", unit="check"):
         benchmark.attempt(name, work)
 
 
-def identity(benchmark: Benchmark, one: Contestant, temperature: float) -> dict[str, Any]:
+def identity(benchmark: Benchmark, one: System, temperature: float) -> dict[str, Any]:
     """How many texts are plain decoding's, how many differ where rounding decides, and how many are wrong."""
-    assert isinstance(one.what, Drafter)
-    found: dict[str, dict[int, Line]] = {PLAIN: {}, one.name: {}}
+    assert isinstance(one.drafter, Drafter)
+    found: dict[str, dict[int, Line]] = {BASELINE: {}, one.name: {}}
     for line in benchmark.lines.of("text"):
         if line["decoder"] in found and line["temperature"] == temperature and "ids" in line:
             found[line["decoder"]][line["text"]] = line
     counts, gaps = {"identical": 0, "rounding": 0, "wrong": 0}, []
     for number, line in found[one.name].items():
-        prompt, seed, plain = benchmark.texts[number].tokens, number + 1, found[PLAIN][number]["ids"]
+        prompt, seed, plain = benchmark.texts[number].tokens, number + 1, found[BASELINE][number]["ids"]
         nodes = nodes_by_token(line["emitted"], line["nodes"])
         place = audit(benchmark.target, prompt, plain, line["ids"], nodes, temperature, seed)
         counts["identical" if place is None else "rounding" if place.is_arithmetic else "wrong"] += 1
@@ -224,8 +224,8 @@ def samples(benchmark: Benchmark) -> Iterator[Sample]:
 
 def collect(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float], about: str) -> Results:
     lines, target = benchmark.lines, benchmark.target
-    names = [one.name for one in benchmark.contestants if not one.once]
-    others = [one.name for one in benchmark.contestants if one.is_rival]
+    names = [one.name for one in benchmark.systems if not one.once]
+    others = [one.name for one in benchmark.systems if one.is_rival]
     rows = []
     for temperature in temperatures:
         table = figures.Table(lines.lines, benchmark.texts, temperature)
@@ -235,14 +235,14 @@ def collect(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float], ab
                 if found is not None:
                     rows.append({"drafter": name, "temperature": temperature, "category": category, **found})
     return Results(
-        about={
+        metadata={
             "target": target.name,
             "device": device_name(target.device),
             "dtype": str(target.dtype).removeprefix("torch."),
             "date": datetime.date.today().isoformat(),
             "prompts": about,
             "new_tokens": cfg.new_tokens,
-            "waited": median(lines.waited().values() or [0.0]),
+            "preempted_share": median(lines.preempted_shares().values() or [0.0]),
             "command": " ".join(["python", *sys.argv]),
             "versions": versions(),
         },

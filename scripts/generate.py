@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from foredraft.heads import Target
 from foredraft.inference import generate
 from foredraft.inference.drafters import Drafter
-from foredraft.inference.evaluation.measure import padded
+from foredraft.inference.evaluation.measure import left_pad
 from foredraft.inference.generation import read_settings
 from foredraft.inference.text import Detokenizer, answer_context, continuation, encode_prompt
 from foredraft.train.cli import entry
@@ -121,7 +121,7 @@ class Writer:
     def generate(
         self, prompts: Sequence[list[int]], numbers: Sequence[int], streamer: Printer | None = None
     ) -> list[str]:
-        ids, mask = padded(list(prompts))
+        ids, mask = left_pad(list(prompts))
         seeds = [self.cfg.seed + number for number in numbers]
         more: dict[str, Any] = {"seed": seeds, "streamer": streamer, **self.settings}
         answer = generate(self.target, self.drafter, ids.to(self.target.device), mask, **more)

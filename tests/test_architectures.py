@@ -21,7 +21,7 @@ from foredraft.heads.target.cache import KVCache
 from foredraft.inference import generate
 from foredraft.inference.drafters.base import Accepted, Drafter
 from foredraft.inference.drafters.ngram import NgramDrafter
-from foredraft.inference.evaluation.measure import padded
+from foredraft.inference.evaluation.measure import left_pad
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree, from_parents
 from foredraft.train.features.online import forward_target
@@ -178,7 +178,7 @@ def test_a_row_of_a_ragged_batch_writes_what_it_writes_alone(family: str, attent
     prompts = [random_text(luck, length) for length in (24, 5, 13)]
     theirs = continued(plain, prompts, max_new_tokens=40)
     for drafter in (Tipped(theirs), NgramDrafter()):
-        ours = generate(target, drafter, *padded(prompts), max_new_tokens=40, eos_token_id=-1)
+        ours = generate(target, drafter, *left_pad(prompts), max_new_tokens=40, eos_token_id=-1)
         assert [prompt + text for prompt, text in zip(prompts, ours.new_tokens)] == theirs
         if isinstance(drafter, Tipped):  # else little was accepted, and keeping it was not tested
             assert ours.acceptance_length > 1.5
@@ -195,7 +195,7 @@ def test_drafts_beyond_the_last_position_do_no_harm(family: str) -> None:
     luck = random.Random(8)
     prompts = [random_text(luck, length) for length in (20, 12)]  # the first is done while drafts are still read for it
     theirs = continued(plain, prompts, max_length=24)
-    ours = generate(target, Tipped(theirs), *padded(prompts), max_new_tokens=50, eos_token_id=-1)
+    ours = generate(target, Tipped(theirs), *left_pad(prompts), max_new_tokens=50, eos_token_id=-1)
     assert [prompt + text for prompt, text in zip(prompts, ours.new_tokens)] == theirs
 
 

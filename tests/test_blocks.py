@@ -260,5 +260,5 @@ def test_nodes_that_rate_low_are_left_out(target):
         scorer = BlockScorer(tree, torch.randn(1, 3, 32), None, tree.sampling.temperature)
         _, _, scores = tree.best_paths(scorer, torch.tensor([[1]]))
         assert scores.topk(7).values.isfinite().sum() == kept
-    with pytest.raises(ValueError, match=r"min_confidence=0.3 .* of a head that rates"):
+    with pytest.raises(ValueError, match=r"min_confidence=0.3 .* the head must predict acceptance"):
         BlockTree(make_head("dflash", target), target, min_confidence=0.3)

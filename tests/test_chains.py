@@ -30,7 +30,7 @@ from foredraft.inference.drafters import (
 from foredraft.inference.drafters.auto import PLAIN
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.drafters.ngram import NgramDrafter
-from foredraft.inference.evaluation.measure import padded
+from foredraft.inference.evaluation.measure import left_pad
 from foredraft.inference.serve.worker import Worker
 from foredraft.train.features.online import forward_target
 from tests.support import architectures, decoding
@@ -44,7 +44,7 @@ READING = [kind for kind in CONFIGS if kind != "mamba"]
 
 
 def batch(rows: list[int]) -> tuple[Tensor, Tensor]:
-    return padded([PROMPTS[row] for row in rows])
+    return left_pad([PROMPTS[row] for row in rows])
 
 
 CASES = [(kind, 0.0) for kind in CONFIGS] + [(kind, 1.0) for kind in ("qwen3_5", "lfm2", "deepseek_v32", "mamba")]
@@ -75,14 +75,16 @@ def test_a_chain_changes_nothing(kind: str, temperature: float) -> None:
 def test_what_does_not_read_several_tokens_right_is_decoded_plainly_and_says_so() -> None:
     _, target = pair("mamba")
     assert not target.supports_chains and all(pair(kind).target.supports_chains for kind in READING)
-    with pytest.warns(UserWarning, match=r"^mamba gives other logits for several tokens at once .* decoded plainly"):
+    with pytest.warns(
+        UserWarning, match=r"^mamba computes different logits for several tokens at once .* Drafting is disabled"
+    ):
         generation = generate(target, NgramDrafter(), *batch([0]), max_new_tokens=4, eos_token_id=-1)
     assert {step.nodes for step in generation.steps} == {1}
 
 
 def test_where_rounding_may_pick_another_key_it_is_said_before_anything_is_drafted() -> None:
     target = pair("deepseek_v32").target
-    with pytest.warns(UserWarning, match="^deepseek_v32 looks at those keys alone that its indexer scores"):
+    with pytest.warns(UserWarning, match="^deepseek_v32 attends only to the keys with the highest indexer scores"):
         Engine(target, NgramDrafter())
     with warnings.catch_warnings():
         warnings.simplefilter("error")

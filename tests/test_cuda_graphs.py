@@ -110,7 +110,7 @@ def serve_requests(engine: Engine, count: int, longest: int, rng: random.Random)
 def test_joins_and_leaves_for_long_capture_few_steps(target, name, monkeypatch):
     """Few numbers of slots, of columns and of settings are ever met."""
     monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Repeated)
-    monkeypatch.setattr("foredraft.inference.batch.ROOM", 2)
+    monkeypatch.setattr("foredraft.inference.batch.INITIAL_ENTRIES", 2)
     monkeypatch.setattr("foredraft.heads.target.cache.MIN_BUCKET", 16)
     target, before = again(target), cuda_graphs.CudaGraphs.num_captured
     engine = Engine(target, drafters(target).get(name), max_num_seqs=4)
@@ -150,7 +150,7 @@ def test_the_text_is_the_same(target, name, monkeypatch, taped):
 def test_top_p_that_needs_more_tokens_than_it_considers_is_verified_again(target, monkeypatch, taped):
     settings = SETTINGS["top-p"] | LIMITS
     plain, outcomes = generate(target, None, prompt(9), **settings), []
-    monkeypatch.setattr("foredraft.inference.target_sampler.LIKELIEST", 2)
+    monkeypatch.setattr("foredraft.inference.target_sampler.TOP_P_CANDIDATES", 2)
 
     def note(*args):
         outcomes.append(to_host(*args))

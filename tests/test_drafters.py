@@ -34,7 +34,7 @@ from foredraft.inference.drafters import (
     UnoTree,
     drafter_for,
 )
-from foredraft.inference.drafters.base import Accepted, Unextended, bonus_only, chains, trees
+from foredraft.inference.drafters.base import Accepted, PendingAccepted, bonus_only, chains, trees
 from foredraft.inference.drafters.union import merge
 from foredraft.inference.sampling import Sampling, SamplingParams
 from tests.support.drafters import SETTINGS, OneBranch, drafters
@@ -321,7 +321,7 @@ def test_bad_settings_are_named(target, tiny_path):
         Union([NgramDrafter()])
     with pytest.raises(ValueError, match="nodes=1"):
         StaticTree(MedusaHead.for_target(target), target, nodes=1)
-    with pytest.raises(ValueError, match="no adaptive length"):
+    with pytest.raises(ValueError, match="does not support tree=adaptive"):
         drafter_for(MedusaHead.for_target(target), target, tree="adaptive")
 
 
@@ -374,28 +374,28 @@ class Counted(TorchDispatchMode):
 def test_what_many_steps_accepted_is_put_together_at_once():
     """After plain steps of many sequences, a few kernels: not some for each sequence and step, and none where one joins."""
     draw = torch.Generator().manual_seed(0)
-    texts, unextended = [[0], [0], [0]], Unextended()
+    texts, pending = [[0], [0], [0]], PendingAccepted()
     with Counted() as counted:
         for step in range(40):
             if step in (20, 21):  # the first one leaves, the last one takes its place, and another joins
-                unextended.select([2, 1, None])
+                pending.select([2, 1, None])
                 texts = [texts[2], texts[1], [0]]
             counts = torch.randint(1, 4, (3,), generator=draw).tolist()
             tokens = torch.randint(1, 99, (3, 4), generator=draw)
             texts = [text + row[:count] for text, row, count in zip(texts, tokens.tolist(), counts, strict=True)]
             if step == 39:
                 counts[1] = 0  # it has ended
-            unextended.append(Accepted(tokens, tokens[..., None].float().expand(-1, -1, 2), counts, texts))
+            pending.append(Accepted(tokens, tokens[..., None].float().expand(-1, -1, 2), counts, texts))
         before = counted.kernels
-        together = unextended.take()
+        together = pending.take()
         assert counted.kernels - before < 100
     assert together.counts == [len(texts[0]) - 1, 0, len(texts[2]) - 1] and together.text == texts
     for row in (0, 2):
         count = together.counts[row]
         assert together.tokens[row, :count].tolist() == texts[row][1:]
         assert torch.equal(together.aux_hidden_states[row, :count, 1], together.tokens[row, :count].float())
-    unextended.append(together)
-    assert unextended.take() is together  # nothing is left of before
+    pending.append(together)
+    assert pending.take() is together  # nothing is left of before
 
 
 def test_rows_that_pad_the_targets_vocabulary_are_never_drafted(target):

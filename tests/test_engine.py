@@ -57,7 +57,7 @@ def test_a_long_prompt_joins_a_long_text(target, name):
 @pytest.mark.parametrize("name", ["plain", "suffix", "lookahead", "eagle3", "medusa", "eagle3 auto", "union", "dflash"])
 def test_the_cache_grows_with_the_texts(target, alone, name, captured, monkeypatch):
     """Not with what they may become. Rows that have ended do not grow with it."""
-    monkeypatch.setattr("foredraft.inference.batch.ROOM", 2)
+    monkeypatch.setattr("foredraft.inference.batch.INITIAL_ENTRIES", 2)
     monkeypatch.setattr("foredraft.heads.target.cache.MIN_BUCKET", 8)
     if captured:
         monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
@@ -79,8 +79,8 @@ def test_what_cannot_be_read_is_refused_before_it_joins(target):
     for tokens, bias, message in (
         ([], (), "empty"),
         (prompt(256, 0), (), r"256 tokens, the target .* takes 256"),
-        ([3, target.vocab_size], (), "the prompt names token"),
-        ([3, -1], (), "the prompt names token -1"),
+        ([3, target.vocab_size], (), "the prompt contains token"),
+        ([3, -1], (), "the prompt contains token -1"),
         ([3], ((target.vocab_size, 1.0),), "logit_bias"),
     ):
         with pytest.raises(ValueError, match=message):

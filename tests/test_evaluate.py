@@ -18,7 +18,7 @@ from foredraft.heads import Target, save_head
 from foredraft.inference import generate
 from foredraft.inference.drafters import Drafter, DraftModel, drafter_for
 from foredraft.inference.drafters.base import Accepted, Wrapper
-from foredraft.inference.evaluation.alignment import Alignment, Noted, guess_in_training, head_of
+from foredraft.inference.evaluation.alignment import Alignment, RecordingDrafter, guess_in_training, head_of
 from foredraft.inference.evaluation.benchmark import Lines, Text
 from foredraft.inference.evaluation.benchmark_report import Results, tables
 from foredraft.inference.evaluation.figures import Table, by_context, conditional, decoding, row, whole
@@ -57,7 +57,7 @@ def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_pa
     found = json.loads((output / "figures.json").read_text())
     ours, names = str(head), {line["drafter"] for line in found["rows"]}
     assert names == {
-        "plain",
+        "baseline",
         "ngram",
         ours,
         "wrong",
@@ -79,7 +79,7 @@ def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_pa
     assert {line["drafter"] for line in found["identity"]} > {"ngram", f"{ours}, chain of 3"}
     assert set(found["stages"][0]["seconds"]) == {"draft", "forward", "verify", "commit", "host"}
     page = (output / "report.html").read_text()
-    assert "nonsense failed and is left out" in page and page.count("<svg") >= 2 and page.count('class="bars"') >= 2
+    assert "nonsense failed and is omitted" in page and page.count("<svg") >= 2 and page.count('class="bars"') >= 2
     assert "drafted, accepted at depth 1" in page
     with (output / "figures.csv").open() as file:
         assert {line["drafter"] for line in csv.DictReader(file)} == names
@@ -117,11 +117,11 @@ def test_a_head_is_held_against_its_training_forward(target, kind):
     prompt = [9, 30, 7, 45, 11]
     for wrong in (False, True):
         drafter = drafter_for(make_head(kind, target), target)
-        noted = Noted(Unread(drafter) if wrong else drafter)
-        written = generate(target, noted, torch.tensor([prompt]), max_new_tokens=24, eos_token_id=-1).new_tokens[0]
-        places = [at for at in noted.guesses if at < len(prompt + written)]
-        own = guess_in_training(head_of(noted), target, prompt + written, places)
-        assert ([noted.guesses[at] for at in places] == own) is not wrong
+        recorder = RecordingDrafter(Unread(drafter) if wrong else drafter)
+        written = generate(target, recorder, torch.tensor([prompt]), max_new_tokens=24, eos_token_id=-1).new_tokens[0]
+        places = [at for at in recorder.guesses if at < len(prompt + written)]
+        own = guess_in_training(head_of(recorder), target, prompt + written, places)
+        assert ([recorder.guesses[at] for at in places] == own) is not wrong
 
 
 def test_what_is_more_than_chance():
@@ -144,17 +144,17 @@ def text_line(decoder: str, text: int, seconds: float, repeat: int = 0, **more) 
 
 def test_figures_of_known_lines():
     texts = [Text("code", [1], False), Text("code", [2], False), Text("talk", [3], True), Text("talk", [4], True)]
-    lines = [text_line("plain", number, 5.5, repeat) for number in range(3) for repeat in range(3)]
+    lines = [text_line("baseline", number, 5.5, repeat) for number in range(3) for repeat in range(3)]
     steps = {"emitted": [4, 1, 5], "accepted": [3, 0, 4], "nodes": [8, 1, 8]}
     lines += [
         text_line("head", n, 0.5 + second, r, **steps) for n in range(3) for r, second in enumerate((2.0, 2.5, 4.0))
     ]
-    lines += [text_line("plain", 3, 5.5, ids=[7] * 10), text_line("head", 3, 0.6, **steps)]  # a loop
+    lines += [text_line("baseline", 3, 5.5, ids=[7] * 10), text_line("head", 3, 0.6, **steps)]  # a loop
     lines += [text_line("rival", number, 5.0) for number in range(3)]
     table = Table(lines, texts, 0.0)
     assert table.loops == {3} and table.chosen("talk") == {2} and table.chosen("all") == {0, 1, 2}
     assert table.rates("head", "code", decoding) == (pytest.approx(9 / 2.5), pytest.approx(9 / 4), pytest.approx(9 / 2))
-    assert table.speedup("head", "plain", "all", decoding).median == pytest.approx(2.0)
+    assert table.speedup("head", "baseline", "all", decoding).median == pytest.approx(2.0)
     assert table.speedup("head", "rival", "all", whole) == (2.0, 2.0, 2.0)  # of the one repeat that both have
     found = row(table, "head", "all", ["rival", "missing"], None)
     assert found["acceptance_length"] == pytest.approx(10 / 3) and found["best_rival"] == "rival"
@@ -168,22 +168,22 @@ def test_figures_of_known_lines():
 
 def test_texts_are_compared_in_the_table_of_all_of_them():
     texts = [Text("code", [1], False), Text("talk", [2], False)]
-    table = Table([text_line("plain", number, 5.5) for number in range(2)], texts, 0.0)
+    table = Table([text_line("baseline", number, 5.5) for number in range(2)], texts, 0.0)
     rows = [
         {
-            **(row(table, "plain", category, [], None) or {}),
-            "drafter": "plain",
+            **(row(table, "baseline", category, [], None) or {}),
+            "drafter": "baseline",
             "category": category,
             "temperature": 0.0,
         }
         for category in ("all", "code")
     ]
-    identity = [{"drafter": "plain", "temperature": 0.0, "texts": 2, "identical": 1, "rounding": 1, "wrong": 0}]
+    identity = [{"drafter": "baseline", "temperature": 0.0, "texts": 2, "identical": 1, "rounding": 1, "wrong": 0}]
     found = {
         title: dict(zip(heads, body[0]))
         for title, heads, body in tables(Results({}, rows, [], identity, [], {}, {}), ("all", "code"))
     }
-    assert found["Temperature 0, all: 2 texts"]["text"] == "identical but for rounding in 1 text"
+    assert found["Temperature 0, all: 2 texts"]["text"] == "identical up to rounding in 1 text"
     assert "text" not in found["Temperature 0, code: 1 text"]
 
 
@@ -275,7 +275,7 @@ def test_texts_that_others_held_up_are_timed_again(monkeypatch):
     waits = iter([0.0, 0.02, 0.9, 0.5, 0.05])
     monkeypatch.setattr(Stopwatch, "stop", lambda watch: ((waited := next(waits)) + 1, waited))
     decode = lambda ids, seed: (seed, None)  # noqa: E731
-    timing = time_decoders({"plain": decode}, [[1], [2], [3], [4]], where("cpu", False))["plain"]
+    timing = time_decoders({"baseline": decode}, [[1], [2], [3], [4]], where("cpu", False))["baseline"]
     assert timing.waited == [0.0, 0.02, 0.05, 0.5] and timing.seconds == [1.0, 1.02, 1.05, 1.5]  # a quarter, the worst
     assert timing.tokens == [1, 2, 3, 4]
 

@@ -103,7 +103,7 @@ def test_a_float32_copy_is_of_the_same_weights(monkeypatch, tiny_path):
     half = Target.from_pretrained(tiny_path, dtype="bfloat16", device="cpu", context=64, trust_remote_code=True)
     half.revision, loaded = "a-branch", list[dict]()
     monkeypatch.setattr(Target, "from_pretrained", lambda name, **given: loaded.append(given | {"name": name}))
-    measure.float32(half)
+    measure.float32_target(half)
     wanted = {"name": half.name, "dtype": "float32", "device": half.device, "quantization": None, "sharding": None}
     assert loaded == [wanted | {"revision": "a-branch", "trust_remote_code": True, "context": 64}]
 
@@ -112,4 +112,4 @@ def test_a_float32_copy_without_memory_is_not_loaded(monkeypatch, tiny_path, cap
     half = Target.from_pretrained(tiny_path, dtype="bfloat16", device="cpu")
     monkeypatch.setattr(measure, "free_memory", lambda device: 1000)
     monkeypatch.setattr(Target, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
-    assert measure.float32(half) is None and "identity is not proven" in "".join(capsys.readouterr())
+    assert measure.float32_target(half) is None and "losslessness is not checked" in "".join(capsys.readouterr())

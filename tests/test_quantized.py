@@ -12,7 +12,7 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
 from foredraft.inference import drafter_for, generate, load_drafter
 from foredraft.inference.drafters import NgramDrafter
-from foredraft.inference.evaluation.measure import float32
+from foredraft.inference.evaluation.measure import float32_target
 from tests.support.tiny import tiny_config
 
 pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -97,9 +97,9 @@ def test_a_head_of_it_is_saved_and_loaded(packed, tmp_path):
 
 def test_its_float32_copy_is_packed_too(packed, path):
     half = Target.from_pretrained(path, dtype="bfloat16", device="cpu", quantization=packed.quantization)
-    exact = float32(half)
+    exact = float32_target(half)
     assert exact is not None
-    assert exact.quantization == packed.quantization and exact.dtype == torch.float32
+    assert exact.quantization == packed.quantization and exact.dtype == torch.float32_target
     assert torch.equal(exact.forward(prompt()).logits, packed.forward(prompt()).logits)
 
 

@@ -31,7 +31,7 @@ LENGTHS = (60, 5, 33, 12, 47, 8, 21, 3)
 def parted(request, monkeypatch) -> str:
     """Texts of a few tokens are parted already, and longer than what sliding layers keep."""
     monkeypatch.setattr("foredraft.heads.target.sliding_cache.SLACK", 0)
-    monkeypatch.setattr("foredraft.inference.batch.ROOM", 3)
+    monkeypatch.setattr("foredraft.inference.batch.INITIAL_ENTRIES", 3)
     monkeypatch.setattr("foredraft.heads.target.cache.KEY_BLOCK", 1)
     if request.param == "cohorts":
         monkeypatch.setattr(ragged_cache, "SHORT", 8)
@@ -171,7 +171,7 @@ class Peak(TorchDispatchMode):
 @pytest.mark.parametrize("name", [None, "draft model"])
 def test_a_limit_bounds_all_that_is_ever_reserved(target, name, monkeypatch):
     """Growth and prompts included. Entries are of 6 layers with 2 heads of 8 numbers, keys and values."""
-    monkeypatch.setattr("foredraft.inference.batch.ROOM", 4)
+    monkeypatch.setattr("foredraft.inference.batch.INITIAL_ENTRIES", 4)
     monkeypatch.setattr("foredraft.heads.target.cache.KEY_BLOCK", 1)
     monkeypatch.setattr(ragged_cache, "SHORT", 16)
     asked, limit, entry = requests(), 2**18 if name is None else 2**19, 6 * 2 * 8 * 2 * 4

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from foredraft.heads.hub.card import duration, model_card, number, percent
-from foredraft.inference.evaluation.plots import DEPTHS, MOST_POINTS, Bar, Series, bar_chart, line_chart
+from foredraft.inference.evaluation.plots import DEPTHS, MAX_POINTS, Bar, Series, bar_chart, line_chart
 from foredraft.inference.evaluation.report import RunRecord, Sample, table, write_report
 
 METRICS: dict = {
@@ -19,8 +19,8 @@ METRICS: dict = {
     "acceptance_length_all": 4.873,
     "accepted_per_depth": [0.871, 0.742, 0.613],
     "tokens_per_second": 312.4,
-    "plain_tokens_per_second": 138.2,
-    "waited": 0.061,
+    "baseline_tokens_per_second": 138.2,
+    "preempted_share": 0.061,
     "speedup": 2.2605,
     "identical_greedy": True,
     "identical_sampled": 1.0,
@@ -44,8 +44,8 @@ SHOWN = {
     "acceptance_length_all": "4.87",
     "accepted_per_depth": "74.2 %",
     "tokens_per_second": "312",
-    "plain_tokens_per_second": "138",
-    "waited": "6.1 %",
+    "baseline_tokens_per_second": "138",
+    "preempted_share": "6.1 %",
     "speedup": "2.26",
     "prompts": "57",
     "repetitive_prompts": "9",
@@ -271,7 +271,7 @@ def test_line_breaks_where_the_loss_was_not_a_number():
 def test_a_long_run_makes_a_small_chart_and_says_so():
     chart = line_chart("loss", [Series("", [(i, 1 / (i + 1)) for i in range(100_000)], "d1")])
     (line,) = lines(parse(chart))
-    assert 100 < len(line) <= MOST_POINTS
+    assert 100 < len(line) <= MAX_POINTS
     assert "each point the mean of 334 log entries" in chart
 
 

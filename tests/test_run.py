@@ -36,7 +36,7 @@ PROMISED = {  # issue 2, item 7
     "acceptance_length",
     "accepted_per_depth",
     "tokens_per_second",
-    "plain_tokens_per_second",
+    "baseline_tokens_per_second",
     "speedup",
     "identical_greedy",
     "identical_sampled",

@@ -37,7 +37,7 @@ SMALL = typed("""
     evaluate={prompts:2,timed_prompts:1,prompt_tokens:16,new_tokens:8,eval_prompts:1,eval_steps:0,proof:false}
 """)
 # Of a text, in tests that must not depend on the machine.
-SECONDS = {"plain": 4.0, "eagle3": 2.0, "medusa": 1.0, "hass": 3.0}
+SECONDS = {"baseline": 4.0, "eagle3": 2.0, "medusa": 1.0, "hass": 3.0}
 
 
 @pytest.fixture
@@ -184,8 +184,8 @@ def check_results(directory: Path) -> None:
     """What a search leaves: hass is dropped first, eagle3 then, and medusa is finished as any run is."""
     found = json.loads((directory / "search.json").read_text())
     assert [sorted(r["found"]) for r in found["rounds"]] == [
-        ["eagle3", "hass", "medusa", "plain"],
-        ["eagle3", "medusa", "plain"],
+        ["eagle3", "hass", "medusa", "baseline"],
+        ["eagle3", "medusa", "baseline"],
     ]
     candidates = found["candidates"]
     assert candidates["hass"]["dropped"].startswith("round 1: 2.7 ± ") and candidates["medusa"]["dropped"] is None

@@ -217,7 +217,7 @@ def test_tools_are_told_to_the_template_unless_they_may_not_be_called(client):
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, "be compiled"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["a" * 70_000]}}}},
-            "more than the 65536",
+            "at most 65536",
         ),
         ({"tool_choice": "required"}, "needs tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}, "tools": TOOLS}, "'other'"),

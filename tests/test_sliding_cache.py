@@ -130,14 +130,14 @@ def test_texts_go_on_after_they_were_interrupted(family, what, narrow):
 
 def test_a_limit_counts_what_is_kept(narrow, monkeypatch):
     """Two of four layers slide, with rings of 6 entries and of 20."""
-    monkeypatch.setattr("foredraft.inference.batch.ROOM", 4)
+    monkeypatch.setattr("foredraft.inference.batch.INITIAL_ENTRIES", 4)
     monkeypatch.setattr(ragged_cache, "SHORT", 16)
     target, size = pair("gemma3_text", "eager").target, 100 * 4 * ENTRY
     worker = Worker(target, Random(), cache_gib=2 * 1.25 * size / 2**30, prefix_cache_gib=0)
     engines, rings = worker.engines, (WINDOW + 16, WINDOW + 2)
     for engine, ring in zip(engines, rings, strict=True):
         assert engine.batch.max_cache_tokens == 100 and target.sliding(engine.drafter.nodes).ring == ring
-        most = engine.batch.most_tokens()
+        most = engine.batch.max_text_tokens()
         assert 100 - ring // 2 - 1 <= (most + 2 * engine.drafter.nodes) / 2 <= 100 - ring // 2
         with pytest.raises(ValueError, match="need more than the 100 tokens"):
             engine.check(Request(text(most, 0), max_new_tokens=1))

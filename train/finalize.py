@@ -19,7 +19,7 @@ from foredraft.heads.hub.card import model_card
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import load_drafter
 from foredraft.inference.drafters.base import Drafter
-from foredraft.inference.evaluation.measure import NOT_PROVEN, evaluate, limited, prove
+from foredraft.inference.evaluation.measure import NOT_CHECKED, check_identical, evaluate, length_settings
 from foredraft.inference.evaluation.measure import run as decode
 from foredraft.inference.evaluation.report import RunRecord, Sample, table, write_report
 from foredraft.inference.generation import generate, tokens_per_forward
@@ -146,10 +146,10 @@ def measure(target: Target, directory: Path, data: Corpus, settings: Any) -> tup
     drafter = load(target)
     ends = has_chats(data.test)
     metrics = evaluate(target, drafter, rows, settings.new_tokens, settings.timed_prompts, ends)
-    metrics |= prove(target, load, rows, settings.new_tokens, ends) if settings.proof else NOT_PROVEN
+    metrics |= check_identical(target, load, rows, settings.new_tokens, ends) if settings.proof else NOT_CHECKED
     if data.test_sets:
         metrics["acceptance_length_by_set"] = by_set(target, drafter, data, settings)
-    return metrics, sample(target, drafter, rows[len(rows) // 2], **limited(settings.new_tokens, ends))
+    return metrics, sample(target, drafter, rows[len(rows) // 2], **length_settings(settings.new_tokens, ends))
 
 
 def by_set(target: Target, drafter: Drafter, data: Corpus, settings: Any) -> dict[str, float | None]:
@@ -164,7 +164,7 @@ def by_set(target: Target, drafter: Drafter, data: Corpus, settings: Any) -> dic
             found[name] = None
             continue
         decoded = decode(
-            target, drafter, rows, what=f"measuring on {name}", **limited(settings.new_tokens, has_chats(held))
+            target, drafter, rows, what=f"measuring on {name}", **length_settings(settings.new_tokens, has_chats(held))
         )
         found[name] = round(tokens_per_forward(decoded), 4)
     return found

@@ -26,7 +26,7 @@ from foredraft.heads import hub
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import drafter_for
-from foredraft.inference.evaluation.measure import limited
+from foredraft.inference.evaluation.measure import length_settings
 from foredraft.inference.evaluation.measure import run as decode
 from foredraft.inference.generation import tokens_per_forward
 from foredraft.train import held_out, lora
@@ -257,7 +257,7 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
     validation = prompts(target.text_tokenizer, run.data.validation, *settings) if decodes else []
 
     def validate(head: DraftHead) -> dict[str, float]:
-        limits = limited(64, has_chats(run.data.validation))
+        limits = length_settings(64, has_chats(run.data.validation))
         decoded = decode(target, drafter_for(head, target), validation, **limits)
         found = {
             "acceptance_length": round(tokens_per_forward(decoded), 4),

@@ -73,11 +73,11 @@ MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("speedup", "speedup over plain decoding", "{:.2f}x".format),
     ("speedup_auto", "speedup with tree=auto", "{:.2f}x".format),
     ("tokens_per_second", "tokens/s", number),
-    ("plain_tokens_per_second", "tokens/s, plain decoding", number),
+    ("baseline_tokens_per_second", "tokens/s, plain decoding", number),
     ("identical_greedy", "identical to plain decoding in float32, greedy", identical),
     ("identical_sampled", "identical to plain decoding in float32, sampled with the same seed", identical),
     ("identical_in_dtype", "prompts identical in the dtype of the measurement", percent),
-    ("waited", "time in which other programs had the core, of a median text", percent),
+    ("preempted_share", "time in which other programs had the core, of a median text", percent),
     ("prompts", "held-out prompts", "{:.0f}".format),
     ("repetitive_prompts", "repetitive prompts, counted apart", "{:.0f}".format),
 )

@@ -1,4 +1,4 @@
-"""Everything that can propose a tree, and `load_drafter`, which finds it by a short word."""
+"""All drafters, and `load_drafter`, which loads one by name."""
 
 from pathlib import Path
 from typing import Any
@@ -27,26 +27,26 @@ from foredraft.inference.drafters.switch import Switch
 from foredraft.inference.drafters.union import Union
 from foredraft.inference.drafters.uno import UnoTree
 
-WORDS = "none, ngram, suffix, lookahead, draft:<path or id of a smaller model>, a head's directory or Hub id"
+DRAFTER_NAMES = "none, ngram, suffix, lookahead, draft:<path or id of a smaller model>, a head's directory or Hub id"
 
 
 def load_drafter(spec: str, target: Target, revision: str | None = None, **options: Any) -> Drafter:
-    """The drafter that `spec` names. `options` go to its constructor; conf/drafter/*.yaml list them.
+    """Load the drafter that `spec` names. `options` are passed to its constructor; conf/drafter/*.yaml list them.
 
-    "none" (plain decoding), "ngram", "suffix", "lookahead", "draft:<path or id of a smaller model>", a head's directory or
-    Hub id (revision: its branch, tag or commit); or several of these joined by "+", see `joined`. Heads and draft models take
-    `tree`, see `with_tree_policy`: "auto" where it is not given.
+    spec: "none" (autoregressive decoding), "ngram", "suffix", "lookahead", "draft:<path or id of a smaller model>", a head's
+    directory or Hub id (revision: its branch, tag or commit), or several of these joined by "+" (`load_joined`). Heads and
+    draft models have the option `tree` (`with_tree_policy`), "auto" by default.
     """
     if "+" in spec and not Path(spec).is_dir():
-        return joined(spec.split("+"), target, **options)
+        return load_joined(spec.split("+"), target, **options)
     return load(spec, target, revision, "auto", **options)
 
 
-def joined(specs: list[str], target: Target, tree: str = "auto") -> Drafter:
-    """A head and "suffix": in each step whichever promises more (switch.py). Other drafters, or tree="fixed": the union of
-    their trees, in which a head's is fixed, since its own share of a step's time is not known."""
+def load_joined(specs: list[str], target: Target, tree: str = "auto") -> Drafter:
+    """Load several drafters. A head and "suffix": each step uses the one with the higher expected throughput (switch.py).
+    Other drafters, or tree="fixed": the union of their trees. It sizes no head's tree, whose share of the time is unknown."""
     if tree not in ("auto", "fixed"):
-        raise ValueError(f"tree={tree}: drafters joined by + take auto or fixed")
+        raise ValueError(f"tree={tree} is not one of auto, fixed, which drafters joined by + support")
     drafters = [load(spec, target, None, tree) for spec in specs]
     if tree == "auto" and len(drafters) == 2:
         suffix, auto = sorted(drafters, key=lambda one: isinstance(one, AutoTree))
@@ -56,8 +56,8 @@ def joined(specs: list[str], target: Target, tree: str = "auto") -> Drafter:
     return Chain(union) if target.prefers_chains else union
 
 
-def load(spec: str, target: Target, revision: str | None, usual_tree: str, **options: Any) -> Drafter:
-    """As `load_drafter`, of one word. usual_tree: of heads and draft models whose options name none."""
+def load(spec: str, target: Target, revision: str | None, default_tree: str, **options: Any) -> Drafter:
+    """Load one drafter like `load_drafter`. default_tree: for heads and draft models without the option `tree`."""
     if spec == "none":
         return NoDrafter(**options)
     if spec == "ngram":
@@ -68,16 +68,16 @@ def load(spec: str, target: Target, revision: str | None, usual_tree: str, **opt
         return Chain(Lookahead(**options)) if target.prefers_chains else Lookahead(**options)
     if spec.startswith("draft:"):
         small = Target.from_pretrained(spec.removeprefix("draft:"), dtype=target.dtype, device=target.device)
-        return drafter_of(small, target, **{"tree": usual_tree, **options})
+        return drafter_for_model(small, target, **{"tree": default_tree, **options})
     if "/" not in spec and not Path(spec).is_dir():
-        raise ValueError(f"drafter {spec!r} is not one of: {WORDS}; or several of them joined by +")
+        raise ValueError(f"drafter {spec!r} is not one of: {DRAFTER_NAMES}; or several of them joined by +")
     directory = find(spec, revision)
     head = load_head(directory, target)
     adapter.merge(target)
     pack(target.model)  # again, after an adapter
     pack(head)
     own = read_config(directory).get("foredraft", {})
-    return drafter_for(head, target, accuracies=own.get("accuracies"), **{"tree": usual_tree, **options})
+    return drafter_for(head, target, accuracies=own.get("accuracies"), **{"tree": default_tree, **options})
 
 
 def drafter_for(
@@ -89,11 +89,11 @@ def drafter_for(
     reproducible: bool = False,
     **options: Any,
 ) -> Drafter:
-    """The tree that suits a head. accuracies: of its guesses per depth and rank, for a static tree; tree, confidence,
+    """Return the drafter for a head. accuracies: of its guesses per depth and rank, for a static tree. tree, confidence,
     reproducible: see `with_tree_policy`."""
     policy = target, tree, confidence, reproducible
     if isinstance(head, DraftModelHead):
-        return drafter_of(head, *policy, **options)
+        return drafter_for_model(head, *policy, **options)
     if isinstance(head, RecurrentHead):
         return with_tree_policy(DynamicTree(head, target, **options), *policy)
     if isinstance(head, UnoHead):
@@ -104,7 +104,7 @@ def drafter_for(
     return with_tree_policy(StaticTree(head, target, accuracies=accuracies, **options), *policy)
 
 
-def drafter_of(
+def drafter_for_model(
     model: Target | DraftModelHead,
     target: Target,
     tree: str = "fixed",
@@ -112,43 +112,43 @@ def drafter_of(
     reproducible: bool = False,
     **options: Any,
 ) -> Drafter:
-    """Drafts of a smaller model; tree, confidence, reproducible: see `with_tree_policy`."""
+    """Return a drafter that uses a smaller model. tree, confidence, reproducible: see `with_tree_policy`."""
     return with_tree_policy(DraftModel(model, target, **options), target, tree, confidence, reproducible)
 
 
 def tree_of(drafter: Drafter) -> HeadTree | None:
-    """The head's tree that a drafter proposes, or sizes; None where there is none."""
+    """Return the head's tree that a drafter proposes or sizes; None for a drafter without one."""
     inner = drafter.inner if isinstance(drafter, AutoTree | AdaptiveLength) else drafter
     return inner if isinstance(inner, HeadTree) else None
 
 
 def chain_of(tree: HeadTree, target: Target, length: int) -> HeadTree:
-    """The chain of at most `length` drafts that engines without trees draft with the same head."""
+    """Return a chain of at most `length` drafts with the same head, as engines without trees draft it."""
     nodes = length + 1
-    if isinstance(tree, StaticTree):  # of first guesses alone
+    if isinstance(tree, StaticTree):  # first guesses only
         return StaticTree(tree.head, target, nodes, accuracies=[[1.0]] * length)
     settings: dict[str, Any] = {"nodes": nodes, "depth": length, "width": 1, "min_probability": 0.0}
-    return type(tree)(tree.head, target, **settings)  # type: ignore[arg-type]  # each has a head of its own sort
+    return type(tree)(tree.head, target, **settings)  # type: ignore[arg-type]  # each type has another type of head
 
 
 def with_tree_policy(
     inner: HeadTree, target: Target, tree: str, confidence: float | None = None, reproducible: bool = False
 ) -> Drafter:
-    """tree: "fixed" proposes the same size in every step; "auto" chooses it by measured cost and gain, `inner` being the
-    largest (auto.py); "adaptive" drafts as deep as it pays and stops below `confidence` (adaptive.py). Where the target
-    prefers chains (half precision on a CPU), all of them are chains unless `width` asks for branches. reproducible: "auto" is
-    "fixed" for other trees in half precision, where a clock that chooses another number of nodes may decide a near-tie."""
+    """Apply a policy to a tree. "fixed" proposes the same size in every step. "auto" chooses the size by measured cost and
+    acceptance, up to `inner` (auto.py). "adaptive" drafts as deep as it pays off and stops below `confidence` (adaptive.py).
+    If the target prefers chains (half precision on a CPU), all are chains unless `width` asks for branches. reproducible:
+    replace "auto" by "fixed" for branching trees in half precision, where the measured size may decide near-ties."""
     if tree not in ("fixed", "auto", "adaptive"):
         raise ValueError(f"tree={tree} is not one of fixed, auto, adaptive")
     if tree != "adaptive" and confidence is not None:
-        raise ValueError(f"confidence={confidence} stops an adaptive tree only: tree=adaptive, not {tree}")
+        raise ValueError(f"confidence={confidence} requires tree=adaptive, not tree={tree}")
     if tree == "fixed" or (tree == "auto" and reproducible and inner.branches and target.dtype != torch.float32):
         return inner
     if tree == "auto":
         return AutoTree(inner, target)
     if not isinstance(inner, DynamicTree):
         raise ValueError(
-            "a head that drafts all depths at once has no adaptive length: tree=auto chooses its tree's size"
+            "a head that drafts all depths at once does not support tree=adaptive: use tree=auto, which sizes its tree"
         )
     return AdaptiveLength(inner) if confidence is None else AdaptiveLength(inner, confidence)
 

@@ -1,8 +1,8 @@
-"""Adaptive length: draft as deep as it has paid lately, and stop sooner where the draft is not sure of itself.
+"""Adaptive length: draft as deep as it paid off lately, and stop early if the draft is not confident.
 
-The levels follow what was accepted, as in transformers' assisted generation: two more after a tree accepted down to its
-last level, one fewer after any other. Within a step drafting stops once no branch is likely any more (as BiLD, Kim et al.,
-arXiv:2302.07863, falls back). Only the draft gets shorter; what is accepted of it is chosen as ever.
+The number of levels follows acceptance, as in transformers' assisted generation: two more after a tree was accepted down to
+its last level, one fewer otherwise. Within a step, drafting stops when no branch is likely (similar to BiLD, Kim et al.,
+arXiv:2302.07863). Only the length of drafts changes, not how they are verified.
 """
 
 import math
@@ -18,9 +18,9 @@ class AdaptiveLength(Wrapper):
     inner: DynamicTree
 
     def __init__(self, inner: DynamicTree, confidence: float = 0.2):
-        """inner: a head's or a draft model's tree or chain, with the most levels that may be drafted. confidence: the
-        probability, as the drafter scores it, of the best branch below which no sequence drafts on; 0 never stops so. It
-        costs one wait for the device per level."""
+        """Initialize the policy. inner: tree or chain of a head or draft model, with the maximum number of levels.
+        confidence: drafting stops when the best branch has a smaller probability, as the draft scores it, in all sequences; 0
+        disables this. The check waits for the device once per level."""
         if not 0 <= confidence < 1:
             raise ValueError(f"confidence={confidence} must be a probability below 1; 0 drafts all levels")
         super().__init__(inner)

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from foredraft.heads.target import Target
 from foredraft.heads.target.device import synchronise
-from foredraft.inference.drafters.base import Accepted, Drafter, Unextended, bonus_only
+from foredraft.inference.drafters.base import Accepted, Drafter, PendingAccepted, bonus_only
 from foredraft.inference.drafters.block import BlockTree
+from foredraft.inference.drafters.cached_tree import CachedTree
 from foredraft.inference.drafters.dynamic import DynamicTree
-from foredraft.inference.drafters.grown import GrownTree
 from foredraft.inference.drafters.static import StaticTree
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree
@@ -102,7 +102,7 @@ class AutoTree(Drafter):
         self.interval, self.best, self.explorations = MIN_INTERVAL, self.full, 0
         self.plans: list[Plan] = []  # of the next steps, the next one last
         self.untried = False  # are these the first ones of a batch size?
-        self.unextended = Unextended()  # by the inner drafter
+        self.pending = PendingAccepted()  # by the inner drafter
         self.use(PLAIN)
 
     def use(self, plan: Plan) -> None:
@@ -111,12 +111,12 @@ class AutoTree(Drafter):
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.plan_for(Case.of(batch, sampling))
-        self.unextended = Unextended()
+        self.pending = PendingAccepted()
         self.inner.begin(batch, capacity, sampling)
 
     def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
         self.inner.select_sequences(slots, capacity, sampling)
-        self.unextended.select(slots)
+        self.pending.select(slots)
         self.plan_for(Case.of(len(slots), sampling))
 
     @property
@@ -124,7 +124,7 @@ class AutoTree(Drafter):
         return 1 if self.plan == PLAIN else self.inner.forwards
 
     @property
-    def cached_drafters(self) -> Sequence[GrownTree]:
+    def cached_drafters(self) -> Sequence[CachedTree]:
         return self.inner.cached_drafters
 
     def plan_for(self, case: Case) -> None:
@@ -180,10 +180,10 @@ class AutoTree(Drafter):
         return round(100 * (slower - self.gain(self.full) / self.gain(self.best)))
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        self.unextended.append(accepted)
+        self.pending.append(accepted)
         if self.plan == PLAIN:
             return bonus_only(accepted)
-        merged = self.unextended.take()
+        merged = self.pending.take()
         self.inner.resize(*self.plan)
         if self.plan != self.full or len(self.times.drafting) == TIMED:
             return self.inner.propose(merged, gumbel)
@@ -194,7 +194,7 @@ class AutoTree(Drafter):
 
     def postpone(self, accepted: Accepted) -> None:
         """Another drafter's tree is verified in this step: the inner one sees what was accepted before its next tree."""
-        self.unextended.append(accepted)
+        self.pending.append(accepted)
 
     @property
     def slowdown(self) -> float:

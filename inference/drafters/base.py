@@ -1,4 +1,4 @@
-"""What every drafter does: it proposes a tree of tokens for the target to check. It never decides anything."""
+"""The interface of drafters. A drafter proposes a tree of tokens, which the target verifies. It never decides anything."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,20 +14,20 @@ from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree, chain, from_parents
 
 if TYPE_CHECKING:
-    from foredraft.inference.drafters.grown import GrownTree
+    from foredraft.inference.drafters.cached_tree import CachedTree
 
 
 class Accepted(NamedTuple):
-    """What was added to the text: by the last step, or of a prompt. Sequences are padded on the right, up to the longest at
-    least."""
+    """Hold the tokens that the last step added to the texts, or a part of the prompts. Sequences are padded on the right, at
+    least to the longest one."""
 
-    tokens: Tensor  # (batch, new) int64: the accepted tokens, each sequence's bonus token last
-    # (batch, new, width): of the position before each of them, in the layers the drafter asked for.
+    tokens: Tensor  # (batch, new) int64: accepted tokens, the bonus token of each sequence last
+    # (batch, new, width): hidden states of the position before each token, in the drafter's layers.
     aux_hidden_states: Tensor
-    counts: list[int]  # how many of them are real; 0 for a sequence that has finished
-    text: list[list[int]]  # each sequence's whole text on the host, bonus token included
-    counts_on_device: Tensor | None = None  # (batch, 1) int64, where the device has them
-    # The target's own, of the text but for the bonus tokens. What is written after it is lost with the next forward.
+    counts: list[int]  # number of real tokens of each sequence; 0 if it has finished
+    text: list[list[int]]  # whole text of each sequence on the host, including the bonus token
+    counts_on_device: Tensor | None = None  # (batch, 1) int64, if the device already has them
+    # The target's cache, without the bonus tokens. The next forward overwrites what a drafter writes after the text.
     cache: TargetCache | None = None
 
     @property
@@ -38,48 +38,48 @@ class Accepted(NamedTuple):
 
 
 class Drafter(ABC):
-    layers: Sequence[int] = ()  # which hidden states of the target it wants, numbered as in heads/target/model.py
-    depth: int  # most levels of the next tree that it proposes
-    nodes: int  # most nodes of any tree that it proposes, the bonus token counted
-    branches: bool = True  # may its trees be more than chains?
-    forwards: int = 1  # of the target, in the step of the last proposal: its verification, and what drafting it took
-    remembers_others: bool = False  # may its last proposal hold text of other requests, which nobody may be shown?
+    layers: Sequence[int] = ()  # the target's hidden states that it needs, numbered as in heads/target/model.py
+    depth: int  # maximum number of levels of its next tree
+    nodes: int  # maximum number of nodes of all its trees, including the bonus token
+    branches: bool = True  # whether its trees may be more than chains
+    forwards: int = 1  # target forwards of the last step: the verification, and those that drafting needed
+    remembers_others: bool = False  # whether its drafts may contain text of other requests, which must not be shown
 
     @abstractmethod
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        """A new generation: forget the last one. capacity: most tokens a sequence will hold, drafts included."""
+        """Start a new generation and forget the last one. capacity: maximum tokens of a sequence, including drafts."""
 
     def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:  # noqa: B027
-        """The batch becomes the sequences in these slots; None is a new one, whose prompt its `cached_drafters` have taken in
-        up to the newest token. Drafters that remember nothing of a sequence need not care."""
+        """Replace the batch by the sequences of these slots; None is a new one, whose prompt its `cached_drafters` have
+        prefilled up to the newest token. Drafters without state per sequence can ignore this."""
 
     @property
-    def cached_drafters(self) -> "Sequence[GrownTree]":
-        """The drafters in it that prefill a cache of their own."""
+    def cached_drafters(self) -> "Sequence[CachedTree]":
+        """Return the drafters, within this one, that prefill a cache."""
         return ()
 
     @abstractmethod
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        """A tree whose node 0 is each sequence's bonus token. gumbel: (batch, depth + 1, vocab) float32; [:, d - 1] is the
-        noise of the tokens at depth d, None when greedy. Adding it to a draft's own logits makes it draft what the target's
-        noisy choice tends to be (inference/sampling.py)."""
+        """Return a tree whose node 0 is the bonus token. gumbel: (batch, depth + 1, vocab) float32, the noise of tokens at
+        depth d in [:, d - 1]; None if greedy. Adding the noise to a draft's logits makes it tend to the target's noisy
+        choice (inference/sampling.py)."""
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:  # noqa: B027  (most have nothing to learn)
-        """What became of the last proposal: per sequence the nodes that were accepted, node 0 first; [] for finished ones.
-        choices: (batch, nodes) int64, what the target itself writes after each node, accepted or not."""
+        """Observe the result of the last proposal. paths: accepted nodes of each sequence, node 0 first; [] for finished
+        ones. choices: (batch, nodes) int64, the target's choice after each node, accepted or not."""
 
-    def observe_seconds(self, seconds: float | None) -> None:  # noqa: B027  (only tree=auto wants to know)
-        """What the whole step of the last proposal took, after `observe`; None where a part of it was captured."""
+    def observe_seconds(self, seconds: float | None) -> None:  # noqa: B027  (only tree=auto uses it)
+        """Observe the duration of the whole last step, after `observe`; None if a graph was captured in it."""
 
 
 class Wrapper(Drafter):
-    """A drafter that changes what another one proposes."""
+    """Change what another drafter proposes."""
 
     def __init__(self, inner: Drafter):
         self.inner, self.layers, self.nodes, self.branches = inner, inner.layers, inner.nodes, inner.branches
 
     @property
-    def depth(self) -> int:  # type: ignore[override]  # some drafters change it from step to step
+    def depth(self) -> int:  # type: ignore[override]  # some drafters change it between steps
         return self.inner.depth
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
@@ -97,7 +97,7 @@ class Wrapper(Drafter):
         return self.inner.remembers_others
 
     @property
-    def cached_drafters(self) -> "Sequence[GrownTree]":
+    def cached_drafters(self) -> "Sequence[CachedTree]":
         return self.inner.cached_drafters
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
@@ -108,7 +108,7 @@ class Wrapper(Drafter):
 
 
 class NoDrafter(Drafter):
-    """Drafts nothing: plain decoding, through the same loop."""
+    """Draft nothing: autoregressive decoding in the same loop."""
 
     depth, nodes, branches = 0, 1, False
 
@@ -120,26 +120,26 @@ class NoDrafter(Drafter):
 
 
 def bonus_tokens(accepted: Accepted) -> Tensor:
-    """(batch, 1): each sequence's newest token."""
+    """Return the newest token of each sequence, (batch, 1)."""
     return newest(accepted)[0]
 
 
 def newest(accepted: Accepted) -> tuple[Tensor, Tensor]:
-    """Each sequence's bonus token (batch, 1), and the aux hidden states (batch, width) of the position before it."""
+    """Return the bonus tokens (batch, 1), and the aux hidden states (batch, width) of the positions before them."""
     tokens, hidden = accepted.tokens, accepted.aux_hidden_states
-    if unpadded(accepted):
+    if has_no_padding(accepted):
         return tokens[:, -1:], hidden[:, -1]
     last = (accepted.device_counts - 1).clamp(min=0)
     return tokens.gather(1, last), hidden.gather(1, last[:, :, None].expand(-1, 1, hidden.shape[-1]))[:, 0]
 
 
-def unpadded(accepted: Accepted) -> bool:
-    """Is no sequence padded?"""
+def has_no_padding(accepted: Accepted) -> bool:
+    """Return whether all sequences have the same number of real tokens."""
     return min(accepted.counts) == accepted.tokens.shape[1]
 
 
-def share(accepted: Accepted, layers: Sequence[int], wanted: Sequence[int]) -> Accepted:
-    """The same with the aux hidden states of some of the layers that it has."""
+def select_layers(accepted: Accepted, layers: Sequence[int], wanted: Sequence[int]) -> Accepted:
+    """Return `accepted` with the aux hidden states of the `wanted` layers only. layers: those that it contains."""
     if list(wanted) == list(layers):
         return accepted
     by_layer = accepted.aux_hidden_states.unflatten(-1, (max(1, len(layers)), -1))
@@ -147,8 +147,8 @@ def share(accepted: Accepted, layers: Sequence[int], wanted: Sequence[int]) -> A
     return accepted._replace(aux_hidden_states=by_layer[..., chosen, :].flatten(-2))
 
 
-def widened(accepted: Accepted, width: int) -> Accepted:
-    """Padded on the right."""
+def pad_accepted(accepted: Accepted, width: int) -> Accepted:
+    """Pad `accepted` on the right to this width."""
     more = max(0, width - accepted.tokens.shape[1])
     return accepted._replace(
         tokens=pad(accepted.tokens, (0, more)), aux_hidden_states=pad(accepted.aux_hidden_states, (0, 0, 0, more))
@@ -156,21 +156,20 @@ def widened(accepted: Accepted, width: int) -> Accepted:
 
 
 def select(accepted: Accepted, slots: list[int | None]) -> Accepted:
-    """The same for a batch of the sequences in these slots; a new one (None) has nothing in it."""
+    """Return the tokens of a batch with the sequences of these slots; a new sequence (None) has none."""
     index = [slot or 0 for slot in slots]
     counts = [0 if slot is None else accepted.counts[slot] for slot in slots]
     texts = [accepted.text[slot] for slot in index]
     return Accepted(accepted.tokens[index], accepted.aux_hidden_states[index], counts, texts)
 
 
-class Unextended:
-    """What was accepted in steps that a drafter had no part in, until it is to see it. Sequences that join and leave
-    meanwhile copy nothing of it."""
+class PendingAccepted:
+    """Collect tokens of steps without this drafter, until it drafts again. Joining and leaving sequences copy no data."""
 
     def __init__(self) -> None:
-        # Steps of the same sequences, and each sequence's slot in them; None for one that has joined since.
+        # Steps of the same batch, and the slot of each current sequence in them; None if it joined later.
         self.groups: list[tuple[list[Accepted], list[int | None]]] = []
-        self.newest: list[Accepted] = []  # those of the sequences of today
+        self.newest: list[Accepted] = []  # steps of the current batch
 
     def append(self, accepted: Accepted) -> None:
         if not self.newest:
@@ -178,23 +177,23 @@ class Unextended:
         self.newest.append(accepted)
 
     def select(self, slots: list[int | None]) -> None:
-        """The batch becomes the sequences in these slots."""
+        """Replace the batch by the sequences of these slots."""
         kept = [(steps, [None if slot is None else old[slot] for slot in slots]) for steps, old in self.groups]
         self.groups = [(steps, old) for steps, old in kept if any(slot is not None for slot in old)]
         self.newest = []
 
     def take(self) -> Accepted:
-        """All of it as one: each sequence's tokens, one after the other. Then there is nothing."""
+        """Return all tokens of each sequence as one `Accepted`, and forget them."""
         groups, last = self.groups, self.newest[-1]
         self.groups, self.newest = [], []
         steps = [step for group, _ in groups for step in group]
         if len(steps) == 1:
             return last
-        # Of each sequence, in all steps' tokens one after the other.
+        # Per sequence: indices into the concatenated tokens of all steps.
         columns: list[list[int]] = [[] for _ in last.counts]
         start = 0
         for group, slots in groups:
-            # A finished sequence needs nothing any more.
+            # Finished sequences need nothing.
             every = zip(columns, slots, last.counts)
             wanted = [(column, slot) for column, slot, now in every if now and slot is not None]
             for step in group:
@@ -216,7 +215,7 @@ def bonus_only(accepted: Accepted) -> TokenTree:
 
 
 def chains(accepted: Accepted, drafts: list[list[int]]) -> TokenTree:
-    """One branch per sequence, of these tokens after its bonus token; they may differ in length."""
+    """Return one branch per sequence: `drafts` after its bonus token, which may differ in length."""
     longest = max(map(len, drafts))
     if longest == 0:
         return bonus_only(accepted)
@@ -227,7 +226,7 @@ def chains(accepted: Accepted, drafts: list[list[int]]) -> TokenTree:
 
 
 def trees(accepted: Accepted, drafts: list[list[tuple[int, int]]], depth: int) -> TokenTree:
-    """One tree per sequence: (token, parent) of its nodes below node 0, the bonus token; parents stand first."""
+    """Return one tree per sequence from its (token, parent) pairs below node 0, the bonus token; parents come first."""
     longest = max(map(len, drafts))
     if longest == 0:
         return bonus_only(accepted)

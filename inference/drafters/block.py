@@ -1,12 +1,12 @@
-"""A tree from a block: one pass gives logits for every depth, and the tree is made of their best tokens.
+"""A tree from a block head: one pass gives logits for every depth, and the tree consists of their best tokens.
 
-Where all drafts of a depth share their logits, a path's score is the sum of its tokens' scores, and the tree is the exact set
-of the `nodes` best paths (DDTree, arXiv:2604.12989), found level by level: a path among the N best has its parent among them,
-and has at most N - 1 better ones on its own level, so N of each level are enough. On a level, parent i and token j (counted
-from 0, best first) have (i + 1) (j + 1) - 1 pairs that are no worse, so N log N pairs are enough of all.
+If all drafts of a depth share their logits, a path's score is the sum of its tokens' scores. The tree is the exact set of
+the `nodes` best paths (DDTree, arXiv:2604.12989), found level by level: the parent of one of the N best paths is one of them,
+and has at most N - 1 better ones on its level, so N per level suffice. On a level, (i + 1) (j + 1) - 1 pairs are at least as
+good as parent i with token j (counted from 0, best first), so about N log N of all pairs suffice.
 
-Where a correction makes logits depend on the path, a level is drafted from the `width` best of the one before, with logits
-for each. The noise of a position is added at last, after every correction.
+If a correction makes logits depend on the path, a level is drafted from the `width` best nodes of the previous one, with
+separate logits for each. The noise of a position is added after every correction.
 """
 
 import itertools
@@ -18,11 +18,11 @@ from foredraft.heads.base import BlockHead
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import KVCache, to_device
 from foredraft.inference.drafters.base import Accepted
-from foredraft.inference.drafters.grown import MIN_PROBABILITY, WIDTH, GrownTree, check_width
+from foredraft.inference.drafters.cached_tree import MIN_PROBABILITY, WIDTH, CachedTree, check_width
 from foredraft.inference.tree import TokenTree
 
 
-class BlockTree(GrownTree):
+class BlockTree(CachedTree):
     head: BlockHead
 
     def __init__(
@@ -35,12 +35,12 @@ class BlockTree(GrownTree):
         min_probability: float = MIN_PROBABILITY,
         min_confidence: float = 0.0,
     ):
-        """depth: None for all that the head drafts. width: 1 drafts a chain; None is all, or 5 with a correction, or 1 for a
-        target that supports chains only. min_probability: matters where there is a correction, since only then a level costs
-        anything. min_confidence: a head that rates its drafts leaves out those below this probability of being accepted."""
+        """Initialize the tree. depth: None is the head's. width: 1 drafts a chain; None is unlimited, or 5 with a correction,
+        or 1 if the target supports only chains. min_probability: used only with a correction, because other levels cost
+        nothing. min_confidence: a head that predicts acceptance omits drafts below this probability."""
         if not 0 <= min_confidence < 1 or (min_confidence and not head.confident):
             raise ValueError(
-                f"min_confidence={min_confidence} is a probability below 1, of a head that rates its drafts"
+                f"min_confidence={min_confidence} must be a probability below 1, and the head must predict acceptance: set 0"
             )
         width = check_width(width, WIDTH if head.correction else nodes - 1, target)
         super().__init__(head, target, nodes, depth or head.depth, width, min_probability if head.correction else 0.0)
@@ -53,13 +53,13 @@ class BlockTree(GrownTree):
         return super().propose(accepted, gumbel)
 
     def make_pairs(self) -> None:
-        """Before anything is captured: they come from the host."""
+        """Compute all pairs before a graph is captured, because they are copied from the host."""
         parents = 1
         for _ in range(self.levels):
             parents = min(self.width, self.nodes - 1, len(self.pairs(parents)[0]))
 
     def pairs(self, parents: int) -> tuple[Tensor, Tensor]:
-        """Which guesses of which of so many parents can be among the best nodes of a level, (n,) each, on the device."""
+        """Return the (parent, guess) pairs that can be among the best nodes of a level, (n,) each, on the device."""
         key = self.nodes, parents
         if key not in self.cached_pairs:
             every = itertools.product(range(parents), range(self.width))
@@ -103,19 +103,19 @@ class BlockTree(GrownTree):
 
 
 class BlockScorer:
-    """The scores of a block's tokens, and what is remembered along the paths of the frontier."""
+    """Score the tokens of a block, with the state of the head's correction along the paths of the frontier."""
 
     def __init__(self, tree: BlockTree, hidden: Tensor, gumbel: Tensor | None, temperature: Tensor | None):
         self.tree, self.hidden, self.gumbel, self.temperature = tree, hidden, gumbel, temperature
         self.base = tree.head.base_logits(hidden)
         self.memory = hidden.new_zeros(len(hidden), 1, tree.head.memory)
-        if not tree.head.correction:  # then all depths at once
+        if not tree.head.correction:  # all depths at once
             logits = tree.head.correct(self.base, hidden, hidden[..., :0], 1)
             noise = None if gumbel is None else gumbel[:, : logits.shape[1]]
             self.table = tree.log_probs(logits, noise, temperature).topk(tree.width)
 
     def best(self, depth: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores and target ids (batch, n, guesses) of what may follow tokens (batch, nodes): of each, or of all (n = 1)."""
+        """Return scores and target ids (batch, n, guesses) after tokens (batch, nodes): for each, or for all (n = 1)."""
         tree, level = self.tree, slice(depth - 1, depth)
         if not tree.head.correction:
             values, ids = (part[:, level] for part in self.table)
@@ -123,7 +123,7 @@ class BlockScorer:
         hidden, base = self.hidden[:, level].expand(-1, tokens.shape[1], -1), self.base[:, level]
         noise = None if self.gumbel is None else self.gumbel[:, level]
         if tree.head.candidates and noise is not None:
-            # The target's token is likely one of those that its noise favours.
+            # The target's token is likely one of those with a high sum of logit and noise.
             kept = tree.log_probs(base, noise, self.temperature).topk(tree.head.candidates).indices
             base = torch.full_like(base, -torch.inf).scatter(-1, kept, base.gather(-1, kept))
         correction, self.memory = tree.head.condition(depth, hidden, tokens, self.memory)
@@ -135,6 +135,6 @@ class BlockScorer:
         return values, tree.to_target_ids(ids)
 
     def select(self, parents: Tensor) -> None:
-        """The frontier becomes children of these (batch, n) of its nodes."""
+        """Replace the frontier by children of its nodes `parents` (batch, n)."""
         if self.memory.shape[-1]:
             self.memory = self.memory.gather(1, parents[:, :, None].expand(-1, -1, self.memory.shape[-1]))

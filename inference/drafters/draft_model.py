@@ -1,6 +1,6 @@
 """Draft with a smaller language model of the same vocabulary (Leviathan et al., arXiv:2211.17192), as a tree or a chain.
 
-It grows the same tree as a recurrent head does; the model takes the head's place and keeps a cache of its own.
+It drafts the same tree as a recurrent head. The model replaces the head and has a separate cache.
 """
 
 import torch
@@ -10,13 +10,13 @@ from foredraft.heads.draft_model import DraftModelHead, check_vocabulary
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import KVCache, to_device
 from foredraft.inference.drafters.base import Accepted
+from foredraft.inference.drafters.cached_tree import MIN_PROBABILITY, check_width
 from foredraft.inference.drafters.dynamic import DynamicTree
-from foredraft.inference.drafters.grown import MIN_PROBABILITY, check_width
 from foredraft.inference.tree import TokenTree
 
 
 class DraftModel(DynamicTree):
-    cache_lag = 0  # its cache has an entry of the first token, too
+    cache_lag = 0  # its cache also has an entry for the first token
 
     def __init__(
         self,
@@ -27,8 +27,8 @@ class DraftModel(DynamicTree):
         width: int | None = None,
         min_probability: float = MIN_PROBABILITY,
     ):
-        """width: 2 or, for a target that supports chains only, 1; 1 with nodes depth + 1 is the chain of the papers. Raises
-        ValueError where the vocabularies differ."""
+        """Initialize the drafter. width: branches per level; None is 2, or 1 if the target supports only chains; 1 with
+        nodes = depth + 1 is the chain of the papers. Raises ValueError if the vocabularies differ."""
         if isinstance(model, DraftModelHead):
             head = model
         else:
@@ -38,7 +38,7 @@ class DraftModel(DynamicTree):
         super().__init__(head, target, nodes, depth, check_width(width, 2, target), min_probability)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        return super().new_cache(batch, capacity + 1)  # the first token's entry
+        return super().new_cache(batch, capacity + 1)  # with an entry for the first token
 
     def prefill(self, accepted: Accepted, cache: KVCache) -> None:
         super().prefill(with_first_tokens(accepted, cache), cache)
@@ -49,7 +49,7 @@ class DraftModel(DynamicTree):
 
 
 def with_first_tokens(accepted: Accepted, cache: KVCache) -> Accepted:
-    """With the first token of each sequence of which the model has nothing: a head starts at the token after it."""
+    """Prepend the first token of each sequence that the model has not seen yet: heads start at the second token."""
     fresh = [length == 0 for length in cache.lengths]
     if not any(fresh):
         return accepted

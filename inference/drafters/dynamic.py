@@ -1,8 +1,8 @@
 """Grow a tree with a recurrent head, the most probable branches first (EAGLE-2, arXiv:2406.16858, section 4).
 
-*Expand*: every level keeps the `width` best continuations of the `width` frontier nodes, by the product of the draft's
-probabilities along the path. *Rerank*: of all candidates the `nodes` best make the tree. A child never outscores its
-parent, so the best always hang together.
+*Expand*: every level retains the `width` best continuations of the `width` frontier nodes, by the product of the draft's
+probabilities along the path. *Rerank*: the best `nodes` of all candidates form the tree. A child never scores higher than
+its parent, so the best candidates are always connected.
 """
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 from foredraft.heads.base import RecurrentHead
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import KVCache
-from foredraft.inference.drafters.grown import MIN_PROBABILITY, WIDTH, GrownTree, check_width
+from foredraft.inference.drafters.cached_tree import MIN_PROBABILITY, WIDTH, CachedTree, check_width
 
 
-class DynamicTree(GrownTree):
+class DynamicTree(CachedTree):
     head: RecurrentHead
 
     def __init__(
@@ -26,7 +26,7 @@ class DynamicTree(GrownTree):
         width: int | None = None,
         min_probability: float = MIN_PROBABILITY,
     ):
-        """width: branches kept per level; None is 5 or, for a target that supports chains only, 1."""
+        """Initialize the tree. width: branches per level; None is 5, or 1 if the target supports only chains."""
         super().__init__(head, target, nodes, depth, check_width(width, WIDTH, target), min_probability)
         self.head, self.entries = head, (1 + self.depth) * self.width
 

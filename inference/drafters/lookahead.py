@@ -1,19 +1,19 @@
 """Lookahead decoding: the target drafts for itself (Fu et al., arXiv:2402.02057, section 3). It needs no head.
 
-Jacobi iteration guesses a window of coming tokens at once and corrects all of them in every forward. The last
-`ngram` - 1 rounds of it are kept; along a column of rounds stands an n-gram that the target once wrote. n-grams go into a
-pool by their first token; those that begin with the newest token are drafted. Both live in one tree:
+Jacobi iteration guesses a window of future tokens and corrects all of them in every forward. The last `ngram` - 1 rounds are
+retained; each column of them is an n-gram that the target generated. A pool stores n-grams by their first token, and those
+that start with the newest token are drafted. Window and n-grams form one tree:
 
-    bonus - s1 - s2 - s3     s: the window's oldest round, a branch of its own; below each of its tokens hangs its column
-      |     |    |    |       of newer rounds, and the choice after the newest is the next round's token there
+    bonus - s1 - s2 - s3     s: the oldest round of the window, a separate branch; below each of its tokens is the column
+      |     |    |    |       of newer rounds, and the choice after the newest is the token of the next round
       |     a1   a2   a3
       |     |    |    |
       |     b1   b2   b3
-      -- g1 - g2 - g3         an n-gram of the pool, its first token is the bonus token
+      -- g1 - g2 - g3         an n-gram of the pool, whose first token is the bonus token
       -- h1 - h2 - h3
 
-The window's branch may be accepted like any other. Noise belongs to positions, so at a temperature the same iteration
-converges to the same text as sampling one by one.
+The window's branch may be accepted like any other. Noise depends only on positions, so with a temperature the iteration
+converges to the same text as sampling token by token.
 """
 
 import torch
@@ -26,9 +26,9 @@ from foredraft.inference.tree import TokenTree, from_parents
 
 class Lookahead(Drafter):
     def __init__(self, window: int = 5, ngram: int = 3, guesses: int = 5):
-        """window: tokens guessed ahead. ngram: tokens of the n-grams, so ngram - 1 rounds are kept. guesses: n-grams
-        drafted at most, and kept per first token. The paper's 15, 5, 15 pay where a forward of 120 tokens costs
-        little more than that of one."""
+        """Initialize the drafter. window: number of guessed tokens. ngram: length of the n-grams, so ngram - 1 rounds are
+        retained. guesses: maximum number of n-grams that are drafted, and stored per first token. The paper's 15, 5, 15 pay
+        off if a forward over 120 tokens costs little more than over one."""
         if window < 1 or ngram < 2 or guesses < 1:
             raise ValueError(f"window={window} and guesses={guesses} must be at least 1, ngram={ngram} at least 2")
         self.window, self.rounds, self.guesses = window, ngram - 1, guesses
@@ -36,10 +36,10 @@ class Lookahead(Drafter):
         self.nodes = 1 + (window + guesses) * self.rounds
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        # Per sequence: first token -> the n-grams' other tokens, the latest last (a dict keeps its order).
+        # Per sequence: first token -> remaining tokens of the n-grams, the latest last (a dict keeps its order).
         self.pool: list[dict[int, dict[tuple[int, ...], None]]] = [{} for _ in range(batch)]
-        self.lines: Tensor | None = None  # (batch, rounds, window): the rounds, the oldest first
-        self.fresh = [True] * batch  # which sequences have no window yet
+        self.lines: Tensor | None = None  # (batch, rounds, window): tokens of the rounds, the oldest first
+        self.fresh = [True] * batch  # whether each sequence still needs a window
 
     def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
         self.pool = [{} if slot is None else self.pool[slot] for slot in slots]
@@ -50,7 +50,7 @@ class Lookahead(Drafter):
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         bonus = bonus_tokens(accepted)
         if any(self.fresh):
-            lines, fresh = self.first_lines(accepted), torch.tensor(self.fresh, device=bonus.device)[:, None, None]
+            lines, fresh = self.init_window(accepted), torch.tensor(self.fresh, device=bonus.device)[:, None, None]
             self.lines = lines if self.lines is None else torch.where(fresh, lines, self.lines)
             self.fresh = [False] * len(self.fresh)
         assert self.lines is not None
@@ -61,14 +61,14 @@ class Lookahead(Drafter):
         tokens = torch.cat([bonus, self.lines.flatten(1), guessed.view(len(bonus), -1)], dim=1)
         return from_parents(tokens, self.parents(most, tokens.device).expand(len(bonus), -1), self.depth)
 
-    def first_lines(self, accepted: Accepted) -> Tensor:
-        """Tokens of the text's end to begin the iteration with: any would do."""
+    def init_window(self, accepted: Accepted) -> Tensor:
+        """Return initial tokens for the window, from the end of the text: any tokens would work."""
         count = self.rounds * self.window
         rows = [(text * (count // len(text) + 1))[-count:] for text in accepted.text]
         return torch.tensor(rows, device=accepted.tokens.device).view(len(rows), self.rounds, self.window)
 
     def parents(self, grams: int, device: torch.device) -> Tensor:
-        """(1, nodes): the window round by round, then `grams` n-grams one by one."""
+        """Return the parents (1, nodes): the window round by round, then `grams` n-grams one by one."""
         window = torch.arange(self.rounds * self.window, device=device)
         window = torch.where(window < self.window, window, window - self.window + 1)
         first = 1 + self.rounds * self.window
@@ -88,7 +88,7 @@ class Lookahead(Drafter):
                 grams[tuple(rest)] = None
                 if len(grams) > self.guesses:
                     del grams[next(iter(grams))]
-        # The bonus token moves on by as many tokens as were accepted, and the window with it; what wraps around may stay.
+        # The bonus token and the window advance by the number of accepted tokens. Tokens that wrap around are harmless.
         steps = choices.new_tensor([max(0, len(path) - 1) for path in paths])[:, None, None]
         shifted = (torch.arange(self.window, device=choices.device) + steps) % self.window
         self.lines = columns[:, 1:].gather(2, shifted.expand(-1, self.rounds, -1))

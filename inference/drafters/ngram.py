@@ -11,14 +11,14 @@ class NgramDrafter(Drafter):
     branches = False
 
     def __init__(self, longest: int = 3, depth: int = 10):
-        """longest: n-grams of this length down to 1 are looked up, the first that occurred before wins, where it stood last.
-        depth: tokens drafted."""
+        """Initialize the drafter. longest: maximum length of the n-grams. The longest one that occurred before is used, at
+        its latest occurrence. depth: number of drafted tokens."""
         if longest < 1 or depth < 1:
             raise ValueError(f"longest={longest} and depth={depth} must be at least 1")
         self.longest, self.depth, self.nodes = longest, depth, depth + 1
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        # Per sequence and n-gram: index of the next token where it last stood. A step enters new text only.
+        # Per sequence and n-gram: index of the token after its latest occurrence. A step adds only new text.
         self.followers: list[dict[tuple[int, ...], int]] = [{} for _ in range(batch)]
         self.entered = [0] * batch
 
@@ -31,7 +31,7 @@ class NgramDrafter(Drafter):
 
     def look_up(self, slot: int, text: list[int]) -> list[int]:
         followers = self.followers[slot]
-        # Up to the newest token as a next token: as the end of an n-gram it must not find itself.
+        # Exclude n-grams that end with the newest token: they would find themselves.
         for end in range(max(1, self.entered[slot]), len(text)):
             for n in range(1, min(self.longest, end) + 1):
                 followers[tuple(text[end - n : end])] = end

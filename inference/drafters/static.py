@@ -1,7 +1,7 @@
-"""One fixed tree for heads that draft all depths at once (Medusa, arXiv:2401.10774, section 2.3.3).
+"""A fixed tree for heads that draft all depths at once (Medusa, arXiv:2401.10774, section 2.3.3).
 
-The tree is a list of rank paths: (0,) is the first guess at depth 1, (0, 2) the third guess at depth 2 below it. It is
-grown greedily from measured accuracies: how often the guess of rank r at depth d is the target's token.
+The tree is a list of rank paths: (0,) is the best guess at depth 1, and (0, 2) the third guess at depth 2 below it. It is
+built greedily from measured accuracies: how often the guess of rank r at depth d equals the target's token.
 """
 
 import heapq
@@ -15,18 +15,18 @@ from foredraft.heads.base import ParallelHead
 from foredraft.heads.target import Target
 from foredraft.heads.target.cuda_graphs import CudaGraphs
 from foredraft.inference.drafters.base import Accepted, Drafter, newest
-from foredraft.inference.drafters.grown import check_width
+from foredraft.inference.drafters.cached_tree import check_width
 from foredraft.inference.sampling import Sampling, temper
 from foredraft.inference.tree import TokenTree, from_parents
 
-# Until a head's own accuracies are measured: the shape that published heads have, roughly.
+# Defaults until a head's accuracies are measured: roughly those of published heads.
 TYPICAL = [[0.6 * 0.8**d * share for share in (1.0, 0.2, 0.1, 0.06, 0.04, 0.03)] for d in range(8)]
 
 
 def grow(accuracies: list[list[float]], nodes: int) -> list[tuple[int, ...]]:
-    """The `nodes` - 1 rank paths with the greatest chance of being accepted, the greatest first, so parents first.
+    """Return the `nodes` - 1 rank paths with the highest probability of acceptance, in this order, so parents come first.
 
-    accuracies[d][r]: chance that the guess of rank r is right at depth d + 1. A path's chance is the product.
+    accuracies[d][r]: probability that the guess of rank r is right at depth d + 1. A path's probability is the product.
     """
     heap: list[tuple[float, tuple[int, ...]]] = [(-accuracies[0][0], (0,))]
     paths: list[tuple[int, ...]] = []
@@ -51,11 +51,11 @@ class StaticTree(Drafter):
         accuracies: list[list[float]] | None = None,
         width: int | None = None,
     ):
-        """nodes: of the tree, the bonus token counted. accuracies: of this head, measured (see
-        inference/evaluation/measure.py). width: guesses per depth; 1 drafts a chain; None is all, or 1 where the target
-        supports or prefers chains."""
+        """Initialize the tree. nodes: including the bonus token. accuracies: measured for this head (see
+        inference/evaluation/measure.py). width: guesses per depth; 1 drafts a chain; None is unlimited, or 1 if the target
+        only supports or prefers chains."""
         if nodes < 2:
-            raise ValueError(f"a static tree needs nodes={nodes} of at least 2, the bonus token and a draft")
+            raise ValueError(f"nodes={nodes} is too small: a static tree has at least 2, the bonus token and a draft")
         self.head, self.target, self.layers = head, target, head.layers
         vocab = target.vocab_size if head.draft_ids is None else len(head.draft_ids)
         ranks = min(vocab, check_width(width, vocab, target))
@@ -68,7 +68,7 @@ class StaticTree(Drafter):
         self.resize(self.nodes, self.depth)
 
     def resize(self, nodes: int, levels: int) -> None:
-        """Propose the best `nodes` of the tree, `levels` deep at most, from now on."""
+        """Propose the best `nodes` nodes, at most `levels` deep, from now on."""
         if (nodes, levels) not in self.shapes:
             self.shapes[nodes, levels] = self.shape(nodes, levels)
         self.size, self.levels = (nodes, levels), self.shapes[nodes, levels].levels
@@ -111,7 +111,7 @@ class StaticTree(Drafter):
         gumbel: Tensor | None,
         temperature: Tensor | None,
     ) -> TokenTree:
-        """The tree below the bonus tokens (batch, 1), from aux hidden states (batch, width)."""
+        """Draft the tree below the bonus tokens (batch, 1), from aux hidden states (batch, width)."""
         logits = self.head.draft_all(aux_hidden_states)[:, : shape.levels].float()
         if gumbel is not None and temperature is not None:
             noise = gumbel if self.head.draft_ids is None else gumbel[..., self.head.draft_ids]
@@ -122,10 +122,10 @@ class StaticTree(Drafter):
 
 
 class Shape(NamedTuple):
-    """Some of the best paths as a tree, whose tokens are still to be filled in."""
+    """Describe a tree of some of the best paths, without its tokens."""
 
     levels: int
-    order: Tensor  # (1, nodes - 1): which of all paths each node is, on the host
-    guessed: int  # guesses of each depth that it uses
-    guesses: Tensor  # (nodes - 1,): which of (depth, rank) each node is
+    order: Tensor  # (1, nodes - 1): index of each node among all paths, on the host
+    guessed: int  # number of guesses that it uses of each depth
+    guesses: Tensor  # (nodes - 1,): index of each node in the flattened (depth, rank) guesses
     tree: TokenTree

@@ -1,8 +1,8 @@
-"""Suffix counting: draft what followed the longest suffixes of the text, in it and in past outputs, as a tree of the
+"""Suffix counting: draft what followed the longest suffixes of the text, in this text and in past outputs, as a tree of the
 likeliest continuations (SuffixDecoding, Oliaro et al., arXiv:2411.04975, section 4). It needs no head.
 
-A trie counts every run of up to `longest` tokens. The text's own suffixes are a set of nodes in it, one per length, which
-every new token moves on by one; what hangs below such a node followed that suffix before, so often.
+A trie counts every sequence of up to `longest` tokens. The suffixes of the text are a set of nodes in it, one per length,
+which every new token advances by one. The children of such a node are the tokens that followed the suffix, with counts.
 """
 
 import heapq
@@ -29,9 +29,9 @@ class Trie:
 
 
 def likeliest(start: Trie, nodes: int, depth: int, width: int | None = None) -> tuple[list[tuple[int, int]], float]:
-    """Return the likeliest nodes below `start`, (token, parent), at most `width` below each, and how many of them the counts
-    expect to be right."""
-    drafts, expected, number = list[tuple[int, int]](), 0.0, 0  # number: so that tries are never compared
+    """Return the likeliest nodes below `start`, (token, parent), with at most `width` children each, and the number of them
+    that will be accepted according to the counts."""
+    drafts, expected, number = list[tuple[int, int]](), 0.0, 0  # number: a tie-breaker, because tries have no order
     heap: list[tuple[float, int, int, int, int, Trie]] = []
     opened: tuple[Trie, float, int, int] | None = (start, 1.0, 0, 1)
     while len(drafts) < nodes:
@@ -57,30 +57,31 @@ class SuffixDrafter(Drafter):
     def __init__(
         self, longest: int = 8, nodes: int = 16, per_match: float = 2.0, past: int = 20_000, width: int | None = None
     ):
-        """longest: tokens of a suffix and its continuation together. nodes: of a tree, the bonus token counted. per_match:
-        nodes drafted per token of the suffix that was found, since a longer one is surer. past: tokens of past outputs
-        that are remembered; then it starts again. width: continuations of a token; 1 drafts chains; None is all."""
+        """Initialize the drafter. longest: tokens of a suffix and its continuation together. nodes: of a tree, including the
+        bonus token. per_match: drafted nodes per token of the matched suffix, because longer matches are more reliable. past:
+        maximum number of stored tokens of past outputs, after which all are deleted. width: continuations per token; 1 drafts
+        chains; None is unlimited."""
         if longest < 2 or nodes < 2:
             raise ValueError(f"longest={longest} and nodes={nodes} must be at least 2")
         if per_match <= 0 or past < 0:
             raise ValueError(f"per_match={per_match} must be above 0 and past={past} not negative")
         if width is not None and width < 1:
             raise ValueError(f"width={width} must be at least 1")
-        self.longest, self.nodes, self.per_match, self.room = longest, nodes, per_match, past
+        self.longest, self.nodes, self.per_match, self.max_past = longest, nodes, per_match, past
         self.width, self.branches = width, width != 1
         self.depth = min(nodes, longest) - 1
         self.remembers_others = past > 0
         self.past, self.remembered = Trie(), 0
         self.texts: list[list[int]] = []
-        self.prompts: list[int | None] = []  # tokens of each sequence's prompt, None before it was seen
-        self.expected: Sequence[float] = ()  # of each sequence's last drafts, how many the counts say are right
+        self.prompts: list[int | None] = []  # length of each sequence's prompt; None until its first step
+        self.expected: Sequence[float] = ()  # expected number of accepted drafts of each sequence in this step
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         self.retire(set(range(len(self.texts))))
         self.own: list[Trie] = []
         self.texts, self.prompts = [], []
         self.num_entered: list[int] = []
-        # [slot][n]: the node of its suffix of n tokens, in its own trie, and as far as it is there in that of past outputs.
+        # [slot][n]: node of the suffix of n tokens in the sequence's trie, and in the one of past outputs if it exists.
         self.suffixes: list[list[Trie]] = []
         self.matches: list[list[Trie]] = []
         self.select_sequences([None] * batch, capacity, sampling)
@@ -96,14 +97,14 @@ class SuffixDrafter(Drafter):
         self.matches = [[self.past] if slot is None else self.matches[slot] for slot in slots]
 
     def retire(self, slots: set[int]) -> None:
-        """The sequences in these slots have ended: what was written is remembered as past output."""
+        """Remember the outputs of the sequences in these slots, which have ended."""
         for slot in sorted(slots):
             self.remember(self.texts[slot][self.prompts[slot] :])
 
     def remember(self, output: list[int]) -> None:
-        if self.remembered + len(output) > self.room:
+        if self.remembered + len(output) > self.max_past:
             self.past, self.remembered = Trie(), 0
-        if len(output) > self.room:
+        if len(output) > self.max_past:
             return
         suffixes = [self.past]
         for token in output:
@@ -118,7 +119,7 @@ class SuffixDrafter(Drafter):
         return trees(accepted, list(drafts), self.depth)
 
     def draft(self, slot: int, text: list[int]) -> tuple[list[tuple[int, int]], float]:
-        """(token, parent) of the nodes below the bonus token, and how many of them the counts say are right."""
+        """Return the (token, parent) pairs below the bonus token, and the expected number of accepted ones."""
         for token in text[self.num_entered[slot] :]:
             suffixes = self.suffixes[slot][: self.longest]
             self.suffixes[slot] = [self.own[slot], *(suffix.enter(token) for suffix in suffixes)]
@@ -130,7 +131,7 @@ class SuffixDrafter(Drafter):
             for length in range(len(suffixes) - 1, 0, -1):
                 nodes = min(self.nodes - 1, int(self.per_match * length))
                 if nodes <= score:
-                    break  # a node is worth a token at most, and shorter suffixes have fewer
+                    break  # a node is at most one accepted token, and shorter suffixes have fewer nodes
                 drafts, expected = likeliest(suffixes[length], nodes, self.depth, self.width)
                 if expected > score:
                     best, score = drafts, expected

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foredraft.inference.drafters.auto import RECENT, AutoTree, Case
 from foredraft.inference.drafters.base import Accepted, Drafter
-from foredraft.inference.drafters.grown import GrownTree
+from foredraft.inference.drafters.cached_tree import CachedTree
 from foredraft.inference.drafters.suffix import SuffixDrafter
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree
@@ -58,7 +58,7 @@ class Switch(Drafter):
         return self.by_suffix and self.suffix.remembers_others
 
     @property
-    def cached_drafters(self) -> Sequence[GrownTree]:
+    def cached_drafters(self) -> Sequence[CachedTree]:
         return self.auto.cached_drafters
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:

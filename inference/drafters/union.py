@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foredraft.inference.drafters.base import Accepted, Drafter, share
-from foredraft.inference.drafters.grown import GrownTree
+from foredraft.inference.drafters.base import Accepted, Drafter, select_layers
+from foredraft.inference.drafters.cached_tree import CachedTree
 from foredraft.inference.sampling import Sampling, mix
 from foredraft.inference.tree import TokenTree, from_parents
 
@@ -43,11 +43,13 @@ class Union(Drafter):
         return 1 + sum(drafter.forwards - 1 for drafter in self.drafters)
 
     @property
-    def cached_drafters(self) -> list[GrownTree]:
+    def cached_drafters(self) -> list[CachedTree]:
         return [cached for drafter in self.drafters for cached in drafter.cached_drafters]
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        drafted = [drafter.propose(share(accepted, self.layers, drafter.layers), gumbel) for drafter in self.drafters]
+        drafted = [
+            drafter.propose(select_layers(accepted, self.layers, drafter.layers), gumbel) for drafter in self.drafters
+        ]
         tree, self.positions = merge(drafted, self.depth)
         return tree
 

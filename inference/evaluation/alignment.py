@@ -1,13 +1,13 @@
-"""Does a drafter draft what it should? Two checks of its best guess at depth 1, along the target's own greedy text.
+"""Alignment checks: two tests of a drafter's best guess at depth 1, along the target's own greedy text.
 
-*Shift*: a guess names the token after the bonus token (heads/base.py, the one alignment rule). Where guesses fit the text
-better some tokens earlier or later, the drafter is misaligned.
-*Head*: a head's training forward over the finished text guesses at the same positions, in one pass, with no cache and no
-tree. Where that is right more often than what was drafted, something between head and text is wrong: hidden states of another
-position or layer, a cache, a mask.
+*Shift*: a guess names the token after the bonus token (heads/base.py, label alignment). If guesses fit the text better some
+tokens earlier or later, the drafter is misaligned.
+*Head*: the head's training forward over the finished text guesses at the same positions, in one pass, without cache and tree.
+If it is right more often than the drafts, something between head and text is wrong: hidden states of another position or
+layer, a cache, or a mask.
 
-Both count pairs: positions where only one of the two is right. By chance they would be as many on either side, give or take
-the root of their sum (McNemar's test); a drafter that is merely weak passes both.
+Both count pairs: positions where only one of the two guesses is right. By chance both counts are equal, up to the square root
+of their sum (McNemar's test). A drafter that is merely weak passes both tests.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,12 @@ from foredraft.inference.generation import generate
 from foredraft.inference.tree import TokenTree
 
 SHIFTS = (-2, -1, 1, 2)
-ERRORS = 3.0  # standard errors that count as more than chance
-LEAST = (
-    0.02  # of all positions: a smaller difference is rounding, where a device computes long and short texts differently
-)
+ERRORS = 3.0  # a larger difference, in standard errors, is significant
+MIN_SHARE = 0.02  # a difference in fewer positions may be rounding: devices compute long and short texts differently
 
 
-class Noted(Wrapper):
-    """Another drafter's trees, and where each began and its best guess at depth 1."""
+class RecordingDrafter(Wrapper):
+    """Record where each tree of another drafter starts, and its best guess at depth 1."""
 
     def __init__(self, inner: Drafter):
         super().__init__(inner)
@@ -46,12 +44,12 @@ class Noted(Wrapper):
 
 
 class Alignment(NamedTuple):
-    positions: int  # guesses that were looked at
-    right: int  # that are the text's token at their position
-    fits: dict[int, tuple[int, int]]  # by shift: positions where only the shifted guess fits, only the guess itself
+    positions: int  # number of checked guesses
+    right: int  # number of guesses that equal the text's token
+    fits: dict[int, tuple[int, int]]  # shift -> positions where only the shifted guess fits, and only the guess itself
     head: (
         tuple[int, int] | None
-    )  # positions where only the head's own guess is right, only the drafted one; None: no head
+    )  # positions where only the head's own guess is right, and only the draft; None: no head
 
     @property
     def faults(self) -> list[str]:
@@ -59,32 +57,32 @@ class Alignment(NamedTuple):
         for shift, pair in self.fits.items():
             if self.more(*pair):
                 where = f"{abs(shift)} token{'s' * (abs(shift) > 1)} {'later' if shift > 0 else 'earlier'}"
-                more = f"at {pair[0] - pair[1]} of {self.positions} positions more"
-                found.append(f"its drafts are shifted: {where} they fit the text {more}")
+                more = f"at {pair[0] - pair[1]} more of {self.positions} positions"
+                found.append(f"its drafts are shifted: they fit the text {more} if they are taken {where}")
         if self.head is not None and self.more(*self.head):
             own = self.right + self.head[0] - self.head[1]
             found.append(
                 f"it accepts less than its head can: at depth 1 the drafts are right at {self.right} of {self.positions} "
-                f"positions, the head's training forward over the same text at {own}"
+                f"positions, but the head's training forward over the same text is right at {own}"
             )
         return found
 
     def more(self, ours: int, theirs: int) -> bool:
-        return ours - theirs > max(ERRORS * sqrt(ours + theirs), LEAST * self.positions)
+        return ours - theirs > max(ERRORS * sqrt(ours + theirs), MIN_SHARE * self.positions)
 
 
 def check_alignment(target: Target, drafter: Drafter, prompts: Sequence[list[int]], new_tokens: int) -> Alignment:
-    """Over greedy texts after these prompts."""
+    """Check a drafter on greedy texts after these prompts."""
     positions = right = 0
     fits = {shift: [0, 0] for shift in SHIFTS}
     by_head: list[int] = [0, 0]
     head = head_of(drafter)
     for prompt in prompts:
-        noted = Noted(drafter)
+        recorder = RecordingDrafter(drafter)
         ids = torch.tensor([prompt], device=target.device)
-        written = generate(target, noted, ids, max_new_tokens=new_tokens, eos_token_id=-1).new_tokens[0]
+        written = generate(target, recorder, ids, max_new_tokens=new_tokens, eos_token_id=-1).new_tokens[0]
         text = prompt + written
-        guesses = {at: guess for at, guess in noted.guesses.items() if len(prompt) < at < len(text) - max(SHIFTS)}
+        guesses = {at: guess for at, guess in recorder.guesses.items() if len(prompt) < at < len(text) - max(SHIFTS)}
         hits = {at: text[at] == guess for at, guess in guesses.items()}
         positions, right = positions + len(hits), right + sum(hits.values())
         for shift, pair in fits.items():
@@ -99,13 +97,13 @@ def check_alignment(target: Target, drafter: Drafter, prompts: Sequence[list[int
 
 
 def count(pair: list[int], ours: bool, theirs: bool) -> None:
-    """One more where only one of the two is right."""
+    """Count a pair if exactly one of the two is right."""
     if ours != theirs:
         pair[theirs] += 1
 
 
 def head_of(drafter: Drafter) -> DraftHead | None:
-    """Also of a drafter that changes what a head's tree proposes."""
+    """Return the drafter's head, also if a wrapper changes its trees."""
     while isinstance(drafter, Wrapper):
         drafter = drafter.inner
     tree = tree_of(drafter)
@@ -114,8 +112,8 @@ def head_of(drafter: Drafter) -> DraftHead | None:
 
 @torch.inference_mode()
 def guess_in_training(head: DraftHead, target: Target, text: list[int], positions: list[int]) -> list[int]:
-    """The head's best guesses of the tokens at these positions, by its training forward. The depth-1 draft at position t
-    names token t + 2."""
+    """Return the head's best guesses at these positions, from its training forward. The depth-1 draft at position t names
+    token t + 2."""
     tokens = torch.tensor([text], device=target.device)
     order = torch.arange(len(text), device=target.device)[None]
     batch = PackedBatch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), order)

@@ -1,7 +1,7 @@
-"""Every decoder over every prompt, all in turn on each, repeat after repeat; what each text took is a line in a file.
+"""Run every system on every prompt, in turn on each prompt, repeat after repeat. Each text's result is a line of a file.
 
-A line is written when it is known and found again by the next run of the same command, so a run that was stopped continues.
-A decoder that fails is left out from there, with its reason; the others continue.
+A line is written at once and reused by the next run of the same command, so an interrupted run can be resumed. A system that
+fails is omitted from then on, with its reason; the others continue.
 """
 
 import json
@@ -20,42 +20,42 @@ from foredraft.inference.evaluation.speed import (
     FirstTokens,
     Stopwatch,
     foredraft_decoder,
-    held_up,
+    preempted_jobs,
     transformers_decoder,
 )
 from foredraft.inference.generation import generate
 
-PLAIN = "plain"
+BASELINE = "baseline"
 Line = dict[str, Any]
 
 
 class Text(NamedTuple):
-    """A prompt as the benchmark needs it."""
+    """Describe a prompt of the benchmark."""
 
     category: str
     tokens: list[int]
-    ends: bool  # at an end token
+    ends: bool  # whether the text ends at an end token
 
 
-class Contestant(NamedTuple):
-    """What decodes: a drafter of ours (None: plain decoding), or settings of transformers' own `generate`."""
+class System(NamedTuple):
+    """Describe a system: one of our drafters (None: the baseline), or settings of transformers' own `generate`."""
 
     name: str
-    what: Drafter | dict[str, Any] | None
-    once: bool = False  # for its acceptance alone: in the first repeat
+    drafter: Drafter | dict[str, Any] | None
+    once: bool = False  # run only in the first repeat, because only its acceptance is measured
 
     @property
     def is_rival(self) -> bool:
-        return isinstance(self.what, dict)
+        return isinstance(self.drafter, dict)
 
     def decoder(self, target: Target, new_tokens: int, temperature: float, *how: Any) -> Decoder:
-        if isinstance(self.what, dict):
-            return transformers_decoder(target, self.what, new_tokens, temperature, *how)
-        return foredraft_decoder(target, self.what, new_tokens, temperature, *how)
+        if isinstance(self.drafter, dict):
+            return transformers_decoder(target, self.drafter, new_tokens, temperature, *how)
+        return foredraft_decoder(target, self.drafter, new_tokens, temperature, *how)
 
 
 class Lines:
-    """The file of results. Half a line at its end, of a run that was killed, is cut off."""
+    """Read and append the file of results. An incomplete last line, of a killed run, is removed."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -64,7 +64,7 @@ class Lines:
             whole = path.read_bytes().rpartition(b"\n")[0]
             self.lines = [json.loads(line) for line in whole.splitlines()]
             os.truncate(path, len(whole) + bool(whole))
-        # What failed is tried again by a new run.
+        # Failed systems are tried again.
         self.lines = [line for line in self.lines if line["kind"] != "error"]
 
     def add(self, line: Line) -> None:
@@ -75,23 +75,23 @@ class Lines:
     def failed(self, name: str, error: Exception) -> None:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
         self.add({"kind": "error", "decoder": name, "reason": reason})
-        tqdm.write(f"{name} failed and is left out: {reason}")
+        tqdm.write(f"{name} failed and is omitted: {reason}")
 
     def of(self, kind: str) -> list[Line]:
         return [line for line in self.lines if line["kind"] == kind]
 
-    def waited(self) -> dict[tuple[str, float, int, int], float]:
-        """By decoder, temperature, text and repeat: the share of the time as `Stopwatch` has it."""
+    def preempted_shares(self) -> dict[tuple[str, float, int, int], float]:
+        """Return the preempted share of each text (see `Stopwatch`), by system, temperature, text and repeat."""
         return {
-            (line["decoder"], line["temperature"], line["text"], line["repeat"]): line["waited"]
+            (line["decoder"], line["temperature"], line["text"], line["repeat"]): line["preempted_share"]
             for line in self.of("text")
-            if "waited" in line  # earlier versions did not look
+            if "preempted_share" in line  # earlier versions did not measure it
         }
 
 
 class Benchmark:
-    def __init__(self, target: Target, contestants: list[Contestant], texts: list[Text], new_tokens: int, lines: Lines):
-        self.target, self.contestants, self.texts = target, contestants, texts
+    def __init__(self, target: Target, systems: list[System], texts: list[Text], new_tokens: int, lines: Lines):
+        self.target, self.systems, self.texts = target, systems, texts
         self.new_tokens, self.lines = new_tokens, lines
         self.warm: set[str] = set()
         self.failed: set[str] = set()
@@ -104,32 +104,32 @@ class Benchmark:
                 bar.set_postfix_str(one.name[-30:])
                 self.attempt(one.name, lambda *job: self.lines.add(self.decode(*job)), one, temperature, number, repeat)
                 bar.update()
-        self.time_again()
+        self.retime_preempted()
         known = {(line["decoder"], line["temperature"]) for line in self.lines.of("stages")}
-        timed = [one for one in self.contestants if not (one.is_rival or one.once)]
+        timed = [one for one in self.systems if not (one.is_rival or one.once)]
         stages = [(one, t) for one in timed for t in temperatures if (one.name, t) not in known]
         for one, temperature in tqdm(stages, desc="stages of a step", unit="run"):
             self.attempt(one.name, self.time_stages, one, temperature)
 
-    def time_again(self) -> None:
-        """Texts during which other programs had this one's core: of two lines of a text the later counts (figures.py)."""
-        contestants = {one.name: one for one in self.contestants if one.name not in self.failed}
-        waited = {job: share for job, share in self.lines.waited().items() if job[0] in contestants}
+    def retime_preempted(self) -> None:
+        """Measure texts again during which other programs used the core. Of two lines of a text the later one counts."""
+        systems = {one.name: one for one in self.systems if one.name not in self.failed}
+        preempted = {job: share for job, share in self.lines.preempted_shares().items() if job[0] in systems}
 
-        def work(one: Contestant, *job: Any) -> None:
+        def work(one: System, *job: Any) -> None:
             line = self.decode(one, *job)
-            if line["waited"] < waited[one.name, *job]:
+            if line["preempted_share"] < preempted[one.name, *job]:
                 self.lines.add(line)
 
-        for name, *job in tqdm(held_up(waited), desc="texts that were held up", unit="text", disable=None):
-            self.attempt(name, work, contestants[name], *job)
+        for name, *job in tqdm(preempted_jobs(preempted), desc="preempted texts", unit="text", disable=None):
+            self.attempt(name, work, systems[name], *job)
 
-    def jobs(self, temperatures: list[float], repeats: int) -> Iterator[tuple[Contestant, float, int, int]]:
-        """Contestants change fastest: what the machine does meanwhile meets all of them."""
+    def jobs(self, temperatures: list[float], repeats: int) -> Iterator[tuple[System, float, int, int]]:
+        """Yield all jobs. Systems alternate fastest, so that changes of the machine's speed affect all of them."""
         for repeat in range(repeats):
             for temperature in temperatures:
                 for number in range(len(self.texts)):
-                    for one in self.contestants:
+                    for one in self.systems:
                         if repeat == 0 or not one.once:
                             yield one, temperature, number, repeat
 
@@ -138,23 +138,28 @@ class Benchmark:
             return
         try:
             work(*arguments)
-        except Exception as error:  # whatever it is: hours of the others' figures are worth more
+        except Exception as error:  # of any kind: it must not end hours of work on the other systems
             self.failed.add(name)
             self.lines.failed(name, error)
 
-    def decode(self, one: Contestant, temperature: float, number: int, repeat: int) -> Line:
+    def decode(self, one: System, temperature: float, number: int, repeat: int) -> Line:
         text, streamer = self.texts[number], FirstTokens()
         decode = one.decoder(self.target, self.new_tokens, temperature, streamer, text.ends)
         ids = torch.tensor([text.tokens], device=self.target.device)
-        # What is captured, compiled or measured at a first use is no part of decoding; on a GPU it depends on lengths.
+        # Graph capture, compilation and calibration at first use are not part of decoding; on a GPU they depend on lengths.
         if one.name not in self.warm or (repeat == 0 and self.target.device.type == "cuda"):
             self.warm.add(one.name)
             decode(ids, number + 1)
         watch = Stopwatch(self.target)
         count, out = decode(ids, number + 1)
-        seconds, waited = watch.stop()
+        seconds, preempted = watch.stop()
         line = {"kind": "text", "decoder": one.name, "temperature": temperature, "text": number, "repeat": repeat}
-        line |= {"seconds": seconds, "tokens": count, "first_seconds": streamer.at - watch.started, "waited": waited}
+        line |= {
+            "seconds": seconds,
+            "tokens": count,
+            "first_seconds": streamer.at - watch.started,
+            "preempted_share": preempted,
+        }
         line |= {"first_tokens": streamer.count}
         if out is not None:
             line["accepted"] = [step.accepted[0] for step in out.steps]
@@ -165,25 +170,25 @@ class Benchmark:
                 line["ids"] = out.new_tokens[0]
         return line
 
-    def time_stages(self, one: Contestant, temperature: float) -> None:
-        """Where a step's time goes, on one text."""
+    def time_stages(self, one: System, temperature: float) -> None:
+        """Measure the seconds of a step's stages, on one text."""
         text = self.texts[len(self.texts) // 2]
-        assert not isinstance(one.what, dict)
+        assert not isinstance(one.drafter, dict)
         ids = torch.tensor([text.tokens], device=self.target.device)
         settings: dict[str, Any] = {"max_new_tokens": self.new_tokens, "eos_token_id": -1, "temperature": temperature}
-        out = generate(self.target, one.what, ids, timings=True, seed=0, **settings)
+        out = generate(self.target, one.drafter, ids, timings=True, seed=0, **settings)
         seconds = {stage: part / max(1, len(out.steps)) for stage, part in out.seconds.items()}
         self.lines.add({"kind": "stages", "decoder": one.name, "temperature": temperature, "seconds": seconds})
 
 
-def rivals(target: Target, assistants: dict[str, str]) -> Iterator[Contestant]:
-    """Transformers' own ways to generate. assistants: label and path of smaller models that may assist.
+def rivals(target: Target, assistants: dict[str, str]) -> Iterator[System]:
+    """Yield transformers' own ways to generate. assistants: label and path of smaller models for assisted generation.
 
-    A static cache is compiled on a GPU alone: elsewhere transformers compiles for no device."""
-    yield Contestant("transformers", {})
-    yield Contestant("transformers, prompt lookup", {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3})
+    The static cache is included only on a GPU: elsewhere transformers does not compile for it."""
+    yield System("transformers", {})
+    yield System("transformers, prompt lookup", {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3})
     if target.device.type == "cuda":
-        yield Contestant("transformers, static cache, compiled", {"cache_implementation": "static"})
+        yield System("transformers, static cache, compiled", {"cache_implementation": "static"})
     for label, path in assistants.items():
         small = Target.from_pretrained(path, dtype=target.dtype, device=target.device)
-        yield Contestant(f"transformers, assisted by {label}", {"assistant_model": small.model})
+        yield System(f"transformers, assisted by {label}", {"assistant_model": small.model})

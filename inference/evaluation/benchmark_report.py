@@ -1,4 +1,4 @@
-"""What a benchmark ends with: figures.json, figures.csv, and report.html, a page that a person reads at a glance."""
+"""The results of a benchmark: figures.json, figures.csv, and the page report.html."""
 
 import csv
 import json
@@ -13,43 +13,43 @@ from foredraft.inference.evaluation.figures import ALL, LOOPS, Spread
 from foredraft.inference.evaluation.pages import write_page
 from foredraft.inference.evaluation.plots import Bar, Series, depth_color
 from foredraft.inference.evaluation.report import Figure, Sample
-from foredraft.inference.evaluation.speed import SHARED
+from foredraft.inference.evaluation.speed import MAX_PREEMPTED_SHARE
 
 TIMES = "\u00d7"
 
 
 class Results(NamedTuple):
-    """All that was found. Tables are by temperature, as text: JSON's keys are."""
+    """Hold all results. Temperatures that are keys of JSON are strings."""
 
-    about: dict[str, Any]  # target, device, dtype, versions, date, command, prompts
-    rows: list[dict[str, Any]]  # of figures.row, with "drafter", "category", "temperature"
-    rivals: list[str]  # which of the drafters are not ours
+    metadata: dict[str, Any]  # target, device, dtype, versions, date, command, prompts
+    rows: list[dict[str, Any]]  # from figures.row, with "drafter", "category", "temperature"
+    rivals: list[str]  # names of the systems that are not ours
     identity: list[dict[str, Any]]  # "drafter", "temperature", "texts", "identical", "rounding", "wrong"
     stages: list[dict[str, Any]]  # "drafter", "temperature", "seconds": {stage: seconds}
     alignment: dict[str, list[str]]  # drafter -> its faults
-    errors: dict[str, str]  # drafter -> why it was left out
+    errors: dict[str, str]  # drafter -> reason for its omission
 
 
 def warnings(results: Results) -> Iterator[str]:
-    """What must not be read over."""
+    """Yield the warnings that a reader must not miss."""
     for name, reason in results.errors.items():
-        yield f"{name} failed and is left out: {reason}"
+        yield f"{name} failed and is omitted: {reason}"
     for name, faults in results.alignment.items():
         yield from (f"{name}: {fault}" for fault in faults)
-    if (waited := results.about["waited"]) > SHARED:
+    if (preempted := results.metadata["preempted_share"]) > MAX_PREEMPTED_SHARE:
         yield (
-            f"other programs used this machine: half of the texts had no core for {waited:.0%} of their time or more, also "
-            "when they were timed again. Speeds vary with that; acceptance does not"
+            f"other programs used this machine: half of the texts had no core for at least {preempted:.0%} of their time, "
+            "even when timed again. Speeds vary with that, acceptance does not"
         )
     for row in results.identity:
         if row["wrong"]:
             yield (
                 f"{row['drafter']} changes the text: at temperature {row['temperature']:g}, {row['wrong']} of {row['texts']} "
-                "texts differ from plain decoding by more than rounding"
+                "texts differ from the baseline by more than rounding"
             )
 
 
-def shown(value: Any, unit: str = "") -> str:
+def format_value(value: Any, unit: str = "") -> str:
     if value is None:
         return ""
     if isinstance(value, Spread):
@@ -61,27 +61,27 @@ def shown(value: Any, unit: str = "") -> str:
 
 HEADINGS = (
     "drafter",
-    "tokens per forward",
+    "acceptance length",
     "as a chain",
     "tokens/s",
     "with prefill",
-    "over plain",
+    "over baseline",
     "over transformers",
     "eta",
 )
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Of a table for people, in the order of HEADINGS."""
+    """Return the cells of a table row, in the order of HEADINGS."""
     return [
         row["drafter"],
-        shown(row["acceptance_length"]),
-        shown(row["chain_acceptance_length"]),
-        shown(row["tokens_per_second"]),
-        shown(row["tokens_per_second_with_prefill"]),
-        shown(row["speedup"], TIMES),
-        shown(row["over_best_rival"], TIMES),
-        shown(row["eta"]),
+        format_value(row["acceptance_length"]),
+        format_value(row["chain_acceptance_length"]),
+        format_value(row["tokens_per_second"]),
+        format_value(row["tokens_per_second_with_prefill"]),
+        format_value(row["speedup"], TIMES),
+        format_value(row["over_best_rival"], TIMES),
+        format_value(row["eta"]),
     ]
 
 
@@ -90,11 +90,11 @@ def verdict(results: Results, drafter: str, temperature: float) -> str:
         if (row["drafter"], row["temperature"]) == (drafter, temperature):
             if row["wrong"]:
                 return "changes the text"
-            return "identical" if not row["rounding"] else f"identical but for rounding in {counted(row['rounding'])}"
+            return "identical" if not row["rounding"] else f"identical up to rounding in {count_texts(row['rounding'])}"
     return ""
 
 
-def counted(texts: int) -> str:
+def count_texts(texts: int) -> str:
     return f"{texts} text" if texts == 1 else f"{texts} texts"
 
 
@@ -102,13 +102,13 @@ Table = tuple[str, list[str], list[list[str]]]  # title, headings, rows
 
 
 def tables(results: Results, chosen: Iterable[str]) -> Iterator[Table]:
-    """Per temperature and chosen category. Columns in which no drafter has a figure are left out; whether texts are
-    plain ones is known of all together."""
+    """Yield a table per temperature and chosen category. Columns without a figure are omitted. Whether texts are identical
+    is known only for all categories together."""
     for temperature in dict.fromkeys(row["temperature"] for row in results.rows):
         for category in chosen:
             rows = [r for r in results.rows if (r["temperature"], r["category"]) == (temperature, category)]
             if rows:
-                title = f"Temperature {temperature:g}, {category}: {counted(rows[0]['texts'])}"
+                title = f"Temperature {temperature:g}, {category}: {count_texts(rows[0]['texts'])}"
                 whole = category == ALL
                 body = [[*cells(row), verdict(results, row["drafter"], temperature) if whole else ""] for row in rows]
                 filled = [column for column in zip([*HEADINGS, "text"], *body) if any(column[1:])]
@@ -117,19 +117,19 @@ def tables(results: Results, chosen: Iterable[str]) -> Iterator[Table]:
 
 
 def categories(results: Results) -> list[str]:
-    """All but the one of all texts; loops last."""
+    """Return all categories except the one of all texts; loops come last."""
     found = dict.fromkeys(row["category"] for row in results.rows)
     return [*(name for name in found if name not in (ALL, LOOPS)), LOOPS]
 
 
 def context_tables(results: Results) -> Iterator[Table]:
-    """Tokens per forward by context length, where texts reach several ranges of it."""
+    """Yield tables of the acceptance length by context length, if texts cover several ranges of it."""
     for temperature in dict.fromkeys(row["temperature"] for row in results.rows):
         rows = [r for r in results.rows if (r["temperature"], r["category"]) == (temperature, ALL) and r["by_context"]]
         ends = sorted({int(end) for row in rows for end in row["by_context"]})
         if len(ends) > 1:
-            title = f"Tokens per forward by context length, temperature {temperature:g}"
-            body = [[row["drafter"], *(shown(row["by_context"].get(str(end))) for end in ends)] for row in rows]
+            title = f"Acceptance length by context length, temperature {temperature:g}"
+            body = [[row["drafter"], *(format_value(row["by_context"].get(str(end))) for end in ends)] for row in rows]
             yield title, ["drafter", *(f"to {end:,}" for end in ends)], body
 
 
@@ -138,24 +138,29 @@ def figures(results: Results) -> Iterator[Figure]:
         rows = [r for r in results.rows if r["temperature"] == temperature and r["category"] == ALL]
         label = f"at temperature {temperature:g}"
         bars = [
-            Bar(row["drafter"], found.median, "grey" if row["drafter"] in results.rivals else "d1", shown(found, TIMES))
+            Bar(
+                row["drafter"],
+                found.median,
+                "grey" if row["drafter"] in results.rivals else "d1",
+                format_value(found, TIMES),
+            )
             for row in rows
             if (found := row["speedup_with_prefill"]) is not None
         ]
-        note = "Over our plain decoding, prompts included; the least and the greatest of the repeats, rivals grey"
+        note = "Over the baseline, prompts included; minimum and maximum of the repeats; other libraries are grey"
         yield f"Speedup {label}", note, plots.bar_chart(f"Speedup {label}", bars)
         lines = [
             Series(row["drafter"], [(d, 100 * share) for d, share in enumerate(shares, 1)], depth_color(number))
             for number, row in enumerate(rows, 1)
             if (shares := row["accepted_per_depth"])
         ]
-        note = "Of the steps that accepted all drafts before it"
+        note = "Share of the steps that accepted all earlier drafts"
         chart = plots.line_chart(f"Acceptance by depth {label}", lines, " %", 0, "depth")
         yield f"Acceptance by depth {label}", note, chart
 
 
 def stage_lines(results: Results) -> list[tuple[str, str]]:
-    """Where a step's time goes."""
+    """Return where the time of a step goes, a line per system and temperature."""
     found = []
     for row in results.stages:
         total = sum(row["seconds"].values())
@@ -165,10 +170,10 @@ def stage_lines(results: Results) -> list[tuple[str, str]]:
 
 
 def write(directory: Path, results: Results, samples: list[Sample]) -> None:
-    """The three files, each written whole. samples: texts for the page."""
+    """Write the three files. samples: texts for the page."""
     (directory / "figures.json").write_text(json.dumps(results._asdict(), indent=1) + "\n")
     write_csv(directory / "figures.csv", results)
-    found = results.about
+    found = results.metadata
     facts = [(key, str(found[key])) for key in ("target", "device", "dtype", "date", "prompts")]
     values: dict[str, Any] = {
         "title": f"Drafters for {found['target']}",
@@ -186,8 +191,8 @@ def write(directory: Path, results: Results, samples: list[Sample]) -> None:
 
 
 def write_csv(path: Path, results: Results) -> None:
-    """A row per drafter, category and temperature; a spread is three columns."""
-    flat = [dict(spread_out(row)) for row in results.rows]
+    """Write a row per drafter, category and temperature; a spread has three columns."""
+    flat = [dict(flatten_row(row)) for row in results.rows]
     names = list(dict.fromkeys(key for row in flat for key in row))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names)
@@ -195,7 +200,7 @@ def write_csv(path: Path, results: Results) -> None:
         writer.writerows(flat)
 
 
-def spread_out(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def flatten_row(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for key in ("drafter", "temperature", "category"):
         yield key, row[key]
     for key, value in row.items():
@@ -210,7 +215,7 @@ def spread_out(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def terminal(results: Results) -> str:
-    """The tables of all texts, for any terminal."""
+    """Return all tables as plain text for a terminal."""
     parts = []
     for title, headings, rows in (*tables(results, [ALL, *categories(results)]), *context_tables(results)):
         widths = [max(len(row[i]) for row in [headings, *rows]) for i in range(len(headings))]

@@ -1,8 +1,8 @@
-"""What the lines of a benchmark come to: a row per drafter, category and temperature.
+"""The figures of a benchmark, computed from its lines: a row per drafter, category and temperature.
 
-Texts that plain decoding ends in a loop at this temperature are in no category but "loops": a loop is easy to draft, and
-would flatter every drafter. Speeds are medians over repeats, with the least and the greatest; a speedup compares the same
-texts of the same repeat.
+Texts whose baseline ends in a loop at this temperature are only in the category "loops": a loop is easy to draft, so it would
+overestimate every drafter. Speeds are medians over repeats, with minimum and maximum. A speedup compares the same texts of
+the same repeat.
 """
 
 from collections import defaultdict
@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
-from foredraft.inference.evaluation.benchmark import PLAIN, Line, Text
+from foredraft.inference.evaluation.benchmark import BASELINE, Line, Text
 from foredraft.inference.evaluation.measure import REPETITIVE, distinct
 
 ALL, LOOPS = "all", "loops"
@@ -23,7 +23,7 @@ class Spread(NamedTuple):
     most: float
 
 
-Rate = Callable[[Line], tuple[float, float]]  # tokens and seconds of a text
+Rate = Callable[[Line], tuple[float, float]]  # returns tokens and seconds of a text
 
 
 def whole(line: Line) -> tuple[float, float]:
@@ -31,12 +31,12 @@ def whole(line: Line) -> tuple[float, float]:
 
 
 def decoding(line: Line) -> tuple[float, float]:
-    """Without the prompt's forward and what it gave."""
+    """Return tokens and seconds without the prompt's forward."""
     return line["tokens"] - line["first_tokens"], line["seconds"] - line["first_seconds"]
 
 
 class Table:
-    """The lines of one temperature."""
+    """Compute figures from the lines of one temperature."""
 
     def __init__(self, lines: Iterable[Line], texts: list[Text], temperature: float):
         self.texts = texts
@@ -45,7 +45,7 @@ class Table:
         for line in lines:
             if line["kind"] == "text" and line["temperature"] == temperature:
                 self.by_decoder[line["decoder"]][line["repeat"], line["text"]] = line
-        plain = self.by_decoder[PLAIN]
+        plain = self.by_decoder[BASELINE]
         self.loops = {text for (_, text), line in plain.items() if distinct(line.get("ids", [])) < REPETITIVE}
 
     def chosen(self, category: str) -> set[int]:
@@ -59,7 +59,7 @@ class Table:
         return [line for (_, text), line in self.by_decoder[decoder].items() if text in chosen]
 
     def rates(self, decoder: str, category: str, what: Rate) -> Spread | None:
-        """Tokens per second."""
+        """Return the tokens per second."""
         return spread([rate(lines, what) for lines in by_repeat(self.lines(decoder, category)).values()])
 
     def speedup(self, decoder: str, over: str, category: str, what: Rate) -> Spread | None:
@@ -94,18 +94,18 @@ def spread(values: list[float]) -> Spread | None:
 
 
 def acceptance(lines: list[Line]) -> float | None:
-    """Tokens per forward of the target."""
+    """Return the acceptance length: tokens per target forward."""
     emitted = [count for line in lines for count in line.get("emitted", [])]
     return sum(emitted) / sum(sum(forwards(line)) for line in lines) if emitted else None
 
 
 def forwards(line: Line) -> list[int]:
-    """Of the target, in each step."""
+    """Return the number of target forwards of each step."""
     return line.get("forwards") or [1] * len(line.get("emitted", []))
 
 
 def conditional(lines: list[Line]) -> list[float]:
-    """Of the steps that drafted and accepted d - 1 drafts, the share that accepted d, d = 1, 2, ..."""
+    """Return, for d = 1, 2, ..., the share of the drafting steps with at least d - 1 accepted drafts that accepted d."""
     pairs = [pair for line in lines for pair in zip(line.get("accepted", []), line.get("nodes", []))]
     counts = [accepted for accepted, nodes in pairs if nodes > 1]
     reached = [sum(count >= depth for count in counts) for depth in range(max(counts, default=0) + 1)]
@@ -113,7 +113,7 @@ def conditional(lines: list[Line]) -> list[float]:
 
 
 def by_context(table: Table, lines: list[Line]) -> dict[str, float]:
-    """Tokens per forward by the length of the text at that step, in ranges up to 256, 512, 1024, ... tokens."""
+    """Return the acceptance length by the length of the text at the step, in ranges up to 256, 512, 1024, ... tokens."""
     counts: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for line in lines:
         length = len(table.texts[line["text"]].tokens) + line.get("first_tokens", 1)
@@ -125,12 +125,12 @@ def by_context(table: Table, lines: list[Line]) -> dict[str, float]:
 
 
 def row(table: Table, decoder: str, category: str, rivals: list[str], chain: str | None) -> dict[str, Any] | None:
-    """The figures of a decoder; None where it has none of this category. chain: the decoder that drafts its chain."""
+    """Return the figures of a decoder; None without texts of this category. chain: name of the decoder of its chain."""
     lines = table.lines(decoder, category)
     if not lines:
         return None
     best = table.best_rival(rivals, category)
-    tau, over_plain = acceptance(lines), table.speedup(decoder, PLAIN, category, decoding)
+    tau, over_plain = acceptance(lines), table.speedup(decoder, BASELINE, category, decoding)
     return {
         "texts": len({line["text"] for line in lines}),
         "acceptance_length": tau,
@@ -140,7 +140,7 @@ def row(table: Table, decoder: str, category: str, rivals: list[str], chain: str
         "tokens_per_second": table.rates(decoder, category, decoding),
         "tokens_per_second_with_prefill": table.rates(decoder, category, whole),
         "speedup": over_plain,
-        "speedup_with_prefill": table.speedup(decoder, PLAIN, category, whole),
+        "speedup_with_prefill": table.speedup(decoder, BASELINE, category, whole),
         "best_rival": best,
         "over_best_rival": None if best is None else table.speedup(decoder, best, category, whole),
         "eta": over_plain.median / tau if over_plain is not None and tau else None,

@@ -1,10 +1,10 @@
-"""lm-evaluation-harness over our decoding: the same answers and scores as its `hf` model, in less time.
+"""lm-evaluation-harness with our decoding: the same answers and scores as its `hf` model, in less time.
 
     pip install lm_eval
     python -m foredraft.inference.evaluation.lm_eval_model --model foredraft \\
         --model_args pretrained=ORG/NAME,drafter=outputs/mine/head --tasks gsm8k
 
-Other arguments are those of `lm_eval --model hf`. Only tasks that generate get faster: a log-likelihood is one forward.
+Other arguments are those of `lm_eval --model hf`. Only generation tasks are faster: a log-likelihood is one forward.
 """
 
 from typing import Any
@@ -22,14 +22,14 @@ from foredraft.inference.generation import generate
 @register_model("foredraft")
 class Foredraft(HFLM):
     def __init__(self, pretrained: str, drafter: str, dtype: str = "auto", device: str | None = None, **settings: Any):
-        """pretrained: a target's directory or Hub id. drafter: as `load_drafter` takes it. settings: as HFLM's."""
+        """Load target and drafter. pretrained: directory or Hub id. drafter: as in `load_drafter`. settings: as in HFLM."""
         self.decoded = Target.from_pretrained(pretrained, dtype=dtype, device=device)
         self.drafter = load_drafter(drafter, self.decoded)
         tokenizer = self.decoded.text_tokenizer
         super().__init__(pretrained=self.decoded.model, tokenizer=tokenizer, backend="causal", **settings)
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation_kwargs: Any) -> Tensor:
-        """As HFLM's own: greedy unless a task samples, with torch's seed."""
+        """Generate like HFLM: greedy unless a task samples, with torch's seed."""
         return generate(
             self.decoded,
             self.drafter,

@@ -1,10 +1,10 @@
-"""What "lossless" means on a given machine, in levels (a model's rounding depends on how many tokens one forward has).
+"""The meaning of "lossless" on a machine, in levels (rounding depends on the number of tokens per forward).
 
-L1  float32, any shapes: speculative text identical to plain text, greedy and sampled, with warpers and penalties
-L2  half precision: identical to plain decoding where drafts are chains and the target's logits keep every bit
-    (`Target.prefers_chains`), and else to plain decoding whose forwards have as many tokens
-L3  half precision, other shapes: where two texts first differ, the gap between the two tokens' scores is no larger than what
-    the two forwards' shapes change of them. A tiny gap is arithmetic; a large one is a bug.
+L1  float32, any shapes: text with drafts identical to the baseline, greedy and sampled, with warpers and penalties
+L2  half precision: identical to the baseline if drafts are chains and the target's logits keep every bit
+    (`Target.prefers_chains`), and otherwise to a baseline whose forwards have as many tokens
+L3  half precision, other shapes: where two texts first differ, the gap between the scores of the two tokens is at most the
+    change of the scores between the two shapes. A tiny gap is rounding, a large one is a bug.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from foredraft.heads.target import Target
 from foredraft.inference.drafters.base import Accepted, Drafter, Wrapper
 from foredraft.inference.generation import generate
 from foredraft.inference.sampling import Noise
-from foredraft.inference.tree import TokenTree, chain, padded
+from foredraft.inference.tree import TokenTree, chain, pad_nodes
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -28,29 +28,29 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class PaddedDrafter(Wrapper):
-    """`inner` with every tree padded to one size, since a drafter may propose smaller ones."""
+    """Pad all trees of `inner` to one size, because a drafter may propose smaller ones."""
 
     def __init__(self, inner: Drafter, nodes: int | None = None):
-        """nodes: None is the size of its largest tree, or 2."""
+        """Set the size. None is the size of the largest tree, at least 2."""
         super().__init__(inner)
         self.nodes = nodes or max(2, inner.nodes)
 
     @property
     def depth(self) -> int:  # type: ignore[override]
-        return max(1, self.inner.depth)  # padding stands below the bonus token
+        return max(1, self.inner.depth)  # padding nodes are at depth 1
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        return padded(self.inner.propose(accepted, gumbel), self.nodes)
+        return pad_nodes(self.inner.propose(accepted, gumbel), self.nodes)
 
 
 class Divergence(NamedTuple):
-    """The first token at which a speculative text differs from the plain one."""
+    """Describe the first token where a text with drafts differs from the baseline."""
 
     prompt: int
-    token: int  # which new token, from 0
-    gap: float  # between the scores of the two tokens, in the forward of one token
-    # Of these two scores together, between the forward of one and of many tokens; at least a unit in their last place, since
-    # neither forward is quite the one that drafted (rejected drafts lay beside it), and up to twice as much is rounding.
+    token: int  # index of the new token, from 0
+    gap: float  # difference of the scores of the two tokens, in the forward over one token
+    # Change of both scores together, between the forwards over one and over many tokens. It is at least one unit in the last
+    # place, because neither forward is exactly the one that drafted. Up to twice as much is rounding.
     difference: float
 
     @property
@@ -59,41 +59,41 @@ class Divergence(NamedTuple):
 
 
 def identical_shares(
-    target: Target, drafter: Drafter, baseline: Drafter | None, rows: list[list[int]], new_tokens: int
+    target: Target, drafter: Drafter, baseline: Drafter | None, prompts: list[list[int]], new_tokens: int
 ) -> dict[str, float]:
-    """Per setting, the share of `rows` whose text with `drafter` equals that with `baseline` (None: plain)."""
+    """Return, per setting, the share of prompts whose text with `drafter` equals that with `baseline` (None: no drafts)."""
     found = {}
     for name, settings in SETTINGS.items():
         same = 0
-        for seed, row in enumerate(rows):
-            ids = torch.tensor([row], device=target.device)
+        for seed, prompt in enumerate(prompts):
+            ids = torch.tensor([prompt], device=target.device)
             texts = [
                 generate(target, one, ids, max_new_tokens=new_tokens, seed=seed, eos_token_id=-1, **settings).new_tokens
                 for one in (baseline, drafter)
             ]
             same += texts[0] == texts[1]
-        found[name] = same / len(rows)
+        found[name] = same / len(prompts)
     return found
 
 
 def divergences(
-    target: Target, drafter: Drafter, rows: list[list[int]], new_tokens: int, temperature: float = 0.0
+    target: Target, drafter: Drafter, prompts: list[list[int]], new_tokens: int, temperature: float = 0.0
 ) -> list[Divergence]:
-    """The first divergence of every prompt that has one, with the gap that explains it or does not."""
+    """Return the first divergence of each prompt that has one, with the gap that may explain it."""
     found = []
-    for seed, row in enumerate(rows):
-        ids = torch.tensor([row], device=target.device)
+    for seed, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt], device=target.device)
         settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1, "temperature": temperature}
         plain = generate(target, None, ids, seed=seed, **settings).new_tokens[0]
         drafted = generate(target, drafter, ids, seed=seed, **settings)
         nodes = nodes_by_token([step.emitted[0] for step in drafted.steps], [step.nodes for step in drafted.steps])
-        found.append(audit(target, row, plain, drafted.new_tokens[0], nodes, temperature, seed))
+        found.append(audit(target, prompt, plain, drafted.new_tokens[0], nodes, temperature, seed))
     return [one for one in found if one is not None]
 
 
 def nodes_by_token(emitted: Sequence[int], nodes: Sequence[int]) -> list[int]:
-    """Tokens of the forward that chose each token of a text, from what its steps added and the nodes of their trees. The
-    first one comes of the prompt's forward."""
+    """Return the number of tokens in the forward that chose each token of a text, from what its steps added and the nodes of
+    their trees. The first token comes from the prompt's forward."""
     return [1, *(size for count, size in zip(emitted, nodes, strict=True) for _ in range(count))]
 
 
@@ -106,11 +106,11 @@ def audit(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> Divergence | None:
-    """Where two continuations of a prompt differ first, with the gap that explains it or does not; None where they do not.
-    nodes: of the drafted one, see `nodes_by_token`. seed: of both, and the divergence's number."""
+    """Return the first divergence of two continuations of a prompt; None if they are identical. nodes: of `drafted`, see
+    `nodes_by_token`. seed: of both; it becomes the divergence's prompt number."""
     index = next((i for i, (a, b) in enumerate(zip(plain, drafted)) if a != b), None)
     if index is None:
-        assert len(plain) == len(drafted), "one text continues where the other ends, with the same tokens before"
+        assert len(plain) == len(drafted), "one text ends early, after the same tokens"
         return None
     text = prompt + plain[:index]
     one, many = (recompute_logits(target, text, len(prompt), size) for size in (1, nodes[index]))
@@ -128,7 +128,7 @@ def audit(
 
 @torch.inference_mode()
 def recompute_logits(target: Target, text: list[int], prompt: int, size: int) -> Tensor:
-    """The last logits (vocab,) float32 of `text` when the tokens after its prompt come `size` at a time."""
+    """Return the last logits (vocab,) float32 of `text` if the tokens after its prompt are processed `size` at a time."""
     ids = torch.tensor([text], device=target.device)
     cache = target.new_cache(1, len(text) + size, size)
     start = min(prompt, len(text) - 1)

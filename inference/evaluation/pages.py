@@ -1,6 +1,6 @@
-"""HTML pages from jinja2 templates: of the run's report, the data card and the preview.
+"""HTML pages from jinja2 templates: the run's report, the dataset card and the preview.
 
-A page has no script and loads nothing (its own content policy forbids it), so it can be mailed, archived and opened years
+A page has no scripts and loads nothing (its content policy forbids it), so it can be mailed, archived and opened years
 later.
 """
 
@@ -16,7 +16,7 @@ from foredraft.inference.evaluation.plots import COLORS, DEPTHS
 
 @cache
 def environment(package: str) -> Environment:
-    """The templates of `package`, which may extend those of this one. What they are given is escaped."""
+    """Return the environment of the templates of `package`, which may extend those of this one. Values are escaped."""
     loader = ChoiceLoader([PackageLoader(package), PackageLoader("foredraft.inference.evaluation")])
     found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     found.filters["verbatim"] = verbatim
@@ -25,11 +25,11 @@ def environment(package: str) -> Environment:
 
 
 def verbatim(text: str) -> Markup:
-    """`text`, unchanged when it is read back: a parser would turn a raw carriage return into a newline."""
+    """Escape `text` so that it is read back unchanged: a parser would turn a raw carriage return into a newline."""
     return Markup(str(escape(text)).replace("\r", "&#13;"))
 
 
 def write_page(path: Path, template: str, package: str = "foredraft.inference.evaluation", **values: Any) -> None:
-    # A byte-level token can end inside a character: what cannot be encoded is replaced, no reason to lose the page.
+    # A byte-level token can end within a character. Characters that cannot be encoded are replaced.
     page = environment(package).get_template(template).render(values)
     path.write_text(page, encoding="utf-8", errors="replace", newline="\n")

@@ -1,7 +1,7 @@
-"""Lines as inline SVG whose axes are HTML, and bars as HTML.
+"""Line charts as inline SVG with axes in HTML, and bar charts as HTML.
 
-The colours in a chart are CSS variables of its page (`COLORS`), so that one chart serves light and dark pages, and the
-colour of a depth is the same in a line, a bar and a token. A chart with nothing to draw is the empty string.
+The colours of a chart are CSS variables of its page (`COLORS`), so that one chart serves light and dark pages, and the
+colour of a depth is the same in a line, a bar and a token. An empty chart is the empty string.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
-# Depth 1, 2, ...: the further from the bonus token, the warmer. (light, dark), each 3:1 or more in contrast with its page.
+# Depth 1, 2, ...: warmer colours are further from the bonus token. (light, dark), each with a contrast of at least 3:1.
 DEPTHS = (
     ("#2563b0", "#74a9ff"),
     ("#0b7c99", "#45c4dd"),
@@ -32,17 +32,17 @@ COLORS = {f"d{depth}": pair for depth, pair in enumerate(DEPTHS, 1)} | {
     "good": ("#12784f", "#4fcf98"),
     "bad": ("#b3341f", "#ff8a75"),
 }
-# The parts of a step; the second, the target's forward, is grey as are its tokens: colour is what the head adds.
+# The stages of a step. The second one, the target's forward, is grey like its tokens: colours show what the head adds.
 PARTS = ("d1", "grey", "d3", "d6", "d8")
 
-MOST_POINTS = 300  # as many as the width can show; without a bound, a long run makes a page of many megabytes
+MAX_POINTS = 300  # the width shows no more, and a page of a long run would have many megabytes
 
 Point = tuple[float, float]
 
 
 class Series(NamedTuple):
-    label: str  # stands beside the lines; empty: the last value does
-    points: Sequence[Point]  # (x, y) in order of x; a y that is not finite breaks the line
+    label: str  # shown next to the line; if empty, the last value is shown
+    points: Sequence[Point]  # (x, y), ordered by x; a y that is not finite interrupts the line
     color: str  # a name in COLORS
 
 
@@ -50,7 +50,7 @@ class Bar(NamedTuple):
     label: str
     value: float
     color: str  # a name in COLORS
-    note: str  # what stands after it: its value, in words
+    note: str  # text after the bar: its value, in words
 
 
 def depth_color(depth: int) -> str:
@@ -58,8 +58,8 @@ def depth_color(depth: int) -> str:
 
 
 def thin(points: Sequence[Point]) -> tuple[list[Point], int]:
-    """At most MOST_POINTS, each the mean of `every` neighbours; NaN with one among them that is not finite: breaks stay."""
-    every = math.ceil(len(points) / MOST_POINTS)
+    """Combine groups of `every` neighbours to at most MAX_POINTS points. A value that is not finite makes its group NaN."""
+    every = math.ceil(len(points) / MAX_POINTS)
     means = []
     for start in range(0, len(points), every):
         some = points[start : start + every]
@@ -69,8 +69,8 @@ def thin(points: Sequence[Point]) -> tuple[list[Point], int]:
     return means, every
 
 
-def stretches(points: Sequence[Point]) -> list[list[Point]]:
-    """The runs of points without a NaN."""
+def finite_runs(points: Sequence[Point]) -> list[list[Point]]:
+    """Return the runs of points without NaN."""
     runs: list[list[Point]] = [[]]
     for point in points:
         if math.isfinite(point[1]):
@@ -83,28 +83,28 @@ def stretches(points: Sequence[Point]) -> list[list[Point]]:
 def line_chart(
     name: str, series: Sequence[Series], unit: str = "", floor: float | None = None, x_name: str = "step"
 ) -> str:
-    """Lines over training steps or something else that is counted, from 0, in a picture that its page stretches. The y axis
-    begins at `floor`, or at the lowest point."""
+    """Draw lines over training steps or another count that starts at 0, in a picture that its page stretches. The y axis
+    starts at `floor`, or at the lowest point."""
     series = [one for one in series if any(math.isfinite(y) for _, y in one.points)]
     if not series:
         return ""
     thinned = [thin(one.points) for one in series]
-    runs = [stretches(points) for points, _ in thinned]
+    runs = [finite_runs(points) for points, _ in thinned]
     ys = [y for parts in runs for run in parts for _, y in run] + ([] if floor is None else [floor])
     low, high, most = min(ys), max(ys), max(1.0, max(x for points, _ in thinned for x, _ in points))
     shapes, labels = [], []
     for one, parts in zip(series, runs, strict=True):
         few = sum(map(len, parts)) <= 40
         for run in parts:
-            # Shares of the span: the values may be as large as a float can be. A flat line lies in the middle.
+            # Fractions of the span, because values may be close to the largest float. A flat line is in the middle.
             shares = [(y - low) / (high - low) if high > low else 0.5 for _, y in run]
             spots = [f"{100 * x / most:.2f} {100 - 100 * share:.2f}" for (x, _), share in zip(run, shares, strict=True)]
             shapes.append(f'<path d="M {" L ".join(spots)}" style="stroke:var(--{one.color})"/>')
             for spot, (x, y) in zip(spots, run, strict=True):
-                if few or len(run) == 1:  # a point without neighbours has no line
+                if few or len(run) == 1:  # a single point has no line
                     words = f"{one.label} {x_name}".strip() + f" {x:,.0f}: {y:.2f}{unit}"
                     dot = f'<path class="dot" d="M {spot} h 0" style="stroke:var(--{one.color})">'
-                    shapes.append(f"{dot}<title>{escape(words)}</title></path>")  # what a pointer shows
+                    shapes.append(f"{dot}<title>{escape(words)}</title></path>")  # shown on hover
         last = one.label or f"{parts[-1][-1][1]:.2f}{unit}"
         labels.append(f'<li style="color:var(--{one.color})">{escape(last)}</li>')
     longest = max(every for _, every in thinned)
@@ -117,7 +117,7 @@ def line_chart(
 
 
 def bar_chart(name: str, bars: Sequence[Bar]) -> str:
-    """Lying bars from zero, one below the other. One whose value is not finite keeps its place, empty."""
+    """Draw horizontal bars that start at zero. A bar whose value is not finite is empty."""
     shares = [bar.value if math.isfinite(bar.value) else 0.0 for bar in bars]
     most = max(shares, default=0.0)
     if not most:

@@ -1,4 +1,4 @@
-"""How far long work has come, a line at a time, on stderr: stdout is for what a program gives."""
+"""Progress of long work, a line at a time, on stderr: stdout is for results."""
 
 import os
 import sys
@@ -14,10 +14,10 @@ def report(line: str) -> None:
 
 
 class Ticker:
-    """Prints `what: done of total unit` now and then; nothing for what is done within a second."""
+    """Print `what: done of total unit` now and then, but nothing for work that takes less than a second."""
 
     def __init__(self, what: str, total: int | None = None, unit: str = "rows"):
-        """total: None where it is not known."""
+        """Start at 0. total: None if unknown."""
         self.what, self.total, self.unit = what, total, unit
         self.done, self.start = 0, time.perf_counter()
         self.next = self.start + FIRST

@@ -1,4 +1,4 @@
-"""Targets of any size with random weights: what decoding costs there, not what drafting gains."""
+"""Targets of any size with random weights, to measure the cost of decoding, but not acceptance."""
 
 import torch
 
@@ -7,7 +7,7 @@ from foredraft.heads.target.loading import model_class, read_config, resolve_dty
 
 
 def shaped_target(path: str, dtype: str = "bfloat16", device: str | None = None, seed: int = 0) -> Target:
-    """A model of the shape that a config.json describes, without a tokenizer."""
+    """Create a model of the shape that a config.json describes, without a tokenizer."""
     config = read_config(path)
     torch.manual_seed(seed)
     with torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")):

@@ -1,4 +1,4 @@
-"""What a run ends with: a table for the terminal, and report.html. Whatever the metrics lack is left out of both."""
+"""The report of a run: a table for the terminal, and report.html. Both omit what the metrics do not contain."""
 
 import math
 import re
@@ -17,7 +17,7 @@ from foredraft.inference.text import Detokenizer
 
 class Sample(NamedTuple):
     prompt: str
-    pieces: list[tuple[str, int]]  # text of a token; 0: the target's own (bonus tokens), d >= 1: accepted at depth d
+    pieces: list[tuple[str, int]]  # text of a token, and its draft depth (0: a bonus token, chosen by the target)
     title: str = ""
 
     @classmethod
@@ -30,8 +30,8 @@ class Sample(NamedTuple):
         emitted: Iterable[int],
         title: str = "",
     ) -> "Sample":
-        """tokens: the text. accepted, emitted: of each of its steps, as `generation.Step` counts them; its first token is the
-        prompt's."""
+        """Create a sample from the tokens of a text. accepted, emitted: of each step, as `generation.Step` counts them. The
+        first token comes from the prompt's forward."""
         depths = [0]
         for drafts, count in zip(accepted, emitted, strict=True):
             depths += [*range(1, drafts + 1), 0][:count]
@@ -54,14 +54,14 @@ class Sample(NamedTuple):
 
 class RunRecord(NamedTuple):
     title: str  # "eagle3 for scripts/embedded_target"
-    metrics: dict  # what metrics.json holds
+    metrics: dict  # the content of metrics.json
     history: list[dict]  # {"step", "loss", "acc_1", ..} of the log, {"step", "acceptance_length"} of the evaluations
     samples: list[Sample]
     config: str  # the resolved yaml
 
 
 class Tile(NamedTuple):
-    """One number, large."""
+    """Describe one number in large type."""
 
     label: str
     value: str
@@ -69,58 +69,60 @@ class Tile(NamedTuple):
     kind: str = ""  # good, bad
 
 
-Figure = tuple[str, str, str]  # title, note, chart: "" where there is nothing to draw
+Figure = tuple[str, str, str]  # title, note, chart ("" for an empty one)
 
 
 def table(metrics: dict) -> str:
-    """The measurements as plain text, in ASCII where they are, so that any terminal can print it."""
+    """Return the measurements as plain text, in ASCII if possible, so that any terminal can print it."""
     return aligned(measured(metrics))
 
 
-def noted(*notes: tuple[str, float | None]) -> list[str]:
-    """The notes whose number was measured, with it filled in."""
+def format_measured(*notes: tuple[str, float | None]) -> list[str]:
+    """Fill in the notes whose number was measured, and omit the others."""
     return [words.format(value) for words, value in notes if value is not None]
 
 
 def headline(metrics: dict) -> Iterator[Tile]:
-    """The few numbers that matter."""
+    """Yield the few numbers that matter most."""
     known = {key: found for key in metrics if (found := finite(metrics[key])) is not None}
     shares = [percent(share) for share in map(finite, metrics.get("held_out_agreement") or ()) if share is not None]
     if shares:
         notes = [f"at depth 1; by depth {', '.join(shares)}"]
         predicted = ("predicts an acceptance length of {:.2f} in chains", known.get("predicted_acceptance_length"))
-        yield Tile("Held-out agreement", shares[0], notes + noted(predicted))
+        yield Tile("Held-out agreement", shares[0], notes + format_measured(predicted))
     if (tau := known.get("acceptance_length")) is not None:
-        sampled = noted(("{:.2f} when sampling", known.get("acceptance_length_sampled")))
+        sampled = format_measured(("{:.2f} when sampling", known.get("acceptance_length_sampled")))
         yield Tile("Acceptance length", f"{tau:.2f}", ["tokens per target forward", *sampled])
     if (speedup := known.get("speedup")) is not None:
         slower = ["slower, not faster"] if speedup < 1 else []
-        yield Tile("Speedup", f"{speedup:.2f}\u00d7", ["over plain decoding", *slower])
+        yield Tile("Speedup", f"{speedup:.2f}\u00d7", ["over the baseline (autoregressive)", *slower])
     if (speed := known.get("tokens_per_second")) is not None:
-        plain = known.get("plain_tokens_per_second")
-        yield Tile("Tokens per second", number(speed), [] if plain is None else [f"against {number(plain)} plain"])
+        plain = known.get("baseline_tokens_per_second")
+        yield Tile("Tokens per second", number(speed), [] if plain is None else [f"baseline: {number(plain)}"])
     same = {how: known[f"identical_{how}"] for how in ("greedy", "sampled") if f"identical_{how}" in known}
     if same:
-        worst = min(same.values())  # one "yes" must not hide a "no" beside it
+        worst = min(same.values())  # one "yes" must not hide a "no"
         value = percent(worst) if 0 < worst < 1 else identical(worst)
-        notes = ["as plain decoding in float32", *(f"{how}: {identical(share)}" for how, share in same.items())]
+        notes = ["to the baseline in float32", *(f"{how}: {identical(share)}" for how, share in same.items())]
         yield Tile("Identical output", value, notes, "good" if worst == 1 else "bad")
 
 
 def prompt_notes(metrics: dict) -> list[str]:
-    """Loops flatter acceptance, so the page says how many there were and what they would have added; and speeds of a machine
-    that others use are worth little."""
-    waited = finite(metrics.get("waited"))
-    shared = [] if waited is None else [f"Other programs had the core in {percent(waited)} of a median text's time."]
-    return shared + noted(
+    """Return notes on the prompts. Loops overestimate acceptance, so the page shows their number and effect. Speeds of a
+    machine that other programs use are not reliable."""
+    preempted = finite(metrics.get("preempted_share"))
+    shared = (
+        [] if preempted is None else [f"Other programs used the core in {percent(preempted)} of a median text's time."]
+    )
+    return shared + format_measured(
         ("{:.0f} held-out prompts.", finite(metrics.get("prompts"))),
-        ("{:.0f} repetitive ones counted apart.", finite(metrics.get("repetitive_prompts"))),
+        ("{:.0f} repetitive ones are counted separately.", finite(metrics.get("repetitive_prompts"))),
         ("Acceptance length with them: {:.2f}.", finite(metrics.get("acceptance_length_all"))),
     )
 
 
-def logged(history: list[dict], key: str, scale: float = 1.0) -> list[Point]:
-    """(step, value) of every entry that has the key. A loss that diverged stays in as NaN: the line shows the break."""
+def series_of(history: list[dict], key: str, scale: float = 1.0) -> list[Point]:
+    """Return (step, value) of the entries that have the key. A diverged loss is NaN, which interrupts the line."""
     pairs = [(finite(entry.get("step")), finite(entry[key])) for entry in history if key in entry]
     points = [(step, math.nan if value is None else scale * value) for step, value in pairs if step is not None]
     return sorted(points, key=lambda point: point[0])
@@ -134,7 +136,7 @@ def decoding_figures(metrics: dict) -> Iterator[Figure]:
         else Bar(f"depth {d}", s, depth_color(d), f"{100 * s:.1f} %")
         for d, s in enumerate(shares, 1)
     ]
-    title, note = "Accepted share per depth", "Of all steps, those that accepted at least this many drafts"
+    title, note = "Accepted share per depth", "Share of all steps that accepted at least this number of drafts"
     yield title, note, plots.bar_chart(title, bars)
     seconds = {name: finite(part) for name, part in (metrics.get("step_seconds") or {}).items()}
     known = {name: part for name, part in seconds.items() if part is not None}
@@ -150,18 +152,18 @@ def decoding_figures(metrics: dict) -> Iterator[Figure]:
 def training_figures(history: list[dict]) -> Iterator[Figure]:
     accuracy = (found for entry in history for key in entry if (found := re.fullmatch(r"(?:held_out_)?acc_(\d+)", key)))
     depths = sorted({int(found[1]) for found in accuracy})
-    held = [Series(f"depth {d}", logged(history, f"held_out_acc_{d}", 100), depth_color(d)) for d in depths]
-    note = "How often the head's first choice is the target's, on text that it does not learn from"
+    held = [Series(f"depth {d}", series_of(history, f"held_out_acc_{d}", 100), depth_color(d)) for d in depths]
+    note = "How often the head's first choice is the target's, on held-out text"
     title = "Held-out accuracy per depth"
     yield title, note, plots.line_chart(f"{title} over steps", held, " %", floor=0)
-    loss = [Series("training", logged(history, "loss"), depth_color(1))]
-    loss.append(Series("held out", logged(history, "held_out_loss"), depth_color(2)))
-    yield "Loss", "Of the head", plots.line_chart("Loss over steps", loss)
-    lines = [Series(f"depth {d}", logged(history, f"acc_{d}", 100), depth_color(d)) for d in depths]
+    loss = [Series("training", series_of(history, "loss"), depth_color(1))]
+    loss.append(Series("held out", series_of(history, "held_out_loss"), depth_color(2)))
+    yield "Loss", "Loss of the head", plots.line_chart("Loss over steps", loss)
+    lines = [Series(f"depth {d}", series_of(history, f"acc_{d}", 100), depth_color(d)) for d in depths]
     note = "How often the head's first choice is the target's, on training text"
     yield "Accuracy per depth", note, plots.line_chart("Accuracy per depth over steps", lines, " %", floor=0)
-    tau = [Series("", logged(history, "acceptance_length"), depth_color(1))]
-    note = "On held-out prompts, while training; plain decoding is 1"
+    tau = [Series("", series_of(history, "acceptance_length"), depth_color(1))]
+    note = "On held-out prompts, during training; the baseline is 1"
     yield "Acceptance length", note, plots.line_chart("Acceptance length over steps", tau, floor=1)
 
 

@@ -1,9 +1,9 @@
-"""Our drafters in Spec-Bench (github.com/hemingkx/Spec-Bench, arXiv:2401.07851): the `forward_func` of its `run_eval`.
+"""Our drafters in Spec-Bench (github.com/hemingkx/Spec-Bench, arXiv:2401.07851), as the `forward_func` of its `run_eval`.
 
     run_eval(model=target.model, tokenizer=target.tokenizer, forward_func=as_forward_func(target, drafter), ...)
 
-Its questions (data/spec_bench/question.jsonl) are read by `foredraft evaluate prompts=spec_bench` too, which needs neither
-fastchat nor CUDA.
+`foredraft evaluate prompts=spec_bench` also reads its questions (data/spec_bench/question.jsonl), without fastchat and
+CUDA.
 """
 
 from collections.abc import Callable
@@ -15,16 +15,17 @@ from foredraft.heads.target import Target
 from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.generation import generate
 
-# output ids (1, length), new tokens, steps, tokens gained per step
+# output ids (1, length), number of new tokens, number of steps, new tokens per step
 Forward = Callable[..., tuple[Tensor, int, int, list[int]]]
 
 
 def as_forward_func(target: Target, drafter: Drafter | None, temperature: float = 0.0, seed: int = 0) -> Forward:
-    """drafter: None is the baseline that Spec-Bench's speed.py divides by. Raises ValueError for another model's calls."""
+    """Return a `forward_func`. drafter: None is the baseline of Spec-Bench's speed.py. It raises ValueError for calls with
+    another model."""
 
     def forward(inputs: Any, model: Any, tokenizer: Any, max_new_tokens: int) -> tuple[Tensor, int, int, list[int]]:
         if model is not target.model:
-            raise ValueError(f"this drafter was loaded for {target.name}, not for the model that Spec-Bench was given")
+            raise ValueError(f"the drafter was loaded for {target.name}, not for the model that Spec-Bench passes")
         out = generate(
             target,
             drafter,
@@ -34,7 +35,9 @@ def as_forward_func(target: Target, drafter: Drafter | None, temperature: float 
             temperature=temperature,
             seed=seed,
         )
-        gained = [count for step in out.steps for count in (step.emitted[0], *[0] * (step.forwards - 1))]  # per forward
-        return out.sequences, len(out.new_tokens[0]), len(gained), gained
+        emitted = [
+            count for step in out.steps for count in (step.emitted[0], *[0] * (step.forwards - 1))
+        ]  # per forward
+        return out.sequences, len(out.new_tokens[0]), len(emitted), emitted
 
     return forward

@@ -1,5 +1,5 @@
-"""Decoding speed side by side. Every decoder continues the same prompts, one at a time, all in turn on each prompt, so that
-a change of the machine's speed meets all alike. Texts during which other programs held this one up are timed again."""
+"""Decoding speed, compared side by side. All decoders continue the same prompts, in turn on each prompt, so that a change of
+the machine's speed affects all alike. Texts during which other programs used the core are timed again."""
 
 import math
 import time
@@ -14,57 +14,57 @@ from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.evaluation.progress import Ticker
 from foredraft.inference.generation import Generation, generate
 
-SHARED = 0.1  # of a text's time without a core, above which the machine was not ours
-AGAIN = 0.25  # of the texts that are timed again at most: where more were held up, it does not help
+MAX_PREEMPTED_SHARE = 0.1  # share of a text's time without a core above which its timing is not reliable
+MAX_RETIMED_SHARE = 0.25  # maximum share of texts that are timed again: with more of them, it would not help
 
-# prompt (1, length) int64 and seed -> how many new tokens, and the generation if foredraft made it
+# prompt (1, length) int64 and seed -> number of new tokens, and the Generation if foredraft made it
 Decoder = Callable[[Tensor, int], tuple[int, Generation | None]]
 
 
 class Timing(NamedTuple):
-    """Of one decoder, an entry per prompt."""
+    """Hold the timings of one decoder, an entry per prompt."""
 
     seconds: list[float]
     tokens: list[int]
-    generations: list[Generation]  # empty for a baseline's
-    waited: list[float]  # share of the time, as `Stopwatch` has it
+    generations: list[Generation]  # empty for other libraries
+    preempted: list[float]  # share of the time without a core, see `Stopwatch`
 
     def rate(self) -> float:
-        """Tokens per second."""
+        """Return the tokens per second."""
         return sum(self.tokens) / sum(self.seconds)
 
 
 class Stopwatch:
-    """Seconds since it was made, and which share of them this thread had no core, because other programs had it. 0 where it
-    waits in any case: for a GPU, or for the other processes of a target in pieces, which all time the same texts again."""
+    """Measure seconds, and the share of them in which other programs used this thread's core. The share is 0 if the thread
+    waits anyway: for a GPU, or for other processes of a sharded target, which all repeat the same texts."""
 
     def __init__(self, target: Target):
         self.waits = target.device.type != "cpu" or target.is_collective
-        self.started, self.had_core = time.perf_counter(), time.thread_time()
+        self.started, self.cpu_time_start = time.perf_counter(), time.thread_time()
 
     def stop(self) -> tuple[float, float]:
-        seconds, had_core = time.perf_counter() - self.started, time.thread_time() - self.had_core
-        return seconds, 0.0 if self.waits else max(0.0, 1 - had_core / seconds)
+        seconds, cpu_time_start = time.perf_counter() - self.started, time.thread_time() - self.cpu_time_start
+        return seconds, 0.0 if self.waits else max(0.0, 1 - cpu_time_start / seconds)
 
 
 Job = TypeVar("Job")
 
 
-def held_up(waited: dict[Job, float]) -> list[Job]:
-    """Which to time again, of jobs and what they waited."""
-    worst = sorted((job for job in waited if waited[job] > SHARED), key=lambda job: -waited[job])
-    return worst[: math.ceil(AGAIN * len(waited))]
+def preempted_jobs(preempted: dict[Job, float]) -> list[Job]:
+    """Return the jobs that should be timed again, from their preempted shares."""
+    worst = sorted((job for job in preempted if preempted[job] > MAX_PREEMPTED_SHARE), key=lambda job: -preempted[job])
+    return worst[: math.ceil(MAX_RETIMED_SHARE * len(preempted))]
 
 
 class FirstTokens:
-    """A streamer, as transformers and `generate` know them, that notes when a text's first tokens came, and how many."""
+    """Record when the first tokens of a text arrive and how many, as a streamer for `generate` and transformers."""
 
     def __init__(self) -> None:
         self.puts, self.count, self.at = 0, 0, 0.0
 
     def put(self, tokens: Tensor) -> None:
         self.puts += 1
-        if self.puts == 2:  # first comes the prompt
+        if self.puts == 2:  # the prompt is the first
             self.count, self.at = tokens.numel(), time.perf_counter()
 
     def end(self) -> None:
@@ -79,7 +79,7 @@ def foredraft_decoder(
     streamer: FirstTokens | None = None,
     ends: bool = False,
 ) -> Decoder:
-    """ends: at an end token; otherwise texts are of `new_tokens` tokens whatever they say."""
+    """Return a decoder of foredraft. ends: stop at an end token; otherwise all texts have `new_tokens` tokens."""
     limits: dict[str, Any] = {"max_new_tokens": new_tokens} | ({} if ends else {"eos_token_id": -1})
 
     def decode(ids: Tensor, seed: int) -> tuple[int, Generation]:
@@ -97,7 +97,7 @@ def transformers_decoder(
     streamer: FirstTokens | None = None,
     ends: bool = False,
 ) -> Decoder:
-    """`generate` of transformers itself. settings: of its assisted generation; {} is plain. ends: as above."""
+    """Return a decoder of transformers' `generate`. settings: of assisted generation; {} is the baseline. ends: as above."""
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     more: dict[str, Any] = {"pad_token_id": 0, "streamer": streamer} | ({} if ends else {"eos_token_id": None})
 
@@ -110,30 +110,32 @@ def transformers_decoder(
     return decode
 
 
-def time_decoders(decoders: dict[str, Decoder], rows: list[list[int]], target: Target) -> dict[str, Timing]:
-    """All decoders over all prompts; prompt i has seed i + 1. On a GPU each prompt is decoded once before it is timed: its
-    lengths decide which CUDA graphs are captured, and capturing takes longer than decoding."""
+def time_decoders(decoders: dict[str, Decoder], prompts: list[list[int]], target: Target) -> dict[str, Timing]:
+    """Measure all decoders on all prompts; prompt i has seed i + 1. On a GPU, each prompt is decoded once before it is timed,
+    because its length decides which CUDA graphs are captured, which takes longer than decoding."""
     timings = {name: Timing([], [], [], []) for name in decoders}
-    ticker = Ticker("measuring speed", len(rows), "prompts")
+    ticker = Ticker("measuring speed", len(prompts), "prompts")
 
     def timed(name: str, number: int) -> tuple[int, Generation | None, float, float]:
-        ids = torch.tensor([rows[number]], device=target.device)
+        ids = torch.tensor([prompts[number]], device=target.device)
         watch = Stopwatch(target)
         return *decoders[name](ids, number + 1), *watch.stop()
 
-    for number, row in enumerate(rows):
+    for number, prompt in enumerate(prompts):
         if number == 0 or target.device.type == "cuda":
             for decode in decoders.values():
-                decode(torch.tensor([row], device=target.device), number + 1)
+                decode(torch.tensor([prompt], device=target.device), number + 1)
         for name in decoders:
-            count, generation, seconds, waited = timed(name, number)
+            count, generation, seconds, preempted = timed(name, number)
             timings[name].seconds.append(seconds)
-            timings[name].waited.append(waited)
+            timings[name].preempted.append(preempted)
             timings[name].tokens.append(count)
             timings[name].generations.extend([] if generation is None else [generation])
         ticker.add()
-    for name, number in held_up({(name, i): w for name, one in timings.items() for i, w in enumerate(one.waited)}):
-        *_, seconds, waited = timed(name, number)
-        if waited < timings[name].waited[number]:
-            timings[name].seconds[number], timings[name].waited[number] = seconds, waited
+    for name, number in preempted_jobs(
+        {(name, i): w for name, one in timings.items() for i, w in enumerate(one.preempted)}
+    ):
+        *_, seconds, preempted = timed(name, number)
+        if preempted < timings[name].preempted[number]:
+            timings[name].seconds[number], timings[name].preempted[number] = seconds, preempted
     return timings

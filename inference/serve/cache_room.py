@@ -4,7 +4,7 @@ import torch
 
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import BLOCKS, KVCache
-from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, share
+from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, select_layers
 
 
 def cache_room(target: Target, drafter: Drafter | None, size: int, tenants: int = 1) -> tuple[int, float]:
@@ -31,6 +31,6 @@ def cache_bytes_per_token(target: Target, drafter: Drafter | None) -> int:
     caches = [cache]
     for cached in drafter.cached_drafters:
         caches.append(cached.new_cache(1, 1))
-        cached.prefill(share(accepted, drafter.layers, cached.layers), caches[-1])
+        cached.prefill(select_layers(accepted, drafter.layers, cached.layers), caches[-1])
     counted = sum(block.nbytes // block.shape[4] for cache in caches for block in cache.blocks.values())
     return max(1, counted)  # states alone, which `Target.state_entries` counts, have no entries

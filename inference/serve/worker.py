@@ -195,7 +195,7 @@ class Worker(threading.Thread):
         """Most tokens of a text, its prompt included: the target's context, or what the cache has room for beside the trees
         of this tenant's drafter."""
         batch = self.engines[tenant if speculative else -1].batch
-        return min((most for most in (self.target.context, batch.most_tokens()) if most is not None), default=None)
+        return min((most for most in (self.target.context, batch.max_text_tokens()) if most is not None), default=None)
 
     def score(self, tokens: Sequence[int], top: int) -> Future[list[Scored]]:
         """Log-probabilities of a text's own tokens (scoring.py). Cancelling it ends that. Raises Failed as `reserve`."""

@@ -10,7 +10,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PreTrain
 
 from foredraft.heads import Target
 from foredraft.inference import generate
-from foredraft.inference.evaluation.measure import padded
+from foredraft.inference.evaluation.measure import left_pad
 from tests.conformance.checks import check_texts, support
 from tests.conformance.shrink import CONTEXT, HIDDEN
 from tests.support.drafters import Oracle
@@ -142,7 +142,7 @@ def decode(target: Target, prompts: list[list[int]], temperature: float, new_tok
     ]
     texts = [prompt + text for prompt, text in zip(prompts, alone, strict=True)]
     for chosen in ([0], list(range(len(prompts)))):
-        batch = padded([prompts[number] for number in chosen])
+        batch = left_pad([prompts[number] for number in chosen])
         oracle = Oracle([texts[number] for number in chosen], target.vocab_size)
         for what, drafter in (("drafted", oracle), ("plain", None))[: len(chosen)]:  # one alone was plain above
             found = generate(target, drafter, *batch, seed=chosen, **settings)

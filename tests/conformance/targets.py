@@ -16,7 +16,7 @@ from foredraft.heads.formats import engines
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.target.loading import model_class, read_config
 from foredraft.inference import drafter_for, generate
-from foredraft.inference.evaluation.measure import padded
+from foredraft.inference.evaluation.measure import left_pad
 from foredraft.train.losses import soft
 from foredraft.train.module import DistillationModel
 from tests.conformance.checks import check_texts, support
@@ -83,8 +83,8 @@ def decode(target: Target, head: DraftHead, temperature: float, new_tokens: int)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(3, target.vocab_size, (length,), generator=generator).tolist() for length in PROMPTS]
     settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1, "temperature": temperature, "seed": 3}
-    alone = generate(target, None, *padded(prompts), **settings).new_tokens
-    drafted = generate(target, drafter_for(head, target), *padded(prompts), **settings).new_tokens
+    alone = generate(target, None, *left_pad(prompts), **settings).new_tokens
+    drafted = generate(target, drafter_for(head, target), *left_pad(prompts), **settings).new_tokens
     check_texts(drafted, alone, head.kind)
 
 

@@ -92,14 +92,14 @@ FAMILIES |= {"recurrent_gemma": ("chains", 8)}  # fails on a first forward of on
 FAMILIES |= dict.fromkeys(("prophetnet", "cpmant", "xlm", "xlnet"), ("decoded plainly", 6))
 
 
-@pytest.mark.filterwarnings("ignore:.*decoded plainly")
+@pytest.mark.filterwarnings("ignore:.*Drafting is disabled")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_decodes_as_transformers_does(family: str) -> None:
     how, tokens = FAMILIES[family]
     assert check_family(small_family(families()[family]), tokens) == [how]
 
 
-@pytest.mark.filterwarnings("ignore:.*decoded plainly")
+@pytest.mark.filterwarnings("ignore:.*Drafting is disabled")
 def test_a_family_without_a_cache_decodes_as_transformers_does_without_one() -> None:
     how, note = check_family(small_family(families()["blt"]), new_tokens=4)
     assert how == "decoded plainly"

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.target import Target
-from foredraft.inference.evaluation.measure import padded
+from foredraft.inference.evaluation.measure import left_pad
 from foredraft.inference.evaluation.progress import Ticker, report
 from foredraft.inference.generation import generate
 from foredraft.train.data.corpus import Corpus, start_tokens
@@ -91,7 +91,7 @@ def write(target: Target, texts: Documents, tokens: int, seed: int, begin: int, 
             first = seed + base
             for rows in batches_of(some, new):
                 settings: dict[str, Any] = {"temperature": temperature, "seed": first, "progress": ticker.add}
-                ids, mask = (part.to(target.device) for part in padded(rows))
+                ids, mask = (part.to(target.device) for part in left_pad(rows))
                 text = generate(target, None, ids, mask, max_new_tokens=new, **settings)
                 written = [masked(row + more, len(row)) for row, more in zip(rows, text.new_tokens, strict=True)]
                 batches.append(Documents.of(written))

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from foredraft.heads.target import Target
 from foredraft.inference import load_drafter
 from foredraft.inference.evaluation import figures
-from foredraft.inference.evaluation.benchmark import PLAIN, Benchmark, Contestant, Lines, Text
+from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text
 from foredraft.inference.evaluation.figures import Table
 from foredraft.train.data.corpus import Corpus, prompts
 from foredraft.train.search.plan import judged
@@ -38,7 +38,7 @@ class Judge:
 
     def decode_seconds(self) -> float:
         """Of one text, plainly."""
-        plain = Contestant(PLAIN, None).decoder(self.target, self.settings.new_tokens, 0.0)
+        plain = System(BASELINE, None).decoder(self.target, self.settings.new_tokens, 0.0)
         ids = torch.tensor([self.texts[0].tokens], device=self.target.device)
         plain(ids, 1)  # what is captured or compiled at a first use is not the cost of a text
         start = time.perf_counter()
@@ -52,17 +52,17 @@ class Judge:
     def measure(self, heads: dict[str, Path], prompts: int, file: Path) -> Measured:
         """prompts: how many. file: the lines of this round, from which a measurement that was stopped resumes."""
         lines, failed = Lines(file), {}
-        contestants = [Contestant(PLAIN, None)]
+        systems = [System(BASELINE, None)]
         for name, head in heads.items():
             try:
                 drafter = load_drafter(str(head), self.target)
             except Exception as error:  # the others' figures are worth more than the reason
                 failed[name] = f"{type(error).__name__}: {error}"
                 continue
-            contestants.append(Contestant(name, drafter))
+            systems.append(System(name, drafter))
         temperature = float(self.settings.temperature)
         measured = self.texts[:prompts]
-        benchmark = Benchmark(self.target, contestants, measured, self.settings.new_tokens, lines)
+        benchmark = Benchmark(self.target, systems, measured, self.settings.new_tokens, lines)
         benchmark.run([temperature], self.settings.repeats)
         failed |= {line["decoder"]: line["reason"] for line in lines.of("error") if line["decoder"] in heads}
         table = Table(lines.lines, measured, temperature)
@@ -71,7 +71,7 @@ class Judge:
         note = f"{what}; {len(table.loops)} more end in loops and are left out"
         if not texts:
             texts, note = table.loops, f"{len(table.loops)} held-out prompts, all of which end in loops"
-        names = [PLAIN, *(name for name in heads if name not in failed)]
+        names = [BASELINE, *(name for name in heads if name not in failed)]
         return Measured({name: figures_of(table, name, texts) for name in names}, note, failed)
 
 
@@ -83,9 +83,9 @@ def figures_of(table: Table, name: str, texts: set[int]) -> dict[str, Any]:
         "standard_error": None if found.error is None else round(found.error, 3),
         "texts": found._asdict(),
     }
-    if name == PLAIN:
+    if name == BASELINE:
         return facts
     lines = [line for (_, text), line in table.by_decoder[name].items() if text in texts]
-    plain = judged(table, PLAIN, texts)
+    plain = judged(table, BASELINE, texts)
     facts |= {"acceptance_length": figures.acceptance(lines), "speedup": round(found.rate / plain.rate, 4)}
     return facts

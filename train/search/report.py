@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from foredraft.inference.evaluation.benchmark import PLAIN
+from foredraft.inference.evaluation.benchmark import BASELINE
 from foredraft.train.search.plan import shown_error
 from foredraft.train.search.state import State
 
@@ -21,7 +21,7 @@ def rows(state: State, number: int) -> Iterator[list[str]]:
     for name in sorted(this.found, key=lambda name: -this.found[name]["tokens_per_second"]):
         facts = this.found[name]
         speed = f"{facts['tokens_per_second']:.1f} {shown_error(facts['standard_error'])}"
-        if name == PLAIN:
+        if name == BASELINE:
             yield ["no head", "", speed, "1.00x", "1.00", ""]
             continue
         numbers = [f"{facts['speedup']:.2f}x", f"{facts['acceptance_length']:.2f}"]

@@ -24,7 +24,7 @@ from foredraft import Target, generate, load_drafter
 from foredraft.heads.target.device import device_name
 from foredraft.heads.target.locating import locate
 from foredraft.inference.drafters import Drafter, chain_of, tree_of
-from foredraft.inference.evaluation.measure import padded
+from foredraft.inference.evaluation.measure import left_pad
 from foredraft.scripts.bench.matched import first_turns
 from foredraft.scripts.bench.rivals.table import HERE, export
 from foredraft.train.cli import entry
@@ -35,7 +35,7 @@ Writer = Callable[[Texts], Texts]  # prompts -> what they are continued by
 
 def ours(target: Target, drafter: Drafter | None, new_tokens: int) -> Writer:
     def write(prompts: Texts) -> Texts:
-        ids, mask = padded(prompts)
+        ids, mask = left_pad(prompts)
         return generate(target, drafter, ids, mask, max_new_tokens=new_tokens, eos_token_id=-1).new_tokens
 
     return write
@@ -45,7 +45,7 @@ def transformers(target: Target, new_tokens: int) -> Writer:
     settings: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
     def write(prompts: Texts) -> Texts:
-        ids, mask = padded(prompts)
+        ids, mask = left_pad(prompts)
         out = target.model.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, **settings)
         return out[:, ids.shape[1] :].tolist()
 

@@ -88,8 +88,8 @@ def in_this_process(cfg: DictConfig, target: Target, rows: list[list[int]]) -> t
         ours["EAGLE-1, tree, fixed"] = load_drafter(cfg.eagle_head, target, tree="fixed")
     decoders: dict[str, Decoder] = {name: foredraft_decoder(target, one, cfg.new_tokens) for name, one in ours.items()}
     for one in rivals(target, {}):
-        assert isinstance(one.what, dict)
-        decoders[one.name] = transformers_decoder(target, one.what, cfg.new_tokens)
+        assert isinstance(one.drafter, dict)
+        decoders[one.name] = transformers_decoder(target, one.drafter, cfg.new_tokens)
     timings = time_decoders(decoders, rows, target)
     texts = [out.new_tokens[0] for out in timings["plain"].generations]
     found: dict[str, Row] = {}
