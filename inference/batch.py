@@ -229,9 +229,7 @@ class Batch:
         """Reorder the batch: slot i gets the sequence of slot order[i], or the next arriving one (or padding) for None.
         capacity: entries of each sequence; None retains the current number."""
         for slot, one in enumerate(self.sequences):
-            if (
-                one.finish_reason == "error" and slot not in order
-            ):  # a mask does not hide its NaN from the next sequence
+            if one.finish_reason == "error" and slot not in order:  # no mask hides its NaN from the next one
                 for cache in self.caches():
                     cache.erase(slot)
         new = iter(arriving)

@@ -39,9 +39,7 @@ def as_custom_generate(target: Target, drafter: Drafter | None) -> Callable[...,
         parts = {type(part).__name__ for part in (*logits_processor, *stopping_criteria)}
         unknown = sorted(parts - FROM_CONFIG)
         if unknown:
-            raise ValueError(
-                f"speculative decoding does not support {', '.join(unknown)}: remove it or decode without drafts"
-            )
+            raise ValueError(f"speculative decoding does not support {', '.join(unknown)}: remove it, or do not draft")
         end = generation_config.eos_token_id
         streamer = kwargs.get("streamer")
         # transformers has already combined max_new_tokens with max_length, and set its defaults.

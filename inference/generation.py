@@ -128,9 +128,7 @@ def generate(
             steps.append(Step(accepted, emitted, outputs[0].nodes, outputs[0].forwards))
         for output in outputs:
             if output.finish_reason == "error":
-                raise ValueError(
-                    f"{output.request.failure}: {target.name} may need another dtype (bfloat16 or float32)"
-                )
+                raise ValueError(f"{output.request.failure}: {target.name} may need dtype bfloat16 or float32")
             texts[output.request] += output.tokens
             reasons[output.request] = output.finish_reason or "length"
             if streamer is not None and output.request is requests[0] and output.tokens:
@@ -158,21 +156,15 @@ def read_settings(
     for name, value in given.items():
         if name not in known:
             near = get_close_matches(name, known, 1)
-            raise ValueError(
-                f"{name}={value} is not a setting of generate" + (f"; did you mean {near[0]}?" if near else "")
-            )
+            raise ValueError(f"{name}={value} is not a setting" + (f"; did you mean {near[0]}?" if near else ""))
         off = value == 1 and value is not True if name in OFF_AT_ONE else not value
         if value is not None and not off and name not in PARAMS | LIMITS | IGNORED:
-            raise ValueError(
-                f"speculative decoding does not support {name}={value}: remove it or decode without drafts"
-            )
+            raise ValueError(f"speculative decoding does not support {name}={value}: remove it, or do not draft")
     params = {name: given[name] for name in PARAMS & given.keys() if given[name] is not None}
     sampled = given.get("do_sample")
     sampled = (config is None and params.get("temperature", 0) != 0) if sampled is None else sampled
     if sampled and params.get("temperature") == 0:
-        raise ValueError(
-            "do_sample=true with temperature=0: set a temperature above 0, or remove do_sample to decode greedily"
-        )
+        raise ValueError("do_sample=true with temperature=0: set a temperature above 0, or remove do_sample")
     params["temperature"] = params.get("temperature", 1.0) if sampled else min(0.0, params.get("temperature", 0.0))
     params["top_k"] = params.get("top_k") or None
     params["logit_bias"] = logit_bias(params.get("logit_bias", {}), given.get("bad_words_ids"), target.vocab_size)
@@ -221,14 +213,10 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
         prompts = input_ids.tolist()
     else:
         if attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"attention_mask is {tuple(attention_mask.shape)}, but input_ids is {tuple(input_ids.shape)}"
-            )
+            raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
         pairs = zip(input_ids.tolist(), attention_mask.tolist(), strict=True)
         prompts = [[token for token, real in zip(*pair, strict=True) if real] for pair in pairs]
     for row, prompt in enumerate(prompts):
         if not prompt:
-            raise ValueError(
-                f"the prompt of sequence {row} is empty: give at least one token (the bos token, for example)"
-            )
+            raise ValueError(f"the prompt of sequence {row} is empty: give at least one token (such as bos)")
     return prompts

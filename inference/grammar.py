@@ -83,9 +83,7 @@ class Grammars:
         except (TypeError, ValueError, RecursionError):
             raise ValueError("the schema is not JSON, or nested too deeply") from None
         if not isinstance(schema, dict):
-            raise ValueError(
-                f"the schema is {text[:40]}, not an object: give a JSON object such as {{'type': 'object'}}"
-            )
+            raise ValueError(f"the schema is {text[:40]}, not an object: give one such as {{'type': 'object'}}")
         self.check_size(text)
         return self.compiled(LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))
 
@@ -101,9 +99,7 @@ class Grammars:
 
     def check_size(self, text: str) -> None:
         if len(text) > MAX_SIZE:
-            raise ValueError(
-                f"the grammar has {len(text)} characters, but at most {MAX_SIZE} are supported: shorten it"
-            )
+            raise ValueError(f"the grammar has {len(text)} characters, but at most {MAX_SIZE} are allowed: shorten it")
 
     def compile(self, grammar: str) -> Grammar:
         from llguidance import LLMatcher

@@ -11,18 +11,14 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 REPLACEMENT = "\ufffd"  # the decoded form of bytes that are not a whole character
-CONTEXT = (
-    6  # minimum number of tokens before new ones that are decoded with them (they decide about spaces, for example)
-)
-PROMPT = 16  # maximum number of prompt tokens that serve as context
-HELD = 32  # maximum number of tokens that are held back: a character has fewer, so their bytes are not valid text
-BYTE_OF = {
-    sign: byte for byte, sign in bytes_to_unicode().items()
-}  # character in the name of a byte-level token -> byte
+CONTEXT = 6  # minimum number of tokens that are decoded before new ones (they decide about spaces, for example)
+PROMPT_CONTEXT = 16  # maximum number of prompt tokens that serve as context
+MAX_HELD_TOKENS = 32  # maximum number of tokens that are held back: more of them are not a valid character
+BYTE_OF = {sign: byte for byte, sign in bytes_to_unicode().items()}  # sign in a byte-level token's name -> byte
 
 
-class Spelling:
-    """Map single tokens of a tokenizer to text. Use `spelling_of`, which caches instances."""
+class TokenTexts:
+    """Map single tokens of a tokenizer to text. Use `token_texts_of`, which caches instances."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
@@ -45,7 +41,7 @@ class Spelling:
     def name(self, token: int) -> str:
         return str(self.tokenizer.convert_ids_to_tokens(token))
 
-    def spelled(self, token: int, first: bool = False) -> tuple[str, bytes | None]:
+    def token_text(self, token: int, first: bool = False) -> tuple[str, bytes | None]:
         """Return the text of a token and its bytes. They differ for a part of a character; the bytes are None if unknown.
         first: whether the text starts with this token."""
         if (token, first) not in self.known:
@@ -63,7 +59,7 @@ class Spelling:
         """Return whether the text of these tokens ends with a whole character (which may be U+FFFD itself)."""
         if not text.endswith(REPLACEMENT):
             return True
-        return b"".join(self.spelled(token)[1] or b"" for token in tokens[-3:]).endswith(REPLACEMENT.encode())
+        return b"".join(self.token_text(token)[1] or b"" for token in tokens[-3:]).endswith(REPLACEMENT.encode())
 
 
 def is_byte(name: str) -> bool:
@@ -71,14 +67,14 @@ def is_byte(name: str) -> bool:
     return re.fullmatch("<0x[0-9A-F]{2}>", name) is not None
 
 
-def spelling_of(tokenizer: PreTrainedTokenizerBase) -> Spelling:
-    return remembered(tokenizer, len(tokenizer))
+def token_texts_of(tokenizer: PreTrainedTokenizerBase) -> TokenTexts:
+    return cached_token_texts(tokenizer, len(tokenizer))
 
 
 @lru_cache(8)
-def remembered(tokenizer: PreTrainedTokenizerBase, size: int) -> Spelling:
+def cached_token_texts(tokenizer: PreTrainedTokenizerBase, size: int) -> TokenTexts:
     """Create the object for this tokenizer. size: of its vocabulary, so that added tokens invalidate the cache."""
-    return Spelling(tokenizer)
+    return TokenTexts(tokenizer)
 
 
 class Detokenizer:
@@ -93,41 +89,39 @@ class Detokenizer:
     ):
         """Start after the tokens of `prompt`; an incomplete character at its end is completed here. An empty prompt means
         that the text starts with the first token, None that it continues some text."""
-        self.spelling, self.skip_special_tokens = spelling_of(tokenizer), skip_special_tokens
-        self.hidden = self.spelling.special if skip_special_tokens else frozenset[int]()
-        self.tokens = self.spelling.anchor[:] if prompt is None else self.context(prompt)
+        self.token_texts, self.skip_special_tokens = token_texts_of(tokenizer), skip_special_tokens
+        self.hidden = self.token_texts.special if skip_special_tokens else frozenset[int]()
+        self.tokens = self.token_texts.anchor[:] if prompt is None else self.context(prompt)
         whole = (
             end
             for end in range(len(self.tokens), max(-1, len(self.tokens) - 4), -1)
-            if self.spelling.is_whole(self.tokens[:end], self.decode(self.tokens[:end]))
+            if self.token_texts.is_whole(self.tokens[:end], self.decode(self.tokens[:end]))
         )
         # tokens[first:given] were returned, and are decoded again as context of the following ones.
         self.first, self.given = 0, next(whole, len(self.tokens))
-        self.ends: deque[int] = (
-            deque()
-        )  # ends of whole characters after `first`: context must not start within a character
+        self.ends: deque[int] = deque()  # ends of whole characters after `first`, where context may start
         self.held = ""  # text of tokens[given:]
 
     def context(self, prompt: Sequence[int]) -> list[int]:
         """Return the last visible tokens of a prompt, which do not start within a character if its text is long."""
         shown = (token for token in reversed(prompt) if token not in self.hidden)
-        tail = list(islice(shown, PROMPT))[::-1]
+        tail = list(islice(shown, PROMPT_CONTEXT))[::-1]
         within = 0
-        while len(tail) == PROMPT and within < PROMPT:
-            spelled = self.spelling.spelled(tail[within])[1]
+        while len(tail) == PROMPT_CONTEXT and within < PROMPT_CONTEXT:
+            spelled = self.token_texts.token_text(tail[within])[1]
             if not spelled or spelled[0] & 0b11000000 != 0b10000000:  # not a continuation byte of UTF-8
                 break
             within += 1
         return tail[within:]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self.spelling.decode(tokens, self.skip_special_tokens)
+        return self.token_texts.decode(tokens, self.skip_special_tokens)
 
     def push(self, *tokens: int) -> str:
         self.tokens += [token for token in tokens if token not in self.hidden]
         new = self.held = self.pending()
-        waits = not new or not self.spelling.is_whole(self.tokens[self.given :], new)
-        if waits and len(self.tokens) - self.given < HELD:
+        waits = not new or not self.token_texts.is_whole(self.tokens[self.given :], new)
+        if waits and len(self.tokens) - self.given < MAX_HELD_TOKENS:
             return ""
         self.given, self.held = len(self.tokens), ""
         self.ends.append(self.given)
@@ -143,7 +137,7 @@ class Detokenizer:
         """Return the rest of the text."""
         new, rest = self.pending(), self.tokens[self.given :]
         self.given, self.held = len(self.tokens), ""
-        return new if self.spelling.is_whole(rest, new) else new.rstrip(REPLACEMENT)
+        return new if self.token_texts.is_whole(rest, new) else new.rstrip(REPLACEMENT)
 
 
 def continuation(
@@ -157,7 +151,7 @@ def continuation(
 def answer_context(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> Sequence[int]:
     """Return the tokens of the prompt that precede a chat answer's text: those after the last special token. A text starts
     after a special token, so the first word of the answer has no space before it."""
-    special = spelling_of(tokenizer).special
+    special = token_texts_of(tokenizer).special
     return prompt[next((at for at in range(len(prompt), 0, -1) if prompt[at - 1] in special), 0) :]
 
 

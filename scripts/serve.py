@@ -43,7 +43,7 @@ def main(cfg: DictConfig) -> None:
     try:
         from foredraft.inference.serve.accepted_log import AcceptedLog
         from foredraft.inference.serve.app import create_app, run
-        from foredraft.inference.serve.learned import head_of, newest_head, settings_of
+        from foredraft.inference.serve.learned import head_of, newest_head, train_overrides
         from foredraft.inference.serve.learning import InWorker, Learning
         from foredraft.inference.serve.worker import Worker
     except ModuleNotFoundError as error:
@@ -62,11 +62,11 @@ def main(cfg: DictConfig) -> None:
     learning = list[Learning]()
     if cfg.learn.enabled:
         background = background_for(cfg, worker, str(target.device))
-        train = trainer(cfg, settings_of(head_of(drafter)))
+        train = trainer(cfg, train_overrides(head_of(drafter)))
         for number, (folder, spec) in enumerate(zip(folders, specs, strict=True)):
             serving = InWorker(worker, number, names[number] if others else "", load)
             learning.append(Learning(serving, background, str(spec), *train, folder, **kept(cfg)))
-        worker.on_reserve = background.hold
+        worker.on_reserve = background.on_request
     local_only = api_key is None and not cfg.insecure
     served = worker, names, cfg.max_tokens, cfg.max_body, api_key, log, local_only
     app = create_app(*served, list(cfg.cors), learning)
@@ -97,7 +97,7 @@ def stand_before_vllm(cfg: DictConfig, api_key: str | None) -> None:
     from foredraft.heads.checkpoint import read_head
     from foredraft.inference.serve import vllm
     from foredraft.inference.serve.app import run
-    from foredraft.inference.serve.learned import newest_head, settings_of
+    from foredraft.inference.serve.learned import newest_head, train_overrides
     from foredraft.inference.serve.learning import Learning
     from foredraft.inference.serve.vllm_learning import InVllm, create_proxy
 
@@ -115,7 +115,7 @@ def stand_before_vllm(cfg: DictConfig, api_key: str | None) -> None:
     serving = InVllm(program, partial(vllm.serve_command, target, spec, *where), partial(vllm.export, target))
     background = background_for(cfg, serving, cfg.target.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     learning = Learning(
-        serving, background, spec, *trainer(cfg, settings_of(read_head(spec, target))), folder, **kept(cfg)
+        serving, background, spec, *trainer(cfg, train_overrides(read_head(spec, target))), folder, **kept(cfg)
     )
     limits = cfg.max_body, api_key, api_key is None and not cfg.insecure, list(cfg.cors)
     run(create_proxy(serving, learning, *limits), cfg.host, cfg.port, cfg.drain)
@@ -171,8 +171,8 @@ def hand_over(cfg: DictConfig, api_key: str | None) -> None:
     target = instantiate(cfg.target)
     drafter, where = cfg.drafter.spec, (model_name(cfg, target.name), cfg.host, cfg.port, cfg.max_num_seqs)
     if cfg.engine == "vllm":
-        vllm.become(program[0], vllm.serve_command(target, drafter, *where), api_key)
-    llamacpp.become(program, llamacpp.serve_command(target, cfg.target_gguf, drafter, *where), api_key)
+        vllm.exec_server(program[0], vllm.serve_command(target, drafter, *where), api_key)
+    llamacpp.exec_server(program, llamacpp.serve_command(target, cfg.target_gguf, drafter, *where), api_key)
 
 
 if __name__ == "__main__":

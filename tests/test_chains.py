@@ -370,7 +370,7 @@ def test_a_limit_of_memory_counts_the_states_of_texts(kind: str, entry: int, sta
     worker = Worker(target, None, cache_gib=2 * 1.25 * 2.5 * text / 2**30, prefix_cache_gib=0)
     texts, _ = decoding.run(worker.engines[0], requests, lambda step: together.add(len(worker.engines[0].running())))
     assert texts == expected and max(together) == 2
-    with pytest.raises(ValueError, match="room"):
+    with pytest.raises(ValueError, match="exceeds the cache"):
         Worker(target, None, cache_gib=2 * 1.25 * 0.5 * text / 2**30, prefix_cache_gib=0).engines[0].add(requests[0])
 
 

@@ -78,7 +78,7 @@ def test_what_cannot_be_read_is_refused_before_it_joins(target):
     engine = Engine(target)
     for tokens, bias, message in (
         ([], (), "empty"),
-        (prompt(256, 0), (), r"256 tokens, the target .* takes 256"),
+        (prompt(256, 0), (), r"256 tokens, but the target .* supports 256"),
         ([3, target.vocab_size], (), "the prompt contains token"),
         ([3, -1], (), "the prompt contains token -1"),
         ([3], ((target.vocab_size, 1.0),), "logit_bias"),
@@ -143,7 +143,7 @@ def test_a_generation_config_is_read_as_transformers_reads_it(target):
         ({"return_dict_in_generate": True}, "return_dict_in_generate=True"),
         ({"num_beams": True}, "num_beams=True"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
-        ({"temprature": 1.0}, "temprature=1.0 is not known.*temperature"),
+        ({"temprature": 1.0}, "temprature=1.0 is not a setting.*temperature"),
         ({"bad_words_ids": [[3, 4]]}, r"bad_words_ids=\[3, 4\]"),
         ({"logit_bias": {400: 1.0}}, "token 400"),
         ({"min_p": 2.0, "temperature": 1.0}, "min_p=2.0"),

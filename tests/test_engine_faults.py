@@ -206,7 +206,7 @@ def test_a_full_cache_lets_requests_wait(target, alone):
 
     assert run(engine, requests(), between)[0] == alone
     assert max(most) <= 88 and len({*most}) > 1
-    with pytest.raises(ValueError, match="60 tokens and max_new_tokens=50 need more than the 88 tokens"):
+    with pytest.raises(ValueError, match="60 tokens with max_new_tokens=50 exceeds the cache of 88 tokens"):
         engine.add(Request(ids(60, 0), max_new_tokens=50))
 
 

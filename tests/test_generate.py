@@ -68,7 +68,7 @@ def test_streaming_gives_all_tokens_once(target):
 
 
 def test_bad_input_is_named(target):
-    with pytest.raises(ValueError, match="row 1 is empty"):
+    with pytest.raises(ValueError, match="sequence 1 is empty"):
         generate(target, None, torch.ones(2, 3).long(), torch.tensor([[1, 1, 1], [0, 0, 0]]))
     with pytest.raises(ValueError, match=r"300 tokens.*256"):
         generate(target, None, prompt(300))
@@ -76,7 +76,7 @@ def test_bad_input_is_named(target):
         generate(target, None, prompt(3), temperature=-1)
     with pytest.raises(ValueError, match="max_new_tokens=-1"):
         generate(target, None, prompt(3), max_new_tokens=-1)
-    with pytest.raises(ValueError, match="2 seeds"):
+    with pytest.raises(ValueError, match="seed has 2 entries"):
         generate(target, None, prompt(3), seed=[1, 2])
 
 

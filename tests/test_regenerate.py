@@ -257,7 +257,7 @@ def test_a_server_that_takes_fewer_requests_for_a_while_gets_all_of_them_again(t
         nonlocal flying, answered, refused, most
         if answered >= 10 and refused < 20:
             refused += 1
-            raise refusal(openai.RateLimitError, 429, "too many requests wait")
+            raise refusal(openai.RateLimitError, 429, "too many requests are waiting")
         flying += 1
         await asyncio.sleep(0.001)
         most = max(most, flying) if refused else 0

@@ -128,8 +128,8 @@ def test_what_was_accepted_is_logged(client, target, chatty):
     for line, choice in zip(lines, answer.choices, strict=True):
         assert line["prompt_ids"] == target.text_tokenizer(PROMPT).input_ids and line["created"] == answer.created
         assert target.text_tokenizer.decode(line["ids"], skip_special_tokens=True).rstrip("�") == choice.text
-        gained = 1 + sum(count + 1 for count in line["accepted"])
-        assert len(line["ids"]) <= gained < len(line["ids"]) + 6 and sum(line["accepted"]) > 4
+        emitted = 1 + sum(count + 1 for count in line["accepted"])
+        assert len(line["ids"]) <= emitted < len(line["ids"]) + 6 and sum(line["accepted"]) > 4
         assert all(0 <= one <= most for one, most in zip(line["accepted"], line["drafted"], strict=True))
 
 
@@ -220,7 +220,7 @@ def test_marks_of_the_template_in_a_message_are_text(client, target):
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
         ({"extra_body": {"typical_p": 0.5}}, "Unknown parameter: 'typical_p'"),
-        ({"extra_body": {"chat_template_kwargs": {"tools": []}}}, "names 'tools', which is no variable"),
+        ({"extra_body": {"chat_template_kwargs": {"tools": []}}}, "contains 'tools', which is reserved"),
         ({"extra_body": {"stop_token_ids": [400]}}, "stop_token_ids names .400."),
         ({"extra_body": {"min_tokens": 4}, "max_tokens": 3}, "min_tokens=4 is more than max_tokens=3"),
     ],

@@ -106,7 +106,7 @@ def test_earlier_calls_are_replayed_to_a_template_that_shows_no_tools(serve):
         answer = client.chat.completions.create(messages=[QUESTION, *turns], max_tokens=2, **serve.facts)
         prompt = serve.decode(answer.prompt_token_ids)
         assert prompt.count("look_up") == prompt.count("result") == 3 and prompt.count("<｜Assistant｜>") == 1
-        with pytest.raises(openai.BadRequestError, match=r"tools: the chat template of .* Leave tools out"):
+        with pytest.raises(openai.BadRequestError, match=r"tools: the chat template of .* Remove tools"):
             client.chat.completions.create(messages=[QUESTION], tools=TOOLS, **serve.facts)
 
 

@@ -130,7 +130,7 @@ def test_a_body_that_does_not_come_is_given_up(target: Target, monkeypatch):
         raise AssertionError
 
     answer = call(create_app(Worker(target, None), ["tiny"]), receive)
-    assert answer[0]["status"] == 408 and b"has not come" in answer[1]["body"]
+    assert answer[0]["status"] == 408 and b"did not arrive" in answer[1]["body"]
 
 
 @pytest.mark.parametrize(

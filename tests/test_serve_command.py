@@ -75,7 +75,7 @@ def test_llamacpp_gets_the_targets_file_and_the_exported_head(tmp_path, handed_o
 def test_llamacpp_wants_the_target_in_its_own_format(target):
     from foredraft.inference.serve.llamacpp import serve_command
 
-    with pytest.raises(ValueError, match=r"target_gguf=None is no file: .* python convert_hf_to_gguf\.py"):
+    with pytest.raises(ValueError, match=r"target_gguf=None is not a file: .* python convert_hf_to_gguf\.py"):
         serve_command(target, None, "none", "tiny", "127.0.0.1", 8000, 4)
     command = serve_command(target, __file__, "none", "tiny", "127.0.0.1", 8000, 4)
     assert command[:2] == ["-m", __file__] and "-md" not in command
@@ -86,11 +86,11 @@ def test_llamacpp_wants_the_target_in_its_own_format(target):
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["engine=vllm"], "there is no command `vllm`"),
+        (["engine=vllm"], "needs the command `vllm`"),
         (["engine=sglang"], "engine=sglang is not one of foredraft, vllm, llamacpp"),
         (["log_text=true"], "give log_accepted=FILE"),
-        (["port=99999"], "port=99999 cannot be listened on"),
-        (["host=0.0.0.0"], "set FOREDRAFT_API_KEY, or give insecure=true"),
+        (["port=99999"], " port=99999: "),
+        (["host=0.0.0.0"], "set FOREDRAFT_API_KEY, or set insecure=true"),
         (["log_accepted=no/such/folder/log"], "log_accepted=no/such/folder/log cannot be written"),
     ],
 )

@@ -18,9 +18,9 @@ from foredraft.heads import Target, save_head
 from foredraft.inference.drafters import load_drafter
 from foredraft.inference.serve import background as background_module
 from foredraft.inference.serve.background import Background
-from foredraft.inference.serve.learned import newest_head, settings_of
+from foredraft.inference.serve.learned import newest_head, train_overrides
 from foredraft.inference.serve.learning import InWorker, Learning
-from foredraft.inference.serve.traffic import Traffic, acceptance, decode, gain, lines
+from foredraft.inference.serve.traffic import Traffic, acceptance, acceptance_difference, decode, lines
 from foredraft.inference.serve.worker import Worker
 from tests.support.configs import composed
 from tests.support.head_factory import make_head
@@ -40,14 +40,14 @@ shutil.copytree(given["init_from"], given["output_dir"] + "/head")
 """
 # A judge: it finds what the file `found` says.
 JUDGE = "import json, shutil, sys; shutil.copy('found', json.loads(sys.argv[1])['output'])"
-BETTER, SAME, WORSE = ([[gained + i % 2, 10] for i in range(40)] for gained in (30, 20, 10))
+BETTER, SAME, WORSE = ([[emitted + i % 2, 10] for i in range(40)] for emitted in (30, 20, 10))
 
 
-def answer(number: int, prompt: list[int], gained: int = 3, speculative: bool = True) -> Any:
+def answer(number: int, prompt: list[int], emitted: int = 3, speculative: bool = True) -> Any:
     """As Service has it at its end, of a text of one step that accepted two drafts."""
     params = SimpleNamespace(temperature=0.0)
     job = SimpleNamespace(request=SimpleNamespace(prompt=prompt, seed=number, params=params))
-    choice = SimpleNamespace(index=0, job=job, ids=[1, 2, 3, 4], accepted=[2], drafted=[4], gained=gained, forwards=1)
+    choice = SimpleNamespace(index=0, job=job, ids=[1, 2, 3, 4], accepted=[2], drafted=[4], emitted=emitted, forwards=1)
     asked = SimpleNamespace(speculative=speculative)
     return SimpleNamespace(id=f"a{number}", choices={0: choice}, asked=asked, began=time.monotonic())
 
@@ -78,7 +78,7 @@ def test_a_full_disk_is_a_warning_and_half_a_row_is_none(tmp_path: Path, caplog:
     traffic.new = tmp_path / "no folder" / "new.jsonl"
     for number in range(3):
         traffic.write(answer(number, [1]))
-    assert len(caplog.records) == 1 and "not kept" in caplog.text
+    assert len(caplog.records) == 1 and "not stored" in caplog.text
     traffic = Traffic(tmp_path, 10**6)
     traffic.write(answer(1, [5]))
     with traffic.new.open("ab") as file:
@@ -96,10 +96,10 @@ def test_gains_are_compared_text_by_text():
     old = [
         [int(steps * rate), steps] for steps, rate in zip(range(20, 60), (1 + 4 * torch.rand(40)).tolist(), strict=True)
     ]
-    new = [[gained + 2, steps] for gained, steps in old]  # texts differ by far more than heads do
-    difference, error = gain(old, new)
+    new = [[emitted + 2, steps] for emitted, steps in old]  # texts differ by far more than heads do
+    difference, error = acceptance_difference(old, new)
     assert difference == pytest.approx(2 * 40 / sum(steps for _, steps in old)) and difference > 8 * error
-    assert acceptance(old)[1] > 3 * difference and gain(new, old)[0] == -difference
+    assert acceptance(old)[1] > 3 * difference and acceptance_difference(new, old)[0] == -difference
 
 
 def test_a_row_that_cannot_be_written_again_ends_no_round(target: Target, tmp_path: Path, caplog):
@@ -111,13 +111,13 @@ def test_a_row_that_cannot_be_written_again_ends_no_round(target: Target, tmp_pa
     assert rows == [good]
     other = [good | {"prompt_ids": [10**6]}, good | {"prompt_ids": [5] * 300}]  # of another target
     assert len(decode(target, load_drafter("ngram", target), [*other, good])) == 1
-    assert caplog.text.count("a row is left out") == 2
+    assert caplog.text.count("a text is skipped") == 2
 
 
 def test_the_judge_writes_the_texts_that_were_served(target: Target):
     rows = [{"prompt_ids": [5, 6, 7 + i], "ids": [0] * 20, "seed": i, "temperature": i % 2} for i in range(3)]
     found = decode(target, load_drafter("ngram", target), rows)
-    assert len(found) == 3 and all(gained == 19 and 0 < steps <= 19 for gained, steps in found)
+    assert len(found) == 3 and all(emitted == 19 and 0 < steps <= 19 for emitted, steps in found)
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def start(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         background = Background(lambda: worker.open > 0, on_gpu=False)
         serving = InWorker(worker, 0, "", load)
         one = Learning(serving, background, spec, ["-c", TRAIN], {}, learned, rows=8, **given)
-        worker.on_reserve = background.hold
+        worker.on_reserve = background.on_request
         worker.start()
         one.start()
         started.append(one)
@@ -156,9 +156,9 @@ def judge_facts(heads: list[Path], rows: list[Path], verdict: Path) -> str:
     return json.dumps({"output": str(verdict)})
 
 
-def serve_some(one: Learning, gained: int = 3, first: int = 0) -> None:
+def serve_some(one: Learning, emitted: int = 3, first: int = 0) -> None:
     for number in range(first, first + 40):
-        one.write(answer(number, [number], gained))
+        one.write(answer(number, [number], emitted))
 
 
 def history() -> list[dict[str, Any]]:
@@ -205,12 +205,12 @@ def test_a_trainer_that_is_killed_begins_again_and_one_that_fails_does_not(start
 
 def test_the_head_before_comes_back_by_hand_or_where_acceptance_has_fallen(start, caplog):
     one = start([[SAME, BETTER], [[], []]])
-    serve_some(one, gained=4)
+    serve_some(one, emitted=4)
     wait_until(lambda: one.serving.head == "head-0002" and not one.traffic.round.exists())
     assert one.before is not None
     one.rows = 10**6
     Path("found").write_text(json.dumps([[SAME, SAME]]))
-    serve_some(one, gained=1, first=40)  # other texts: no reason to go back
+    serve_some(one, emitted=1, first=40)  # other texts: no reason to go back
     wait_until(lambda: len(history()) == 2)
     assert history()[1]["outcome"] == "stays" and one.serving.head == "head-0002"
     one.before = "head-0001", [(4, 1)] * 40
@@ -248,7 +248,7 @@ def test_on_a_cpu_a_process_is_halted_while_something_is_served(start, monkeypat
 def test_the_oldest_heads_go_but_none_that_serves_or_may_come_back(start):
     one = start([[SAME, BETTER], [[], []]], keep=2)
     for number in range(2, 5):
-        serve_some(one, gained=4)
+        serve_some(one, emitted=4)
         wait_until(lambda number=number: len(history()) == number - 1 and not one.traffic.round.exists())
     wait_until(lambda: sorted(path.name for path in Path("learned").glob("head-*")) == ["head-0003", "head-0004"])
     assert one.serving.head == "head-0004" and one.before[0] == "head-0003"
@@ -267,7 +267,7 @@ def test_a_deleted_current_is_written_again_and_said_once(start, caplog):
     for _ in range(2):
         current.unlink()
         wait_until(current.exists)
-    assert current.read_text() == "head-0001\n" and caplog.text.count("was gone, and is written again") == 2
+    assert current.read_text() == "head-0001\n" and caplog.text.count("was deleted, and is written again") == 2
     current.write_text("")  # as a shell leaves it before it writes
     serve_some(one)
     wait_until(lambda: history() and not one.traffic.round.exists())
@@ -373,6 +373,6 @@ def test_a_round_by_the_real_trainer_and_judge(tiny_path: Path, folder: Path):
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "p_eagle"])
 def test_a_round_trains_a_head_of_the_same_depth(target, kind: str):
     head = make_head(kind, target)
-    settings = composed("train", "data=accepted", *settings_of(head)).head
+    settings = composed("train", "data=accepted", *train_overrides(head)).head
     depth = settings.get("depth") or settings.block_size - (not settings.sample_from_anchor)
     assert depth == head.depth

@@ -11,7 +11,7 @@ from foredraft.heads import Target
 from foredraft.inference.serve.limits import Refused
 from foredraft.inference.serve.prompts import PromptEncoder
 from foredraft.inference.serve.protocol import ChatRequest
-from foredraft.inference.serve.reasoning import HarmonyReader, ThinkReader, thought_reader
+from foredraft.inference.serve.reasoning import HarmonyReader, ThinkReader, new_reasoning_reader
 from tests.support import ROOT
 
 TEMPLATES = ROOT / "tests" / "support" / "chat_templates"
@@ -70,14 +70,16 @@ def test_thoughts_are_read_out_of_a_text(number, size):
     ],
 )
 def test_a_template_says_how_thoughts_begin(name, end, thinking):
-    reader = thought_reader((TEMPLATES / f"{name}.jinja").read_text(), [1], lambda ids: "<|im_start|>assistant\n" + end)
-    assert isinstance(reader, ThinkReader) and (reader.unmarked == "thoughts") == thinking
+    reader = new_reasoning_reader(
+        (TEMPLATES / f"{name}.jinja").read_text(), [1], lambda ids: "<|im_start|>assistant\n" + end
+    )
+    assert isinstance(reader, ThinkReader) and (reader.unmarked == "reasoning") == thinking
 
 
 def test_other_templates_know_no_thoughts():
-    assert isinstance(thought_reader((TEMPLATES / "gpt_oss.jinja").read_text(), [1], str), HarmonyReader)
-    assert thought_reader((TEMPLATES / "llama3.jinja").read_text(), [1], str) is None
-    assert thought_reader(None, [1], str) is None
+    assert isinstance(new_reasoning_reader((TEMPLATES / "gpt_oss.jinja").read_text(), [1], str), HarmonyReader)
+    assert new_reasoning_reader((TEMPLATES / "llama3.jinja").read_text(), [1], str) is None
+    assert new_reasoning_reader(None, [1], str) is None
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +157,6 @@ def test_effort_is_what_the_template_reads(encoder):
         facts = {"messages": [{"role": "user", "content": "a"}], "reasoning_effort": asked}
         assert encoder.tokenizer.decode(encoder.chat(ChatRequest(**facts))[0]).endswith(closed) == ends
     encoder.reads_thinking = False
-    with pytest.raises(ValueError, match=r"reasoning_effort: the chat template of .* knows none"):
+    with pytest.raises(ValueError, match=r"reasoning_effort: the chat template of .* lacks it"):
         encoder.chat(ChatRequest(messages=[{"role": "user", "content": "a"}], reasoning_effort="low"))
     encoder.reads_thinking = True

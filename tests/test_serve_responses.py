@@ -222,7 +222,11 @@ def test_items_are_taken_as_clients_replay_them():
 @pytest.mark.parametrize(
     "settings, message, param",
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id is not supported here: no response is stored", None),
+        (
+            {"previous_response_id": "resp_1"},
+            "previous_response_id is not supported here: responses are not stored",
+            None,
+        ),
         ({"conversation": "conv_1"}, "conversation is not supported", None),
         ({"background": True}, "background is not supported", None),
         ({"truncation": "auto"}, "truncation is not supported", None),
@@ -243,7 +247,7 @@ def test_items_are_taken_as_clients_replay_them():
         ({"input": []}, "at least 1 item", "input"),
         ({"tools": [PICK, {"type": "web_search"}]}, "tools of type 'web_search' are not supported", "tools.1"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "match pattern", "tools.0.name"),
-        ({"tools": [PICK, PICK]}, "two of one name", None),
+        ({"tools": [PICK, PICK]}, "two tools of one name", None),
         ({"tool_choice": "required"}, "tool_choice required needs tools", None),
         ({"text": {"verbosity": "low"}}, "verbosity is not supported", None),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),

@@ -37,7 +37,7 @@ from foredraft.inference.serve.tool_formats import (
     format_of,
 )
 from foredraft.inference.serve.tool_rules import call_rules
-from foredraft.inference.serve.tools import ToolReader, grammar
+from foredraft.inference.serve.tools import ToolReader, answer_grammar
 from tests.support import ROOT
 from tests.support.chats import tokenizer
 from tests.support.serving import Served, served
@@ -159,7 +159,7 @@ def test_a_schema_may_stand_beside_tools(client):
 
 def test_the_rules_of_both_take_both(target):
     asked = ChatRequest(messages=[ASKED["messages"][0]], tools=TOOLS, response_format=FORMAT)
-    rules = grammar(asked, TEMPLATE, Grammars(target)).matcher
+    rules = answer_grammar(asked, TEMPLATE, Grammars(target)).matcher
     call = '<tool_call>\n{"name": "pair", "arguments": {"kind": "beta", "many": []}}\n</tool_call>'
     for text, taken in (
         (call, True),
@@ -211,7 +211,7 @@ def test_tools_are_told_to_the_template_unless_they_may_not_be_called(client):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"response_format": {"type": "json_schema"}}, "json_schema belongs to"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema must be given"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}}, "be compiled"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, "be compiled"),
@@ -221,7 +221,7 @@ def test_tools_are_told_to_the_template_unless_they_may_not_be_called(client):
         ),
         ({"tool_choice": "required"}, "needs tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}, "tools": TOOLS}, "'other'"),
-        ({"tools": [*TOOLS, TOOLS[0]]}, "two of one name"),
+        ({"tools": [*TOOLS, TOOLS[0]]}, "two tools of one name"),
         ({"tools": [{"type": "function", "function": {"name": 'a"b'}}]}, "tools.0.function.name"),
     ],
 )

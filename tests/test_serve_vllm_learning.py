@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from foredraft.heads import Target, save_head
-from foredraft.inference.serve.vllm_learning import rows_of
+from foredraft.inference.serve.vllm_learning import samples_of
 from tests.support import ROOT
 from tests.support.head_factory import make_head
 from tests.support.serving import Served, served, wait_until
@@ -70,7 +70,7 @@ def test_what_vllm_serves_is_kept_and_a_better_head_taken_over(server: Served, t
     save_head(other, learned / "head-0003", target)
     (learned / "current").write_text("head-0003\n")
     wait_until(lambda: (learned / "current").read_text() == "head-0002\n")
-    assert "head-0003 cannot serve: vLLM takes another head's weights" in server.log.read_text()
+    assert "head-0003 cannot serve: vLLM can only replace the weights of a head" in server.log.read_text()
     assert record.read_text().count("pause?") == 1 and ask(server, "z")[0] == 200
 
     os.kill(int(process), 9)
@@ -90,7 +90,7 @@ def test_rows_of_a_chat_are_read_from_its_chunks():
         {"id": "a", "choices": []},
     ]
     sent = b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks)
-    (row,) = rows_of({"seed": 7}, sent + b'data: [DONE]\n\ndata: {"cut')
+    (row,) = samples_of({"seed": 7}, sent + b'data: [DONE]\n\ndata: {"cut')
     assert (row["prompt_ids"], row["ids"], row["seed"], row["accepted"]) == ([1, 2], [3, 4], 7, [])
 
 
@@ -105,5 +105,5 @@ def test_rows_of_a_chat_are_read_from_its_chunks():
 )
 def test_a_row_has_the_numbers_that_drew_it(asked, seed, temperature):
     chunk = {"id": "a", "prompt_token_ids": [1, 2], "choices": [{"index": 0, "token_ids": [3]}]}
-    (row,) = rows_of(asked, b"data: " + json.dumps(chunk).encode())
+    (row,) = samples_of(asked, b"data: " + json.dumps(chunk).encode())
     assert (row["seed"], row["temperature"]) == (seed, temperature)

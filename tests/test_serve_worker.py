@@ -165,7 +165,7 @@ def test_a_drafter_of_larger_trees_takes_over_only_where_it_fits(target):
         engine.step()
     engine.swap(NgramDrafter(depth=60))
     (text,) = ask_unchecked(worker, request)
-    assert isinstance(text, Failed) and text.status == 400 and "need more than" in str(text)
+    assert isinstance(text, Failed) and text.status == 400 and "exceeds the cache" in str(text)
 
 
 def ask_unchecked(worker: Worker, request: Request) -> list[list[int] | Failed]:
@@ -188,7 +188,7 @@ def test_a_full_queue_takes_all_of_a_request_or_nothing(target):
     worker.reserve(2)
     with pytest.raises(QueueFull):
         worker.reserve(2)
-    with pytest.raises(ValueError, match="4 texts are more than the 3"):
+    with pytest.raises(ValueError, match="4 texts exceed the limit of 3"):
         worker.reserve(4)
     worker.reserve(1)
     assert worker.open == 3

@@ -83,7 +83,7 @@ def test_processes_that_share_a_target_must_be_given_the_same(target: Target, mo
 
     monkeypatch.setattr(sharding.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(sharding.dist, "all_gather_object", gather)
-    with pytest.raises(ValueError, match=r"^sharding=fsdp: its processes were given different prompts"):
+    with pytest.raises(ValueError, match=r"^sharding=fsdp: the processes got different prompts"):
         generate(shared, None, torch.tensor([[5]]), max_new_tokens=3, seed=1)
     others[0][0] = 5
     assert (

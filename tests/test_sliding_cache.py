@@ -139,7 +139,7 @@ def test_a_limit_counts_what_is_kept(narrow, monkeypatch):
         assert engine.batch.max_cache_tokens == 100 and target.sliding(engine.drafter.nodes).ring == ring
         most = engine.batch.max_text_tokens()
         assert 100 - ring // 2 - 1 <= (most + 2 * engine.drafter.nodes) / 2 <= 100 - ring // 2
-        with pytest.raises(ValueError, match="need more than the 100 tokens"):
+        with pytest.raises(ValueError, match="exceeds the cache of 100 tokens"):
             engine.check(Request(text(most, 0), max_new_tokens=1))
     asked, used = [Request(text(40 + number, number), max_new_tokens=12) for number in range(6)], []
     expected = alone(target, asked)

@@ -156,7 +156,7 @@ def test_a_special_token_without_an_embedding_is_refused_where_it_occurs(tiny_pa
     assert unknown.max() >= rows and target.forward(known).logits.isfinite().all()
     with pytest.raises(ValueError, match=r"the text holds '<image 63>' \(token \d+\), .*leave it out"):
         target.forward(unknown)
-    with pytest.raises(ValueError, match=r"the prompt names token \d+, .*check its tokenizer"):
+    with pytest.raises(ValueError, match=r"the prompt contains token \d+, .*check the tokenizer"):
         generate(target, None, unknown, max_new_tokens=2)
 
 
@@ -186,7 +186,7 @@ def test_a_target_whose_activations_are_quantised_together_is_decoded_plainly(ti
         return
     prompts = torch.tensor([[5, 9, 17, 5, 9, 17, 5, 9], [30, 2, 4, 6, 8, 10, 12, 14]])
     plain = [generate(target, None, row[None], max_new_tokens=12).new_tokens[0] for row in prompts]
-    with pytest.warns(UserWarning, match="other logits beside other texts than alone"):
+    with pytest.warns(UserWarning, match="different logits in a batch with other texts"):
         assert generate(target, NgramDrafter(), prompts, max_new_tokens=12).new_tokens == plain
 
 

@@ -13,7 +13,7 @@ from foredraft.inference.batch import RequestOutput
 from foredraft.inference.evaluation.report import Sample
 from foredraft.inference.serve.completion import Echo
 from foredraft.inference.serve.logprobs import TokenLogprob, chat_logprobs, completion_logprobs
-from foredraft.inference.text import Detokenizer, answer_context, continuation, encode_prompt, spelling_of
+from foredraft.inference.text import Detokenizer, answer_context, continuation, encode_prompt, token_texts_of
 from foredraft.scripts.chat import Writing
 from foredraft.scripts.preview import runs
 from foredraft.train.data.corpus import Document
@@ -94,9 +94,9 @@ def test_a_first_word_keeps_its_space_unless_the_text_starts_with_it(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_have_texts_and_bytes_that_make_the_text(kind):
     tokenizer = KINDS[kind]
-    spelling, text = spelling_of(tokenizer), "blue sky é🧪日 blues \n" if kind != "words" else "the skys bluer"
+    token_texts, text = token_texts_of(tokenizer), "blue sky é🧪日 blues \n" if kind != "words" else "the skys bluer"
     tokens = ids(tokenizer, text)
-    found = b"".join(spelling.spelled(token, first=number == 0)[1] or b"" for number, token in enumerate(tokens))
+    found = b"".join(token_texts.token_text(token, first=number == 0)[1] or b"" for number, token in enumerate(tokens))
     assert found.decode() == tokenizer.decode(tokens)
     assert len(tokens) > len(text.split()) or kind == "words"
 
@@ -136,11 +136,11 @@ def test_log_probabilities_never_name_two_tokens_alike():
     tokenizer = sentencepiece()
     letter, byte, half, other = tokenizer.convert_tokens_to_ids(["T", "<0x54>", "<0xF0>", "<0x9F>"])
     place = TokenLogprob(byte, -1.0, [(letter, -0.5), (half, -2.0), (other, -2.0)], 0, False)
-    named = completion_logprobs(spelling_of(tokenizer), [place], False)
+    named = completion_logprobs(token_texts_of(tokenizer), [place], False)
     assert [*named["top_logprobs"][0]] == ["T", "bytes:\\xf0", "bytes:\\x9f"]
     assert named["tokens"] == [f"token_id:{byte}"] and named["text_offset"] == [0]
     place = place._replace(token=half)
-    (entry,) = chat_logprobs(spelling_of(tokenizer), [place], False)["content"]
+    (entry,) = chat_logprobs(token_texts_of(tokenizer), [place], False)["content"]
     assert (entry["token"], entry["bytes"]) == ("bytes:\\xf0", [0xF0])
-    named = completion_logprobs(spelling_of(tokenizer), [place], True)
+    named = completion_logprobs(token_texts_of(tokenizer), [place], True)
     assert named["tokens"] == [f"token_id:{half}"] and len(named["top_logprobs"][0]) == 3

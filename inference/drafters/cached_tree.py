@@ -41,9 +41,7 @@ class CachedTree(Drafter):
     """Draft a tree of the `nodes` best candidates, which `expand` generates level by level."""
 
     entries: int  # cache entries that drafting a tree with all levels adds to the head's cache
-    cache_lag: int = (
-        1  # its cache has this many entries less than the text has tokens, because each needs the next token
-    )
+    cache_lag: int = 1  # number of entries that its cache is behind the text, because each needs the next token
     head: RecurrentHead | BlockHead
 
     def __init__(

@@ -42,9 +42,8 @@ class DynamicTree(CachedTree):
         best = best_of(hidden, 1)
         tokens, scores = self.to_target_ids(best.indices[:, 0]), best.values[:, 0]  # (batch, width)
         hidden = hidden.expand(-1, width, -1)
-        frontier = torch.arange(1, width + 1, device=tokens.device).expand(
-            batch, -1
-        )  # as candidates, the bonus token is 0
+        # Indices among the candidates, of which the bonus token is 0.
+        frontier = torch.arange(1, width + 1, device=tokens.device).expand(batch, -1)
         own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
         candidates = [bonus, tokens]
         parents = [frontier.new_zeros(batch, width + 1)]

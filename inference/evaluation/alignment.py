@@ -47,9 +47,7 @@ class Alignment(NamedTuple):
     positions: int  # number of checked guesses
     right: int  # number of guesses that equal the text's token
     fits: dict[int, tuple[int, int]]  # shift -> positions where only the shifted guess fits, and only the guess itself
-    head: (
-        tuple[int, int] | None
-    )  # positions where only the head's own guess is right, and only the draft; None: no head
+    head: tuple[int, int] | None  # positions where only the head's own guess is right, and only the draft
 
     @property
     def faults(self) -> list[str]:

@@ -111,9 +111,7 @@ def prompt_notes(metrics: dict) -> list[str]:
     """Return notes on the prompts. Loops overestimate acceptance, so the page shows their number and effect. Speeds of a
     machine that other programs use are not reliable."""
     preempted = finite(metrics.get("preempted_share"))
-    shared = (
-        [] if preempted is None else [f"Other programs used the core in {percent(preempted)} of a median text's time."]
-    )
+    shared = [] if preempted is None else [f"Other programs used the core in {percent(preempted)} of the median time."]
     return shared + format_measured(
         ("{:.0f} held-out prompts.", finite(metrics.get("prompts"))),
         ("{:.0f} repetitive ones are counted separately.", finite(metrics.get("repetitive_prompts"))),

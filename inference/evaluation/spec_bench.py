@@ -15,7 +15,7 @@ from foredraft.heads.target import Target
 from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.generation import generate
 
-# output ids (1, length), number of new tokens, number of steps, new tokens per step
+# output ids (1, length), number of new tokens, number of steps, new tokens per forward
 Forward = Callable[..., tuple[Tensor, int, int, list[int]]]
 
 
@@ -35,9 +35,7 @@ def as_forward_func(target: Target, drafter: Drafter | None, temperature: float 
             temperature=temperature,
             seed=seed,
         )
-        emitted = [
-            count for step in out.steps for count in (step.emitted[0], *[0] * (step.forwards - 1))
-        ]  # per forward
+        emitted = [count for step in out.steps for count in (step.emitted[0], *[0] * (step.forwards - 1))]
         return out.sequences, len(out.new_tokens[0]), len(emitted), emitted
 
     return forward

@@ -1,10 +1,10 @@
-"""What became of drafts, one JSON line per text, for training a head on what it met in use.
+"""A log of accepted drafts, one JSON line per text, to train a head on real traffic.
 
 {"id", "created" (seconds since 1970), "prompt_ids", "ids" (both null unless texts are logged), "accepted", "drafted"}
 
-The last two have a number per step after the prompt's: how many drafts were accepted, and how deep the tree was at most
-(trees of a batch are padded to its largest). So step s gave accepted[s] + 1 tokens, less what the text's end cut off, and
-where it drafted deeper, its drafts there were rejected.
+The last two contain a number per step after the prompt's: the number of accepted drafts, and the maximum depth of the tree
+(trees of a batch are padded to the largest). So step s added accepted[s] + 1 tokens, up to the end of the text. If its tree
+was deeper, the drafts at the next depth were rejected.
 """
 
 import json
@@ -16,12 +16,12 @@ from foredraft.inference.serve.completion import Answer
 
 class AcceptedLog:
     def __init__(self, path: str | Path, text: bool = False):
-        """path: lines are added to it; nobody else may read a new file. text: log the token ids of prompts and answers."""
+        """Open the file to append, readable only by this user if new. text: log the token ids of prompts and answers."""
         self.text = text
         try:
             self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         except OSError as error:
-            raise ValueError(f"log_accepted={path} cannot be written: {error.strerror}") from None
+            raise ValueError(f"log_accepted={path} cannot be written ({error.strerror}): choose another file") from None
 
     def write(self, answer: Answer) -> None:
         if not answer.asked.speculative:
@@ -36,7 +36,7 @@ class AcceptedLog:
                 "drafted": choice.drafted,
             }
             data = json.dumps(line).encode() + b"\n"
-            written = os.write(self.file, data)  # at once, so that lines never mix
-            if written < len(data):  # a full disk
+            written = os.write(self.file, data)  # in one call, so that lines never mix
+            if written < len(data):  # the disk is full
                 os.ftruncate(self.file, os.fstat(self.file).st_size - written)
-                raise OSError(f"{written} of {len(data)} bytes were written")
+                raise OSError(f"only {written} of {len(data)} bytes were written")

@@ -1,11 +1,11 @@
-"""Can a server listen there, and may it? Asked before a large target is loaded."""
+"""Checks of the server's address, before a large target is loaded."""
 
 import ipaddress
 import socket
 
 
 def is_loopback(host: str) -> bool:
-    """Is it a name of this machine that no other reaches?"""
+    """Return whether this is a name of the machine that other machines cannot reach."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -13,19 +13,21 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposed(host: str, api_key: str | None, insecure: bool) -> None:
-    """Raises ValueError for a key that is none, and where other machines could ask without one."""
+    """Raise ValueError for an empty key, and if other machines could send requests without a key."""
     if api_key == "":
         raise ValueError("FOREDRAFT_API_KEY is empty: set a key, or unset it to serve this machine without one")
     if api_key is None and not insecure and not is_loopback(host):
         raise ValueError(
-            f"host={host} can be reached by other machines: set FOREDRAFT_API_KEY, or give insecure=true to serve anybody"
+            f"host={host} can be reached by other machines: set FOREDRAFT_API_KEY, or set insecure=true to serve everyone"
         )
 
 
 def check_address(host: str, port: int) -> None:
-    """Raises ValueError where host:port cannot be listened on."""
+    """Raise ValueError if the server cannot listen on host:port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
     except (OSError, OverflowError) as error:
-        raise ValueError(f"host={host} port={port} cannot be listened on: {error}; port=0 takes a free one") from None
+        raise ValueError(
+            f"the server cannot listen on host={host} port={port}: {error}; port=0 uses a free port"
+        ) from None

@@ -1,4 +1,4 @@
-"""The application: its routes, its errors, and its process."""
+"""The web application: its routes, its errors, and its process."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ from foredraft.inference.serve.limits import Gate, Refused, error_response
 from foredraft.inference.serve.protocol import ChatRequest, CompletionRequest
 from foredraft.inference.serve.responses import ResponsesAnswer
 from foredraft.inference.serve.responses_protocol import ResponsesRequest
-from foredraft.inference.serve.service import BUG, Service
+from foredraft.inference.serve.service import INTERNAL_ERROR, Service
 from foredraft.inference.serve.worker import Failed, QueueFull, Worker
 
 PATHS = (
@@ -36,7 +36,7 @@ PATHS = (
     "/v1/responses",
 )
 PAGE = Path(__file__).with_name("page.html")
-# Nothing of another host, nobody's frame; what is inline is the page's own.
+# Forbid content of other hosts, and embedding in other pages. Inline code is the page's.
 PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -55,8 +55,8 @@ def create_app(
     cors: Sequence[str] = (),
     learning: Sequence[Learning] = (),
 ) -> FastAPI:
-    """The application; it starts the worker and stops it. max_body: bytes of a request's body. cors: origins whose pages may
-    ask. See `Service`, `Gate`."""
+    """Create the application, which starts and stops the worker. max_body: bytes of a request's body. cors: origins whose
+    pages may send requests. See `Service` and `Gate`."""
     service = Service(worker, names, max_tokens, accepted_log, learning)
 
     @asynccontextmanager
@@ -114,7 +114,7 @@ def create_app(
 
 
 def protect(app: FastAPI, cors: Sequence[str], **gate: Any) -> None:
-    """What surrounds the routes. gate: see `Gate`."""
+    """Add the layers around the routes. gate: arguments of `Gate`."""
     app.add_middleware(Gate, **gate)
     if cors:  # outermost: a preflight has no key
         app.add_middleware(CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"])
@@ -129,7 +129,7 @@ def add_error_handlers(app: FastAPI) -> None:
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             return error_response(
-                f"Unknown parameter: {param!r}: leave it out", 400, param=param, code="unknown_parameter"
+                f"Unknown parameter: {param!r}: remove it", 400, param=param, code="unknown_parameter"
             )
         return error_response(f"{param}: {message}" if param else message, 400, param=param)
 
@@ -140,7 +140,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(QueueFull)
     async def full(request: Request, error: QueueFull) -> Response:
-        return error_response("too many requests wait: try again", 429, {"retry-after": RETRY_AFTER})
+        return error_response("too many requests are waiting: try again later", 429, {"retry-after": RETRY_AFTER})
 
     @app.exception_handler(Failed)
     async def failed(request: Request, error: Failed) -> Response:
@@ -148,7 +148,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        return error_response(BUG, 500)
+        return error_response(INTERNAL_ERROR, 500)
 
 
 class JsonLines(logging.Formatter):
@@ -159,8 +159,8 @@ class JsonLines(logging.Formatter):
 
 
 def run(app: FastAPI, host: str, port: int, drain: float = 30.0) -> None:
-    """Serve until SIGTERM or SIGINT; then take no new request, and give those that run `drain` seconds to end. Where the
-    worker died, or the server never started, the process exits with 1."""
+    """Serve until SIGTERM or SIGINT. Then reject new requests, and give running ones `drain` seconds to finish. The process
+    exits with 1 if the worker died or the server did not start."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)

@@ -1,4 +1,4 @@
-"""Processes of low priority beside a server, one at a time, within a share of the device's time."""
+"""Low-priority processes next to a server, one at a time, within a share of the device's time."""
 
 import logging
 import signal
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 log = logging.getLogger("foredraft.serve")
-TICK = 0.05  # seconds between two looks at a process
+TICK = 0.05  # seconds between two polls of a process
 IDLE = 0.25  # seconds without a request after which a CPU is idle
-ATTEMPTS = 5  # that a process has to end well
-# A process lets all others go first, and dies with the thread that starts it, also where the server is killed.
+ATTEMPTS = 5  # maximum number of starts of a process
+# A process has the lowest priority, and dies with the thread that starts it, even if the server is killed.
 CHILD = """
 import ctypes, os, sys
 os.nice(19)
@@ -24,45 +24,45 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
 class Stopped(Exception):
-    """The server ends."""
+    """Report that the server ends."""
 
 
 class Background:
     def __init__(self, is_busy: Callable[[], bool], on_gpu: bool, budget: float = 60.0, share: float | None = None):
-        """is_busy: is anything served? on_gpu: where the processes run. budget: minutes that one may run. share: of the time
-        that it may run; None is 0.1 on a GPU, and on a CPU, where it runs while nothing is served, all of that."""
+        """Initialize with a process limit. is_busy: whether requests are served. on_gpu: where processes run. budget: maximum
+        minutes of a process. share: maximum share of the time; None is 0.1 on a GPU, and 1 on a CPU, in idle times only."""
         self.is_busy, self.on_gpu, self.budget = is_busy, on_gpu, 60 * budget
         self.share = share if share is not None else 0.1 if on_gpu else 1.0
         if budget <= 0 or not 0 < self.share <= 1:
-            raise ValueError(f"learn.budget={budget} must be above 0, and learn.share={share} between 0 and 1")
+            raise ValueError(f"learn.max_minutes={budget} must be above 0, learn.device_share={share} in (0, 1]")
         self.stopped, self.lock, self.turn = threading.Event(), threading.Lock(), threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
-        self.allowed = self.goes = True  # whether its share of time lets the process run; whether it runs
-        self.busy = time.monotonic()  # when something was served last
-        self.seconds = 0.0  # that processes ran
+        self.allowed = self.is_running = True  # whether the share permits the process to run; whether it runs
+        self.busy = time.monotonic()  # time of the last activity
+        self.seconds = 0.0  # total run time of processes
 
-    def hold(self) -> None:
-        """A request has come."""
+    def on_request(self) -> None:
+        """Handle a new request: pause the process on a CPU."""
         if not self.on_gpu:
-            self.steer()
+            self.pause_or_resume()
 
     def run(self, arguments: list[str], output: Path, meanwhile: Callable[[], None]) -> tuple[bool, float]:
-        """Run Python with these arguments, again where it was killed, since training resumes: did it end well, and the
-        seconds that it ran. output: what it says. meanwhile: called at every look at it. Raises Stopped."""
+        """Run Python with these arguments, again if it was killed, because training resumes. Returns whether it succeeded and
+        the seconds that it ran. output: file for its output. meanwhile: called at every poll. Raises Stopped."""
         while not self.turn.acquire(timeout=TICK):
-            self.look(meanwhile)
+            self.poll(meanwhile)
         try:
             before = self.seconds
-            return self.succeeds(arguments, output, meanwhile), self.seconds - before
+            return self.run_with_retries(arguments, output, meanwhile), self.seconds - before
         finally:
             self.turn.release()
 
-    def look(self, meanwhile: Callable[[], None]) -> None:
+    def poll(self, meanwhile: Callable[[], None]) -> None:
         if self.stopped.is_set():
             raise Stopped
         meanwhile()
 
-    def succeeds(self, arguments: list[str], output: Path, meanwhile: Callable[[], None]) -> bool:
+    def run_with_retries(self, arguments: list[str], output: Path, meanwhile: Callable[[], None]) -> bool:
         for attempt in range(ATTEMPTS):
             with output.open("wb") as opened:
                 command = [sys.executable, "-c", CHILD, *arguments]
@@ -71,7 +71,7 @@ class Background:
             if code == 0:
                 return True
             said = output.read_text(errors="replace").strip().rpartition("\n")[2]
-            log.warning("learning: a process ended with %s: %s", "its budget" if code is None else code, said)
+            log.warning("learning: a process ended with %s: %s", "its time limit" if code is None else code, said)
             if code is None or code > 0:
                 return False
             if self.stopped.wait(2.0**attempt):
@@ -79,17 +79,17 @@ class Background:
         return False
 
     def watch(self, process: "subprocess.Popen[bytes]", meanwhile: Callable[[], None]) -> int | None:
-        """Its exit code; None where its budget is spent."""
+        """Wait for the process and return its exit code; None if its time limit is exceeded."""
         began = last = time.monotonic()
-        ran, self.goes, self.process = 0.0, True, process
+        ran, self.is_running, self.process = 0.0, True, process
         try:
             while (code := process.poll()) is None:
                 self.allowed = ran <= self.share * (last - began)
-                self.steer()
+                self.pause_or_resume()
                 self.stopped.wait(TICK)
-                self.look(meanwhile)
+                self.poll(meanwhile)
                 now = time.monotonic()
-                ran, self.seconds = ran + self.goes * (now - last), self.seconds + self.goes * (now - last)
+                ran, self.seconds = ran + self.is_running * (now - last), self.seconds + self.is_running * (now - last)
                 last = now
                 if ran > self.budget:
                     return None
@@ -99,13 +99,13 @@ class Background:
             process.kill()
             process.wait()
 
-    def steer(self) -> None:
-        """Let the process run, or halt it."""
+    def pause_or_resume(self) -> None:
+        """Let the process run or pause it, as its share and the server's load permit."""
         with self.lock:
             process, now = self.process, time.monotonic()
             if self.is_busy():
                 self.busy = now
             may = self.allowed and (self.on_gpu or now - self.busy > IDLE)
-            if process is not None and may != self.goes:
+            if process is not None and may != self.is_running:
                 process.send_signal(signal.SIGCONT if may else signal.SIGSTOP)
-                self.goes = may
+                self.is_running = may

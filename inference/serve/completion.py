@@ -1,4 +1,4 @@
-"""An answer as it grows, one choice per text, in OpenAI's words. `usage` says the acceptance length too."""
+"""A growing answer, one choice per text, in the format of OpenAI's API. `usage` includes the acceptance length."""
 
 import json
 import time
@@ -13,16 +13,16 @@ from foredraft.inference.serve.detokenizer import Detokenizer, StopStrings
 from foredraft.inference.serve.limits import error_body
 from foredraft.inference.serve.logprobs import TokenLogprob, chat_logprobs, completion_logprobs
 from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, CompletionRequest
-from foredraft.inference.serve.reasoning import CLOSING, OPENING, HarmonyReader, ThoughtReader, thought_reader
+from foredraft.inference.serve.reasoning import CLOSING, OPENING, HarmonyReader, ReasoningReader, new_reasoning_reader
 from foredraft.inference.serve.scoring import Scored
-from foredraft.inference.serve.tools import ToolReader, callable_tools, new_call, reader
+from foredraft.inference.serve.tools import ToolReader, callable_tools, new_call, new_tool_reader
 from foredraft.inference.serve.worker import Failed, Job, Worker
-from foredraft.inference.text import answer_context, spelling_of
+from foredraft.inference.text import answer_context, token_texts_of
 from foredraft.inference.trace import Trace
 
 
 class Piece(NamedTuple):
-    """What one step added to a choice."""
+    """Hold what one step added to a choice."""
 
     choice: int
     ids: list[int]
@@ -31,14 +31,14 @@ class Piece(NamedTuple):
     logprobs: list[TokenLogprob]
     trace: dict[str, Any] | None
     finish_reason: str | None
-    calls: list[dict[str, Any]]  # of tools, all at once at the end
+    calls: list[dict[str, Any]]  # tool calls, all at once at the end
 
 
 class Echo(NamedTuple):
-    """A prompt that stands before its texts, without half a character at its end, which a text may complete."""
+    """Hold a prompt that precedes its texts, without an incomplete character at its end, which a text may complete."""
 
     text: str
-    logprobs: list[TokenLogprob]  # empty where they were not asked for
+    logprobs: list[TokenLogprob]  # empty if not requested
 
     @classmethod
     def of(
@@ -60,19 +60,21 @@ class Echo(NamedTuple):
 
 
 class Choice:
-    """One text of an answer."""
+    """Build one text of an answer from the outputs of its steps."""
 
     def __init__(self, index: int, job: Job, asked: CommonRequest, tokenizer: PreTrainedTokenizerBase):
         self.index, self.job, self.asked, self.tokenizer = index, job, asked, tokenizer
         template = tokenizer.chat_template
-        self.thoughts: ThoughtReader | None = None  # a grammar's text has none
+        self.reasoning_reader: ReasoningReader | None = None  # text of a grammar contains no reasoning
         if isinstance(asked, ChatRequest) and not asked.has_grammar:
-            self.thoughts = thought_reader(template, job.request.prompt, tokenizer.decode, callable_tools(asked))
-        harmony = isinstance(self.thoughts, HarmonyReader)  # which finds calls, too, and every special token is a mark
-        self.tools: ToolReader | None = None if harmony else reader(asked, template)
-        marks = (OPENING + CLOSING if self.thoughts else "") + (self.tools.style.text if self.tools else "")
+            arguments = template, job.request.prompt, tokenizer.decode, callable_tools(asked)
+            self.reasoning_reader = new_reasoning_reader(*arguments)
+        # Harmony's reader finds calls, too, and all special tokens are its marks.
+        harmony = isinstance(self.reasoning_reader, HarmonyReader)
+        self.tools: ToolReader | None = None if harmony else new_tool_reader(asked, template)
+        marks = (OPENING + CLOSING if self.reasoning_reader else "") + (self.tools.style.text if self.tools else "")
         unseen = frozenset[int]() if harmony else unseen_tokens(tokenizer, marks)
-        self.marked = harmony or bool(unseen)  # by special tokens, which are not skipped then
+        self.marked = harmony or bool(unseen)  # special tokens mark parts of the text, so they are not skipped
         prompt: Sequence[int] = job.request.prompt
         if isinstance(asked, ChatRequest):
             prompt = answer_context(tokenizer, prompt)
@@ -80,15 +82,15 @@ class Choice:
         if asked.skip_special_tokens and unseen:
             self.detokenizer.hidden = unseen
         self.stops = StopStrings(asked.stop_strings, asked.include_stop_str_in_output)
-        self.length = 0  # of its text, in characters, with what is held back
+        self.length = 0  # length of its text in characters, including what is held back
         self.calls: list[dict[str, Any]] = []
         self.reasoning, self.text, self.logprobs = "", "", list[TokenLogprob]()
         self.ids, self.accepted, self.drafted = list[int](), list[int](), list[int]()  # see accepted_log.py
-        self.gained = self.forwards = 0  # in the steps after the prompt's
+        self.emitted = self.forwards = 0  # new tokens and target forwards after the prompt's step
         self.finish_reason: str | None = None
 
     def push(self, output: RequestOutput) -> Piece:
-        pieces, places = self.spell(output)
+        pieces, places = self.detokenize(output)
         if output.finish_reason is None:
             text = self.stops.push("".join(pieces))
         else:
@@ -98,9 +100,9 @@ class Choice:
         if output.accepted is not None:
             self.accepted.append(output.accepted)
             self.drafted.append(min(output.depth, output.nodes - 1))
-            self.gained += len(output.tokens)
+            self.emitted += len(output.tokens)
             self.forwards += output.forwards
-        reasoning, text = self.read_thoughts(text)
+        reasoning, text = self.read_reasoning(text)
         if self.tools is not None:
             text = self.tools.push(text)
             if self.finish_reason is not None:
@@ -108,7 +110,7 @@ class Choice:
                 text += rest
         if isinstance(self.asked, ChatRequest) and not self.asked.parallel_tool_calls:
             self.calls = self.calls[:1]
-        if self.calls and self.finish_reason == "stop":  # after "length" there may be a call that was cut
+        if self.calls and self.finish_reason == "stop":  # after "length", a call may be incomplete
             self.finish_reason = "tool_calls"
         self.reasoning += reasoning
         self.text += text
@@ -119,41 +121,41 @@ class Choice:
         trace = self.trace_entry(output, pieces) if self.asked.trace else None
         return Piece(self.index, output.tokens, reasoning, text, logprobs, trace, self.finish_reason, self.calls)
 
-    def read_thoughts(self, text: str) -> tuple[str, str]:
-        """Of a text the thoughts and the rest; at its end also the calls that stood among them."""
-        if self.thoughts is None:
+    def read_reasoning(self, text: str) -> tuple[str, str]:
+        """Split a text into reasoning and content; at the end, also collect the calls within the reasoning."""
+        if self.reasoning_reader is None:
             return "", text
-        reasoning, text = self.thoughts.push(text)
+        reasoning, text = self.reasoning_reader.push(text)
         if self.finish_reason is not None:
-            more, rest = self.thoughts.end()
+            more, rest = self.reasoning_reader.end()
             reasoning, text = reasoning + more, text + rest
-            self.calls = [new_call(*call) for call in self.thoughts.calls]
+            self.calls = [new_call(*call) for call in self.reasoning_reader.calls]
         return reasoning, text
 
-    def spell(self, output: RequestOutput) -> tuple[list[str], list[tuple[int, bool]]]:
-        """The text that each token completes, and where its own starts: after how many characters, and whether first."""
+    def detokenize(self, output: RequestOutput) -> tuple[list[str], list[tuple[int, bool]]]:
+        """Return the text that each token completes, and where the token's text starts: character offset, whether first."""
         pieces, places = [], []
         for number, token in enumerate(output.tokens, start=1):
             places.append((self.length, not self.detokenizer.tokens))
-            hidden = number == len(output.tokens) and self.hides_end(output)
+            hidden = number == len(output.tokens) and self.hides_eos(output)
             pieces.append("" if hidden else self.detokenizer.push(token))
             self.length += len(pieces[-1])
         if output.finish_reason is not None and pieces:
             pieces[-1] += self.detokenizer.end()
         return pieces, places
 
-    def hides_end(self, output: RequestOutput) -> bool:
-        """Is its last token an end token, which is not part of the text? A special one may mark the end of a call."""
+    def hides_eos(self, output: RequestOutput) -> bool:
+        """Return whether the last token is an end token outside the text. A special end token may also mark a call's end."""
         if output.finish_reason != "stop" or self.asked.include_stop_str_in_output:
             return False
-        special = self.detokenizer.spelling.special if self.marked else frozenset[int]()
+        special = self.detokenizer.token_texts.special if self.marked else frozenset[int]()
         return any(token in self.job.request.eos_token_ids - special for token in output.tokens[-1:])
 
     def token_logprobs(
         self, output: RequestOutput, places: list[tuple[int, bool]], trace: Trace, top: int
     ) -> list[TokenLogprob]:
-        """Of the new tokens, less an end token that is not part of the text. Who counts tokens is told of it: evaluation
-        harnesses with the prompt's, trainers with their ids."""
+        """Return the log-probabilities of the new tokens, without an end token that is not part of the text. It is included
+        for clients that count tokens: evaluation harnesses (echo) and trainers (return_token_ids)."""
         asked, count = self.asked, len(output.tokens)
         counted = asked.return_token_ids or (isinstance(asked, CompletionRequest) and asked.echo)
         if not counted and output.finish_reason == "stop" and not asked.include_stop_str_in_output:
@@ -162,12 +164,12 @@ class Choice:
         return [TokenLogprob(token, logprob, best[:top], *place) for token, logprob, best, place in rows]
 
     def echo(self, echoed: Echo) -> Piece:
-        """The prompt, as if it were the first step's text."""
+        """Return the prompt as if it were the text of the first step."""
         self.text, self.logprobs, self.length = echoed.text, list(echoed.logprobs), len(echoed.text)
         return Piece(self.index, [], "", echoed.text, echoed.logprobs, None, None, [])
 
     def trace_entry(self, output: RequestOutput, pieces: list[str]) -> dict[str, Any]:
-        """Each token's text and whether it was drafted; and the step's tree, where it drafted one."""
+        """Return each token's text and whether it was drafted, and the tree of the step, if it drafted one."""
         accepted = output.accepted or 0
         entry: dict[str, Any] = {
             "tokens": [{"text": text, "drafted": number < accepted} for number, text in enumerate(pieces)],
@@ -175,7 +177,7 @@ class Choice:
         }
         if output.trace is not None and output.accepted is not None:
             entry["tree"] = {
-                "tokens": [self.detokenizer.spelling.spelled(token)[0] for token in output.trace.tokens],
+                "tokens": [self.detokenizer.token_texts.token_text(token)[0] for token in output.trace.tokens],
                 "parents": output.trace.parents,
                 "probabilities": [round(value, 4) for value in output.trace.probabilities],
                 "accepted": output.trace.path,
@@ -184,7 +186,7 @@ class Choice:
 
 
 class Answer:
-    """All choices of a client's request. Whoever reads it calls `close` in the end."""
+    """Build all choices of a client's request. Whoever reads it must call `close` at the end."""
 
     def __init__(
         self,
@@ -195,23 +197,23 @@ class Answer:
         prompt_tokens: int,
         echoes: Sequence[Echo] = (),
     ):
-        """echoes: of each prompt, where they were asked for."""
+        """Initialize the choices. echoes: one per prompt, if requested."""
         tokenizer = worker.target.text_tokenizer
-        self.spelling = spelling_of(tokenizer)
+        self.token_texts = token_texts_of(tokenizer)
         self.worker, self.asked, self.model, self.prompt_tokens = worker, asked, model, prompt_tokens
         self.choices = {job: Choice(index, job, asked, tokenizer) for index, job in enumerate(jobs)}
         self.outputs = jobs[0].outputs
         self.prompts = [job.request.prompt for job in jobs]
-        self.told_prompt = set[int]()  # choices whose chunks have told theirs
+        self.sent_prompt_ids = set[int]()  # choices whose prompt ids were sent
         self.echoed = [choice.echo(echoes[choice.index // asked.n]) for choice in self.choices.values() if echoes]
         self.chat = isinstance(asked, ChatRequest)
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.began, self.created = time.monotonic(), int(time.time())
-        self.first_token: float | None = None  # seconds until it came
+        self.first_token: float | None = None  # seconds until the first token
         self.failure: Failed | None = None
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Raises Failed."""
+        """Yield what each step adds. Raises Failed."""
         while any(choice.finish_reason is None for choice in self.choices.values()):
             job, output = await self.outputs.get()
             if isinstance(output, Failed):
@@ -231,17 +233,17 @@ class Answer:
         return sum(len(choice.ids) for choice in self.choices.values())
 
     def usage(self) -> dict[str, Any]:
-        """acceptance_length: tokens gained per target forward, the prompt's left out; null where there was none."""
+        """Return token counts. acceptance_length: new tokens per target forward after the prompt; null without forwards."""
         forwards = sum(choice.forwards for choice in self.choices.values())
-        gained = sum(choice.gained for choice in self.choices.values())
+        emitted = sum(choice.emitted for choice in self.choices.values())
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "acceptance_length": gained / forwards if forwards else None,
+            "acceptance_length": emitted / forwards if forwards else None,
         }
 
-    def whole(self) -> dict[str, Any]:
+    def body(self) -> dict[str, Any]:
         kind = "chat.completion" if self.chat else "text_completion"
         choices = [
             {
@@ -259,7 +261,7 @@ class Answer:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def prompt_ids(self) -> dict[str, Any]:
-        """As vLLM has them: beside a chat's choices, and in each choice of a completion."""
+        """Return the prompt's ids where vLLM has them: next to a chat's choices. Completions have them in each choice."""
         return {"prompt_token_ids": self.prompts[0]} if self.chat and self.asked.return_token_ids else {}
 
     def token_ids(self, choice: Choice) -> dict[str, Any]:
@@ -271,25 +273,25 @@ class Answer:
         if not self.chat:
             return {"text": choice.text}
         message = {"role": "assistant", "content": choice.text or None if choice.calls else choice.text}
-        thoughts = {} if choice.thoughts is None else reasoning_fields(choice.reasoning or None)
-        return {"message": {**message, **thoughts, **({"tool_calls": choice.calls} if choice.calls else {})}}
+        reasoning = {} if choice.reasoning_reader is None else reasoning_fields(choice.reasoning or None)
+        return {"message": {**message, **reasoning, **({"tool_calls": choice.calls} if choice.calls else {})}}
 
     def delta(self, piece: Piece) -> dict[str, Any]:
         if not self.chat:
             return {"text": piece.text}
-        thoughts = reasoning_fields(piece.reasoning) if piece.reasoning else {}
-        content = {"content": piece.text} if piece.text or not (thoughts or piece.calls) else {}
+        reasoning = reasoning_fields(piece.reasoning) if piece.reasoning else {}
+        content = {"content": piece.text} if piece.text or not (reasoning or piece.calls) else {}
         calls = [{"index": number, **call} for number, call in enumerate(piece.calls)]
-        return {"delta": {**thoughts, **content, **({"tool_calls": calls} if calls else {})}}
+        return {"delta": {**reasoning, **content, **({"tool_calls": calls} if calls else {})}}
 
     def logprobs_field(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
         if self.asked.top_tokens is None:
             return None
         form = chat_logprobs if self.chat else completion_logprobs
-        return form(self.spelling, logprobs, self.asked.return_tokens_as_token_ids)
+        return form(self.token_texts, logprobs, self.asked.return_tokens_as_token_ids)
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """What is streamed: roles first, then what each step added, and the usage where it was asked for. Raises Failed."""
+        """Yield the streamed chunks: roles, then what each step adds, then the usage if requested. Raises Failed."""
         envelope = self.envelope("chat.completion.chunk" if self.chat else "text_completion")
         options = self.asked.stream_options
         counted = options is not None and options.include_usage
@@ -308,13 +310,13 @@ class Answer:
         async for piece in self.pieces():
             shown = piece.text or piece.reasoning or piece.logprobs or piece.trace or piece.finish_reason
             if not (shown or self.asked.return_token_ids):
-                continue  # what it added is held back
+                continue  # its text is held back
             yield chunk(self.part(piece)) | ({"trace": piece.trace} if piece.trace else {})
         if counted:
             yield {**envelope, "choices": [], "usage": self.usage()}
 
     async def events(self) -> AsyncIterator[str]:
-        """The chunks as they are sent. Raises Failed."""
+        """Yield the chunks as server-sent events. Raises Failed."""
         async for chunk in self.chunks():
             yield f"data: {json.dumps(chunk)}\n\n"
         yield "data: [DONE]\n\n"
@@ -324,8 +326,8 @@ class Answer:
 
     def part(self, piece: Piece) -> dict[str, Any]:
         ids: dict[str, Any] = {"token_ids": piece.ids} if self.asked.return_token_ids else {}
-        if ids and not self.chat and piece.choice not in self.told_prompt:
-            self.told_prompt.add(piece.choice)
+        if ids and not self.chat and piece.choice not in self.sent_prompt_ids:
+            self.sent_prompt_ids.add(piece.choice)
             ids["prompt_token_ids"] = self.prompts[piece.choice]
         return {
             "index": piece.choice,
@@ -337,12 +339,12 @@ class Answer:
 
 
 def reasoning_fields(text: str | None) -> dict[str, Any]:
-    """By both names that clients read."""
+    """Return the reasoning under both names that clients read."""
     return {"reasoning": text, "reasoning_content": text}
 
 
 def unseen_tokens(tokenizer: PreTrainedTokenizerBase, marks: str) -> frozenset[int]:
-    """The special tokens that are no part of an answer's text, where others of them are its marks; else none."""
+    """Return special tokens outside an answer's text if others are its marks; otherwise the empty set."""
     special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     unseen = frozenset(number for number, text in special.items() if text not in marks)
     return unseen if len(unseen) < len(special) else frozenset()

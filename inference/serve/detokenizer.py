@@ -1,4 +1,4 @@
-"""Text that may be shown: whole characters, and nothing of what a stop string may still take away."""
+"""Text that may be shown: whole characters, and nothing that a stop string may still remove."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,15 @@ __all__ = ["Detokenizer", "StopStrings"]
 
 
 class StopStrings:
-    """Holds back the end of a text while it may be the beginning of a stop string. Which one ends the text is the engine's to
-    say (inference/request.py): the text is cut only where its last token completes one."""
+    """Hold back the end of a text while it may be the start of a stop string. The engine decides which one ends the text
+    (inference/request.py): the text is cut only if its last token completes a stop string."""
 
     def __init__(self, stops: Sequence[str], include: bool = False):
-        """include: show the stop string."""
+        """Initialize the buffer. include: show the stop string."""
         self.stops, self.include, self.held = tuple(stops), include, ""
 
     def push(self, text: str) -> str:
-        """Return what may be shown now."""
+        """Return the text that may be shown now."""
         text = self.held + text
         longest = max(map(len, self.stops), default=1) - 1
         starts = range(max(0, len(text) - longest), len(text))
@@ -25,7 +25,7 @@ class StopStrings:
         return text[:cut]
 
     def end(self, text: str = "", last: str = "") -> str:
-        """Return the rest, after `text` and the text of the last token."""
+        """Return the remaining text, after adding `text` and the text of the last token."""
         text, self.held = self.held + text + last, ""
         starts = ((stop, max(0, len(text) - len(last) + 1 - len(stop))) for stop in self.stops)
         found = [(at, stop) for stop, start in starts if (at := text.find(stop, start)) >= 0]

@@ -1,7 +1,7 @@
-"""The directory of the heads that have served: which one does, and which are kept.
+"""The directory of the heads of a server that learns, and which of them is in use.
 
-head-0001/ ..   each with its card; the first is a copy of drafter=
-current         the name of the one that serves: whoever writes another into it changes it
+head-0001/ ..   each with its model card; the first is a copy of drafter=
+current         the name of the head in use: writing another name into it changes the head
 """
 
 import os
@@ -18,14 +18,14 @@ from foredraft.inference.drafters import Drafter, tree_of
 
 
 def write(file: Path, text: str) -> None:
-    """Completely or not at all."""
+    """Write the file completely or not at all."""
     part = file.with_name(f"{file.name}.part")
     part.write_text(f"{text}\n")
     os.replace(part, file)
 
 
 def heads_in(directory: Path) -> list[Path]:
-    """From the oldest to the newest."""
+    """Return the heads from the oldest to the newest."""
     heads = [path for path in directory.glob("head-*") if path.name.removeprefix("head-").isdecimal()]
     return sorted(heads, key=lambda path: int(path.name.removeprefix("head-")))
 
@@ -36,8 +36,8 @@ def new_name(directory: Path) -> str:
 
 
 def newest_head(directory: Path, spec: str) -> str:
-    """What to serve with: `spec` where it is one of the heads in `directory` or there are none, else the one that served
-    last, or the newest where `current` does not say."""
+    """Return the head to serve: `spec` if it is one of the heads in `directory` or there are none, otherwise the one in
+    `current`, or the newest."""
     heads, current = heads_in(directory), directory / "current"
     if is_in(directory, spec) or not heads:
         return spec
@@ -49,14 +49,12 @@ def is_in(directory: Path, head: str) -> bool:
     return Path(head).absolute().parent == directory.absolute()
 
 
-def keep_first(directory: Path, spec: str) -> None:
-    """The head that serves is one of `directory`. Raises ValueError for one that cannot learn."""
+def import_initial_head(directory: Path, spec: str) -> None:
+    """Copy the first head into `directory`, unless it is there. Raises ValueError for a head that cannot learn."""
     found = find(spec, None)
     if (found / adapter.CONFIG).exists() and read_config(found).get("foredraft", {}).get("kind") != UnoHead.kind:
-        raise ValueError(
-            f"learn=true: {spec} changes the target's text, which none may while it serves: take another head"
-        )
-    directory.mkdir(0o700, parents=True, exist_ok=True)  # texts are nobody else's
+        raise ValueError(f"learn=true: {spec} changes the target's text while it serves: use another head")
+    directory.mkdir(0o700, parents=True, exist_ok=True)  # texts are private
     if not is_in(directory, spec):
         part = directory / "part"
         shutil.rmtree(part, ignore_errors=True)
@@ -68,22 +66,22 @@ def keep_first(directory: Path, spec: str) -> None:
 
 
 def prune(directory: Path, keep: int, needed: set[str]) -> None:
-    """Remove the oldest heads beyond `keep`, but none that is needed."""
+    """Remove the oldest heads beyond `keep`, except needed ones."""
     spare = [head for head in heads_in(directory) if head.name not in needed]
     for head in spare[: max(0, len(heads_in(directory)) - keep)]:
         shutil.rmtree(head)
 
 
 def head_of(drafter: Drafter) -> DraftHead:
-    """Raises ValueError for a drafter that is no head."""
+    """Return the drafter's head. Raises ValueError for a drafter without one."""
     tree = tree_of(drafter)
     if tree is None:
-        raise ValueError("learn=true trains the head that drafts: give drafter=DIRECTORY")
+        raise ValueError("learn=true trains the head that drafts: set drafter=DIRECTORY")
     return tree.head
 
 
-def settings_of(head: DraftHead) -> list[str]:
-    """Of `foredraft train`, for a head that goes on."""
+def train_overrides(head: DraftHead) -> list[str]:
+    """Return arguments of `foredraft train` to continue the training of a head."""
     more = ["data.rejection_weight=1"] if isinstance(head, BlockHead) else []
     few = ["evaluate.eval_steps=0", "evaluate.prompts=16", "evaluate.new_tokens=64", "evaluate.timed_prompts=1"]
     depth = [f"head.depth={head.depth}"]

@@ -1,13 +1,13 @@
-"""foredraft serve learn=true: the head follows the server's traffic.
+"""foredraft serve learn=true: the head learns from the server's traffic.
 
-A thread beside the worker's. When enough has been served (traffic.py keeps it), a round begins: a process of low priority
-trains the head further on it (`foredraft train data=accepted`), another decodes held-out texts with the old and the new head.
-Where the new one gains more on new texts, beyond twice the standard error, and loses little on those of earlier rounds, it
-serves from the next step on. If acceptance falls afterwards, both decode what was served since, and the better one serves.
-learned.py has the directory of the heads, and `history.jsonl` there a line per round. Several tenants are several threads.
+A thread runs next to the worker's. When enough texts were served (traffic.py stores them), a round starts: a low-priority
+process trains the head further on them (`foredraft train data=accepted`), and another decodes held-out texts with the old and
+the new head. If the acceptance length of the new one is significantly higher on new texts, and hardly lower on those of
+earlier rounds, it serves from the next step on. If acceptance drops later, both are compared on newer texts, and the better
+one serves. learned.py has the directory of the heads, whose `history.jsonl` has a line per round. Each tenant has a thread.
 
-Nothing here is needed for an answer: processes are killed with the server, what they were doing is resumed by the next one,
-and whatever fails is a warning.
+Answers do not depend on any of this: processes end with the server, the next server resumes their work, and failures are only
+warnings.
 """
 
 import concurrent.futures
@@ -24,30 +24,30 @@ from typing import Any, Protocol
 from foredraft.inference.drafters import Drafter
 from foredraft.inference.serve.background import TICK, Background, Stopped
 from foredraft.inference.serve.completion import Answer
-from foredraft.inference.serve.learned import keep_first, new_name, prune, write
-from foredraft.inference.serve.traffic import Traffic, acceptance, gain
+from foredraft.inference.serve.learned import import_initial_head, new_name, prune, write
+from foredraft.inference.serve.traffic import Traffic, acceptance, acceptance_difference
 from foredraft.inference.serve.worker import Worker
 
 log = logging.getLogger("foredraft.serve")
-ERRORS = 2.0  # standard errors: what differs by less is chance
-MOST_LOST = 0.02  # share of the acceptance on texts of earlier rounds
-LIVE, FEWEST = 128, 32  # newest texts whose acceptance is that of the head; of fewer, it says nothing
+ERRORS = 2.0  # a larger difference, in standard errors, is significant
+MAX_REGRESSION = 0.02  # maximum relative loss of acceptance length on texts of earlier rounds
+LIVE, MIN_LIVE = 128, 32  # number of newest texts that measure the head in use, and the minimum for a measurement
 
 
 class Serving(Protocol):
-    """Where a head drafts."""
+    """Serve with a head that can be replaced."""
 
-    head: str  # the name of the one that does
+    head: str  # name of the head in use
 
     def swap(self, head: Path) -> None:
-        """Draft with another one, which requests do not notice. Raises what its loading raises; Stopped."""
+        """Replace the head, invisibly for requests. Raises Stopped, and what loading the head raises."""
 
 
 class InWorker:
-    """A tenant's engine in the worker's thread."""
+    """Serve in the worker's thread, with a tenant's engine."""
 
     def __init__(self, worker: Worker, tenant: int, name: str, load: Callable[..., Drafter]):
-        """tenant: its number, and `name`, "" where there is but one. load: a drafter, of the directory `spec`."""
+        """Initialize with the tenant's number and name ("" for a single one). load: loads the drafter `spec`, a directory."""
         self.worker, self.engine, self.name, self.load = worker, worker.engines[tenant], name, load
 
     @property
@@ -67,7 +67,7 @@ class InWorker:
         done.result()
 
     def swap_between_steps(self, head: Path, done: "concurrent.futures.Future[None]") -> None:
-        """In the worker's thread: loading may use the device, where a step may be captured."""
+        """Load the head in the worker's thread, because loading may use the device while a step is being captured."""
         try:
             self.engine.swap(self.load(spec=str(head)))
         except Exception as error:
@@ -90,70 +90,70 @@ class Learning(threading.Thread):
         keep: int = 8,
         limit_mib: float = 256.0,
     ):
-        """head: the directory of the one that serves. train: arguments of Python that train a head; what is trained on, and
-        from where, is added. target: of those processes; a constructor and its arguments, as conf/target has them. rows: new
-        texts that begin a round. keep: heads kept on disk. limit_mib: MiB of logged rows."""
+        """Start with the directory of the head in use. train: Python arguments that train a head; data and head are added.
+        target: constructor and arguments of the target in these processes, as in conf/target. rows: number of new texts that
+        start a round. keep: maximum number of heads on disk. limit_mib: maximum size of the stored texts."""
         super().__init__(name="learning", daemon=True)
         if rows < 8 or limit_mib <= 0 or keep < 2:
             raise ValueError(
-                f"learn.rows={rows} must be at least 8, learn.limit_mib={limit_mib} above 0, and learn.keep={keep} at least 2"
+                f"learn.num_samples={rows} must be at least 8, learn.limit_mib={limit_mib} above 0, learn.keep={keep} above 1"
             )
         self.serving, self.background, self.train, self.target = serving, background, train, target
         self.rows, self.keep, self.directory = rows, keep, directory
-        keep_first(directory, head)
+        import_initial_head(directory, head)
         self.traffic = Traffic(directory, int(limit_mib * 2**20))
         self.current, self.history = directory / "current", directory / "history.jsonl"
         serving.head = self.current.read_text().strip()
         log.warning(
-            "learn=true: token ids of prompts and answers are kept in %s, at most %g MiB, and the head learns from them; a "
-            'request with "store": false is left out. %s serves, from there.',
+            "learn=true: token ids of prompts and answers are stored in %s (at most %g MiB), and the head learns from it. A "
+            'request with "store": false is excluded. %s, from this directory, is in use.',
             directory,
             limit_mib,
             serving.head,
         )
-        self.live: deque[tuple[int, int]] = deque(maxlen=LIVE)  # gained and forwards of the newest texts
-        self.since = time.monotonic()  # when the head that serves began
-        self.seconds = 0.0  # that its processes ran
-        # The head whose place it took, and the `live` of that; None where it need not be doubted.
+        self.live: deque[tuple[int, int]] = deque(maxlen=LIVE)  # new tokens and forwards of the newest texts
+        self.since = time.monotonic()  # when the head in use started to serve
+        self.seconds = 0.0  # total run time of its processes
+        # The previous head and its `live`; None if it need not be compared again.
         self.before: tuple[str, list[tuple[int, int]]] | None = None
 
-    # -- for the event loop ------------------------------------------------------------------------------------------------
+    # -- called in the event loop ------------------------------------------------------------------------------------------
 
     def write(self, answer: Answer) -> None:
-        """An answer has ended."""
+        """Record a finished answer."""
         if answer.began > self.since:
-            self.live += [(choice.gained, choice.forwards) for choice in answer.choices.values() if choice.accepted]
+            self.live += [(choice.emitted, choice.forwards) for choice in answer.choices.values() if choice.accepted]
         self.traffic.write(answer)
 
     def add(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Rows of an answer of another engine, which does not tell what it accepted."""
+        """Record texts of another engine, which does not report what it accepted."""
         self.traffic.add(rows)
 
     def stop(self) -> None:
         self.background.stopped.set()
         self.join()
 
-    # -- in the thread -----------------------------------------------------------------------------------------------------
+    # -- called in the thread ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         said = ""
         while not self.background.stopped.wait(TICK):
             try:
-                self.follow()
-                if self.is_worse():
-                    self.compare_again()
+                self.sync_current_head()
+                if self.acceptance_dropped():
+                    self.recheck_previous_head()
                 elif self.traffic.round.is_dir() or self.traffic.count >= self.rows:
                     self.learn()
                 said = ""
             except Stopped:
                 return
-            except Exception as error:  # a full disk, say
+            except Exception as error:  # a full disk, for example
                 if said != (said := f"{type(error).__name__}: {error}"):
                     log.warning("learning: %s", said)
                 self.background.stopped.wait(10)
 
     def learn(self) -> None:
-        """A round."""
+        """Run a round."""
         parent = self.serving.head
         folder, seconds = self.traffic.begin(seed=int(time.time())), self.seconds
         run, verdict = folder / f"from-{parent}", folder / f"from-{parent}.json"
@@ -165,79 +165,79 @@ class Learning(threading.Thread):
         sets = [folder / "recent.jsonl", folder / "replay.jsonl"]
         heads = [self.directory / parent, run / "head"]
         facts: dict[str, Any] = {"parent": parent, "outcome": "failed"}
-        if self.succeeds([*self.train, *given, f"output_dir={run}"]) and self.judged(heads, sets, verdict):
+        if self.run_process([*self.train, *given, f"output_dir={run}"]) and self.evaluate_heads(heads, sets, verdict):
             (old, new), known = json.loads(verdict.read_text())
-            difference, error = gain(old, new)
+            difference, error = acceptance_difference(old, new)
             facts |= {"recent": [acceptance(old)[0], acceptance(new)[0]], "error": error, "outcome": "no better"}
             if known[0]:
                 facts["replay"] = [acceptance(known[0])[0], acceptance(known[1])[0]]
             if difference > ERRORS * error:
-                forgot = "replay" in facts and facts["replay"][1] < (1 - MOST_LOST) * facts["replay"][0]
-                late = parent != self.serving.head  # another head was chosen by hand meanwhile
+                forgot = "replay" in facts and facts["replay"][1] < (1 - MAX_REGRESSION) * facts["replay"][0]
+                late = parent != self.serving.head  # another head was chosen manually in the meantime
                 facts["outcome"] = "forgot too much" if forgot else "late" if late else "served"
         facts["seconds"] = round(self.seconds - seconds, 1)
         if facts["outcome"] == "served":
             facts["head"] = new_name(self.directory)
             before = parent, list(self.live)
-            self.adopt(run / "head", facts)
-            self.follow()
+            self.install_head(run / "head", facts)
+            self.sync_current_head()
             if self.serving.head != facts["head"]:
                 facts["outcome"] = "failed"
-            elif len(before[1]) >= FEWEST:
+            elif len(before[1]) >= MIN_LIVE:
                 self.before = before
-        self.note(facts)
+        self.log_event(facts)
         self.traffic.end()
         prune(self.directory, self.keep, {self.serving.head, self.before[0] if self.before else ""})
 
-    def adopt(self, head: Path, facts: dict[str, Any]) -> None:
+    def install_head(self, head: Path, facts: dict[str, Any]) -> None:
         with (head / "README.md").open("a") as card:
             card.write(f"\n## Learned while serving\n\n```json\n{json.dumps(facts, indent=1)}\n```\n")
         head.rename(self.directory / facts["head"])
         write(self.current, facts["head"])
 
-    def is_worse(self) -> bool:
-        """Than the head before it was: on other texts, so this proves nothing."""
-        if self.before is None or len(self.live) < FEWEST:
+    def acceptance_dropped(self) -> bool:
+        """Return whether acceptance is lower than with the previous head. Texts differ, so this is only an indication."""
+        if self.before is None or len(self.live) < MIN_LIVE:
             return False
         (old, old_error), (now, error) = acceptance(self.before[1]), acceptance(list(self.live))
         return old - now > ERRORS * (old_error**2 + error**2) ** 0.5
 
-    def compare_again(self) -> None:
-        """With the head before, on texts that neither has learned from: the better one serves."""
+    def recheck_previous_head(self) -> None:
+        """Compare with the previous head on texts that neither was trained on, and serve with the better one."""
         assert self.before is not None
         now, before = self.serving.head, self.before[0]
         rows, verdict = self.directory / "doubted.jsonl", self.directory / "doubted.json"
         rows.write_bytes(self.traffic.newest())
-        if self.judged([self.directory / now, self.directory / before], [rows], verdict):
+        if self.evaluate_heads([self.directory / now, self.directory / before], [rows], verdict):
             ((old, new),) = json.loads(verdict.read_text())
-            difference, error = gain(old, new)
+            difference, error = acceptance_difference(old, new)
             outcome = "back" if difference > ERRORS * error and now == self.serving.head else "stays"
             figures = {"recent": [acceptance(old)[0], acceptance(new)[0]], "error": error}
-            self.note({"parent": now, "head": before, "outcome": outcome, **figures})
+            self.log_event({"parent": now, "head": before, "outcome": outcome, **figures})
             if outcome == "back":
                 write(self.current, before)
         rows.unlink()
         verdict.unlink(missing_ok=True)
         self.before = None
 
-    def judged(self, heads: list[Path], rows: list[Path], verdict: Path) -> bool:
+    def evaluate_heads(self, heads: list[Path], rows: list[Path], verdict: Path) -> bool:
         facts = {"target": self.target, "heads": [*map(str, heads)], "files": [*map(str, rows)], "output": str(verdict)}
-        return self.succeeds(["-m", "foredraft.inference.serve.traffic", json.dumps(facts)])
+        return self.run_process(["-m", "foredraft.inference.serve.traffic", json.dumps(facts)])
 
-    def note(self, facts: dict[str, Any]) -> None:
+    def log_event(self, facts: dict[str, Any]) -> None:
         log.info("learning", extra={"facts": facts})
         with self.history.open("a") as file:
             file.write(json.dumps({"time": round(time.time()), **facts}) + "\n")
 
-    # -- which head serves -------------------------------------------------------------------------------------------------
+    # -- the head in use ---------------------------------------------------------------------------------------------------
 
-    def follow(self) -> None:
-        """Serve with the head that the file `current` names; where it cannot be loaded, the file is set right."""
+    def sync_current_head(self) -> None:
+        """Serve with the head that the file `current` names. If it cannot be loaded, the file is corrected."""
         if not self.current.exists():
-            log.warning("learning: %s was gone, and is written again", self.current)
+            log.warning("learning: %s was deleted, and is written again", self.current)
             write(self.current, self.serving.head)
         name = self.current.read_text().strip()
-        if name in ("", self.serving.head):  # somebody has not finished writing it
+        if name in ("", self.serving.head):  # an empty file is still being written
             return
         try:
             self.serving.swap(self.directory / name)
@@ -250,8 +250,8 @@ class Learning(threading.Thread):
             self.live, self.since = deque(maxlen=LIVE), time.monotonic()
             self.before = None
 
-    def succeeds(self, arguments: list[str]) -> bool:
-        """Of a process of Python. Raises Stopped."""
-        well, seconds = self.background.run(arguments, self.directory / "process.log", self.follow)
+    def run_process(self, arguments: list[str]) -> bool:
+        """Run a Python process and return whether it succeeded. Raises Stopped."""
+        well, seconds = self.background.run(arguments, self.directory / "process.log", self.sync_current_head)
         self.seconds += seconds
         return well

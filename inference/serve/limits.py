@@ -1,8 +1,8 @@
-"""What every request passes first: the API key, its Host, and the kind, size and pace of its body. And errors in OpenAI's
-shape.
+"""Checks of every request before it is handled: API key, Host, and the type, size and duration of its body. Also errors in
+OpenAI's format.
 
-The key is for /v1/, as with vLLM. What lies elsewhere needs none, on any host: / (the page), /health, /openapi.json and
-/metrics, which name models, tenants and heads and count requests, but never show a text.
+The key protects /v1/, as in vLLM. Other paths need none, on any host: / (the page), /health, /openapi.json and /metrics. They
+name models, tenants and heads and count requests, but never contain text.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foredraft.inference.serve.address import is_loopback
 
 MAX_HEADERS = 2**14  # bytes
-BODY_SECONDS = 120  # until all of a body has come
+BODY_SECONDS = 120  # timeout for a whole body
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class Refused(HTTPException):
-    """A request that OpenAI's API has a code for, which clients know."""
+    """Refuse a request with one of the error codes of OpenAI's API, which clients recognize."""
 
     def __init__(self, status: int, message: str, param: str, code: str):
         super().__init__(status, message)
@@ -38,15 +38,15 @@ def error_body(message: str, status: int, param: str | None = None, code: str | 
 
 
 def error_response(message: str, status: int, headers: dict[str, str] | None = None, **facts: Any) -> Response:
-    # ASCII, because a message may quote half a surrogate pair, which no UTF-8 can hold.
+    # ASCII, because a message may quote half of a surrogate pair, which UTF-8 cannot encode.
     body = json.dumps(error_body(message, status, **facts))
     return Response(body, status, headers, media_type="application/json")
 
 
 class Gate:
-    """api_key: wanted as a bearer token for /v1/ where it is not None. max_body: bytes. seen(path, status): called once for
-    every response. local_only: refuse a Host that is not a name of this machine. A page that somebody's browser shows may
-    have its own name point here (DNS rebinding), and then asks without a key what it likes."""
+    """Check requests. api_key: required as a bearer token for /v1/, or None. max_body: bytes. seen(path, status): called once
+    per response. local_only: refuse a Host that is not a name of this machine. Otherwise a web page could point its own name
+    here (DNS rebinding) and send requests without a key."""
 
     def __init__(
         self, app: ASGIApp, api_key: str | None, max_body: int, seen: Callable[[str, int], None], local_only: bool
@@ -61,11 +61,11 @@ class Gate:
         async def counted() -> Message:
             nonlocal received, whole
             try:
-                # After the body, what comes is that the client has gone.
+                # After the body, the next message is the disconnect of the client.
                 async with asyncio.timeout_at(None if whole else ends):
                     message = await receive()
             except TimeoutError:
-                raise HTTPException(408, f"the body has not come within {BODY_SECONDS} seconds") from None
+                raise HTTPException(408, f"the body did not arrive within {BODY_SECONDS} seconds") from None
             received, whole = received + len(message.get("body", b"")), not message.get("more_body", False)
             if received > self.max_body:
                 raise HTTPException(413, self.too_large)
@@ -81,10 +81,10 @@ class Gate:
 
     @property
     def too_large(self) -> str:
-        return f"the body is larger than the {self.max_body} bytes that this server takes"
+        return f"the body is larger than the limit of {self.max_body} bytes"
 
     def refusal(self, method: str, path: str, headers: Headers) -> Response | None:
-        """What is wrong with a request, before its body is read."""
+        """Return the error of a request, before its body is read; None if it passes."""
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
             return error_response(f"the headers are larger than {MAX_HEADERS} bytes", 431, {"connection": "close"})
         host = headers.get("host", "")
@@ -97,10 +97,10 @@ class Gate:
             given = headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), self.api_key.encode()):
                 wanted = {"www-authenticate": "Bearer"}
-                return error_response("no valid API key was given", 401, wanted, code="invalid_api_key")
+                return error_response("the API key is missing or invalid", 401, wanted, code="invalid_api_key")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and kind != "application/json":
-            # A page of another site may post any other kind, or none, without asking its browser's leave (CORS).
+            # Pages of other sites may send any other type, or none, without permission from the browser (CORS).
             return error_response(f"Content-Type {kind!r} is not supported: send application/json", 415)
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self.max_body:

@@ -1,8 +1,8 @@
-"""The same API by llama.cpp's server (`llama-server`), which drafts with the exported head.
+"""The same API with llama.cpp's server (`llama-server`), which drafts with the exported head.
 
-    python -m foredraft.inference.serve.llamacpp -m TARGET.gguf ...     the server in the wheel xllamacpp, by its arguments
+    python -m foredraft.inference.serve.llamacpp -m TARGET.gguf ...     run the server of the wheel xllamacpp
 
-The wheel has the server without its command, so the arguments that `serve_command` gives are read here.
+The wheel contains the server without its command, so this module parses the arguments that `serve_command` returns.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from foredraft.heads.checkpoint import read_head, write_head
 from foredraft.heads.formats.engines import LLAMACPP_TARGET, llamacpp
 from foredraft.heads.target import Target
 
-API_KEY = "LLAMA_API_KEY"  # what llama-server reads it from
+API_KEY = "LLAMA_API_KEY"  # the environment variable that llama-server reads
 
 
 def is_installed() -> bool:
@@ -27,15 +27,15 @@ def is_installed() -> bool:
 
 
 def find_llamacpp() -> list[str]:
-    """The words that start it. Raises ValueError where it is not installed."""
+    """Return the command of the server. Raises ValueError if it is not installed."""
     found = shutil.which("llama-server")
     if found is not None:
         return [found]
     if importlib.util.find_spec("xllamacpp") is not None:
         return [sys.executable, "-m", __name__]
     raise ValueError(
-        "engine=llamacpp needs llama.cpp's server, and there is no command `llama-server`: install llama.cpp, or "
-        "pip install xllamacpp, or engine=foredraft"
+        "engine=llamacpp needs llama.cpp's server, but there is neither `llama-server` nor xllamacpp: install llama.cpp, or "
+        "pip install xllamacpp, or set engine=foredraft"
     )
 
 
@@ -49,11 +49,11 @@ def serve_command(
     max_num_seqs: int,
     dtype: str = "f16",
 ) -> list[str]:
-    """The server's arguments, after the head named `drafter` has been written to a new temporary folder, in `dtype`; "none"
-    decodes plainly. Raises ValueError for a drafter that llama.cpp does not have, and without a file of the target."""
+    """Write the head named `drafter` to a new temporary folder in `dtype`, and return the server's arguments. "none" is the
+    baseline. Raises ValueError for a drafter that llama.cpp does not support, and without a file of the target."""
     if target_gguf is None or not Path(target_gguf).is_file():
         convert = LLAMACPP_TARGET.format(target=target.name)
-        raise ValueError(f"target_gguf={target_gguf} is no file: engine=llamacpp wants the target in GGUF, {convert}")
+        raise ValueError(f"target_gguf={target_gguf} is not a file: engine=llamacpp needs it as GGUF, {convert}")
     command = ["-m", target_gguf]
     if drafter != "none":
         if "/" not in drafter and not Path(drafter).is_dir():
@@ -69,15 +69,15 @@ def serve_command(
     return command + [word for key, value in rest.items() for word in (key, str(value))]
 
 
-def become(program: list[str], command: list[str], api_key: str | None) -> None:
-    """llama.cpp in the place of this process, whose memory is free again; what stops this process stops it. The key goes by
-    the environment: arguments show in ps."""
+def exec_server(program: list[str], command: list[str], api_key: str | None) -> None:
+    """Replace this process by llama.cpp, which frees its memory; signals reach the server directly. The key is passed by the
+    environment, because other users can see arguments."""
     environment = dict(os.environ) if api_key is None else {**os.environ, API_KEY: api_key}
     os.execve(program[0], [*program, *command], environment)
 
 
 def main(arguments: list[str]) -> None:
-    """The wheel's server, until this process is told to stop."""
+    """Run the server of the wheel until this process is stopped."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()

@@ -1,27 +1,27 @@
-"""Log-probabilities of tokens, as both endpoints have them."""
+"""Log-probabilities of tokens, in the format of both endpoints."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from foredraft.inference.text import Spelling
+from foredraft.inference.text import TokenTexts
 
 
 class TokenLogprob(NamedTuple):
-    """A token at its place in a text."""
+    """Describe a token at its position in a text."""
 
     token: int
-    logprob: float | None  # None of a prompt's first token
-    best: Sequence[tuple[int, float]]  # the likeliest tokens there
-    offset: int  # in characters, where its text starts
-    first: bool  # does the text start with it?
+    logprob: float | None  # None for the first token of a prompt
+    best: Sequence[tuple[int, float]]  # the likeliest tokens at this position
+    offset: int  # of the token's text, in characters
+    first: bool  # whether the text starts with it
 
 
-def token_names(spelling: Spelling, place: TokenLogprob, as_ids: bool) -> dict[int, str]:
-    """The texts of the token and of the likeliest ones, no two of them alike: clients use them as keys. A part of a character
-    goes by its bytes, as OpenAI has it, and what would be alike by its id, as vLLM has it (as_ids: so do all)."""
+def token_names(token_texts: TokenTexts, place: TokenLogprob, as_ids: bool) -> dict[int, str]:
+    """Return a unique text for the token and each of the likeliest ones, because clients use them as keys. A part of a
+    character is named by its bytes, as in OpenAI's API, and duplicates by their id, as in vLLM (all of them with as_ids)."""
     names: dict[int, str] = {}
     for token, _ in (*place.best, (place.token, None)):
-        text, spelled = spelling.spelled(token, place.first)
+        text, spelled = token_texts.token_text(token, place.first)
         if spelled != text.encode() and spelled:
             text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
         if as_ids or spelled is None or text in (names[other] for other in names if other != token):
@@ -30,13 +30,13 @@ def token_names(spelling: Spelling, place: TokenLogprob, as_ids: bool) -> dict[i
     return names
 
 
-def chat_logprobs(spelling: Spelling, places: Sequence[TokenLogprob], as_ids: bool) -> dict[str, Any]:
+def chat_logprobs(token_texts: TokenTexts, places: Sequence[TokenLogprob], as_ids: bool) -> dict[str, Any]:
     content = []
     for place in places:
-        names = token_names(spelling, place, as_ids)
+        names = token_names(token_texts, place, as_ids)
 
         def entry(token: int, logprob: float | None, names: dict[int, str] = names, first: bool = place.first) -> Any:
-            spelled = spelling.spelled(token, first)[1]
+            spelled = token_texts.token_text(token, first)[1]
             whole = None if spelled is None else list(spelled)
             return {"token": names[token], "logprob": finite(logprob), "bytes": whole}
 
@@ -44,8 +44,8 @@ def chat_logprobs(spelling: Spelling, places: Sequence[TokenLogprob], as_ids: bo
     return {"content": content}
 
 
-def completion_logprobs(spelling: Spelling, places: Sequence[TokenLogprob], as_ids: bool) -> dict[str, Any]:
-    names = [token_names(spelling, place, as_ids) for place in places]
+def completion_logprobs(token_texts: TokenTexts, places: Sequence[TokenLogprob], as_ids: bool) -> dict[str, Any]:
+    names = [token_names(token_texts, place, as_ids) for place in places]
     pairs = list(zip(places, names, strict=True))
     return {
         "tokens": [named[place.token] for place, named in pairs],
@@ -59,5 +59,5 @@ def completion_logprobs(spelling: Spelling, places: Sequence[TokenLogprob], as_i
 
 
 def finite(logprob: float | None) -> float | None:
-    """JSON has no infinity."""
+    """Replace minus infinity by a finite number, which JSON can represent."""
     return None if logprob is None else max(logprob, -9999.0)

@@ -1,4 +1,4 @@
-"""What the server tells Prometheus at /metrics: counts and times, never a text or a key."""
+"""Metrics for Prometheus at /metrics: counts and times, never a text or a key."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,21 +19,24 @@ class Metrics:
         registry: dict[str, Any] = {"registry": self.registry, "namespace": "foredraft"}
         self.requests = Counter("requests", "Requests by path and status", ["path", "status"], **registry)
         self.failures = Counter(
-            "failed_answers", "Answers that ended by an error, streamed ones too, by its status", ["status"], **registry
+            "failed_answers", "Answers that ended with an error, also streamed ones, by status", ["status"], **registry
         )
         self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **registry)
         self.completion_tokens = Counter("completion_tokens", "Tokens of answers", **registry)
         self.forwards = Counter(
-            "forwards", "Target forwards over drafts, each sequence counted, by head", ["head"], **registry
+            "forwards", "Target forwards after prompts, per sequence, by head", ["head"], **registry
         )
-        self.gained = Counter(
-            "gained_tokens", "Tokens that these gave; divided by them, the acceptance length", ["head"], **registry
+        self.emitted = Counter(
+            "emitted_tokens", "Tokens of these forwards; their quotient is the acceptance length", ["head"], **registry
         )
         self.first = Histogram("first_token_seconds", "Time to the first token", buckets=SECONDS, **registry)
         self.seconds = Histogram("request_seconds", "Time to the end of the answer", buckets=SECONDS, **registry)
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "open_requests": ("Texts that are decoded or wait", lambda: worker.open),
-            "waiting_requests": ("Texts that wait", lambda: sum(len(engine.waiting) for engine in worker.engines)),
+            "open_requests": ("Texts that are decoded or waiting", lambda: worker.open),
+            "waiting_requests": (
+                "Texts that are waiting",
+                lambda: sum(len(engine.waiting) for engine in worker.engines),
+            ),
             "running_requests": (
                 "Texts that are decoded",
                 lambda: sum(len(engine.batch.unfinished()) for engine in worker.engines),
@@ -42,14 +45,14 @@ class Metrics:
         prefixes = worker.prefixes
         if prefixes is not None:
             gauges["prefix_cache_hit_rate"] = (
-                "Share of the prompts' tokens that the prefix cache had",
+                "Share of prompt tokens found in the prefix cache",
                 lambda: prefixes.hits / max(1, prefixes.looked_up),
             )
             gauges["prefix_cache_bytes"] = ("Memory of the prefix cache", lambda: prefixes.bytes)
         if learning:
             gauges["learning_seconds"] = (
-                "Seconds that processes of learning ran",
-                lambda: learning[0].background.seconds,  # which all tenants share
+                "Run time of training and comparison processes, in seconds",
+                lambda: learning[0].background.seconds,  # shared by all tenants
             )
         for name, (meaning, value) in gauges.items():
             Gauge(name, meaning, **registry).set_function(value)
@@ -60,7 +63,7 @@ class Metrics:
         for job, choice in answer.choices.items():
             head = self.worker.heads.get(job.engine, "")
             self.forwards.labels(head).inc(choice.forwards)
-            self.gained.labels(head).inc(choice.gained)
+            self.emitted.labels(head).inc(choice.emitted)
         self.seconds.observe(seconds)
         if answer.failure is not None:
             self.failures.labels(answer.failure.status).inc()

@@ -1,5 +1,5 @@
-"""Requests in OpenAI's protocol. Defaults are OpenAI's own (temperature 1, top_p 1), not the target's generation config, of
-which only the end tokens are used. What is not done here is refused by name, unless it changes no answer.
+"""Requests in OpenAI's protocol. Defaults are OpenAI's (temperature 1, top_p 1), not those of the target's generation config,
+of which only the end tokens are used. Unsupported fields are refused by name, unless they do not change the answer.
 """
 
 from typing import Annotated, Any, Literal
@@ -11,8 +11,8 @@ from foredraft.inference.sampling import SamplingParams
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Tokens = Annotated[int, Field(ge=1, le=2**31)]
-MAX_TOKENS = ("max_tokens", "max_completion_tokens")  # -1: as many as fit
-# Fields that would change an answer, and the values of them that would not.
+MAX_TOKENS = ("max_tokens", "max_completion_tokens")  # -1 is the maximum that fits
+# Fields that would change an answer, and their values that would not.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("auto", "none"),
@@ -25,7 +25,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
-    "spaces_between_special_tokens": (True, False),  # there are none where a fast tokenizer decodes
+    "spaces_between_special_tokens": (True, False),  # fast tokenizers never add them
     "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
     "allowed_token_ids": ([],),
@@ -37,7 +37,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "priority": (0,),
 }
-# Fields that name or bill the client, keep its caches apart, or guess the text to have it sooner.
+# Fields for identification, billing and caching, and predictions of the text for a faster answer.
 IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
 IGNORED |= {"request_id", "cache_salt", "prediction"}
 
@@ -48,7 +48,7 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = Field(False, description="with include_usage: usage so far in every chunk")
     include_obfuscation: bool | None = Field(
-        False, description="there is none: it would hide lengths from who reads the network"
+        False, description="accepted but not supported: it would hide lengths from network observers"
     )
 
 
@@ -64,12 +64,12 @@ class ResponseFormat(BaseModel):
     @model_validator(mode="after")
     def check_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema belongs to type json_schema, and to no other")
+            raise ValueError("json_schema must be given exactly for type json_schema")
         return self
 
 
 class CommonRequest(BaseModel):
-    """What both endpoints take."""
+    """Validate what all endpoints support."""
 
     model_config = ConfigDict(allow_inf_nan=False, extra="forbid")
 
@@ -79,10 +79,10 @@ class CommonRequest(BaseModel):
     stream_options: StreamOptions | None = None
     max_tokens: Tokens | None = None
     min_tokens: int = Field(0, ge=0, le=2**31)
-    seed: Seed | None = Field(None, description="choice i is drawn with seed + i; without one it differs each time")
+    seed: Seed | None = Field(None, description="choice i uses seed + i; without a seed, answers differ each time")
     stop: str | list[str] | None = None
     stop_token_ids: list[int] = Field([], max_length=1024)
-    ignore_eos: bool = Field(False, description="end at max_tokens, stop or stop_token_ids only, as benchmarks ask")
+    ignore_eos: bool = Field(False, description="end only at max_tokens, stop or stop_token_ids, as benchmarks need")
     skip_special_tokens: bool = Field(True, description="false shows special tokens, except the one that ends the text")
     include_stop_str_in_output: bool = Field(False, description="true shows what ended the text: stop or end token")
     temperature: float | None = Field(None, ge=0, le=2)
@@ -94,24 +94,22 @@ class CommonRequest(BaseModel):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: dict[int, float] | None = Field(None, max_length=1024)
     response_format: ResponseFormat | None = None
-    store: bool | None = Field(
-        None, description="false leaves this request out of logs, and out of what is learned from"
-    )
-    trace: bool = Field(False, description="say how each token came about, and the tree of its step")
-    return_token_ids: bool = Field(False, description="as vLLM does: prompt_token_ids and token_ids")
+    store: bool | None = Field(None, description="false excludes this request from logs and from learning")
+    trace: bool = Field(False, description="return the origin of each token, and the tree of its step")
+    return_token_ids: bool = Field(False, description="return prompt_token_ids and token_ids, as vLLM does")
     return_tokens_as_token_ids: bool = Field(False, description="name tokens in logprobs token_id:N, as vLLM does")
-    speculative: bool = Field(True, description="false decodes plainly: the same text, to compare the speed")
+    speculative: bool = Field(True, description="false disables drafting: the same text, to compare the speed")
 
     @model_validator(mode="before")
     @classmethod
     def refuse_unsupported(cls, fields: Any) -> Any:
-        """Fields that say nothing are taken out."""
+        """Refuse unsupported fields, and remove fields without effect."""
         if not isinstance(fields, dict):
             return fields
         for name, harmless in UNSUPPORTED.items():
             value = fields.get(name)
             if value is not None and value not in harmless:
-                raise ValueError(f"{name} is not supported here: leave it out")
+                raise ValueError(f"{name} is not supported here: remove it")
         dropped = {*UNSUPPORTED, *IGNORED}
         dropped |= {name for name in MAX_TOKENS if fields.get(name) == -1}
         return {name: value for name, value in fields.items() if value is not None and name not in dropped}
@@ -119,17 +117,17 @@ class CommonRequest(BaseModel):
     @model_validator(mode="after")
     def check_stop(self) -> "CommonRequest":
         if len(self.stop_strings) > 16 or not all(len(stop) <= 1000 for stop in self.stop_strings):
-            raise ValueError("stop takes at most 16 strings of at most 1000 characters")
+            raise ValueError("stop supports at most 16 strings of at most 1000 characters")
         if (self.min_tokens or self.ignore_eos) and self.has_grammar:
             name = "min_tokens" if self.min_tokens else "ignore_eos"
-            raise ValueError(f"{name} cannot be combined with response_format or a forced tool: leave one out")
+            raise ValueError(f"{name} cannot be combined with response_format or a forced tool: remove one of them")
         if self.budget is not None and self.min_tokens > self.budget:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.budget}")
         return self
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Without empty ones, which forms send for none."""
+        """Return the stop strings without empty ones, which some clients send instead of none."""
         return tuple(stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if stop)
 
     @property
@@ -142,7 +140,7 @@ class CommonRequest(BaseModel):
 
     @property
     def top_tokens(self) -> int | None:
-        """How many alternatives to each token are returned; None without a request for log-probabilities."""
+        """Return the number of alternatives to each token; None without a request for log-probabilities."""
         return None
 
     @property
@@ -150,7 +148,7 @@ class CommonRequest(BaseModel):
         return self.response_format is not None and self.response_format.type != "text"
 
     def sampling(self, vocab: int, grammar: Grammar | None) -> SamplingParams:
-        """Raises ValueError for a bias of a token that the target does not know."""
+        """Return the sampling settings. Raises ValueError for a bias of a token that the target does not have."""
         bias = tuple((self.logit_bias or {}).items())
         for token, value in bias:
             if not 0 <= token < vocab or not -100 <= value <= 100:
@@ -169,12 +167,12 @@ class CommonRequest(BaseModel):
 
 
 class Message(BaseModel):
-    """Handed to the target's own chat template as it is, with whatever else it holds (tool_calls, say)."""
+    """Hold a message, which the target's chat template gets with all extra fields (such as tool_calls)."""
 
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[Any] | dict[str, Any] | None = None  # text, or parts; what a tool returned
+    content: str | list[Any] | dict[str, Any] | None = None  # text, parts, or any JSON that a tool returned
 
 
 class Function(BaseModel):
@@ -185,7 +183,7 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """Handed to the target's own chat template as it is."""
+    """Hold a tool, which the target's chat template gets unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -219,10 +217,10 @@ class ChatRequest(CommonRequest):
     def check_tools(self) -> "ChatRequest":
         names = [tool.function.name for tool in self.tools or []]
         if len(set(names)) < len(names):
-            raise ValueError(f"tools has two of one name: {', '.join(names)}")
+            raise ValueError(f"tools contains two tools of one name: {', '.join(names)}")
         if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             raise ValueError(
-                f"tool_choice names {self.tool_choice.function.name!r}, tools has {', '.join(names) or 'none'}"
+                f"tool_choice names {self.tool_choice.function.name!r}, but tools contains {', '.join(names) or 'none'}"
             )
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice required needs tools")
@@ -252,7 +250,7 @@ class ChatRequest(CommonRequest):
 
 
 def is_tokens(prompt: list[Any]) -> bool:
-    """One prompt, whose tokens these are? An empty list is one too, and is refused where it is decoded."""
+    """Return whether this is a single prompt of tokens. So is an empty list, which is refused when it is decoded."""
     return not prompt or isinstance(prompt[0], int)
 
 
@@ -261,7 +259,7 @@ class CompletionRequest(CommonRequest):
     max_tokens: int | None = Field(None, ge=0, le=2**31, description="0, with echo and logprobs: score the prompt")
     logprobs: int | None = Field(None, ge=0, le=20)
     add_special_tokens: bool = Field(True, description="false encodes a prompt's text without a bos token")
-    echo: bool = Field(False, description="the prompt before each text; with logprobs, those of its tokens too")
+    echo: bool = Field(False, description="put the prompt before each text; with logprobs, include those of the prompt")
 
     @property
     def num_texts(self) -> int:

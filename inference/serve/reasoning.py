@@ -1,7 +1,7 @@
-"""Thoughts, told apart from the answer as a text comes, in the two ways that chat templates know.
+"""Reasoning, separated from the answer while a text is generated, in the two formats of chat templates.
 
-<think>thoughts</think>answer (Qwen3, QwQ, DeepSeek-R1), of which the prompt may hold the first mark already
-<|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>final<|message|>answer<|return|>: OpenAI's harmony
+<think>reasoning</think>answer (Qwen3, QwQ, DeepSeek-R1), where the prompt may already contain the first mark
+<|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>answer<|return|>: OpenAI's harmony
 format (cookbook.openai.com/articles/openai-harmony), whose calls are messages `to=functions.NAME` on channel commentary
 """
 
@@ -11,15 +11,15 @@ from typing import Any, Protocol
 
 OPENING, CLOSING = "<think>", "</think>"
 MESSAGE = "<|message|>"
-ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>", "<|endoftext|>")  # of a message's text
-TAIL = 16  # tokens at a prompt's end that are searched for the first mark
+ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>", "<|endoftext|>")  # end a message's text
+TAIL = 16  # number of tokens at the end of a prompt that are searched for the first mark
 
 
-class ThoughtReader(Protocol):
-    calls: list[tuple[str, str]]  # the name of a function and its arguments, as they were written
+class ReasoningReader(Protocol):
+    calls: list[tuple[str, str]]  # name of a function and its arguments, as the model wrote them
 
     def push(self, text: str) -> tuple[str, str]:
-        """What has become certain: of the thoughts, and of the answer."""
+        """Return the reasoning and the content that have become certain."""
         ...
 
     def end(self) -> tuple[str, str]: ...
@@ -29,11 +29,11 @@ def is_harmony(template: Any) -> bool:
     return MESSAGE in str(template) and "<|channel|>" in str(template)
 
 
-def thought_reader(
+def new_reasoning_reader(
     template: Any, prompt: Sequence[int], decode: Any, tools: Collection[str] | None = None
-) -> ThoughtReader | None:
-    """For an answer to this prompt; None where the template knows no thoughts. decode: ids to a text with its marks. tools:
-    see `HarmonyReader`."""
+) -> ReasoningReader | None:
+    """Return a reader for an answer to this prompt; None if the template does not support reasoning. decode: converts ids to
+    text with marks. tools: see `HarmonyReader`."""
     if is_harmony(template):
         return HarmonyReader(tools)
     if CLOSING not in str(template):
@@ -41,41 +41,41 @@ def thought_reader(
     return ThinkReader(decode(prompt[-TAIL:]).rstrip().endswith(OPENING))
 
 
-def beginning(text: str, marks: Sequence[str]) -> int:
-    """Where at the end of a text one of these may begin."""
+def find_partial_mark(text: str, marks: Sequence[str]) -> int:
+    """Return the position at the end of a text where one of the marks may start; the length of the text if none may."""
     starts = range(max(0, len(text) - max(map(len, marks), default=0) + 1), len(text))
     return next((at for at in starts if any(mark.startswith(text[at:]) for mark in marks)), len(text))
 
 
 class ThinkReader:
     def __init__(self, thinking: bool):
-        """thinking: the prompt ends with the opening mark, which some models write again."""
+        """Initialize the reader. thinking: the prompt ends with the opening mark, which some models repeat."""
         self.calls: list[tuple[str, str]] = []
-        self.held, self.state, self.unmarked = "", "begin", "thoughts" if thinking else "content"
-        self.shown = False  # has a thought been?
+        self.held, self.state, self.unmarked = "", "begin", "reasoning" if thinking else "content"
+        self.shown = False  # whether some reasoning was returned
 
     def push(self, text: str) -> tuple[str, str]:
         self.held += text
-        thoughts = content = ""
+        reasoning = content = ""
         if self.state == "begin":
             start = self.held.lstrip()
             if start.startswith(OPENING):
-                self.held, self.state = start[len(OPENING) :], "thoughts"
+                self.held, self.state = start[len(OPENING) :], "reasoning"
             elif not OPENING.startswith(start):
                 self.state = self.unmarked
-        if self.state == "thoughts":
-            thoughts = self.take_thoughts()
-        if self.state == "after":  # blank lines between both are nobody's
+        if self.state == "reasoning":
+            reasoning = self.take_reasoning()
+        if self.state == "after":  # blank lines between reasoning and content belong to neither
             self.held = self.held.lstrip()
             self.state = "content" if self.held else "after"
         if self.state == "content":
             content, self.held = self.held, ""
-        return thoughts, content
+        return reasoning, content
 
-    def take_thoughts(self) -> str:
+    def take_reasoning(self) -> str:
         self.held = self.held if self.shown else self.held.lstrip()
         at = self.held.find(CLOSING)
-        found = self.held[: at if at >= 0 else beginning(self.held, [CLOSING])].rstrip()
+        found = self.held[: at if at >= 0 else find_partial_mark(self.held, [CLOSING])].rstrip()
         if at >= 0:
             self.held, self.state = self.held[at + len(CLOSING) :], "after"
         else:
@@ -86,40 +86,40 @@ class ThinkReader:
     def end(self) -> tuple[str, str]:
         rest, self.held = self.held, ""
         self.state = self.unmarked if self.state == "begin" else self.state
-        if self.state == "thoughts":
+        if self.state == "reasoning":
             return (rest if self.shown else rest.lstrip()).rstrip(), ""
         return "", rest if self.state == "content" else ""
 
 
 class HarmonyReader:
     def __init__(self, tools: Collection[str] | None = None):
-        """tools: those that may be called; None: any. Calls of others are content."""
+        """Initialize the reader. tools: names of tools that may be called; None is any. Other calls are content."""
         self.calls: list[tuple[str, str]] = []
         self.tools = tools
-        self.held, self.header = "", True  # it begins in the header of the assistant's message
+        self.held, self.header = "", True  # it starts in the header of the assistant's message
         self.channel, self.recipient, self.arguments = "final", "", ""
 
     def push(self, text: str) -> tuple[str, str]:
         self.held += text
-        thoughts = content = ""
+        reasoning = content = ""
         while True:
             if self.header:
                 at = self.held.find(MESSAGE)
                 if at < 0:
-                    return thoughts, content
+                    return reasoning, content
                 self.open(self.held[:at])
                 self.held = self.held[at + len(MESSAGE) :]
             found = [at for mark in ENDS if (at := self.held.find(mark)) >= 0]
-            at = min(found) if found else beginning(self.held, ENDS)
+            at = min(found) if found else find_partial_mark(self.held, ENDS)
             part, self.held = self.held[:at], self.held[at:]
             if self.recipient:
                 self.arguments += part
             elif self.channel == "analysis":
-                thoughts += part
+                reasoning += part
             else:
                 content += part
             if not found:
-                return thoughts, content
+                return reasoning, content
             self.close()
 
     def open(self, header: str) -> None:
@@ -136,7 +136,7 @@ class HarmonyReader:
         self.recipient, self.arguments, self.header = "", "", True
 
     def end(self) -> tuple[str, str]:
-        """A text without a mark is an answer. A call that no mark ends was cut, and is content."""
+        """Return the rest. A text without marks is content, and so is a call without an end, which was cut off."""
         rest, self.held = self.held, ""
         if not self.header:
             thinks = self.channel == "analysis" and not self.recipient

@@ -1,4 +1,4 @@
-"""Answers in the words of OpenAI's Responses API: items, and events that tell how they grow."""
+"""Answers in the format of OpenAI's Responses API: items, and events that describe how they grow."""
 
 import json
 import uuid
@@ -9,11 +9,11 @@ from foredraft.inference.serve.completion import Answer, Piece
 from foredraft.inference.serve.responses_protocol import ResponsesRequest
 from foredraft.inference.serve.worker import Failed
 
-PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # of ids
+PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # prefixes of ids
 
 
 class ResponsesAnswer(Answer):
-    """Its items as they grow, and the events that tell it. An event shows what it holds until the next one is made."""
+    """Build the items and events of an answer. An event shares its data, so it is valid until the next one is made."""
 
     def __init__(self, request: ResponsesRequest, *given: Any):
         super().__init__(*given)
@@ -21,7 +21,7 @@ class ResponsesAnswer(Answer):
         self.output, self.logprobs = list[dict[str, Any]](), list[dict[str, Any]]()
         self.number = self.reasoning_tokens = 0
 
-    def whole(self) -> dict[str, Any]:
+    def body(self) -> dict[str, Any]:
         (choice,) = self.choices.values()
         status = {None: "in_progress", "length": "incomplete"}.get(choice.finish_reason, "completed")
         error = None if self.failure is None else {"code": "server_error", "message": str(self.failure)}
@@ -59,15 +59,15 @@ class ResponsesAnswer(Answer):
 
     def error_event(self, failed: Failed) -> str:
         self.failure = failed
-        return as_event(self.event("failed", response=self.whole()))
+        return as_event(self.event("failed", response=self.body()))
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        yield self.event("created", response=self.whole())
-        yield self.event("in_progress", response=self.whole())
+        yield self.event("created", response=self.body())
+        yield self.event("in_progress", response=self.body())
         async for piece in self.pieces():
             for event in self.grow(piece):
                 yield event
-        whole = self.whole()
+        whole = self.body()
         yield self.event(whole["status"], response=whole)
 
     def grow(self, piece: Piece) -> Iterator[dict[str, Any]]:
@@ -87,7 +87,7 @@ class ResponsesAnswer(Answer):
             yield from self.add_call(call)
 
     def entries(self, piece: Piece) -> list[dict[str, Any]]:
-        """The log-probabilities of its tokens, where they are wanted. `bytes` is null in chats, and never here."""
+        """Return the log-probabilities of the tokens, if requested. `bytes` may be null in chats, but not here."""
         found = (self.logprobs_field(piece.logprobs) or {"content": []})["content"]
         for entry in found:
             for one in (entry, *entry["top_logprobs"]):
@@ -95,7 +95,7 @@ class ResponsesAnswer(Answer):
         return list(found)
 
     def extend_item(self, kind: str, text: str, **more: list[Any]) -> Iterator[dict[str, Any]]:
-        """To the last item, or to a new one where that is of another kind."""
+        """Append to the last item, or to a new one if the last is of another kind."""
         if not self.output or self.output[-1]["type"] != kind:
             yield from self.close_item("completed")
             yield from self.open_item(kind)
@@ -117,7 +117,7 @@ class ResponsesAnswer(Answer):
         yield self.item_event("content_part.added", content_index=0, part=part)
 
     def close_item(self, status: str) -> Iterator[dict[str, Any]]:
-        """The item that is open, if one is."""
+        """Close the open item, if any."""
         if not self.output or self.output[-1]["status"] != "in_progress":
             return
         item = self.output[-1]
@@ -138,7 +138,7 @@ class ResponsesAnswer(Answer):
         yield self.item_event("output_item.done", item=self.output[-1])
 
     def item_event(self, kind: str, **facts: Any) -> dict[str, Any]:
-        """An event of the last item."""
+        """Return an event of the last item."""
         place = {"output_index": len(self.output) - 1, "item_id": self.output[-1]["id"]}
         return self.event(kind, **place, **facts)
 

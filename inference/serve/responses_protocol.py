@@ -1,5 +1,5 @@
-"""Requests of OpenAI's Responses API, without state: a client sends the whole conversation each time, and no answer is stored
-(platform.openai.com/docs/api-reference/responses). They are answered as chat completions are."""
+"""Requests of OpenAI's Responses API, without state: clients send the whole conversation each time, and no answer is stored
+(platform.openai.com/docs/api-reference/responses). They are answered like chat completions."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -8,9 +8,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 
 from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, Function, Tokens
 
-STORED = "no response is stored, so send the whole conversation as input"
+STORED = "responses are not stored, so send the whole conversation as input"
 CHAT = "/v1/chat/completions supports it"
-# Fields that are refused, with the values of them that change nothing, and the remedy.
+# Refused fields, with their harmless values, and the remedy.
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "previous_response_id": ((), STORED),
     "conversation": ((), STORED),
@@ -25,9 +25,9 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "response_format": ((), "use text.format"),
 }
 ITEMS = ("message", "reasoning", "function_call", "function_call_output")
-TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")  # types of parts
-LOGPROBS = "message.output_text.logprobs"  # what `include` names to have them
-# The parts of an assistant's message in the order of their items, each with those that must not stand before it.
+TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")  # types of text parts
+LOGPROBS = "message.output_text.logprobs"  # the name of log-probabilities in `include`
+# The parts of an assistant's message in the order of their items, each with the parts that must not precede it.
 LATER = {"reasoning": {"content", "tool_calls"}, "content": {"content", "tool_calls"}, "tool_calls": set[str]()}
 
 
@@ -50,7 +50,7 @@ def as_parts(value: Any) -> Any:
 
 
 def output_parts(value: Any) -> Any:
-    """What a tool returned may be any JSON."""
+    """Return parts. What a tool returned may be any JSON."""
     typed = isinstance(value, list) and all(isinstance(part, dict) and "type" in part for part in value)
     return as_parts(
         value if value is None or isinstance(value, str) or typed else json.dumps(value, ensure_ascii=False)
@@ -74,7 +74,7 @@ class MessageItem(BaseModel):
 
 
 class ReasoningItem(BaseModel):
-    """encrypted_content is ignored: another server has encrypted it."""
+    """Hold reasoning. encrypted_content is ignored, because another server encrypted it."""
 
     type: Literal["reasoning"]
     summary: list[Part] | None = None
@@ -112,9 +112,7 @@ def as_items(value: Any) -> Any:
         if kind == "item_reference":
             raise ValueError(f"item {number} is an item_reference: {STORED}")
         if kind not in ITEMS:
-            raise ValueError(
-                f"item {number} has type {kind!r}, which is not supported here: only {', '.join(ITEMS)} are"
-            )
+            raise ValueError(f"item {number} has type {kind!r}, which is not supported: use one of {', '.join(ITEMS)}")
     return value
 
 
@@ -140,7 +138,7 @@ class FunctionTool(Function):
     @classmethod
     def refuse_others(cls, tool: Any) -> Any:
         if isinstance(tool, dict) and tool.get("type") != "function":
-            raise ValueError(f"tools of type {tool.get('type')!r} are not supported here: only functions are")
+            raise ValueError(f"tools of type {tool.get('type')!r} are not supported here: use functions")
         return tool
 
 
@@ -177,8 +175,8 @@ class ResponsesRequest(CommonRequest):
     text: TextConfig = TextConfig()
     reasoning: Reasoning = Reasoning()
     max_output_tokens: Tokens | None = None
-    max_tool_calls: int | None = Field(None, description="ignored: it counts calls of built-in tools")
-    include: list[str] = Field([], description=f"only {LOGPROBS} adds something here")
+    max_tool_calls: int | None = Field(None, description="ignored: it limits calls of built-in tools")
+    include: list[str] = Field([], description=f"only {LOGPROBS} has an effect here")
     top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = Field({})
 
@@ -202,7 +200,7 @@ class ResponsesRequest(CommonRequest):
         return self
 
     def chat(self) -> ChatRequest:
-        """The same request for /v1/chat/completions."""
+        """Convert to a request for /v1/chat/completions."""
         wanted, choice, logprobs = (
             self.text.format or TextFormat.model_validate({}),
             self.tool_choice,
@@ -223,11 +221,11 @@ class ResponsesRequest(CommonRequest):
         return ChatRequest(**facts)
 
     def messages(self) -> list[dict[str, Any]]:
-        """Items of one answer become one message of the assistant."""
+        """Convert the items to messages. Items of one answer become one message of the assistant."""
         found = [{"role": "system", "content": self.instructions}] if self.instructions else []
         for item in self.input:
             new = item.message()
-            if new.get("reasoning") == "":  # its text is with the server that wrote it
+            if new.get("reasoning") == "":  # only its summary or encrypted text was sent
                 continue
             if new["role"] == "assistant" and found and found[-1]["role"] == "assistant":
                 last, (name,) = found[-1], new.keys() - {"role"}
@@ -238,7 +236,7 @@ class ResponsesRequest(CommonRequest):
         return found
 
     def echo(self) -> dict[str, Any]:
-        """What a response repeats of its request."""
+        """Return the fields that a response repeats."""
         return {
             "instructions": self.instructions,
             "tools": [tool.model_dump(exclude_unset=True) for tool in self.tools],

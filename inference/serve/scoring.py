@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens: what `echo` with `logprobs` tells, and evaluation harnesses ask for."""
+"""Log-probabilities of a prompt's own tokens, for `echo` with `logprobs` and for evaluation harnesses."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,13 +6,13 @@ import torch
 
 from foredraft.heads.target import Target
 
-CHUNK = 256  # positions whose logits are held at a time
-Scored = tuple[float | None, list[tuple[int, float]]]  # a token's, and the likeliest ones there with theirs
+CHUNK = 256  # number of positions whose logits are in memory at a time
+Scored = tuple[float | None, list[tuple[int, float]]]  # log-probability of a token; the likeliest tokens with theirs
 
 
 @torch.inference_mode()
 def score(target: Target, tokens: Sequence[int], top: int) -> Iterator[list[Scored]]:
-    """Of a text's tokens, a chunk at a time, so that others are decoded between; the first has nothing before it."""
+    """Score a text's tokens in chunks, so that requests are decoded in between. The first token has no log-probability."""
     state, found = None, list[Scored]([(None, [])])
     chunk = CHUNK if target.supports_trees or target.supports_chains else len(tokens)
     for start in range(0, len(tokens) - 1, chunk):

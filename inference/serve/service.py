@@ -1,4 +1,4 @@
-"""A client's request on its way: prompts encoded, texts submitted to the worker's thread, and its answer sent."""
+"""The path of a request: encode its prompts, submit its texts to the worker's thread, and send the answer."""
 
 import asyncio
 import logging
@@ -24,16 +24,16 @@ from foredraft.inference.serve.limits import Refused
 from foredraft.inference.serve.metrics import Metrics
 from foredraft.inference.serve.prompts import PromptEncoder
 from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, CompletionRequest
-from foredraft.inference.serve.worker import TOO_LATE, Failed, Worker
+from foredraft.inference.serve.worker import TIMED_OUT, Failed, Worker
 
 log = logging.getLogger("foredraft.serve")
-ENDLESS = 2**16  # tokens of an answer of a target without a context, whose request and config name none
-PING = 15.0  # seconds without an event after which a comment is sent: proxies end a stream that is silent for long
-BUG = "the server met an error of its own; see its log"
+DEFAULT_MAX_TOKENS = 2**16  # limit of an answer if neither request, config nor the target's context sets one
+PING = 15.0  # seconds without an event after which a comment is sent, because proxies close silent streams
+INTERNAL_ERROR = "internal server error; see the server's log"
 
 
 class EventStream(StreamingResponse):
-    """Ends its answer however it ends itself: also where the client has gone before the first byte."""
+    """Stream an answer, and close it in any case, even if the client disconnects before the first byte."""
 
     def __init__(self, answer: Answer, ended: Any):
         super().__init__(self.events(answer), media_type="text/event-stream", headers={"cache-control": "no-store"})
@@ -47,7 +47,7 @@ class EventStream(StreamingResponse):
             yield answer.error_event(failed)
         except Exception:
             log.exception("a stream failed")
-            answer.failure = Failed(BUG)
+            answer.failure = Failed(INTERNAL_ERROR)
             yield answer.error_event(answer.failure)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,7 +58,7 @@ class EventStream(StreamingResponse):
 
 
 class Service:
-    """What the routes share."""
+    """Provide what the routes share."""
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class Service:
         accepted_log: AcceptedLog | None,
         learning: Sequence[Learning],
     ):
-        """names: of the model, for clients, one per tenant. max_tokens: of an answer whose request names none; None: what the
-        context has. learning: of each tenant, or empty."""
+        """Initialize the service. names: of the model, for clients, one per tenant. max_tokens: default limit of an answer;
+        None is the context. learning: one per tenant, or empty."""
         self.accepted_log, self.learning = accepted_log, learning
         self.worker, self.names, self.max_tokens = worker, names, max_tokens
         self.metrics = Metrics(worker, learning)
         self.target = worker.target
         self.encoder, self.encoding = PromptEncoder(self.target), ThreadPoolExecutor(1, "tokenizer")
-        # Of their own: a schema that takes seconds to compile holds up nobody.
+        # Separate threads, because a schema may take seconds to compile.
         self.grammars: Grammars | None = None
         self.compiling = ThreadPoolExecutor(4, "grammar")
 
@@ -84,7 +84,7 @@ class Service:
         return {**facts, "max_model_len": self.worker.context(tenant=self.tenant(name))}
 
     def tenant(self, name: str | None) -> int:
-        """Its number. Raises Refused for an unknown model."""
+        """Return the tenant's number. Raises Refused for an unknown model."""
         if name is not None and name not in self.names:
             served = ", ".join(map(repr, self.names))
             message = f"The model {name!r} does not exist; served here: {served}"
@@ -94,30 +94,30 @@ class Service:
     async def answer(
         self, asked: ChatRequest | CompletionRequest, request: Request, form: Callable[..., Answer] = Answer
     ) -> Response:
-        """form: how the answer is told, a class with what it needs besides."""
+        """Answer a request. form: the class of the answer, with its extra arguments."""
         tenant = self.tenant(asked.model)
         begun = list[Answer]()
 
         async def begin() -> None:
             begun.append(await self.begin(asked, tenant, form))
 
-        if not await unless_gone(request, begin()):
+        if not await unless_disconnected(request, begin()):
             return Response(status_code=499)
         (answer,) = begun
         ended = partial(self.ended, answer, request.url.path, tenant)
         if asked.stream:
             return EventStream(answer, ended)
         try:
-            stayed = await unless_gone(request, read(answer))
-            return JSONResponse(answer.whole()) if stayed else Response(status_code=499)
+            stayed = await unless_disconnected(request, read(answer))
+            return JSONResponse(answer.body()) if stayed else Response(status_code=499)
         finally:
             ended()
 
     async def begin(
         self, asked: ChatRequest | CompletionRequest, tenant: int, form: Callable[..., Answer] = Answer
     ) -> Answer:
-        """Submit its texts. They are counted before anything is made of them, so only so many wait to be encoded. Their time
-        starts here."""
+        """Submit the texts of a request. They are counted before they are encoded, which bounds the number of waiting
+        requests. Their timeout starts here."""
         encode: Any = self.encoder.chat if isinstance(asked, ChatRequest) else self.encoder.completion
         loop, submitted, deadline = asyncio.get_running_loop(), False, time.monotonic() + self.worker.timeout
         try:
@@ -138,11 +138,11 @@ class Service:
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
         except TimeoutError:
-            raise Failed(TOO_LATE.format(self.worker.timeout), 504) from None
+            raise Failed(TIMED_OUT.format(self.worker.timeout), 504) from None
         return form(self.worker, jobs, asked, self.names[tenant], sum(map(len, prompts)), echoes)
 
     async def echoes(self, asked: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
-        """The prompts, where they stand before their texts, with their log-probabilities where these were asked for."""
+        """Return the prompts that precede their texts, with log-probabilities if requested."""
         if isinstance(asked, ChatRequest) or not asked.echo:
             return []
         loop, found = asyncio.get_running_loop(), []
@@ -155,7 +155,7 @@ class Service:
 
     def grammar(self, asked: CommonRequest) -> Grammar | None:
         self.grammars = self.grammars or Grammars(self.target)
-        return tools.grammar(asked, self.target.text_tokenizer.chat_template, self.grammars)
+        return tools.answer_grammar(asked, self.target.text_tokenizer.chat_template, self.grammars)
 
     def requests(
         self, asked: CommonRequest, prompts: list[list[int]], grammar: Grammar | None, tenant: int
@@ -167,7 +167,7 @@ class Service:
         params = asked.sampling(self.target.vocab_size, grammar)
         seed = secrets.randbits(62) if asked.seed is None else asked.seed
         trace = asked.top_tokens if asked.top_tokens is not None else 0 if asked.trace else None
-        rooms = [self.room(asked, len(prompt), tenant) for prompt in prompts]
+        rooms = [self.max_new_tokens(asked, len(prompt), tenant) for prompt in prompts]
         return [
             decoding.Request(prompt, params, most, seed + index, ends, asked.stop_strings, trace, asked.min_tokens)
             for index, (prompt, most) in enumerate(
@@ -175,12 +175,12 @@ class Service:
             )
         ]
 
-    def room(self, asked: CommonRequest, prompt: int, tenant: int) -> int:
-        """Tokens that the answer to a prompt of so many may have. Raises Refused, in OpenAI's words: clients search them."""
+    def max_new_tokens(self, asked: CommonRequest, prompt: int, tenant: int) -> int:
+        """Return the maximum length of an answer to a prompt of this length. Raises Refused with OpenAI's message."""
         context, most = self.worker.context(asked.speculative, tenant), asked.budget
         wanted = 1 if most is None else most
         if context is None:
-            return (self.max_tokens or ENDLESS) if most is None else most
+            return (self.max_tokens or DEFAULT_MAX_TOKENS) if most is None else most
         if prompt + wanted > context:
             where = "messages" if isinstance(asked, ChatRequest) else "prompt"
             message = (
@@ -198,7 +198,7 @@ class Service:
         if self.accepted_log is not None and answer.asked.store is not False:
             try:
                 self.accepted_log.write(answer)
-            except OSError as error:  # a full disk, say, which takes no answer from anybody
+            except OSError as error:  # such as a full disk, which must not fail the request
                 log.error("the log of accepted drafts cannot be written: %s", error)
         if self.learning and answer.asked.store is not False:
             self.learning[tenant].write(answer)
@@ -208,8 +208,8 @@ class Service:
         log.info("request", extra={"facts": {**facts, **answer.usage()}})
 
 
-async def unless_gone(request: Request, awaited: Coroutine[Any, Any, None]) -> bool:
-    """Wait; False if the client has gone meanwhile. Raises what is raised there."""
+async def unless_disconnected(request: Request, awaited: Coroutine[Any, Any, None]) -> bool:
+    """Wait for `awaited`, and raise its exceptions. Returns False if the client disconnects first."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -227,7 +227,7 @@ async def unless_gone(request: Request, awaited: Coroutine[Any, Any, None]) -> b
 
 
 async def with_pings(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """The events, and comments while none comes: what steps add may be held back, or the request waits."""
+    """Yield the events, and comments during silence: text may be held back, or the request may be waiting."""
     coming: asyncio.Future[str] | None = None
     try:
         while True:

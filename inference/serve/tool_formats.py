@@ -1,32 +1,32 @@
-"""How each family of models writes tool calls: one record per format, to read answers and to force calls by a grammar.
+"""How each model family writes tool calls: one record per format, to parse answers and to force calls with a grammar.
 
-The formats are those of the families' chat templates and model cards. No library was found that could replace this table:
-xgrammar (`get_model_structural_tag`) forces most of these formats in a grammar engine of its own and reads none, and
-transformers' response templates lose a call whose argument contains a mark, and the text of one that is none.
+The formats come from the families' chat templates and model cards. No library was found that could replace this table:
+xgrammar (`get_model_structural_tag`) forces most of these formats with its grammar engine but parses none, and
+transformers' response templates lose calls whose arguments contain a mark, and the text of malformed calls.
 """
 
 from typing import Any, NamedTuple
 
-NAME, ID, KEY = "NAME", "#", "KEY"  # what stands in the texts below for a function, a call's id and a parameter
+NAME, ID, KEY = "NAME", "#", "KEY"  # placeholders below for the name of a function, the id of a call and a parameter
 
 
 class Parameters(NamedTuple):
-    """Arguments that are written one by one, and not as JSON."""
+    """Describe arguments that are written one by one, not as JSON."""
 
     opening: str
     closing: str
 
 
 class ToolFormat(NamedTuple):
-    """The text around the arguments of one call. An opening that contains {"name" is read as a JSON object in any order."""
+    """Describe the text around the arguments of a call. An opening with {"name" is a JSON object, read in any order."""
 
     opening: str
     closing: str
-    separator: str | None = None  # between calls; None: an answer is one call
+    separator: str | None = None  # between calls; None: only one call per answer
     section: tuple[str, str] = ("", "")  # around all calls
-    id: str = ""  # a pattern
+    id: str = ""  # a regular expression
     parameters: Parameters | None = None
-    also: str = ""  # another mark that a call may start with
+    also: str = ""  # another mark that may start a call
 
     @property
     def is_object(self) -> bool:
@@ -34,34 +34,34 @@ class ToolFormat(NamedTuple):
 
     @property
     def head(self) -> str:
-        """What stands before the object, or before the arguments."""
+        """Return the text before the object, or before the arguments."""
         return self.opening.partition('{"name"')[0] if self.is_object else self.opening
 
     @property
-    def named(self) -> str:
-        """The line of the head with the name, where another stands before it that models leave out."""
+    def name_line(self) -> str:
+        """Return the line with the name, if it follows a line that models may omit."""
         rest = self.head.partition("\n")[2]
         return rest if NAME in rest else ""
 
     @property
     def is_bare(self) -> bool:
-        """May a call be an object without a mark?"""
+        """Return whether a call may be an object without a mark."""
         return self.is_object and not (self.head or self.section[0])
 
     @property
     def marks(self) -> list[str]:
-        """Texts that a call may start with."""
+        """Return the texts that may start a call."""
         texts = (
             self.section[0].removesuffix("["),
             self.head.partition(NAME)[0],
-            self.named.partition(NAME)[0],
+            self.name_line.partition(NAME)[0],
             self.also,
         )
         return [text.split()[0] for text in texts if text.strip()]
 
     @property
     def text(self) -> str:
-        """All of it, to look for special tokens."""
+        """Return all text of the format, to search it for special tokens."""
         return "\n".join((*self.section, self.opening, self.closing, self.also, *(self.parameters or ())))
 
 
@@ -107,9 +107,9 @@ KIMI = ToolFormat(
     id="[0-9]{1,4}",
 )
 GRANITE = MISTRAL._replace(section=("<|tool_call|>[", "]"))  # 3.x
-BARE = ToolFormat('{"name": "NAME", "arguments": ', "}")  # what a model of an unknown format is forced to write
+BARE = ToolFormat('{"name": "NAME", "arguments": ', "}")  # forced on models of an unknown format
 
-FORMATS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (  # the first of which a template contains all of these
+FORMATS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (  # the first one whose texts are all in the template is used
     (("<|channel|>", "<|message|>"), HARMONY),
     (("<｜tool▁calls▁begin｜>", "```json"), DEEPSEEK_V3),
     (("<｜tool▁calls▁begin｜>",), DEEPSEEK_V3_1),
@@ -127,12 +127,12 @@ FORMATS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (  # the first of whic
 
 
 def format_of(template: Any) -> ToolFormat | None:
-    """Return the format that a chat template has its model call tools in; None for others."""
+    """Return the format in which a chat template asks for tool calls; None if unknown."""
     return next((style for signs, style in FORMATS if all(sign in str(template) for sign in signs)), None)
 
 
 def properties_of(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a tool. The schema is a client's: nothing is sure of it but that it is an object."""
+    """Return the parameters of a tool. Clients send the schema, so only its being an object is certain."""
     properties = schema.get("properties")
     return properties if isinstance(properties, dict) else {}
 
@@ -143,7 +143,7 @@ def listed(schema: Any, key: str) -> list[Any]:
 
 
 def types_of(schema: Any) -> set[str]:
-    """Return the types that the schema of a parameter allows; none where it names none."""
+    """Return the types that a parameter's schema allows; the empty set if it does not say."""
     found = set[str]()
     for one in (schema, *listed(schema, "anyOf"), *listed(schema, "oneOf")):
         named = one.get("type") if isinstance(one, dict) else None
@@ -152,6 +152,6 @@ def types_of(schema: Any) -> set[str]:
 
 
 def is_text(schema: Any) -> bool:
-    """Is a parameter written as plain text, and not as JSON?"""
+    """Return whether a parameter is written as plain text, not as JSON."""
     types, keys = types_of(schema), schema.keys() if isinstance(schema, dict) else set[str]()
     return "string" in types or not (types or keys & {"$ref", "enum", "properties", "items", "allOf", "anyOf", "oneOf"})

@@ -9,14 +9,14 @@ from foredraft.inference.grammar import JSON_OPTIONS
 from foredraft.inference.serve.protocol import Tool
 from foredraft.inference.serve.tool_formats import ID, KEY, NAME, Parameters, ToolFormat, is_text, listed, properties_of
 
-Special = Mapping[str, int | None]  # special tokens; None of those that end a text, which no rule may contain
+Special = Mapping[str, int | None]  # special tokens; None for end tokens, which rules must not contain
 
 
 def call_rules(
     tools: list[Tool], style: ToolFormat, many: bool, special: Special, schema: dict[str, Any] | None = None
 ) -> str:
-    """Return the rules of a call of one of these tools, of several where the format separates them, or of JSON of a schema
-    instead."""
+    """Return the rules for a call of one of these tools, for several calls if the format has a separator, or for JSON of a
+    schema instead."""
     before, after = (written(text, special) for text in style.section)
     more = f"({written(style.separator, special)} call)*" if many and style.separator is not None else ""
     rules = ["start: calls" if schema is None else "start: calls | answer", f"calls: {before} call {more} {after}"]
@@ -37,7 +37,7 @@ def call_rules(
 
 
 def parameter_rules(name: str, schema: dict[str, Any], style: Parameters, special: Special) -> list[str]:
-    """Return the rules of arguments that are written one by one, in the order of the schema."""
+    """Return the rules for arguments that are written one by one, in the order of the schema."""
     properties, required = properties_of(schema), listed(schema, "required")
     rules, parts = list[str](), list[str]()
     shared = {named: schema[named] for named in ("$defs", "definitions") if named in schema}
@@ -61,7 +61,7 @@ def json_rule(schema: dict[str, Any]) -> str:
 
 
 def written(text: str, special: Special) -> str:
-    """Return a text as a sequence of strings and special tokens, which are not spelled."""
+    """Return a text as a sequence of strings and special tokens, which strings cannot express."""
     marks = [mark for mark in special if mark in text]
     pieces = re.split("(" + "|".join(map(re.escape, marks)) + ")", text) if marks else [text]
     pieces = [piece for piece in pieces if piece and special.get(piece, 0) is not None]

@@ -1,4 +1,4 @@
-"""Tool calls: read out of an answer, or forced by a grammar, in the format of the model's family."""
+"""Tool calls: parsed from an answer, or forced by a grammar, in the format of the model's family."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from typing import Any
 from foredraft.heads.target.messages import parsed_arguments
 from foredraft.inference.grammar import Grammar, Grammars
 from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, NamedTool, Tool
-from foredraft.inference.serve.reasoning import beginning
+from foredraft.inference.serve.reasoning import find_partial_mark
 from foredraft.inference.serve.tool_formats import (
     BARE,
     HERMES,
@@ -32,19 +32,19 @@ __all__ = [
     "LLAMA",
     "ToolFormat",
     "ToolReader",
+    "answer_grammar",
     "callable_tools",
     "format_of",
-    "grammar",
     "new_call",
-    "reader",
+    "new_tool_reader",
 ]
 
-# The start of an object, or of a list of them, that may be a call without a mark; and the end of a text that may become one.
+# The start of an object, or of a list of objects, that may be a call without a mark; the end of a text that may become one.
 OBJECT = r'(?<!\s)\s*(?:\[\s*)?\{\s*"(?:name|type|function|arguments|parameters)"'
-BEGUN = re.compile(r'(?<!\s)\s*(?:\[\s*)?(?:\{\s*(?:"\w*)?)?$')
+PARTIAL_OBJECT = re.compile(r'(?<!\s)\s*(?:\[\s*)?(?:\{\s*(?:"\w*)?)?$')
 SEPARATOR = re.compile(r"[\s,;]*")
-DECODER = json.JSONDecoder(strict=False, parse_constant=str)  # models write line ends into strings, and NaN
-ATTEMPTS = 128  # marks at most that are taken for calls in vain: each may cost the length of the text
+DECODER = json.JSONDecoder(strict=False, parse_constant=str)  # models write newlines within strings, and NaN
+ATTEMPTS = 128  # maximum number of failed attempts to parse a call: each may cost the length of the text
 
 
 def callable_tools(asked: CommonRequest) -> dict[str, dict[str, Any]]:
@@ -54,51 +54,51 @@ def callable_tools(asked: CommonRequest) -> dict[str, dict[str, Any]]:
     return {tool.function.name: tool.function.parameters or {} for tool in asked.tools or []}
 
 
-def forced(asked: ChatRequest) -> list[Tool]:
-    """The tools one of which must be called; none where the model is free."""
+def forced_tools(asked: ChatRequest) -> list[Tool]:
+    """Return the tools of which one must be called; the empty list if the model may choose."""
     if isinstance(asked.tool_choice, NamedTool):
         return [tool for tool in asked.tools or [] if tool.function.name == asked.tool_choice.function.name]
     return list(asked.tools or []) if asked.tool_choice == "required" else []
 
 
-def reader(asked: CommonRequest, template: Any) -> "ToolReader | None":
-    """What finds the calls in one text of the answer; None where there can be none."""
+def new_tool_reader(asked: CommonRequest, template: Any) -> "ToolReader | None":
+    """Return a reader for the calls in one text of the answer; None if there cannot be any."""
     known = callable_tools(asked)
-    style = format_of(template) or (BARE if isinstance(asked, ChatRequest) and forced(asked) else None)
+    style = format_of(template) or (BARE if isinstance(asked, ChatRequest) and forced_tools(asked) else None)
     return ToolReader(style, [*known], known) if known and style is not None else None
 
 
-def grammar(asked: CommonRequest, template: Any, grammars: Grammars) -> Grammar | None:
-    """What an answer must follow: calls of the forced tools, or its response_format, beside which tools may be called as
-    well. Raises ValueError as `Grammars` does."""
+def answer_grammar(asked: CommonRequest, template: Any, grammars: Grammars) -> Grammar | None:
+    """Return the grammar of an answer: calls of the forced tools, or its response_format, possibly with calls. Raises
+    ValueError like `Grammars`."""
     found, wanted = format_of(template), asked.response_format
     schema: dict[str, Any] | None = None
     if wanted is not None and wanted.type != "text":
         schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.definition
     if isinstance(asked, ChatRequest) and asked.tools:
         many = asked.parallel_tool_calls and not isinstance(asked.tool_choice, NamedTool)
-        if forced(asked):
-            return grammars.lark(call_rules(forced(asked), found or BARE, many, grammars.special))
+        if forced_tools(asked):
+            return grammars.lark(call_rules(forced_tools(asked), found or BARE, many, grammars.special))
         if schema is not None and found is not None and asked.tool_choice != "none":
             return grammars.lark(call_rules(asked.tools, found, many, grammars.special, schema))
     return None if schema is None else grammars.json_schema(schema)
 
 
 class ToolReader:
-    """Shows the content of a text as it comes, holds back what may be calls, and gives these at the end."""
+    """Stream the content of a text, hold back what may be calls, and parse these at the end."""
 
     def __init__(self, style: ToolFormat, known: Sequence[str], schemas: Mapping[str, dict[str, Any]] | None = None):
-        """schemas: of the parameters of each tool."""
+        """Initialize the reader. schemas: of the parameters of each tool."""
         self.style, self.known, self.schemas, self.marks = style, known, schemas or {}, style.marks
         self.mark = re.compile("|".join([*map(re.escape, self.marks), *([OBJECT] if style.is_bare else [])]))
         self.held, self.holding, self.shown = "", False, False
         also = rf"(?:{re.escape(style.also)}\s*)?" if style.also else ""
-        head = pattern(style.head.removesuffix(style.named), style.id)
-        head = rf"(?:{head}\s*)?{pattern(style.named)}" if style.named else head
+        head = pattern(style.head.removesuffix(style.name_line), style.id)
+        head = rf"(?:{head}\s*)?{pattern(style.name_line)}" if style.name_line else head
         self.head = re.compile(rf"\s*{also}{head}\s*")
         self.before, self.after = (re.compile(rf"(?:\s*{pattern(text)})?" if text else "") for text in style.section)
         first, *rest = style.closing.removeprefix("}" if style.is_object else "").split() or [""]
-        before = r"[\s}]*" if style.is_object else r"\s*"  # models write one brace more than they opened
+        before = r"[\s}]*" if style.is_object else r"\s*"  # models may close one brace too many
         self.closing = re.compile(
             (rf"{before}{re.escape(first)}" if first else "") + "".join(rf"(?:\s*{re.escape(part)})?" for part in rest)
         )
@@ -109,21 +109,21 @@ class ToolReader:
             self.parameter = re.compile(pattern(opening) + value, re.DOTALL)
 
     def push(self, text: str) -> str:
-        """What is content for certain."""
+        """Return the text that is certainly content."""
         self.held += text
         if self.holding:
             return ""
         found = self.mark.search(self.held)
         self.holding = found is not None
-        at = beginning(self.held, self.marks) if found is None else found.start()
-        if found is None and self.style.is_bare and (begun := BEGUN.search(self.held)):
+        at = find_partial_mark(self.held, self.marks) if found is None else found.start()
+        if found is None and self.style.is_bare and (begun := PARTIAL_OBJECT.search(self.held)):
             at = min(at, begun.start())
         content, self.held = self.held[:at], self.held[at:]
         self.shown = self.shown or bool(content)
         return content
 
     def end(self) -> tuple[str, list[dict[str, Any]]]:
-        """The rest of the content, and the calls; what is no call of a known tool is content."""
+        """Return the remaining content and the calls. Malformed calls and calls of unknown tools are content."""
         content, calls, at, failed = "", list[dict[str, Any]](), 0, 0
         while at < len(self.held):
             found, end = self.calls_at(at) if failed < ATTEMPTS else ([], at)
@@ -138,7 +138,7 @@ class ToolReader:
         return content if self.shown or not calls else content.lstrip(), calls
 
     def calls_at(self, at: int) -> tuple[list[dict[str, Any]], int]:
-        """The calls that follow one another here, and where they end."""
+        """Return the consecutive calls at this position, and where they end."""
         at, found = matched(self.before, self.held, at), list[dict[str, Any]]()
         while one := self.call_at(matched(SEPARATOR, self.held, at) if found else at):
             found += one[0]
@@ -146,7 +146,7 @@ class ToolReader:
         return found, matched(self.after, self.held, at)
 
     def call_at(self, at: int) -> tuple[list[dict[str, Any]], int] | None:
-        """The call here, or all that stand between one pair of marks, and where it ends."""
+        """Return the call at this position (or all calls between one pair of marks), and where it ends."""
         head = self.head.match(self.held, at)
         if head is None:
             return None
@@ -168,7 +168,7 @@ class ToolReader:
         return None if call is None else ([call], matched(self.closing, self.held, at))
 
     def objects_at(self, at: int, on_its_line: bool) -> tuple[list[dict[str, Any]], int] | None:
-        """Calls as JSON: one, a list, or one after the other between a pair of marks."""
+        """Parse calls as JSON: one, a list, or several between a pair of marks."""
         found, end = list[dict[str, Any]](), at
         while not found or self.style.head:
             try:
@@ -183,7 +183,7 @@ class ToolReader:
         return (found, matched(self.closing, self.held, end)) if found else None
 
     def object_call(self, value: Any, on_its_line: bool) -> dict[str, Any] | None:
-        """A call in the format's form, or in OpenAI's. In the middle of a line, a name alone calls nothing."""
+        """Parse a call in the format's form or OpenAI's. In the middle of a line, an object with only a name is content."""
         inner = value.get("function") if isinstance(value, dict) else None
         value = inner if isinstance(inner, dict) else value
         if not isinstance(value, dict):
@@ -208,19 +208,19 @@ class ToolReader:
 
 
 def pattern(text: str, id: str = "") -> str:
-    """A text of a format as a regular expression, with any white space for its own."""
+    """Return a regular expression for a text of a format, which accepts any white space."""
     found = r"\s*".join(re.escape(part) for part in text.replace("[", " [").split()).replace(re.escape(ID), id)
     return found.replace(NAME, r"(?P<name>[\w.-]+)").replace(KEY, r"(?P<key>[^\n<>\"]+)")
 
 
 def matched(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Where what matches here ends."""
+    """Return where the match at this position ends."""
     found = pattern.match(text, at)
     return at if found is None else found.end()
 
 
 def typed(text: str, definition: Any) -> Any:
-    """The value of an argument that is written as text, by the schema of its parameter."""
+    """Convert an argument that is written as text, by the schema of its parameter."""
     nothing = text == "null" and "null" in types_of(definition)
     if not nothing and (is_text(definition) or text in listed(definition, "enum")):
         return text
@@ -231,6 +231,6 @@ def typed(text: str, definition: Any) -> Any:
 
 
 def new_call(name: str, arguments: str) -> dict[str, Any]:
-    """Its id has nine letters and digits: Mistral's templates take no other."""
+    """Return a call in OpenAI's form. Its id has nine letters and digits, because Mistral's templates require it."""
     function = {"name": name, "arguments": arguments}
     return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}

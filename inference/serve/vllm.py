@@ -1,4 +1,4 @@
-"""The same API by vLLM (docs.vllm.ai, `vllm serve`), which drafts with the exported head."""
+"""The same API with vLLM (docs.vllm.ai, `vllm serve`), which drafts with the exported head."""
 
 import os
 import shlex
@@ -12,18 +12,16 @@ from foredraft.heads.target import Target
 
 
 def find_vllm() -> str:
-    """Raises ValueError where it is not installed."""
+    """Return the path of the command. Raises ValueError if vLLM is not installed."""
     found = shutil.which("vllm")
     if found is None:
-        raise ValueError(
-            "engine=vllm needs vLLM, and there is no command `vllm`: pip install vllm, or engine=foredraft"
-        )
+        raise ValueError("engine=vllm needs the command `vllm`: pip install vllm, or set engine=foredraft")
     return found
 
 
 def export(target: Target, drafter: str | Path, folder: str | Path) -> list[str]:
-    """Write the head named `drafter` in the layout that vLLM reads; the command that loads it. Raises ValueError for a
-    drafter that vLLM does not have."""
+    """Write the head named `drafter` in vLLM's layout, and return the command that loads it. Raises ValueError for a drafter
+    that vLLM does not support."""
     if "/" not in str(drafter) and not Path(drafter).is_dir():
         raise ValueError(f"drafter.spec={drafter}: engine=vllm drafts with a head (drafter=head) or not (drafter=none)")
     head = read_head(drafter, target)
@@ -35,8 +33,8 @@ def export(target: Target, drafter: str | Path, folder: str | Path) -> list[str]
 def serve_command(
     target: Target, drafter: str, name: str, host: str, port: int, max_num_seqs: int, folder: Path | None = None
 ) -> list[str]:
-    """The arguments of vLLM, after the head named `drafter` has been written to `folder`, or a new temporary one; "none"
-    decodes plainly. Raises ValueError as `export`."""
+    """Write the head named `drafter` to `folder` (or a new temporary one), and return vLLM's arguments. "none" is the
+    baseline. Raises ValueError like `export`."""
     command = ["vllm", "serve", target.checkpoint]
     if drafter != "none":
         command = export(target, drafter, folder or tempfile.mkdtemp(prefix="foredraft-vllm-"))
@@ -45,8 +43,8 @@ def serve_command(
     return command + [word for key, value in rest.items() for word in (f"--{key}", str(value))]
 
 
-def become(program: str, command: list[str], api_key: str | None) -> None:
-    """vLLM in the place of this process, whose memory is free again; what stops this process stops vLLM. The key goes by the
-    environment: arguments show in ps."""
+def exec_server(program: str, command: list[str], api_key: str | None) -> None:
+    """Replace this process by vLLM, which frees its memory; signals reach vLLM directly. The key is passed by the
+    environment, because other users can see arguments."""
     environment = dict(os.environ) if api_key is None else {**os.environ, "VLLM_API_KEY": api_key}
     os.execve(program, command, environment)

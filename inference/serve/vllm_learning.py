@@ -1,11 +1,11 @@
-"""engine=vllm learn=true: vLLM behind a process that keeps what it served, and gives it every better head while it runs.
+"""engine=vllm learn=true: vLLM behind a process that stores served texts, and loads better heads into it while it runs.
 
-    clients -> Proxy -> vLLM, on a socket that nobody else can open: whoever reaches it may change its weights
+    clients -> Proxy -> vLLM, on a private socket: whoever can reach it may change the weights
                  |
        token ids of prompts and answers -> Learning -> InVllm.swap
 
-Requests are held while weights change, and none is lost. vLLM does not tell which drafts of a text it accepted: so none
-weighs more in training, and no head goes back by itself.
+Requests wait while weights change, and none is lost. vLLM does not report which drafts it accepted, so all tokens have equal
+weight in training, and a worse head is not detected later.
 """
 
 import asyncio
@@ -33,22 +33,22 @@ from starlette.types import Receive, Scope, Send
 from foredraft.inference.serve.app import protect
 from foredraft.inference.serve.learning import Learning
 from foredraft.inference.serve.limits import error_response
-from foredraft.inference.serve.service import unless_gone
+from foredraft.inference.serve.service import unless_disconnected
 
 log = logging.getLogger("foredraft.serve")
-logging.getLogger("httpx2").setLevel(logging.WARNING)  # it has a line per request
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # at INFO it logs a line per request
 LEARNABLE = ("/v1/completions", "/v1/chat/completions")
-OPEN = ("/health", "/version", "/tokenize", "/detokenize")  # and what is below /v1/; not what changes the server
-EXTENSION = "foredraft_weights"  # vllm_weights.py, as vLLM's workers import it
+OPEN = ("/health", "/version", "/tokenize", "/detokenize")  # in addition to /v1/, but nothing that changes the server
+EXTENSION = "foredraft_weights"  # the name of vllm_weights.py in vLLM's workers
 GONE = "vLLM has ended; this server ends"
 
 
 class InVllm:
-    """vLLM's process, and the head in it."""
+    """Run vLLM's process, and replace the head in it."""
 
     def __init__(self, program: str, command: Callable[[Path], list[str]], export: Callable[[Path, Path], Any]):
-        """command: the words that start it, after its head has been written to a folder. export(head, folder): writes one."""
-        self.folder = Path(tempfile.mkdtemp(prefix="foredraft-vllm-"))  # for this user alone
+        """Prepare the command, after writing its head to a folder. export(head, folder): writes a head."""
+        self.folder = Path(tempfile.mkdtemp(prefix="foredraft-vllm-"))  # only for this user
         self.program, self.export = program, export
         self.head, self.exported = "", self.folder / "first"
         self.socket = self.folder / "socket"
@@ -61,14 +61,14 @@ class InVllm:
         self.client = httpx2.Client(
             transport=httpx2.HTTPTransport(uds=str(self.socket)), base_url="http://vllm", timeout=300
         )
-        self.open = 0  # requests that have not ended
+        self.open = 0  # number of unfinished requests
         self.dead, self.stopping = False, False
         self.on_death: Callable[[], object] = lambda: None
 
     def start(self) -> None:
         paths = [str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": os.pathsep.join(paths)}
-        environment.pop("VLLM_API_KEY", None)  # clients give ours to this process, and nobody else reaches the socket
+        environment.pop("VLLM_API_KEY", None)  # this process checks the key, and nobody else can reach the socket
         command = [self.program, *self.command[1:]]
         self.process = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent)
         threading.Thread(target=self.watch, daemon=True).start()
@@ -77,7 +77,7 @@ class InVllm:
         code = self.process.wait()
         self.dead = not self.stopping
         if self.dead:
-            log.critical("vLLM has ended with %s", code)
+            log.critical("vLLM has ended with exit code %s", code)
             self.on_death()
 
     def stop(self) -> None:
@@ -92,20 +92,20 @@ class InVllm:
     def call(self, path: str, body: Any = None) -> None:
         answer = self.client.post(path, json=body)
         if answer.is_error:
-            raise RuntimeError(f"vLLM's {path} answers {answer.status_code}: {answer.text[:300]}")
+            raise RuntimeError(f"vLLM's {path} returned {answer.status_code}: {answer.text[:300]}")
 
     def swap(self, head: Path) -> None:
         new = self.folder / head.name
         self.export(head, new)
-        if shapes(new) != shapes(self.exported):
+        if tensor_shapes(new) != tensor_shapes(self.exported):
             shutil.rmtree(new)
-            raise ValueError("vLLM takes another head's weights, not another head: its tensors have other shapes")
+            raise ValueError("vLLM can only replace the weights of a head, but the new tensors have other shapes")
         try:
             self.call("/pause?mode=keep")
             self.load(new)
             self.call("/resume")
         except Exception:
-            self.process.kill()  # its head is half loaded, and no request is answered
+            self.process.kill()  # its head is partially loaded, and requests are blocked
             raise
         shutil.rmtree(self.exported)
         self.exported, self.head = new, head.name
@@ -116,7 +116,7 @@ class InVllm:
         self.call("/finish_weight_update", {"weight_version": folder.name})
 
 
-def shapes(folder: Path) -> dict[str, list[int]]:
+def tensor_shapes(folder: Path) -> dict[str, list[int]]:
     found = dict[str, list[int]]()
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
@@ -135,8 +135,8 @@ class Proxy:
         transport = httpx2.AsyncHTTPTransport(uds=str(vllm.socket), limits=httpx2.Limits(max_connections=None))
         self.client = httpx2.AsyncClient(transport=transport, base_url="http://vllm", timeout=None)
 
-    async def until_ready(self) -> None:
-        """Raises RuntimeError where vLLM ends before."""
+    async def wait_until_ready(self) -> None:
+        """Wait until vLLM answers. Raises RuntimeError if it ends before."""
         while True:
             try:
                 if (await self.client.get("/health")).is_success:
@@ -149,10 +149,10 @@ class Proxy:
     async def answer(self, request: Request) -> Response:
         path = request.url.path
         if ".." in path or not (path.startswith("/v1/") or path in OPEN):
-            return error_response(f"there is no {path}", 404)
+            return error_response(f"{path} does not exist", 404)
         body, asked = await request.body(), None
         if path in LEARNABLE and request.method == "POST":
-            asked = to_learn_from(body)
+            asked = parse_learnable_request(body)
             body = body if asked is None else json.dumps({**asked, "return_token_ids": True}).encode()
         kinds = {name: request.headers[name] for name in ("content-type", "accept") if name in request.headers}
         kinds["accept-encoding"] = "identity"
@@ -165,19 +165,19 @@ class Proxy:
 
         ended = self.begin()
         try:
-            if not await unless_gone(request, send()):
+            if not await unless_disconnected(request, send()):
                 return Response(status_code=499)
             return Relay(answers[0], asked, self.learning, ended)
         except httpx2.TransportError as error:
             return error_response(GONE if self.vllm.dead else f"vLLM does not answer: {error}", 503)
         finally:
-            if not answers:  # else the relay says when
+            if not answers:  # otherwise the relay does this
                 ended()
 
     def begin(self) -> Callable[[], None]:
-        """Of a request; what is given ends it."""
+        """Count a new request, and return a function to call at its end."""
         self.vllm.open += 1
-        self.learning.background.hold()
+        self.learning.background.on_request()
 
         def end() -> None:
             self.vllm.open -= 1
@@ -185,7 +185,7 @@ class Proxy:
         return end
 
     async def metrics(self) -> Response:
-        """vLLM's own, and two more."""
+        """Return vLLM's metrics and two more."""
         theirs = await self.client.get("/metrics")
         head, seconds = self.vllm.head, self.learning.background.seconds
         ours = f'foredraft_head{{head="{head}"}} 1\nforedraft_learning_seconds {seconds:.3f}\n'
@@ -193,7 +193,7 @@ class Proxy:
 
 
 class Relay(StreamingResponse):
-    """vLLM's answer as it comes. However it ends, what came is learned from."""
+    """Forward vLLM's answer as it arrives. In any case, the received part is stored for training."""
 
     def __init__(
         self, answer: httpx2.Response, asked: dict[str, Any] | None, learning: Learning, ended: Callable[[], None]
@@ -201,12 +201,12 @@ class Relay(StreamingResponse):
         kept = {name: answer.headers[name] for name in ("content-type", "content-length") if name in answer.headers}
         super().__init__(self.relay(), answer.status_code, kept)
         self.answer, self.asked, self.learning, self.ended = answer, asked, learning, ended
-        self.came = bytearray()
+        self.received = bytearray()
 
     async def relay(self) -> AsyncIterator[bytes]:
         async for part in self.answer.aiter_bytes():
             if self.asked is not None:
-                self.came += part
+                self.received += part
             yield part
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -215,12 +215,12 @@ class Relay(StreamingResponse):
         finally:
             self.ended()
             if self.asked is not None and self.answer.is_success:
-                self.learning.add(rows_of(self.asked, bytes(self.came)))
+                self.learning.add(samples_of(self.asked, bytes(self.received)))
             await self.answer.aclose()
 
 
-def to_learn_from(body: bytes) -> dict[str, Any] | None:
-    """What is asked for, where it may be learned from."""
+def parse_learnable_request(body: bytes) -> dict[str, Any] | None:
+    """Return the request if it may be used for training."""
     try:
         asked = json.loads(body)
     except ValueError:
@@ -228,25 +228,26 @@ def to_learn_from(body: bytes) -> dict[str, Any] | None:
     return asked if isinstance(asked, dict) and asked.get("store") is not False else None
 
 
-def rows_of(asked: dict[str, Any], answer: bytes) -> list[dict[str, Any]]:
-    """As traffic.py keeps them, of an answer, or of the part of a streamed one that came."""
+def samples_of(asked: dict[str, Any], answer: bytes) -> list[dict[str, Any]]:
+    """Return the samples of an answer, or of the received part of a streamed one, for traffic.py."""
     lines = [line.removeprefix(b"data: ") for line in answer.splitlines()]
     prompt: list[int] = []
-    rows = dict[int, dict[str, Any]]()
+    samples = dict[int, dict[str, Any]]()
     for part in (json.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"}")):
         prompt = part.get("prompt_token_ids") or prompt
         for choice in part.get("choices", ()):
-            row = rows.setdefault(
+            sample = samples.setdefault(
                 choice["index"], {"id": f"{part['id']}-{choice['index']}", "prompt_ids": [], "ids": []}
             )
-            row["prompt_ids"] = choice.get("prompt_token_ids") or row["prompt_ids"] or prompt
-            row["ids"] += choice.get("token_ids") or []
-    drawn = {"seed": number(asked.get("seed"), 0), "temperature": number(asked.get("temperature"), 1.0)}
-    return [row | drawn | {"accepted": [], "drafted": []} for row in rows.values() if row["prompt_ids"] and row["ids"]]
+            sample["prompt_ids"] = choice.get("prompt_token_ids") or sample["prompt_ids"] or prompt
+            sample["ids"] += choice.get("token_ids") or []
+    drawn: dict[str, Any] = {"seed": number(asked.get("seed"), 0), "temperature": number(asked.get("temperature"), 1.0)}
+    drawn |= {"accepted": [], "drafted": []}
+    return [sample | drawn for sample in samples.values() if sample["prompt_ids"] and sample["ids"]]
 
 
 def number(value: Any, usual: float) -> float:
-    """What vLLM takes for a number, which may be written as text; `usual` where none is given."""
+    """Convert a value like vLLM, which accepts numbers as text; None and invalid values become `usual`."""
     try:
         return type(usual)(usual if value is None else value)
     except (TypeError, ValueError, OverflowError):
@@ -256,14 +257,14 @@ def number(value: Any, usual: float) -> float:
 def create_proxy(
     vllm: InVllm, learning: Learning, max_body: int, api_key: str | None, local_only: bool, cors: Sequence[str]
 ) -> FastAPI:
-    """The application; it starts vLLM and stops it. See `protect`."""
+    """Create the application, which starts and stops vLLM. See `protect`."""
     proxy = Proxy(vllm, learning)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         vllm.start()
         try:
-            await proxy.until_ready()
+            await proxy.wait_until_ready()
             learning.start()
             yield
             learning.stop()

@@ -1,7 +1,7 @@
-"""Weights of a draft head from a file into a running vLLM (0.32 or newer). Its workers load this file as an extension
-(`--worker-extension-cls`), in an environment of their own: it knows vLLM alone.
+"""Load a draft head's weights from a file into a running vLLM (0.32 or newer). Its workers import this file as an extension
+(`--worker-extension-cls`) in their own environment, so it may import only vLLM and its dependencies.
 
-vLLM's own ways to hand over weights, NCCL and CUDA IPC, want a GPU that trainer and server share.
+vLLM's built-in weight transfer, by NCCL or CUDA IPC, needs a GPU that trainer and server share.
 """
 
 from dataclasses import dataclass
@@ -19,25 +19,25 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 
 @dataclass
-class Nothing(WeightTransferInitInfo):
+class EmptyInitInfo(WeightTransferInitInfo):
     pass
 
 
 @dataclass
-class Folder(WeightTransferUpdateInfo):
-    path: str  # of the exported head
+class HeadPath(WeightTransferUpdateInfo):
+    path: str  # directory of the exported head
 
 
 class FromFolder(WeightTransferEngine):
-    init_info_cls, update_info_cls = Nothing, Folder
+    init_info_cls, update_info_cls = EmptyInitInfo, HeadPath
 
-    def init_transfer_engine(self, init_info: Nothing) -> None:
+    def init_transfer_engine(self, init_info: EmptyInitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: Folder) -> None:
+    def receive_weights(self, update_info: HeadPath) -> None:
         weights = dict[str, torch.Tensor]()
         for file in sorted(Path(update_info.path).glob("*.safetensors")):
             weights |= load_file(file)
@@ -54,4 +54,4 @@ WeightTransferEngineFactory.register_engine("foredraft", FromFolder)
 
 
 class Extension:
-    """For the name alone: a class is what vLLM imports."""
+    """Provide a name: vLLM imports extensions by a class."""

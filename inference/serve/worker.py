@@ -1,9 +1,9 @@
-"""The thread that owns the engine. Others talk to it by `submit` and `cancel`; what a step gave goes back to their event
-loop, where it waits for its reader: one who reads slowly holds up nobody.
+"""The thread that owns the engine. Other threads use `submit` and `cancel`. Outputs of a step are passed to the event loop of
+their reader, so a slow reader delays nobody.
 
-A step that raises (out of memory, or a bug that one request meets) loses no request: all are prefilled again, half as many at
-a time, until the one that fails alone is found. If the thread itself ends by an error, every request fails with 503, and the
-process is told to end (`on_death`): whoever started it starts it again.
+A step that raises (out of memory, or a bug that one request triggers) loses no request: all are prefilled again, half as many
+at a time, until the request that fails alone is found. If the thread itself fails, every request fails with 503, and the
+process is told to end (`on_death`), so that its supervisor can restart it.
 """
 
 import asyncio
@@ -26,23 +26,23 @@ from foredraft.inference.drafters import Drafter
 from foredraft.inference.engine import Engine, RequestOutput
 from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request
-from foredraft.inference.serve.cache_room import cache_room
+from foredraft.inference.serve.cache_budget import cache_budget
 from foredraft.inference.serve.scoring import Scored, score
 
 log = logging.getLogger("foredraft.serve")
 
 
-GOOD_STEPS, MOST_GOOD_STEPS = 16, 1024  # before more requests are decoded at a time, see `BatchLimit`
-TOO_LATE = "the request took longer than {:g} seconds"
-DEAD = "the engine has stopped after an error; this server ends"
+GOOD_STEPS, MAX_GOOD_STEPS = 16, 1024  # successful steps before the batch may grow again, see `BatchLimit`
+TIMED_OUT = "the request took longer than {:g} seconds"
+ENGINE_DEAD = "the engine stopped after an error, and this server ends: try again later"
 
 
 class QueueFull(Exception):
-    """More requests wait than may."""
+    """Report that too many requests are waiting."""
 
 
 class Failed(Exception):
-    """A request ended without an answer."""
+    """Report that a request ended without an answer."""
 
     def __init__(self, message: str, status: int = 500):
         super().__init__(message)
@@ -51,29 +51,29 @@ class Failed(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """A request and where its outputs go: a queue that all jobs of one client's request share. The last output has a finish
-    reason, or is a Failed."""
+    """Hold a request and the queue of its outputs, which all jobs of one client's request share. The last output has a
+    finish reason, or is a Failed."""
 
     request: Request
     deadline: float  # time.monotonic()
     loop: asyncio.AbstractEventLoop
     outputs: "asyncio.Queue[tuple[Job, RequestOutput | Failed]]"
     engine: Engine
-    delivered: int = 0  # tokens
+    delivered: int = 0  # number of sent tokens
 
 
 class BatchLimit:
-    """How many requests an engine decodes at a time after steps that raised: half as many, and after some good steps twice
-    as many again. Each time that more of them failed, more good steps are asked for."""
+    """Limit the number of requests that are decoded at a time. A step that raises halves it, and some successful steps double
+    it again. After repeated failures, more successful steps are required."""
 
     def __init__(self, most: int):
         self.most = self.now = most
         self.good, self.wanted = 0, GOOD_STEPS
 
     def failed(self, tried: int) -> int:
-        """tried: requests of the step. If it was one, that was to blame and is gone."""
+        """Return the limit after a failed step of `tried` requests. A single request was the cause, and is removed."""
         self.now = max(1, tried // 2) if tried > 1 else self.most
-        self.good, self.wanted = 0, min(2 * self.wanted, MOST_GOOD_STEPS)
+        self.good, self.wanted = 0, min(2 * self.wanted, MAX_GOOD_STEPS)
         return self.now
 
     def worked(self) -> int:
@@ -98,10 +98,10 @@ class Worker(threading.Thread):
         prefix_cache_gib: float | None = None,
         others: Sequence[Drafter] = (),
     ):
-        """max_num_seqs: requests decoded at a time. max_waiting: more are refused. timeout: seconds of a request, its
-        time in the queue included. cache_gib: most memory of the caches of target and drafter and of prefixes; half of it is
-        for requests that are decoded plainly. prefill_chunk: as in `Engine`. prefix_cache_gib: most memory of prefixes; 0
-        keeps none; None is 1, or a quarter of cache_gib. others: drafters of further tenants, whose requests name them."""
+        """Initialize the engines. max_num_seqs: maximum number of requests decoded at a time. max_waiting: maximum number of
+        waiting requests. timeout: seconds of a request, including its time in the queue. cache_gib: maximum memory of all
+        caches and of prefixes; half of it is for requests without drafts. prefill_chunk: as in `Engine`.
+        prefix_cache_gib: memory of prefixes; 0 disables them; None is 1, or a quarter of cache_gib. others: more tenants'."""
         super().__init__(name="engine", daemon=True)
         if max_num_seqs < 1 or max_waiting < 0 or timeout <= 0 or (cache_gib is not None and cache_gib <= 0):
             raise ValueError(
@@ -110,25 +110,25 @@ class Worker(threading.Thread):
             )
         if target.is_collective:
             raise ValueError(
-                f"target.sharding={target.sharding}: requests reach one process, and all must take part in every forward: "
-                "take target.sharding=layers, or engine=vllm"
+                f"target.sharding={target.sharding}: requests reach one process, but all must take part in every forward: "
+                "set target.sharding=layers or engine=vllm"
             )
         if prefix_cache_gib is None:
             prefix_cache_gib = 1.0 if cache_gib is None else cache_gib / 4
         if prefix_cache_gib < 0 or (cache_gib is not None and prefix_cache_gib >= cache_gib):
             raise ValueError(
-                f"prefix_cache_gib={prefix_cache_gib} must be at least 0, and less than cache_gib={cache_gib}, of which it "
-                "is a part"
+                f"prefix_cache_gib={prefix_cache_gib} must be at least 0 and less than cache_gib={cache_gib}, which includes "
+                "it"
             )
         if prefill_chunk is not None and prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1; null takes prompts whole")
+            raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1; null prefills prompts whole")
         self.prefixes = PrefixCache(int(prefix_cache_gib * 2**30)) if prefix_cache_gib else None
         self.target = target
         tokens, drafter_share = None, 0.0
         if cache_gib is not None:
             size = int((cache_gib - prefix_cache_gib) * 2**30)
-            tokens, drafter_share = cache_room(target, drafter, size, 1 + len(others))
-        # One per tenant; the last decodes plainly, for requests that ask for it, to compare. A step of each in turn.
+            tokens, drafter_share = cache_budget(target, drafter, size, 1 + len(others))
+        # One per tenant, and one without drafts for requests that ask for it. Their steps alternate.
         self.engines = [
             Engine(
                 target,
@@ -146,23 +146,23 @@ class Worker(threading.Thread):
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.jobs: dict[Request, Job] = {}
         self.scoring: deque[tuple[Future[list[Scored]], list[Scored], Iterator[list[Scored]]]] = deque()
-        self.open = 0  # texts that have been reserved and not ended
-        self.on_reserve: Callable[[], None] = lambda: None  # when they are reserved
-        self.heads: dict[Engine, str] = {}  # names of those that serve, where they change (learning.py)
+        self.open = 0  # number of reserved texts that have not ended
+        self.on_reserve: Callable[[], None] = lambda: None  # called when texts are reserved
+        self.heads: dict[Engine, str] = {}  # names of the heads in use, if they can change (learning.py)
         self.lock = threading.Lock()
         self.dead = False
         self.on_death: Callable[[], object] = lambda: None  # called in the thread
 
-    # -- for the event loop ------------------------------------------------------------------------------------------------
+    # -- called in the event loop ------------------------------------------------------------------------------------------
 
     def reserve(self, count: int) -> None:
-        """Room for so many texts, before their prompts are encoded: all or none. Ended by `submit`ting them or by `release`.
-        Raises QueueFull, Failed where nothing is decoded any more, or ValueError for what could never be taken."""
+        """Register `count` texts before their prompts are encoded: all or none. `submit` or `release` must follow. Raises
+        QueueFull, Failed if the engine has stopped, or ValueError for more texts than could ever be accepted."""
         if count > self.max_open:
-            raise ValueError(f"{count} texts are more than the {self.max_open} that this server takes at a time")
+            raise ValueError(f"{count} texts exceed the limit of {self.max_open} texts at a time: send fewer")
         with self.lock:
             if self.dead:
-                raise Failed(DEAD, 503)
+                raise Failed(ENGINE_DEAD, 503)
             if self.open + count > self.max_open:
                 raise QueueFull
             self.open += count
@@ -175,34 +175,34 @@ class Worker(threading.Thread):
     def submit(
         self, requests: list[Request], speculative: bool = True, tenant: int = 0, deadline: float | None = None
     ) -> list[Job]:
-        """What has been reserved; all of them or none. tenant: the number of the engine. deadline: on time.monotonic(), None
-        for `timeout` seconds from now. Raises ValueError for what could never be taken, Failed as `reserve`."""
+        """Submit reserved texts, all or none. tenant: number of the engine. deadline: on time.monotonic(); None is `timeout`
+        seconds from now. Raises ValueError for requests that could never be decoded, and Failed like `reserve`."""
         engine = self.engines[tenant if speculative else -1]
         for request in requests:
-            engine.check(request)  # it changes nothing, so any thread may
+            engine.check(request)  # thread-safe, because it changes nothing
         loop = asyncio.get_running_loop()
         deadline = time.monotonic() + self.timeout if deadline is None else deadline
         outputs: asyncio.Queue[tuple[Job, RequestOutput | Failed]] = asyncio.Queue()
         jobs = [Job(request, deadline, loop, outputs, engine) for request in requests]
-        with self.lock:  # what is in the inbox before `die` empties it fails there
+        with self.lock:  # jobs that are in the inbox before `die` empties it fail there
             if self.dead:
-                raise Failed(DEAD, 503)
+                raise Failed(ENGINE_DEAD, 503)
             for job in jobs:
                 self.inbox.put(partial(self.add, job))
         return jobs
 
     def context(self, speculative: bool = True, tenant: int = 0) -> int | None:
-        """Most tokens of a text, its prompt included: the target's context, or what the cache has room for beside the trees
-        of this tenant's drafter."""
+        """Return the maximum length of a text, including its prompt: the target's context, or the capacity of the cache with
+        the trees of this tenant's drafter."""
         batch = self.engines[tenant if speculative else -1].batch
         return min((most for most in (self.target.context, batch.max_text_tokens()) if most is not None), default=None)
 
     def score(self, tokens: Sequence[int], top: int) -> Future[list[Scored]]:
-        """Log-probabilities of a text's own tokens (scoring.py). Cancelling it ends that. Raises Failed as `reserve`."""
+        """Compute log-probabilities of a text's tokens (scoring.py). The future can be cancelled. Raises Failed."""
         future: Future[list[Scored]] = Future()
         with self.lock:
             if self.dead:
-                raise Failed(DEAD, 503)
+                raise Failed(ENGINE_DEAD, 503)
             self.inbox.put(partial(self.scoring.append, (future, [], score(self.target, tokens, top))))
         return future
 
@@ -212,23 +212,23 @@ class Worker(threading.Thread):
     def stop(self) -> None:
         self.inbox.put(None)
 
-    # -- in the thread -----------------------------------------------------------------------------------------------------
+    # -- called in the thread ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         try:
-            while self.take_in():
-                self.end_late()
+            while self.drain_inbox():
+                self.expire_jobs()
                 for engine in self.engines:
                     if engine.has_work:
                         self.step(engine)
                 if self.scoring:
                     self.step_scoring()
         except BaseException:
-            log.critical("the engine's thread ends by an error", exc_info=True)
+            log.critical("the engine's thread failed", exc_info=True)
             self.die()
 
     def die(self) -> None:
-        """All requests fail, those in the inbox too, and none is taken any more."""
+        """End all requests with an error, including those in the inbox, and accept no more."""
         with self.lock:
             self.dead = True
         while not self.inbox.empty():
@@ -238,14 +238,14 @@ class Worker(threading.Thread):
             elif isinstance(asked, partial) and asked.func == self.scoring.append:
                 asked()
         for job in self.jobs.values():
-            self.tell(job, Failed(DEAD, 503))
+            self.send(job, Failed(ENGINE_DEAD, 503))
         for future, *_ in self.scoring:
             with suppress(InvalidStateError):  # cancelled
-                future.set_exception(Failed(DEAD, 503))
+                future.set_exception(Failed(ENGINE_DEAD, 503))
         self.on_death()
 
-    def take_in(self) -> bool:
-        """Do what was asked for; wait for it where there is nothing else to do. False at the end."""
+    def drain_inbox(self) -> bool:
+        """Run the calls in the inbox, and wait for one if the engines are idle. Returns False at the end."""
         while True:
             try:
                 asked = self.inbox.get(block=not self.scoring and not any(engine.has_work for engine in self.engines))
@@ -260,29 +260,29 @@ class Worker(threading.Thread):
         try:
             job.engine.add(job.request)
         except ValueError as error:
-            # It was checked for a drafter that another one, of larger trees, has taken the place of.
+            # The drafter has been replaced by one with larger trees since the check.
             self.end(job, Failed(str(error), 400))
 
     def end(self, job: Job, last: RequestOutput | Failed | None = None) -> None:
-        """Once for every job: its slot is free, and its reader learns of the end."""
+        """End a job: free its slot, and send its last output. Repeated calls have no effect."""
         if self.jobs.pop(job.request, None) is None:
             return
         job.engine.cancel(job.request)
         with self.lock:
             self.open -= 1
         if last is not None:
-            self.tell(job, last)
+            self.send(job, last)
 
-    def tell(self, job: Job, output: RequestOutput | Failed) -> None:
+    def send(self, job: Job, output: RequestOutput | Failed) -> None:
         try:
             job.loop.call_soon_threadsafe(job.outputs.put_nowait, (job, output))
-        except RuntimeError:  # the loop has been closed: nobody reads any more
+        except RuntimeError:  # the loop is closed, so nobody reads any more
             log.debug("nobody reads the output of a request")
 
-    def end_late(self) -> None:
+    def expire_jobs(self) -> None:
         now = time.monotonic()
         for job in [job for job in self.jobs.values() if job.deadline < now]:
-            self.end(job, Failed(TOO_LATE.format(self.timeout), 504))
+            self.end(job, Failed(TIMED_OUT.format(self.timeout), 504))
 
     def step(self, engine: Engine) -> None:
         try:
@@ -302,12 +302,12 @@ class Worker(threading.Thread):
         elif output.finish_reason is not None:
             self.end(job, output)
         else:
-            self.tell(job, output)
+            self.send(job, output)
 
     def step_scoring(self) -> None:
-        """One chunk of the text that is scored."""
+        """Score one chunk of the first text."""
         future, found, chunks = self.scoring[0]
-        with suppress(InvalidStateError):  # cancelled: its client has gone, or its time is over
+        with suppress(InvalidStateError):  # cancelled: the client disconnected, or its time is over
             try:
                 if not future.cancelled():
                     found += next(chunks)
@@ -320,9 +320,9 @@ class Worker(threading.Thread):
         self.scoring.popleft()
 
     def recover(self, engine: Engine, error: Exception) -> None:
-        """After a step that raised: see the top of this file."""
+        """Restore the engine after a step that raised: see the top of this file."""
         running = [one for one in engine.running() if one.request in self.jobs]
-        joining = list(islice(engine.waiting, engine.num_admissible()))  # making room for them may be what failed
+        joining = list(islice(engine.waiting, engine.num_admissible()))  # allocating their cache may have failed
         tried = running + joining
         log.warning("a step of %d requests failed", len(tried), exc_info=error)
         if not tried:
@@ -330,7 +330,7 @@ class Worker(threading.Thread):
         engine.preempt()
         for sequence in running:
             job = self.jobs[sequence.request]
-            lost = sequence.new_tokens[job.delivered :]  # by the step: they are in the text, and nobody has been told
+            lost = sequence.new_tokens[job.delivered :]  # of the failed step: in the text, but not sent
             if lost or sequence.finish_reason is not None:
                 self.deliver(job, RequestOutput(job.request, lost, None, 1, sequence.finish_reason))
         if len(tried) == 1 and tried[0].request in self.jobs:

@@ -22,7 +22,7 @@ from foredraft.inference.tree import TokenTree
 from foredraft.train.cli import entry
 from foredraft.train.data.prompt_sets import Prompt, questions, tokenize
 
-Gains = list[tuple[int, int]]  # of each text: its forwards, and what they added
+TokenCounts = list[tuple[int, int]]  # of each text: its forwards, and what they added
 
 
 class Likeliest(Wrapper):
@@ -40,7 +40,7 @@ class Sampled(Wrapper):
 
 def decode(
     target: Target, drafter: Drafter, prompts: list[Prompt], new_tokens: int, temperature: float
-) -> tuple[Gains, list[list[int]]]:
+) -> tuple[TokenCounts, list[list[int]]]:
     """What each text gained, and the texts. Prompt i has seed i."""
     torch.manual_seed(0)  # of the noise that `Sampled` draws
     engine = Engine(target, drafter, max_num_seqs=16)
@@ -60,7 +60,7 @@ def decode(
     return [gains[number] for number in range(len(prompts))], [texts[number] for number in range(len(prompts))]
 
 
-def figure(gains: Gains, error: bool = False) -> str:
+def figure(gains: TokenCounts, error: bool = False) -> str:
     """Tokens per forward over all texts, and by `error` its standard error, that of a ratio."""
     steps, added = (sum(column) for column in zip(*gains, strict=True))
     ratio = added / max(1, steps)

@@ -52,7 +52,7 @@ class Out(NamedTuple):
     per_position: list[int]
 
     @property
-    def gained(self) -> float:
+    def emitted(self) -> float:
         """Tokens per forward of the target; a text's first is of its prompt's."""
         tokens = sum(len(text) - 1 for text in self.texts)
         return tokens / (tokens - sum(self.per_position))
@@ -144,7 +144,7 @@ def test_the_engine_accepts_at_the_places_where_we_do(heads, embedded, exact, ro
     print(f"{kind}: accepted per position {theirs.per_position} in llama.cpp, {ours.per_position} here")
     assert theirs.texts == ours.texts == plain
     assert theirs.per_position == ours.per_position
-    assert theirs.per_position[0] > 0.02 * PROMPTS * NEW_TOKENS / theirs.gained  # nothing was left out without a word
+    assert theirs.per_position[0] > 0.02 * PROMPTS * NEW_TOKENS / theirs.emitted  # nothing was left out without a word
 
 
 def test_an_mtp_layer_accepts_at_the_places_where_we_do(rows, tmp_path):
@@ -158,7 +158,7 @@ def test_an_mtp_layer_accepts_at_the_places_where_we_do(rows, tmp_path):
     theirs, ours = decode(tmp_path / "mtp", file, rows, exported, "mtp"), chain(head, target, rows, DEPTH)
     print(f"mtp: accepted per position {theirs.per_position} in llama.cpp, {ours.per_position} here")
     assert theirs.texts == ours.texts
-    assert theirs.gained == pytest.approx(ours.gained, rel=0.01)
+    assert theirs.emitted == pytest.approx(ours.emitted, rel=0.01)
     assert theirs.per_position[1] > 0
 
 
@@ -216,8 +216,8 @@ def test_a_quantised_target_accepts_what_its_dequantised_weights_do(heads, exact
     head = load_head(heads / "eagle3" / "head", Target.from_pretrained(EMBEDDED, dtype="float32", device="cpu"))
     theirs = decode(tmp_path / number, file, rows, export(heads / "eagle3" / "head", tmp_path), cache="f16")
     ours = chain(head, target, rows, DEPTH)
-    print(f"{number}: {theirs.gained:.3f} tokens per forward in llama.cpp, {ours.gained:.3f} here")
-    assert theirs.gained == pytest.approx(ours.gained, rel=0.03)
+    print(f"{number}: {theirs.emitted:.3f} tokens per forward in llama.cpp, {ours.emitted:.3f} here")
+    assert theirs.emitted == pytest.approx(ours.emitted, rel=0.03)
 
 
 def test_parity_compares_with_the_server(heads, exact, tmp_path):
@@ -250,11 +250,11 @@ def test_smollm2_accepts_at_the_places_where_we_do(files, tmp_path, weights):
     same = [a == b == c for a, b, c in zip(theirs.texts, ours.texts, plain.texts, strict=True)]
     print(f"{weights}: accepted per position {theirs.per_position} in llama.cpp, {ours.per_position} here")
     print(f"{sum(same)} of {len(rows)} texts are the same in llama.cpp, drafted and plain, and here")
-    print(f"{theirs.gained:.3f} tokens per forward in llama.cpp, {ours.gained:.3f} here")
+    print(f"{theirs.emitted:.3f} tokens per forward in llama.cpp, {ours.emitted:.3f} here")
     if all(same):
         assert theirs.per_position == ours.per_position
     if weights == "Q4_1":  # its products round otherwise, so it writes texts of its own, which may be easier to draft
-        assert theirs.gained >= 0.97 * ours.gained
+        assert theirs.emitted >= 0.97 * ours.emitted
     else:
         assert sum(same) >= 0.9 * len(rows)  # two engines may part at a near-tie
-        assert theirs.gained == pytest.approx(ours.gained, rel=0.03)
+        assert theirs.emitted == pytest.approx(ours.emitted, rel=0.03)

@@ -1,4 +1,4 @@
-"""How many tokens the server's caches may hold."""
+"""The number of tokens that the server's caches may contain."""
 
 import torch
 
@@ -7,10 +7,10 @@ from foredraft.heads.target.cache import BLOCKS, KVCache
 from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, select_layers
 
 
-def cache_room(target: Target, drafter: Drafter | None, size: int, tenants: int = 1) -> tuple[int, float]:
-    """Tokens of each engine's cache, one engine per tenant and a plain one, where all of them together may have `size` bytes;
-    and the share of a drafter in a token's bytes. Raises ValueError as `cache_bytes_per_token`."""
-    # While the target's cache grows, a block of it is there twice; of a drafter's small one all, and its prompts'.
+def cache_budget(target: Target, drafter: Drafter | None, size: int, tenants: int = 1) -> tuple[int, float]:
+    """Return the capacity in tokens of each engine's cache, and the share of the drafter in a token's bytes. There is an
+    engine per tenant and one without drafts; together they may use `size` bytes. Raises ValueError for an unknown cache."""
+    # A growing cache exists twice: one block at a time for the target, all of the drafter's, and those of its prompts.
     plain = cache_bytes_per_token(target, None)
     drafters = 3 * (cache_bytes_per_token(target, drafter) - plain)
     growing = plain * (1 + 1 / BLOCKS)
@@ -19,12 +19,12 @@ def cache_room(target: Target, drafter: Drafter | None, size: int, tenants: int 
 
 @torch.inference_mode()
 def cache_bytes_per_token(target: Target, drafter: Drafter | None) -> int:
-    """Of all layers of the target and the drafter, measured by a forward of one token; recurrent states are no part of it.
-    Raises ValueError for a target whose texts are decoded one by one."""
+    """Return the bytes of a token in all layers of target and drafter, without recurrent states, measured by a forward over
+    one token. Raises ValueError for targets that decode texts one by one."""
     drafter, cache = drafter or NoDrafter(), target.new_cache(1, 1)
     if not isinstance(cache, KVCache):
         raise ValueError(
-            f"cache_gib: {target.name} keeps a cache of its own per text, which is not counted; max_num_seqs limits it"
+            f"cache_gib: {target.name} keeps a separate cache per text, which cannot be limited: use max_num_seqs instead"
         )
     token = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
     accepted = Accepted(token, target.forward(token, cache=cache, layers=drafter.layers).aux_hidden_states, [1], [[0]])
@@ -33,4 +33,4 @@ def cache_bytes_per_token(target: Target, drafter: Drafter | None) -> int:
         caches.append(cached.new_cache(1, 1))
         cached.prefill(select_layers(accepted, drafter.layers, cached.layers), caches[-1])
     counted = sum(block.nbytes // block.shape[4] for cache in caches for block in cache.blocks.values())
-    return max(1, counted)  # states alone, which `Target.state_entries` counts, have no entries
+    return max(1, counted)  # recurrent states have no entries; `Target.state_entries` counts them
