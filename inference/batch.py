@@ -89,7 +89,8 @@ class Batch:
     def total_entries(self, finals: Sequence[int]) -> int:
         """Return the number of entries of all layers, for sequences of the final lengths `finals`."""
         longest = max(finals, default=0)
-        even = len(finals) * max((one.cache_entries(longest) for one in self.drafter.cached_drafters), default=0)
+        drafters = self.drafter.cached_drafters
+        even = len(finals) * max((drafter.cache_entries(longest) for drafter in drafters), default=0)
         target = most_entries(finals, self.num_entries) if self.ragged else len(finals) * self.num_entries(longest)
         return math.ceil(target + self.drafter_share * (max(even, target) - target))
 
@@ -190,8 +191,9 @@ class Batch:
         for mine, theirs in zip(self.caches(), [prompts.cache, *prompts.caches], strict=True):
             if mine is not theirs:
                 mine.copy_from(slots, theirs, new)
-        bonus_tokens = aux_hidden_states.new_tensor([[one.text[-1]] for one in sequences], dtype=torch.int64)
-        fresh = Accepted(bonus_tokens, aux_hidden_states[new], [1] * len(new), [one.text for one in sequences])
+        bonus_tokens = aux_hidden_states.new_tensor([[sequence.text[-1]] for sequence in sequences], dtype=torch.int64)
+        texts = [sequence.text for sequence in sequences]
+        fresh = Accepted(bonus_tokens, aux_hidden_states[new], [1] * len(new), texts)
         self.accepted = fresh if len(new) == len(self.sequences) else scatter_accepted(self.accepted, slots, fresh)
 
     def caches(self) -> list[Any]:
@@ -202,7 +204,7 @@ class Batch:
         """Return the old slot of each sequence of the next batch, or None for a new sequence. New sequences take the slots of
         finished ones. The last sequences move into slots that are still free. With CUDA graphs, the number of slots is
         filled up to a power of two with None, if memory allows it."""
-        order = [None if one.finish_reason else slot for slot, one in enumerate(self.sequences)]
+        order = [None if sequence.finish_reason else slot for slot, sequence in enumerate(self.sequences)]
         count, most = len(order) - order.count(None) + len(arriving), self.max_cache_tokens
         if self.captured and count:
             needed = power_of_two(count) * self.num_entries(self.current_capacity([*self.sequences, *arriving]))
@@ -219,7 +221,7 @@ class Batch:
     def drop_finished(self) -> None:
         """Remove finished sequences. Called before a step."""
         order = self.plan_slots([])
-        same = [None if one is self.padding else slot for slot, one in enumerate(self.sequences)]
+        same = [None if sequence is self.padding else slot for slot, sequence in enumerate(self.sequences)]
         if order and order != same:
             self.rearrange(order, [])
 
@@ -228,8 +230,8 @@ class Batch:
     ) -> None:
         """Reorder the batch: slot i gets the sequence of slot order[i], or the next arriving one (or padding) for None.
         capacity: entries of each sequence; None retains the current number."""
-        for slot, one in enumerate(self.sequences):
-            if one.finish_reason == "error" and slot not in order:  # no mask hides its NaN from the next one
+        for slot, sequence in enumerate(self.sequences):
+            if sequence.finish_reason == "error" and slot not in order:  # no mask hides its NaN from the next one
                 for cache in self.caches():
                     cache.erase(slot)
         new = iter(arriving)
@@ -245,7 +247,7 @@ class Batch:
             cache.reorder(order, capacity, self.max_cache_tokens)
         self.sampler = self.new_sampler(self.sequences)
         self.drafter.select_sequences(order, capacity, self.sampler.sampling)
-        self.accepted = select(self.accepted, order)._replace(text=[one.text for one in self.sequences])
+        self.accepted = select(self.accepted, order)._replace(text=[sequence.text for sequence in self.sequences])
 
     def new_prompt_cache(self, sequences: Sequence[SequenceState]) -> TargetCache:
         """Return a cache to prefill new sequences: the batch's future cache if it has none (or a ragged one)."""
@@ -287,8 +289,8 @@ class Batch:
     def fail(self, valid: Sequence[int], nodes: int) -> list[RequestOutput]:
         """End the sequences with NaN logits, and erase their cache entries, because no mask hides a NaN."""
         failed = []
-        for slot, (sequence, one) in enumerate(zip(self.sequences, valid, strict=True)):
-            if one == Validity.INVALID and sequence.finish_reason is None:
+        for slot, (sequence, validity) in enumerate(zip(self.sequences, valid, strict=True)):
+            if validity == Validity.INVALID and sequence.finish_reason is None:
                 sequence.finish_reason = "error"
                 self.open_cache().erase(slot)
                 failed.append(RequestOutput(sequence.request, [], None, nodes, "error"))

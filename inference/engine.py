@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """Cancel a request: remove it from the queue, or free its slot before the next step."""
         self.waiting = deque(sequence for sequence in self.waiting if sequence.request is not request)
-        self.empty = [one for one in self.empty if one is not request]
+        self.empty = [other for other in self.empty if other is not request]
         for sequence in self.running():
             if sequence.request is request and sequence.finish_reason is None:
                 sequence.finish_reason = "cancelled"
@@ -129,7 +129,7 @@ class Engine:
         again, because each drafter has its own state. Raises ValueError if the cache is too small for a running text with
         the new drafter's trees."""
         before, self.batch.drafter = self.batch.drafter, as_supported(drafter or NoDrafter(), self.target)
-        sequences = [one for one in self.running() if one.finish_reason is None] + list(self.waiting)
+        sequences = [sequence for sequence in self.running() if sequence.finish_reason is None] + list(self.waiting)
         if not all(map(self.fits, sequences)):
             nodes, self.batch.drafter = self.batch.drafter.nodes, before
             raise ValueError(f"trees of {nodes} nodes do not fit into the cache next to a text that is being decoded")
@@ -141,8 +141,9 @@ class Engine:
 
     def running(self) -> list[SequenceState]:
         """Return the sequences that do not wait: in the batch (including finished ones) or being prefilled."""
-        sequences = [*self.batch.sequences, *(one for prompts in self.prefilling for one in prompts.sequences)]
-        return list({id(one): one for one in sequences}.values())  # a step that raised may leave a sequence in both
+        sequences = [*self.batch.sequences, *chain.from_iterable(prompts.sequences for prompts in self.prefilling)]
+        # A step that raised may leave a sequence in both.
+        return list({id(sequence): sequence for sequence in sequences}.values())
 
     @property
     def has_work(self) -> bool:
@@ -168,7 +169,7 @@ class Engine:
         # A step that captured a graph is not representative.
         seconds = time.perf_counter() - started if captured == CudaGraphs.num_captured else None
         self.drafter.observe_seconds(seconds)
-        return [one._replace(trace=traces.get(one.request)) for one in outputs] if traces else outputs
+        return [output._replace(trace=traces.get(output.request)) for output in outputs] if traces else outputs
 
     def propose(self) -> tuple[TokenTree, Tensor | None]:
         """Return a tree for every sequence, and the noise of the positions that it may cover (None if it covers none, or all
@@ -215,7 +216,7 @@ class Engine:
         nodes = tree.tokens.shape[1]
         outputs = self.batch.fail(valid, nodes)
         sequences = self.batch.sequences
-        counts = [0 if one.finish_reason else count for one, count in zip(sequences, counts, strict=True)]
+        counts = [0 if sequence.finish_reason else count for sequence, count in zip(sequences, counts, strict=True)]
         paths = [path[:count] for path, count in zip(paths, counts, strict=True)]
         self.drafter.observe(paths, verification.choices)
         cache = self.batch.open_cache()
@@ -231,14 +232,14 @@ class Engine:
         new_tokens = verification.tokens[:, :width]
         self.batch.sampler.append(new_tokens, verification.counts)
         self.clock.lap("commit")
-        for one, count, new in zip(sequences, counts, tokens, strict=True):
+        for sequence, count, new in zip(sequences, counts, tokens, strict=True):
             if count:
-                added = one.extend(new[:count])
-                output = RequestOutput(one.request, added, count - 1, nodes, one.finish_reason)
+                added = sequence.extend(new[:count])
+                output = RequestOutput(sequence.request, added, count - 1, nodes, sequence.finish_reason)
                 outputs.append(output._replace(depth=self.depth, forwards=self.forwards))
         if self.prefixes is not None:
             self.batch.store_prefixes(self.prefixes, self.namespace, [count > 0 for count in counts])
-        texts = [one.text for one in sequences]
+        texts = [sequence.text for sequence in sequences]
         self.batch.accepted = Accepted(new_tokens, aux_hidden_states, counts, texts, device_counts)
         self.clock.lap("host")
         return outputs
@@ -255,26 +256,28 @@ class Engine:
         padding, or one. A request that shares its prefix with a request of this batch waits until the prefix is in the
         prefix cache, so `n` texts of one prompt prefill it once."""
         sequences: list[SequenceState] = []
-        busy = [one for prompts in self.prefilling for one in prompts.sequences if one.finish_reason is None]
+        prefilling = chain.from_iterable(prompts.sequences for prompts in self.prefilling)
+        busy = [sequence for sequence in prefilling if sequence.finish_reason is None]
         longest = tokens = 0
         padded = MAX_PACKED_RATIO if self.target.packs_prompts else MAX_PADDING_RATIO
-        for one in islice(self.waiting, self.num_admissible()):
-            if not self.batch.same_cohort(self.waiting[0], one) or self.will_be_cached(one, [*busy, *sequences]):
+        for sequence in islice(self.waiting, self.num_admissible()):
+            alike = self.batch.same_cohort(self.waiting[0], sequence)
+            if not alike or self.will_be_cached(sequence, [*busy, *sequences]):
                 continue
-            size = (len(sequences) + 1) * max(longest, len(one.text))
+            size = (len(sequences) + 1) * max(longest, len(sequence.text))
             if sequences and self.prefill_chunk is not None and size > self.prefill_chunk:
                 break
-            if size > max(MIN_PREFILL_TOKENS, padded * (tokens + len(one.text))):
+            if size > max(MIN_PREFILL_TOKENS, padded * (tokens + len(sequence.text))):
                 continue
-            longest, tokens = max(longest, len(one.text)), tokens + len(one.text)
-            sequences.append(one)
+            longest, tokens = max(longest, len(sequence.text)), tokens + len(sequence.text)
+            sequences.append(sequence)
         if sequences:
-            self.batch.prompt_entries = sum(one.cache.entries for one in self.prefilling)
-            sequences.sort(key=lambda one: len(one.text))  # neighbors of similar length share attention calls
+            self.batch.prompt_entries = sum(prompts.cache.entries for prompts in self.prefilling)
+            sequences.sort(key=lambda sequence: len(sequence.text))  # neighbors of similar length share attention calls
             cache = self.batch.new_prompt_cache(sequences)  # may run out of memory: until then they stay in the queue
             self.prefilling.append(Prompts(sequences, self.target, self.drafter, cache))
-            admitted = {one.request for one in sequences}
-            self.waiting = deque(one for one in self.waiting if one.request not in admitted)
+            admitted = {sequence.request for sequence in sequences}
+            self.waiting = deque(sequence for sequence in self.waiting if sequence.request not in admitted)
 
     def will_be_cached(self, sequence: SequenceState, others: Sequence[SequenceState]) -> bool:
         """Return whether prefilling one of the others will add at least half of the missing prefix to the prefix cache. The
@@ -300,7 +303,7 @@ class Engine:
                 prompts.store_prefixes(self.prefixes, self.namespace)
             self.prefilling.rotate(-1)
             return []
-        self.batch.prompt_entries = sum(one.cache.entries for one in self.prefilling)
+        self.batch.prompt_entries = sum(prompts.cache.entries for prompts in self.prefilling)
         outputs = self.batch.join(prompts, last)
         self.prefilling.popleft()
         if self.prefixes is not None:
@@ -309,7 +312,7 @@ class Engine:
 
     def num_admissible(self) -> int:
         """Return how many of the waiting requests may join now, in the order of arrival."""
-        busy = [one for one in self.running() if one.finish_reason is None]
+        busy = [sequence for sequence in self.running() if sequence.finish_reason is None]
         free = len(self.waiting) if self.max_num_seqs is None else min(len(self.waiting), self.max_num_seqs - len(busy))
         free = max(0, free)
         if self.batch.max_cache_tokens is not None:

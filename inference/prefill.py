@@ -34,8 +34,8 @@ class Prompts:
         self.sequences, self.target, self.drafter, self.cache = sequences, target, drafter, cache
         self.lengths = [len(sequence.text) for sequence in sequences]
         self.cached_drafters = drafter.cached_drafters
-        self.caches = [one.new_cache(len(sequences), max(self.lengths)) for one in self.cached_drafters]
-        self.lags = [cache.lag, *(one.cache_lag for one in self.cached_drafters)]
+        self.caches = [drafter.new_cache(len(sequences), max(self.lengths)) for drafter in self.cached_drafters]
+        self.lags = [cache.lag, *(drafter.cache_lag for drafter in self.cached_drafters)]
         self.stops = [self.lengths]  # lengths at which forwards must end, in order
 
     def unfinished(self) -> bool:
@@ -47,7 +47,8 @@ class Prompts:
         assert isinstance(self.cache, KVCache)
         if self.cache.lag:
             self.stops = [*self.block_ends(prefixes, namespace), self.lengths]
-        hits = [prefixes.find(namespace, one.text, self.target.window or self.cache.lag) for one in self.sequences]
+        window = self.target.window or self.cache.lag
+        hits = [prefixes.find(namespace, sequence.text, window) for sequence in self.sequences]
         lengths = [max(0, sum(len(block.tokens) for block in blocks) - 1) for blocks in hits]
         # In a batch, the padding of a short sequence may follow the prefix of a long one.
         room = 1 + max(lengths) + max(whole - length for whole, length in zip(self.lengths, lengths, strict=True))
@@ -61,7 +62,7 @@ class Prompts:
 
     def block_ends(self, prefixes: PrefixCache, namespace: int) -> list[list[int]]:
         """Return the lengths at which recurrent states are stored: at the end of the cached and of all whole blocks."""
-        known = [len(prefixes.keys(namespace, one.text)) * prefixes.block for one in self.sequences]
+        known = [len(prefixes.keys(namespace, sequence.text)) * prefixes.block for sequence in self.sequences]
         whole = [length - length % prefixes.block for length in self.lengths]
         return [[max(0, end - self.cache.lag) for end in ends] for ends in (known, whole)]
 
@@ -81,7 +82,7 @@ class Prompts:
         rest = next(rest for rest in rests if any(rest))
         width = max(rest) if most is None else min(max(rest), max(1, most // len(rest)))
         counts = [min(width, count) for count in rest]
-        parts = [one.text[start : start + width + 1] for one, start in zip(self.sequences, done, strict=True)]
+        parts = [sequence.text[start : start + width + 1] for sequence, start in zip(self.sequences, done, strict=True)]
         text = torch.tensor([part + [0] * (width + 1 - len(part)) for part in parts], device=device)
         output = self.target.prefill(text[:, :width], counts, self.cache, self.drafter.layers)
         self.cache.set_lengths([start + count for start, count in zip(done, counts, strict=True)])

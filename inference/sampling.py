@@ -84,7 +84,7 @@ class Sampling(NamedTuple):
     def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device | str = "cpu") -> "Sampling":
         def column(name: str, off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
             """Return the setting as (batch, 1, 1); `off` is its neutral value."""
-            values = [off if value is None else value for value in (getattr(one, name) for one in params)]
+            values = [off if value is None else value for value in (getattr(settings, name) for settings in params)]
             if name == "temperature":
                 values = [value and max(value, MIN_TEMPERATURE) for value in values]
             if all(value == off for value in values):
@@ -92,14 +92,14 @@ class Sampling(NamedTuple):
             return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
 
         bias = None
-        if any(one.logit_bias for one in params):
+        if any(settings.logit_bias for settings in params):
             bias = torch.zeros(len(params), 1, vocab)
-            for row, one in enumerate(params):
-                if one.logit_bias:
-                    tokens, values = zip(*one.logit_bias, strict=True)
+            for row, settings in enumerate(params):
+                if settings.logit_bias:
+                    tokens, values = zip(*settings.logit_bias, strict=True)
                     bias[row, 0, list(tokens)] = torch.tensor(values, dtype=torch.float32)
             bias = bias.to(device)
-        largest_k = max((min(one.top_k, vocab) for one in params if one.top_k is not None), default=1)
+        largest_k = max((min(settings.top_k, vocab) for settings in params if settings.top_k is not None), default=1)
         return cls(
             column("temperature", 0.0),
             column("top_k", vocab, torch.int64),

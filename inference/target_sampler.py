@@ -20,38 +20,38 @@ class TargetSampler:
     """Choose the target's token after each node: argmax of the processed logits plus the keyed noise of its position."""
 
     def __init__(self, verifier: Verifier, sequences: Sequence[SequenceState], vocab: int, device: torch.device):
-        params = [one.request.params for one in sequences]
+        requests = [sequence.request for sequence in sequences]
+        params = [request.params for request in requests]
         self.verifier, self.sequences, self.vocab = verifier, sequences, vocab
         self.sampling = Sampling.of(params, vocab, device)
         self.host_tree: HostCopy | None = None
         self.noise: Noise | None = None
         if verifier.noisy and self.sampling.temperature is not None:
-            seeds = [one.request.seed if one.request.params.temperature > 0 else None for one in sequences]
+            seeds = [request.seed if request.params.temperature > 0 else None for request in requests]
             self.noise = Noise(seeds, vocab, device)
         self.seen: Tensor | None = None  # (batch, vocab) bool: whether prompt or text contain the token
         self.counts: Tensor | None = None  # (batch, vocab) int64: occurrences of the token in the new text
-        if any(one.has_penalties for one in params):
+        if any(settings.has_penalties for settings in params):
             counts = [
                 [torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=vocab)[:vocab] for text in texts]
-                for texts in ((one.text for one in sequences), (one.new_tokens for one in sequences))
+                for texts in zip(*((sequence.text, sequence.new_tokens) for sequence in sequences))
             ]
             self.seen, self.counts = torch.stack(counts[0]).to(device) > 0, torch.stack(counts[1]).to(device)
         # Positions from which texts may end (batch, 1), and their end tokens (batch, 1, vocab); None if all may end.
         self.ends: tuple[Tensor, Tensor] | None = None
         if self.below_min_tokens():
-            requests = [one.request for one in sequences]
             ends = torch.zeros(len(requests), 1, vocab, dtype=torch.bool)
-            for row, one in enumerate(requests):
-                for end in one.eos_token_ids:
+            for row, request in enumerate(requests):
+                for end in request.eos_token_ids:
                     if 0 <= end < vocab:  # -1 disables end tokens
                         ends[row, 0, end] = True
-            first = torch.tensor([[len(one.prompt) + one.min_new_tokens] for one in requests])
+            first = torch.tensor([[len(request.prompt) + request.min_new_tokens] for request in requests])
             self.ends = first.to(device), ends.to(device)
 
     def below_min_tokens(self) -> bool:
         """Return whether an unfinished sequence has fewer new tokens than its minimum."""
-        going = (one for one in self.sequences if one.finish_reason is None)
-        return any(len(one.new_tokens) < one.request.min_new_tokens for one in going)
+        going = (sequence for sequence in self.sequences if sequence.finish_reason is None)
+        return any(len(sequence.new_tokens) < sequence.request.min_new_tokens for sequence in going)
 
     def gumbel(self, starts: Tensor, count: int) -> Tensor | None:
         """Return the noise (batch, count, vocab) of positions starts + 0 .. count - 1, which drafters share. starts: (batch,
@@ -69,7 +69,7 @@ class TargetSampler:
 
     def start_host_copy(self, tree: TokenTree) -> None:
         """Copy the tree to the host while the forward runs, if grammars will need it in `verify`."""
-        if any(one.request.params.grammar for one in self.sequences):
+        if any(sequence.request.params.grammar for sequence in self.sequences):
             self.host_tree = host_copy(tree)
 
     def verify(
@@ -82,8 +82,9 @@ class TargetSampler:
             if graphs.active or logits.device.type != "cpu" or depth > 0:
                 gumbel = self.gumbel(starts, depth + 1)
             else:
-                params = [one.request.params for one in self.sequences]
-                add_noise = partial(self.noise.add, positions=starts, filtered=[one.filters for one in params])
+                params = [sequence.request.params for sequence in self.sequences]
+                filtered = [settings.filters for settings in params]
+                add_noise = partial(self.noise.add, positions=starts, filtered=filtered)
         allowed, failed = self.allowed(tree)
         if not self.below_min_tokens():
             self.ends = None
@@ -103,14 +104,14 @@ class TargetSampler:
         """Return the tokens that the grammars allow after each node, and which grammars failed (see `allowed_tokens`). None,
         without waiting for the device, if no sequence has a grammar."""
         states: list[GrammarState | None] = []
-        for one in self.sequences:
-            grammar = one.request.params.grammar
-            if grammar is not None and one.grammar is None:
-                one.grammar = grammar.state()
-            states.append(one.grammar if one.finish_reason is None else None)
+        for sequence in self.sequences:
+            grammar = sequence.request.params.grammar
+            if grammar is not None and sequence.grammar is None:
+                sequence.grammar = grammar.state()
+            states.append(sequence.grammar if sequence.finish_reason is None else None)
         if not any(states):
             return None, None
-        texts = [one.new_tokens for one in self.sequences]
+        texts = [sequence.new_tokens for sequence in self.sequences]
         copy, self.host_tree = self.host_tree or host_copy(tree), None
         return allowed_tokens(states, texts, copy, self.vocab)
 

@@ -36,9 +36,9 @@ def trace_sequences(
     """Return the traces of the requests that ask for one. logits: (batch, nodes, vocab), unprocessed. hide_rejected: omit
     rejected drafts, because they may contain text of other requests."""
     asked = [
-        (slot, one.request, one.request.trace)
-        for slot, one in enumerate(sequences)
-        if not one.finish_reason and one.request.trace is not None
+        (slot, sequence.request, sequence.request.trace)
+        for slot, sequence in enumerate(sequences)
+        if not sequence.finish_reason and sequence.request.trace is not None
     ]
     if not asked:
         return {}

@@ -52,7 +52,7 @@ def load_joined(specs: list[str], target: Target, tree: str = "auto") -> Drafter
         suffix, auto = sorted(drafters, key=lambda one: isinstance(one, AutoTree))
         if isinstance(suffix, SuffixDrafter) and isinstance(auto, AutoTree):
             return Switch(suffix, auto)
-    union = Union([one.inner if isinstance(one, AutoTree) else one for one in drafters])
+    union = Union([drafter.inner if isinstance(drafter, AutoTree) else drafter for drafter in drafters])
     return Chain(union) if target.prefers_chains else union
 
 

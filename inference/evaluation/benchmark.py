@@ -100,25 +100,25 @@ class Benchmark:
         done = {(line["decoder"], line["temperature"], line["text"], line["repeat"]) for line in self.lines.of("text")}
         left = [job for job in self.jobs(temperatures, repeats) if (job[0].name, *job[1:]) not in done]
         with tqdm(total=len(left), desc="texts", unit="text") as bar:
-            for one, temperature, number, repeat in left:
-                bar.set_postfix_str(one.name[-30:])
-                self.attempt(one.name, lambda *job: self.lines.add(self.decode(*job)), one, temperature, number, repeat)
+            for system, *job in left:
+                bar.set_postfix_str(system.name[-30:])
+                self.attempt(system.name, lambda *job: self.lines.add(self.decode(*job)), system, *job)
                 bar.update()
         self.retime_preempted()
         known = {(line["decoder"], line["temperature"]) for line in self.lines.of("stages")}
-        timed = [one for one in self.systems if not (one.is_rival or one.once)]
-        stages = [(one, t) for one in timed for t in temperatures if (one.name, t) not in known]
-        for one, temperature in tqdm(stages, desc="stages of a step", unit="run"):
-            self.attempt(one.name, self.time_stages, one, temperature)
+        timed = [system for system in self.systems if not (system.is_rival or system.once)]
+        stages = [(system, t) for system in timed for t in temperatures if (system.name, t) not in known]
+        for system, temperature in tqdm(stages, desc="stages of a step", unit="run"):
+            self.attempt(system.name, self.time_stages, system, temperature)
 
     def retime_preempted(self) -> None:
         """Measure texts again during which other programs used the core. Of two lines of a text the later one counts."""
-        systems = {one.name: one for one in self.systems if one.name not in self.failed}
+        systems = {system.name: system for system in self.systems if system.name not in self.failed}
         preempted = {job: share for job, share in self.lines.preempted_shares().items() if job[0] in systems}
 
-        def work(one: System, *job: Any) -> None:
-            line = self.decode(one, *job)
-            if line["preempted_share"] < preempted[one.name, *job]:
+        def work(system: System, *job: Any) -> None:
+            line = self.decode(system, *job)
+            if line["preempted_share"] < preempted[system.name, *job]:
                 self.lines.add(line)
 
         for name, *job in tqdm(preempted_jobs(preempted), desc="preempted texts", unit="text", disable=None):
@@ -129,9 +129,9 @@ class Benchmark:
         for repeat in range(repeats):
             for temperature in temperatures:
                 for number in range(len(self.texts)):
-                    for one in self.systems:
-                        if repeat == 0 or not one.once:
-                            yield one, temperature, number, repeat
+                    for system in self.systems:
+                        if repeat == 0 or not system.once:
+                            yield system, temperature, number, repeat
 
     def attempt(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
         if name in self.failed:
@@ -142,18 +142,18 @@ class Benchmark:
             self.failed.add(name)
             self.lines.failed(name, error)
 
-    def decode(self, one: System, temperature: float, number: int, repeat: int) -> Line:
+    def decode(self, system: System, temperature: float, number: int, repeat: int) -> Line:
         text, streamer = self.texts[number], FirstTokens()
-        decode = one.decoder(self.target, self.new_tokens, temperature, streamer, text.ends)
+        decode = system.decoder(self.target, self.new_tokens, temperature, streamer, text.ends)
         ids = torch.tensor([text.tokens], device=self.target.device)
         # Graph capture, compilation and calibration at first use are not part of decoding; on a GPU they depend on lengths.
-        if one.name not in self.warm or (repeat == 0 and self.target.device.type == "cuda"):
-            self.warm.add(one.name)
+        if system.name not in self.warm or (repeat == 0 and self.target.device.type == "cuda"):
+            self.warm.add(system.name)
             decode(ids, number + 1)
         watch = Stopwatch(self.target)
         count, out = decode(ids, number + 1)
         seconds, preempted = watch.stop()
-        line = {"kind": "text", "decoder": one.name, "temperature": temperature, "text": number, "repeat": repeat}
+        line = {"kind": "text", "decoder": system.name, "temperature": temperature, "text": number, "repeat": repeat}
         line |= {
             "seconds": seconds,
             "tokens": count,
@@ -170,15 +170,15 @@ class Benchmark:
                 line["ids"] = out.new_tokens[0]
         return line
 
-    def time_stages(self, one: System, temperature: float) -> None:
+    def time_stages(self, system: System, temperature: float) -> None:
         """Measure the seconds of a step's stages, on one text."""
         text = self.texts[len(self.texts) // 2]
-        assert not isinstance(one.drafter, dict)
+        assert not isinstance(system.drafter, dict)
         ids = torch.tensor([text.tokens], device=self.target.device)
         settings: dict[str, Any] = {"max_new_tokens": self.new_tokens, "eos_token_id": -1, "temperature": temperature}
-        out = generate(self.target, one.drafter, ids, timings=True, seed=0, **settings)
+        out = generate(self.target, system.drafter, ids, timings=True, seed=0, **settings)
         seconds = {stage: part / max(1, len(out.steps)) for stage, part in out.seconds.items()}
-        self.lines.add({"kind": "stages", "decoder": one.name, "temperature": temperature, "seconds": seconds})
+        self.lines.add({"kind": "stages", "decoder": system.name, "temperature": temperature, "seconds": seconds})
 
 
 def rivals(target: Target, assistants: dict[str, str]) -> Iterator[System]:

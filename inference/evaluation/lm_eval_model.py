@@ -35,7 +35,7 @@ class Foredraft(HFLM):
             self.drafter,
             context,
             max_length=max_length,
-            stop_strings=[one for one in stop if one],
+            stop_strings=[stop_string for stop_string in stop if stop_string],
             pad_token_id=self.tokenizer.pad_token_id,
             **generation_kwargs,
         ).sequences

@@ -88,7 +88,7 @@ def divergences(
         drafted = generate(target, drafter, ids, seed=seed, **settings)
         nodes = nodes_by_token([step.emitted[0] for step in drafted.steps], [step.nodes for step in drafted.steps])
         found.append(audit(target, prompt, plain, drafted.new_tokens[0], nodes, temperature, seed))
-    return [one for one in found if one is not None]
+    return [divergence for divergence in found if divergence is not None]
 
 
 def nodes_by_token(emitted: Sequence[int], nodes: Sequence[int]) -> list[int]:

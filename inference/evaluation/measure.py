@@ -144,12 +144,12 @@ def evaluate(
     speeds, auto = [], AutoTree(copy.copy(drafter), target)
     for temperature in (0.0, 1.0):
         decoders = {
-            name: foredraft_decoder(target, one, max_new_tokens, temperature, ends=ends)
-            for name, one in (("plain", None), ("drafted", drafter), ("auto", auto))
+            name: foredraft_decoder(target, decoder, max_new_tokens, temperature, ends=ends)
+            for name, decoder in (("baseline", None), ("drafted", drafter), ("auto", auto))
         }
         speeds.append(time_decoders(decoders, some, target))
-    rates = [(speed["drafted"].rate(), speed["plain"].rate(), speed["auto"].rate()) for speed in speeds]
-    both = ("plain", "drafted")
+    rates = [(speed["drafted"].rate(), speed["baseline"].rate(), speed["auto"].rate()) for speed in speeds]
+    both = ("baseline", "drafted")
     pairs = [pair for speed in speeds for pair in zip(*(speed[name].generations for name in both), strict=True)]
     stages = generate(target, drafter, torch.tensor([some[0]], device=target.device), timings=True, **settings)
     steps = max(1, len(stages.steps))

@@ -85,28 +85,28 @@ def line_chart(
 ) -> str:
     """Draw lines over training steps or another count that starts at 0, in a picture that its page stretches. The y axis
     starts at `floor`, or at the lowest point."""
-    series = [one for one in series if any(math.isfinite(y) for _, y in one.points)]
+    series = [line for line in series if any(math.isfinite(y) for _, y in line.points)]
     if not series:
         return ""
-    thinned = [thin(one.points) for one in series]
+    thinned = [thin(line.points) for line in series]
     runs = [finite_runs(points) for points, _ in thinned]
     ys = [y for parts in runs for run in parts for _, y in run] + ([] if floor is None else [floor])
     low, high, most = min(ys), max(ys), max(1.0, max(x for points, _ in thinned for x, _ in points))
     shapes, labels = [], []
-    for one, parts in zip(series, runs, strict=True):
+    for line, parts in zip(series, runs, strict=True):
         few = sum(map(len, parts)) <= 40
         for run in parts:
             # Fractions of the span, because values may be close to the largest float. A flat line is in the middle.
             shares = [(y - low) / (high - low) if high > low else 0.5 for _, y in run]
             spots = [f"{100 * x / most:.2f} {100 - 100 * share:.2f}" for (x, _), share in zip(run, shares, strict=True)]
-            shapes.append(f'<path d="M {" L ".join(spots)}" style="stroke:var(--{one.color})"/>')
+            shapes.append(f'<path d="M {" L ".join(spots)}" style="stroke:var(--{line.color})"/>')
             for spot, (x, y) in zip(spots, run, strict=True):
                 if few or len(run) == 1:  # a single point has no line
-                    words = f"{one.label} {x_name}".strip() + f" {x:,.0f}: {y:.2f}{unit}"
-                    dot = f'<path class="dot" d="M {spot} h 0" style="stroke:var(--{one.color})">'
+                    words = f"{line.label} {x_name}".strip() + f" {x:,.0f}: {y:.2f}{unit}"
+                    dot = f'<path class="dot" d="M {spot} h 0" style="stroke:var(--{line.color})">'
                     shapes.append(f"{dot}<title>{escape(words)}</title></path>")  # shown on hover
-        last = one.label or f"{parts[-1][-1][1]:.2f}{unit}"
-        labels.append(f'<li style="color:var(--{one.color})">{escape(last)}</li>')
+        last = line.label or f"{parts[-1][-1][1]:.2f}{unit}"
+        labels.append(f'<li style="color:var(--{line.color})">{escape(last)}</li>')
     longest = max(every for _, every in thinned)
     axis = f"{x_name} 0 to {most:,.0f}" + (f", each point the mean of {longest} log entries" if longest > 1 else "")
     return Markup(

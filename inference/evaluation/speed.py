@@ -133,7 +133,7 @@ def time_decoders(decoders: dict[str, Decoder], prompts: list[list[int]], target
             timings[name].generations.extend([] if generation is None else [generation])
         ticker.add()
     for name, number in preempted_jobs(
-        {(name, i): w for name, one in timings.items() for i, w in enumerate(one.preempted)}
+        {(name, i): w for name, timing in timings.items() for i, w in enumerate(timing.preempted)}
     ):
         *_, seconds, preempted = timed(name, number)
         if preempted < timings[name].preempted[number]:

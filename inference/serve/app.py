@@ -62,11 +62,11 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         worker.start()
-        for one in learning:
-            one.start()
+        for learner in learning:
+            learner.start()
         yield
-        for one in learning:
-            one.stop()
+        for learner in learning:
+            learner.stop()
         worker.stop()
 
     app = FastAPI(title="foredraft", lifespan=lifespan, docs_url=None, redoc_url=None)

@@ -53,8 +53,8 @@ class Echo(NamedTuple):
             text = detokenizer.decode(tokens)
             return cls(text[: len(text) - len(Detokenizer(tokenizer, skip_special_tokens, tokens).pending())], [])
         text, places = "", []
-        for token, one in zip(tokens, scored, strict=False):
-            places.append(TokenLogprob(token, *one, len(text), not detokenizer.tokens))
+        for token, score in zip(tokens, scored, strict=False):
+            places.append(TokenLogprob(token, *score, len(text), not detokenizer.tokens))
             text += detokenizer.push(token)
         return cls(text, places)
 

@@ -145,8 +145,8 @@ def listed(schema: Any, key: str) -> list[Any]:
 def types_of(schema: Any) -> set[str]:
     """Return the types that a parameter's schema allows; the empty set if it does not say."""
     found = set[str]()
-    for one in (schema, *listed(schema, "anyOf"), *listed(schema, "oneOf")):
-        named = one.get("type") if isinstance(one, dict) else None
+    for option in (schema, *listed(schema, "anyOf"), *listed(schema, "oneOf")):
+        named = option.get("type") if isinstance(option, dict) else None
         found |= {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
     return found
 

@@ -321,7 +321,7 @@ class Worker(threading.Thread):
 
     def recover(self, engine: Engine, error: Exception) -> None:
         """Restore the engine after a step that raised: see the top of this file."""
-        running = [one for one in engine.running() if one.request in self.jobs]
+        running = [sequence for sequence in engine.running() if sequence.request in self.jobs]
         joining = list(islice(engine.waiting, engine.num_admissible()))  # allocating their cache may have failed
         tried = running + joining
         log.warning("a step of %d requests failed", len(tried), exc_info=error)
