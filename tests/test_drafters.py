@@ -317,7 +317,7 @@ def test_bad_settings_are_named(target, tiny_path):
             load_drafter(spec, target, **options)
     with pytest.raises(ValueError, match="random 9 knows 300 tokens"):
         DraftModel(random_model(9, vocab_size=300), target)
-    with pytest.raises(ValueError, match="two drafters"):
+    with pytest.raises(ValueError, match="at least two drafters"):
         Union([NgramDrafter()])
     with pytest.raises(ValueError, match="nodes=1"):
         StaticTree(MedusaHead.for_target(target), target, nodes=1)
