@@ -65,7 +65,7 @@ def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_pa
         "transformers",
         "transformers, prompt lookup",
     }
-    assert list(found["alignment"]) == ["wrong"] and "shifted: 1 token later" in found["alignment"]["wrong"][0]
+    assert list(found["alignment"]) == ["wrong"] and "taken 1 token later" in found["alignment"]["wrong"][0]
     assert "'nonsense' is not one of" in found["errors"]["nonsense"]
     everything = [line for line in found["rows"] if line["category"] in ("all", "loops")]
     assert sum(line["texts"] for line in everything if (line["drafter"], line["temperature"]) == (ours, 0)) == 2
@@ -272,7 +272,7 @@ def test_texts_that_others_held_up_are_timed_again(monkeypatch):
     monkeypatch.setattr(Stopwatch, "stop", lambda watch: ((waited := next(waits)) + 1, waited))
     decode = lambda ids, seed: (seed, None)  # noqa: E731
     timing = time_decoders({"baseline": decode}, [[1], [2], [3], [4]], where("cpu", False))["baseline"]
-    assert timing.waited == [0.0, 0.02, 0.05, 0.5] and timing.seconds == [1.0, 1.02, 1.05, 1.5]  # a quarter, the worst
+    assert timing.preempted == [0.0, 0.02, 0.05, 0.5] and timing.seconds == [1.0, 1.02, 1.05, 1.5]  # a quarter, the worst
     assert timing.tokens == [1, 2, 3, 4]
 
 
