@@ -252,8 +252,8 @@ class Batch:
     def new_prompt_cache(self, sequences: Sequence[SequenceState]) -> TargetCache:
         """Return a cache to prefill new sequences: the batch's future cache if it has none (or a ragged one)."""
         room, most = self.current_capacity(sequences), self.max_cache_tokens
-        asked = self.prompt_entries + len(sequences) * self.num_entries(room)
-        if most is not None and isinstance(self.cache, RaggedCache) and self.cache.entries + asked > most:
+        needed = self.prompt_entries + len(sequences) * self.num_entries(room)
+        if most is not None and isinstance(self.cache, RaggedCache) and self.cache.entries + needed > most:
             self.free_memory()
         if self.cache is None or self.ragged:
             return self.new_cache(len(sequences), room)

@@ -35,17 +35,17 @@ def trace_sequences(
 ) -> dict[Request, Trace]:
     """Return the traces of the requests that ask for one. logits: (batch, nodes, vocab), unprocessed. hide_rejected: omit
     rejected drafts, because they may contain text of other requests."""
-    asked = [
+    requested = [
         (slot, sequence.request, sequence.request.trace)
         for slot, sequence in enumerate(sequences)
         if not sequence.finish_reason and sequence.request.trace is not None
     ]
-    if not asked:
+    if not requested:
         return {}
-    parts = [trace_tensors(slot, top, tree, verification, logits) for slot, _, top in asked]
+    parts = [trace_tensors(slot, top, tree, verification, logits) for slot, _, top in requested]
     numbers = iter(torch.cat([part.flatten() for one in parts for part in one]).tolist())  # waits for the device once
     lists = [[take(numbers, part) for part in one] for one in parts]
-    return {request: trace(hide_rejected, *one) for (_, request, _), one in zip(asked, lists, strict=True)}
+    return {request: trace(hide_rejected, *one) for (_, request, _), one in zip(requested, lists, strict=True)}
 
 
 def trace_tensors(

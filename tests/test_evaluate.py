@@ -272,7 +272,12 @@ def test_texts_that_others_held_up_are_timed_again(monkeypatch):
     monkeypatch.setattr(Stopwatch, "stop", lambda watch: ((waited := next(waits)) + 1, waited))
     decode = lambda ids, seed: (seed, None)  # noqa: E731
     timing = time_decoders({"baseline": decode}, [[1], [2], [3], [4]], where("cpu", False))["baseline"]
-    assert timing.preempted == [0.0, 0.02, 0.05, 0.5] and timing.seconds == [1.0, 1.02, 1.05, 1.5]  # a quarter, the worst
+    assert timing.preempted == [0.0, 0.02, 0.05, 0.5] and timing.seconds == [
+        1.0,
+        1.02,
+        1.05,
+        1.5,
+    ]  # a quarter, the worst
     assert timing.tokens == [1, 2, 3, 4]
 
 

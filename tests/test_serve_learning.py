@@ -48,8 +48,8 @@ def answer(number: int, prompt: list[int], emitted: int = 3, speculative: bool =
     params = SimpleNamespace(temperature=0.0)
     job = SimpleNamespace(request=SimpleNamespace(prompt=prompt, seed=number, params=params))
     choice = SimpleNamespace(index=0, job=job, ids=[1, 2, 3, 4], accepted=[2], drafted=[4], emitted=emitted, forwards=1)
-    asked = SimpleNamespace(speculative=speculative)
-    return SimpleNamespace(id=f"a{number}", choices={0: choice}, asked=asked, began=time.monotonic())
+    request = SimpleNamespace(speculative=speculative)
+    return SimpleNamespace(id=f"a{number}", choices={0: choice}, request=request, began=time.monotonic())
 
 
 def test_the_traffic_keeps_within_its_limit_a_sample_of_all(tmp_path: Path):

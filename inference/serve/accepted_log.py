@@ -24,7 +24,7 @@ class AcceptedLog:
             raise ValueError(f"log_accepted={path} cannot be written ({error.strerror}): choose another file") from None
 
     def write(self, answer: Answer) -> None:
-        if not answer.asked.speculative:
+        if not answer.request.speculative:
             return
         for choice in answer.choices.values():
             line = {

@@ -78,16 +78,16 @@ def create_app(
     protect(app, cors, api_key=api_key, max_body=max_body, seen=seen, local_only=local_only)
 
     @app.post("/v1/chat/completions", response_model=None)
-    async def chat(asked: ChatRequest, request: Request) -> Response:
-        return await service.answer(asked, request)
+    async def chat(request: ChatRequest, raw_request: Request) -> Response:
+        return await service.answer(request, raw_request)
 
     @app.post("/v1/completions", response_model=None)
-    async def completions(asked: CompletionRequest, request: Request) -> Response:
-        return await service.answer(asked, request)
+    async def completions(request: CompletionRequest, raw_request: Request) -> Response:
+        return await service.answer(request, raw_request)
 
     @app.post("/v1/responses", response_model=None)
-    async def responses(asked: ResponsesRequest, request: Request) -> Response:
-        return await service.answer(asked.chat(), request, partial(ResponsesAnswer, asked))
+    async def responses(request: ResponsesRequest, raw_request: Request) -> Response:
+        return await service.answer(request.chat(), raw_request, partial(ResponsesAnswer, request))
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -123,7 +123,7 @@ def protect(app: FastAPI, cors: Sequence[str], **gate: Any) -> None:
 
 def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
+    async def invalid(raw_request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         param = ".".join(str(part) for part in first["loc"][1:]) or None
         message = first["msg"].removeprefix("Value error, ")
@@ -134,20 +134,20 @@ def add_error_handlers(app: FastAPI) -> None:
         return error_response(f"{param}: {message}" if param else message, 400, param=param)
 
     @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> Response:
+    async def refused(raw_request: Request, error: HTTPException) -> Response:
         facts = {"param": error.param, "code": error.code} if isinstance(error, Refused) else {}
         return error_response(str(error.detail), error.status_code, dict(error.headers or {}), **facts)
 
     @app.exception_handler(QueueFull)
-    async def full(request: Request, error: QueueFull) -> Response:
+    async def full(raw_request: Request, error: QueueFull) -> Response:
         return error_response("too many requests are waiting: try again later", 429, {"retry-after": RETRY_AFTER})
 
     @app.exception_handler(Failed)
-    async def failed(request: Request, error: Failed) -> Response:
+    async def failed(raw_request: Request, error: Failed) -> Response:
         return error_response(str(error), error.status)
 
     @app.exception_handler(Exception)
-    async def bug(request: Request, error: Exception) -> Response:
+    async def bug(raw_request: Request, error: Exception) -> Response:
         return error_response(INTERNAL_ERROR, 500)
 
 

@@ -62,26 +62,26 @@ class Echo(NamedTuple):
 class Choice:
     """Build one text of an answer from the outputs of its steps."""
 
-    def __init__(self, index: int, job: Job, asked: CommonRequest, tokenizer: PreTrainedTokenizerBase):
-        self.index, self.job, self.asked, self.tokenizer = index, job, asked, tokenizer
+    def __init__(self, index: int, job: Job, request: CommonRequest, tokenizer: PreTrainedTokenizerBase):
+        self.index, self.job, self.request, self.tokenizer = index, job, request, tokenizer
         template = tokenizer.chat_template
         self.reasoning_reader: ReasoningReader | None = None  # text of a grammar contains no reasoning
-        if isinstance(asked, ChatRequest) and not asked.has_grammar:
-            arguments = template, job.request.prompt, tokenizer.decode, callable_tools(asked)
+        if isinstance(request, ChatRequest) and not request.has_grammar:
+            arguments = template, job.request.prompt, tokenizer.decode, callable_tools(request)
             self.reasoning_reader = new_reasoning_reader(*arguments)
         # Harmony's reader finds calls, too, and all special tokens are its marks.
         harmony = isinstance(self.reasoning_reader, HarmonyReader)
-        self.tools: ToolReader | None = None if harmony else new_tool_reader(asked, template)
+        self.tools: ToolReader | None = None if harmony else new_tool_reader(request, template)
         marks = (OPENING + CLOSING if self.reasoning_reader else "") + (self.tools.style.text if self.tools else "")
         unseen = frozenset[int]() if harmony else unseen_tokens(tokenizer, marks)
         self.marked = harmony or bool(unseen)  # special tokens mark parts of the text, so they are not skipped
         prompt: Sequence[int] = job.request.prompt
-        if isinstance(asked, ChatRequest):
+        if isinstance(request, ChatRequest):
             prompt = answer_context(tokenizer, prompt)
-        self.detokenizer = Detokenizer(tokenizer, asked.skip_special_tokens and not self.marked, prompt)
-        if asked.skip_special_tokens and unseen:
+        self.detokenizer = Detokenizer(tokenizer, request.skip_special_tokens and not self.marked, prompt)
+        if request.skip_special_tokens and unseen:
             self.detokenizer.hidden = unseen
-        self.stops = StopStrings(asked.stop_strings, asked.include_stop_str_in_output)
+        self.stops = StopStrings(request.stop_strings, request.include_stop_str_in_output)
         self.length = 0  # length of its text in characters, including what is held back
         self.calls: list[dict[str, Any]] = []
         self.reasoning, self.text, self.logprobs = "", "", list[TokenLogprob]()
@@ -108,17 +108,17 @@ class Choice:
             if self.finish_reason is not None:
                 rest, self.calls = self.tools.end()
                 text += rest
-        if isinstance(self.asked, ChatRequest) and not self.asked.parallel_tool_calls:
+        if isinstance(self.request, ChatRequest) and not self.request.parallel_tool_calls:
             self.calls = self.calls[:1]
         if self.calls and self.finish_reason == "stop":  # after "length", a call may be incomplete
             self.finish_reason = "tool_calls"
         self.reasoning += reasoning
         self.text += text
         logprobs = []
-        if self.asked.top_tokens is not None and output.trace is not None:
-            logprobs = self.token_logprobs(output, places, output.trace, self.asked.top_tokens)
+        if self.request.top_tokens is not None and output.trace is not None:
+            logprobs = self.token_logprobs(output, places, output.trace, self.request.top_tokens)
         self.logprobs += logprobs
-        trace = self.trace_entry(output, pieces) if self.asked.trace else None
+        trace = self.trace_entry(output, pieces) if self.request.trace else None
         return Piece(self.index, output.tokens, reasoning, text, logprobs, trace, self.finish_reason, self.calls)
 
     def read_reasoning(self, text: str) -> tuple[str, str]:
@@ -146,7 +146,7 @@ class Choice:
 
     def hides_eos(self, output: RequestOutput) -> bool:
         """Return whether the last token is an end token outside the text. A special end token may also mark a call's end."""
-        if output.finish_reason != "stop" or self.asked.include_stop_str_in_output:
+        if output.finish_reason != "stop" or self.request.include_stop_str_in_output:
             return False
         special = self.detokenizer.token_texts.special if self.marked else frozenset[int]()
         return any(token in self.job.request.eos_token_ids - special for token in output.tokens[-1:])
@@ -156,9 +156,9 @@ class Choice:
     ) -> list[TokenLogprob]:
         """Return the log-probabilities of the new tokens, without an end token that is not part of the text. It is included
         for clients that count tokens: evaluation harnesses (echo) and trainers (return_token_ids)."""
-        asked, count = self.asked, len(output.tokens)
-        counted = asked.return_token_ids or (isinstance(asked, CompletionRequest) and asked.echo)
-        if not counted and output.finish_reason == "stop" and not asked.include_stop_str_in_output:
+        request, count = self.request, len(output.tokens)
+        counted = request.return_token_ids or (isinstance(request, CompletionRequest) and request.echo)
+        if not counted and output.finish_reason == "stop" and not request.include_stop_str_in_output:
             count -= output.tokens[-1] in self.job.request.eos_token_ids
         rows = zip(output.tokens[:count], trace.logprobs, trace.top, places, strict=False)
         return [TokenLogprob(token, logprob, best[:top], *place) for token, logprob, best, place in rows]
@@ -192,7 +192,7 @@ class Answer:
         self,
         worker: Worker,
         jobs: Sequence[Job],
-        asked: CommonRequest,
+        request: CommonRequest,
         model: str,
         prompt_tokens: int,
         echoes: Sequence[Echo] = (),
@@ -200,13 +200,13 @@ class Answer:
         """Initialize the choices. echoes: one per prompt, if requested."""
         tokenizer = worker.target.text_tokenizer
         self.token_texts = token_texts_of(tokenizer)
-        self.worker, self.asked, self.model, self.prompt_tokens = worker, asked, model, prompt_tokens
-        self.choices = {job: Choice(index, job, asked, tokenizer) for index, job in enumerate(jobs)}
+        self.worker, self.request, self.model, self.prompt_tokens = worker, request, model, prompt_tokens
+        self.choices = {job: Choice(index, job, request, tokenizer) for index, job in enumerate(jobs)}
         self.outputs = jobs[0].outputs
         self.prompts = [job.request.prompt for job in jobs]
         self.sent_prompt_ids = set[int]()  # choices whose prompt ids were sent
-        self.echoed = [choice.echo(echoes[choice.index // asked.n]) for choice in self.choices.values() if echoes]
-        self.chat = isinstance(asked, ChatRequest)
+        self.echoed = [choice.echo(echoes[choice.index // request.n]) for choice in self.choices.values() if echoes]
+        self.chat = isinstance(request, ChatRequest)
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.began, self.created = time.monotonic(), int(time.time())
         self.first_token: float | None = None  # seconds until the first token
@@ -262,10 +262,10 @@ class Answer:
 
     def prompt_ids(self) -> dict[str, Any]:
         """Return the prompt's ids where vLLM has them: next to a chat's choices. Completions have them in each choice."""
-        return {"prompt_token_ids": self.prompts[0]} if self.chat and self.asked.return_token_ids else {}
+        return {"prompt_token_ids": self.prompts[0]} if self.chat and self.request.return_token_ids else {}
 
     def token_ids(self, choice: Choice) -> dict[str, Any]:
-        if not self.asked.return_token_ids:
+        if not self.request.return_token_ids:
             return {}
         return {"token_ids": choice.ids, **({} if self.chat else {"prompt_token_ids": choice.job.request.prompt})}
 
@@ -285,15 +285,15 @@ class Answer:
         return {"delta": {**reasoning, **content, **({"tool_calls": calls} if calls else {})}}
 
     def logprobs_field(self, logprobs: list[TokenLogprob]) -> dict[str, Any] | None:
-        if self.asked.top_tokens is None:
+        if self.request.top_tokens is None:
             return None
         form = chat_logprobs if self.chat else completion_logprobs
-        return form(self.token_texts, logprobs, self.asked.return_tokens_as_token_ids)
+        return form(self.token_texts, logprobs, self.request.return_tokens_as_token_ids)
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the streamed chunks: roles, then what each step adds, then the usage if requested. Raises Failed."""
         envelope = self.envelope("chat.completion.chunk" if self.chat else "text_completion")
-        options = self.asked.stream_options
+        options = self.request.stream_options
         counted = options is not None and options.include_usage
 
         def chunk(part: dict[str, Any]) -> dict[str, Any]:
@@ -309,7 +309,7 @@ class Answer:
             yield chunk(self.part(piece))
         async for piece in self.pieces():
             shown = piece.text or piece.reasoning or piece.logprobs or piece.trace or piece.finish_reason
-            if not (shown or self.asked.return_token_ids):
+            if not (shown or self.request.return_token_ids):
                 continue  # its text is held back
             yield chunk(self.part(piece)) | ({"trace": piece.trace} if piece.trace else {})
         if counted:
@@ -325,7 +325,7 @@ class Answer:
         return f"data: {json.dumps(error_body(str(failed), failed.status))}\n\n"
 
     def part(self, piece: Piece) -> dict[str, Any]:
-        ids: dict[str, Any] = {"token_ids": piece.ids} if self.asked.return_token_ids else {}
+        ids: dict[str, Any] = {"token_ids": piece.ids} if self.request.return_token_ids else {}
         if ids and not self.chat and piece.choice not in self.sent_prompt_ids:
             self.sent_prompt_ids.add(piece.choice)
             ids["prompt_token_ids"] = self.prompts[piece.choice]

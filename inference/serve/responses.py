@@ -17,7 +17,7 @@ class ResponsesAnswer(Answer):
 
     def __init__(self, request: ResponsesRequest, *given: Any):
         super().__init__(*given)
-        self.request, self.id = request, f"resp_{uuid.uuid4().hex}"
+        self.responses_request, self.id = request, f"resp_{uuid.uuid4().hex}"
         self.output, self.logprobs = list[dict[str, Any]](), list[dict[str, Any]]()
         self.number = self.reasoning_tokens = 0
 
@@ -34,7 +34,7 @@ class ResponsesAnswer(Answer):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.model,
             "output": self.output,
-            **self.request.echo(),
+            **self.responses_request.echo(),
             "background": False,
             "store": False,
             "previous_response_id": None,

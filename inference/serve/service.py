@@ -92,97 +92,99 @@ class Service:
         return 0 if name is None else self.names.index(name)
 
     async def answer(
-        self, asked: ChatRequest | CompletionRequest, request: Request, form: Callable[..., Answer] = Answer
+        self, request: ChatRequest | CompletionRequest, raw_request: Request, form: Callable[..., Answer] = Answer
     ) -> Response:
         """Answer a request. form: the class of the answer, with its extra arguments."""
-        tenant = self.tenant(asked.model)
+        tenant = self.tenant(request.model)
         begun = list[Answer]()
 
         async def begin() -> None:
-            begun.append(await self.begin(asked, tenant, form))
+            begun.append(await self.begin(request, tenant, form))
 
-        if not await unless_disconnected(request, begin()):
+        if not await unless_disconnected(raw_request, begin()):
             return Response(status_code=499)
         (answer,) = begun
-        ended = partial(self.ended, answer, request.url.path, tenant)
-        if asked.stream:
+        ended = partial(self.ended, answer, raw_request.url.path, tenant)
+        if request.stream:
             return EventStream(answer, ended)
         try:
-            stayed = await unless_disconnected(request, read(answer))
+            stayed = await unless_disconnected(raw_request, read(answer))
             return JSONResponse(answer.body()) if stayed else Response(status_code=499)
         finally:
             ended()
 
     async def begin(
-        self, asked: ChatRequest | CompletionRequest, tenant: int, form: Callable[..., Answer] = Answer
+        self, request: ChatRequest | CompletionRequest, tenant: int, form: Callable[..., Answer] = Answer
     ) -> Answer:
         """Submit the texts of a request. They are counted before they are encoded, which bounds the number of waiting
         requests. Their timeout starts here."""
-        encode: Any = self.encoder.chat if isinstance(asked, ChatRequest) else self.encoder.completion
+        encode: Any = self.encoder.chat if isinstance(request, ChatRequest) else self.encoder.completion
         loop, submitted, deadline = asyncio.get_running_loop(), False, time.monotonic() + self.worker.timeout
         try:
-            self.worker.reserve(asked.num_texts)
+            self.worker.reserve(request.num_texts)
             try:
                 async with asyncio.timeout(self.worker.timeout):
-                    prompts = await loop.run_in_executor(self.encoding, encode, asked)
+                    prompts = await loop.run_in_executor(self.encoding, encode, request)
                     grammar = (
-                        await loop.run_in_executor(self.compiling, self.grammar, asked) if asked.has_grammar else None
+                        await loop.run_in_executor(self.compiling, self.grammar, request)
+                        if request.has_grammar
+                        else None
                     )
-                    requests = self.requests(asked, prompts, grammar, tenant)
-                    echoes = await self.echoes(asked, prompts)
-                jobs = self.worker.submit(requests, asked.speculative, tenant, deadline)
+                    requests = self.requests(request, prompts, grammar, tenant)
+                    echoes = await self.echoes(request, prompts)
+                jobs = self.worker.submit(requests, request.speculative, tenant, deadline)
                 submitted = True
             finally:
                 if not submitted:
-                    self.worker.release(asked.num_texts)
+                    self.worker.release(request.num_texts)
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
         except TimeoutError:
             raise Failed(TIMED_OUT.format(self.worker.timeout), 504) from None
-        return form(self.worker, jobs, asked, self.names[tenant], sum(map(len, prompts)), echoes)
+        return form(self.worker, jobs, request, self.names[tenant], sum(map(len, prompts)), echoes)
 
-    async def echoes(self, asked: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
+    async def echoes(self, request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
         """Return the prompts that precede their texts, with log-probabilities if requested."""
-        if isinstance(asked, ChatRequest) or not asked.echo:
+        if isinstance(request, ChatRequest) or not request.echo:
             return []
         loop, found = asyncio.get_running_loop(), []
         for prompt in prompts:
-            top = asked.logprobs
+            top = request.logprobs
             scored = [] if top is None else await asyncio.wrap_future(self.worker.score(prompt, top))
-            given = self.target.text_tokenizer, prompt, scored, asked.skip_special_tokens
+            given = self.target.text_tokenizer, prompt, scored, request.skip_special_tokens
             found.append(await loop.run_in_executor(self.encoding, Echo.of, *given))
         return found
 
-    def grammar(self, asked: CommonRequest) -> Grammar | None:
+    def grammar(self, request: CommonRequest) -> Grammar | None:
         self.grammars = self.grammars or Grammars(self.target)
-        return tools.answer_grammar(asked, self.target.text_tokenizer.chat_template, self.grammars)
+        return tools.answer_grammar(request, self.target.text_tokenizer.chat_template, self.grammars)
 
     def requests(
-        self, asked: CommonRequest, prompts: list[list[int]], grammar: Grammar | None, tenant: int
+        self, request: CommonRequest, prompts: list[list[int]], grammar: Grammar | None, tenant: int
     ) -> list[decoding.Request]:
-        unknown = [token for token in asked.stop_token_ids if not 0 <= token < self.target.vocab_size]
+        unknown = [token for token in request.stop_token_ids if not 0 <= token < self.target.vocab_size]
         if unknown:
             raise ValueError(f"stop_token_ids names {unknown}: tokens are 0 to {self.target.vocab_size - 1}")
-        ends = frozenset([*([] if asked.ignore_eos else self.target.eos_token_ids), *asked.stop_token_ids])
-        params = asked.sampling(self.target.vocab_size, grammar)
-        seed = secrets.randbits(62) if asked.seed is None else asked.seed
-        trace = asked.top_tokens if asked.top_tokens is not None else 0 if asked.trace else None
-        rooms = [self.max_new_tokens(asked, len(prompt), tenant) for prompt in prompts]
+        ends = frozenset([*([] if request.ignore_eos else self.target.eos_token_ids), *request.stop_token_ids])
+        params = request.sampling(self.target.vocab_size, grammar)
+        seed = secrets.randbits(62) if request.seed is None else request.seed
+        trace = request.top_tokens if request.top_tokens is not None else 0 if request.trace else None
+        rooms = [self.max_new_tokens(request, len(prompt), tenant) for prompt in prompts]
         return [
-            decoding.Request(prompt, params, most, seed + index, ends, asked.stop_strings, trace, asked.min_tokens)
+            decoding.Request(prompt, params, most, seed + index, ends, request.stop_strings, trace, request.min_tokens)
             for index, (prompt, most) in enumerate(
-                pair for pair in zip(prompts, rooms, strict=True) for _ in range(asked.n)
+                pair for pair in zip(prompts, rooms, strict=True) for _ in range(request.n)
             )
         ]
 
-    def max_new_tokens(self, asked: CommonRequest, prompt: int, tenant: int) -> int:
+    def max_new_tokens(self, request: CommonRequest, prompt: int, tenant: int) -> int:
         """Return the maximum length of an answer to a prompt of this length. Raises Refused with OpenAI's message."""
-        context, most = self.worker.context(asked.speculative, tenant), asked.budget
+        context, most = self.worker.context(request.speculative, tenant), request.budget
         wanted = 1 if most is None else most
         if context is None:
             return (self.max_tokens or DEFAULT_MAX_TOKENS) if most is None else most
         if prompt + wanted > context:
-            where = "messages" if isinstance(asked, ChatRequest) else "prompt"
+            where = "messages" if isinstance(request, ChatRequest) else "prompt"
             message = (
                 f"This model's maximum context length is {context} tokens. However, you requested {prompt + wanted} "
                 f"tokens ({prompt} in the {where}, {wanted} in the completion). Please reduce the length of the {where} "
@@ -195,12 +197,12 @@ class Service:
         answer.close()
         seconds = time.monotonic() - answer.began
         self.metrics.ended(answer, seconds)
-        if self.accepted_log is not None and answer.asked.store is not False:
+        if self.accepted_log is not None and answer.request.store is not False:
             try:
                 self.accepted_log.write(answer)
             except OSError as error:  # such as a full disk, which must not fail the request
                 log.error("the log of accepted drafts cannot be written: %s", error)
-        if self.learning and answer.asked.store is not False:
+        if self.learning and answer.request.store is not False:
             self.learning[tenant].write(answer)
         unended = "cancelled" if answer.failure is None else "error"
         reasons = [choice.finish_reason or unended for choice in answer.choices.values()]
@@ -208,11 +210,11 @@ class Service:
         log.info("request", extra={"facts": {**facts, **answer.usage()}})
 
 
-async def unless_disconnected(request: Request, awaited: Coroutine[Any, Any, None]) -> bool:
+async def unless_disconnected(raw_request: Request, awaited: Coroutine[Any, Any, None]) -> bool:
     """Wait for `awaited`, and raise its exceptions. Returns False if the client disconnects first."""
 
     async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await raw_request.receive())["type"] != "http.disconnect":
             pass
 
     waiting, leaving = asyncio.ensure_future(awaited), asyncio.ensure_future(disconnected())

@@ -47,40 +47,40 @@ DECODER = json.JSONDecoder(strict=False, parse_constant=str)  # models write new
 ATTEMPTS = 128  # maximum number of failed attempts to parse a call: each may cost the length of the text
 
 
-def callable_tools(asked: CommonRequest) -> dict[str, dict[str, Any]]:
+def callable_tools(request: CommonRequest) -> dict[str, dict[str, Any]]:
     """Return the parameters of each tool that may be called."""
-    if not isinstance(asked, ChatRequest) or asked.tool_choice == "none":
+    if not isinstance(request, ChatRequest) or request.tool_choice == "none":
         return {}
-    return {tool.function.name: tool.function.parameters or {} for tool in asked.tools or []}
+    return {tool.function.name: tool.function.parameters or {} for tool in request.tools or []}
 
 
-def forced_tools(asked: ChatRequest) -> list[Tool]:
+def forced_tools(request: ChatRequest) -> list[Tool]:
     """Return the tools of which one must be called; the empty list if the model may choose."""
-    if isinstance(asked.tool_choice, NamedTool):
-        return [tool for tool in asked.tools or [] if tool.function.name == asked.tool_choice.function.name]
-    return list(asked.tools or []) if asked.tool_choice == "required" else []
+    if isinstance(request.tool_choice, NamedTool):
+        return [tool for tool in request.tools or [] if tool.function.name == request.tool_choice.function.name]
+    return list(request.tools or []) if request.tool_choice == "required" else []
 
 
-def new_tool_reader(asked: CommonRequest, template: Any) -> "ToolReader | None":
+def new_tool_reader(request: CommonRequest, template: Any) -> "ToolReader | None":
     """Return a reader for the calls in one text of the answer; None if there cannot be any."""
-    known = callable_tools(asked)
-    style = format_of(template) or (BARE if isinstance(asked, ChatRequest) and forced_tools(asked) else None)
+    known = callable_tools(request)
+    style = format_of(template) or (BARE if isinstance(request, ChatRequest) and forced_tools(request) else None)
     return ToolReader(style, [*known], known) if known and style is not None else None
 
 
-def answer_grammar(asked: CommonRequest, template: Any, grammars: Grammars) -> Grammar | None:
+def answer_grammar(request: CommonRequest, template: Any, grammars: Grammars) -> Grammar | None:
     """Return the grammar of an answer: calls of the forced tools, or its response_format, possibly with calls. Raises
     ValueError like `Grammars`."""
-    found, wanted = format_of(template), asked.response_format
+    found, wanted = format_of(template), request.response_format
     schema: dict[str, Any] | None = None
     if wanted is not None and wanted.type != "text":
         schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.definition
-    if isinstance(asked, ChatRequest) and asked.tools:
-        many = asked.parallel_tool_calls and not isinstance(asked.tool_choice, NamedTool)
-        if forced_tools(asked):
-            return grammars.lark(call_rules(forced_tools(asked), found or BARE, many, grammars.special))
-        if schema is not None and found is not None and asked.tool_choice != "none":
-            return grammars.lark(call_rules(asked.tools, found, many, grammars.special, schema))
+    if isinstance(request, ChatRequest) and request.tools:
+        many = request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool)
+        if forced_tools(request):
+            return grammars.lark(call_rules(forced_tools(request), found or BARE, many, grammars.special))
+        if schema is not None and found is not None and request.tool_choice != "none":
+            return grammars.lark(call_rules(request.tools, found, many, grammars.special, schema))
     return None if schema is None else grammars.json_schema(schema)
 
 

@@ -48,7 +48,7 @@ class Traffic:
         self.count = len(lines(self.new)) + len(lines(self.older))  # number of samples since the last round
 
     def write(self, answer: Answer) -> None:
-        if not answer.asked.speculative:
+        if not answer.request.speculative:
             return
         samples = [
             {

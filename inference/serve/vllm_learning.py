@@ -150,10 +150,10 @@ class Proxy:
         path = request.url.path
         if ".." in path or not (path.startswith("/v1/") or path in OPEN):
             return error_response(f"{path} does not exist", 404)
-        body, asked = await request.body(), None
+        body, fields = await request.body(), None
         if path in LEARNABLE and request.method == "POST":
-            asked = parse_learnable_request(body)
-            body = body if asked is None else json.dumps({**asked, "return_token_ids": True}).encode()
+            fields = parse_learnable_request(body)
+            body = body if fields is None else json.dumps({**fields, "return_token_ids": True}).encode()
         kinds = {name: request.headers[name] for name in ("content-type", "accept") if name in request.headers}
         kinds["accept-encoding"] = "identity"
         url = httpx2.URL(path=path, query=request.url.query.encode())
@@ -167,7 +167,7 @@ class Proxy:
         try:
             if not await unless_disconnected(request, send()):
                 return Response(status_code=499)
-            return Relay(answers[0], asked, self.learning, ended)
+            return Relay(answers[0], fields, self.learning, ended)
         except httpx2.TransportError as error:
             return error_response(GONE if self.vllm.dead else f"vLLM does not answer: {error}", 503)
         finally:
@@ -196,16 +196,16 @@ class Relay(StreamingResponse):
     """Forward vLLM's answer as it arrives. In any case, the received part is stored for training."""
 
     def __init__(
-        self, answer: httpx2.Response, asked: dict[str, Any] | None, learning: Learning, ended: Callable[[], None]
+        self, answer: httpx2.Response, fields: dict[str, Any] | None, learning: Learning, ended: Callable[[], None]
     ):
         kept = {name: answer.headers[name] for name in ("content-type", "content-length") if name in answer.headers}
         super().__init__(self.relay(), answer.status_code, kept)
-        self.answer, self.asked, self.learning, self.ended = answer, asked, learning, ended
+        self.answer, self.fields, self.learning, self.ended = answer, fields, learning, ended
         self.received = bytearray()
 
     async def relay(self) -> AsyncIterator[bytes]:
         async for part in self.answer.aiter_bytes():
-            if self.asked is not None:
+            if self.fields is not None:
                 self.received += part
             yield part
 
@@ -214,21 +214,21 @@ class Relay(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self.ended()
-            if self.asked is not None and self.answer.is_success:
-                self.learning.add(samples_of(self.asked, bytes(self.received)))
+            if self.fields is not None and self.answer.is_success:
+                self.learning.add(samples_of(self.fields, bytes(self.received)))
             await self.answer.aclose()
 
 
 def parse_learnable_request(body: bytes) -> dict[str, Any] | None:
     """Return the request if it may be used for training."""
     try:
-        asked = json.loads(body)
+        fields = json.loads(body)
     except ValueError:
         return None
-    return asked if isinstance(asked, dict) and asked.get("store") is not False else None
+    return fields if isinstance(fields, dict) and fields.get("store") is not False else None
 
 
-def samples_of(asked: dict[str, Any], answer: bytes) -> list[dict[str, Any]]:
+def samples_of(fields: dict[str, Any], answer: bytes) -> list[dict[str, Any]]:
     """Return the samples of an answer, or of the received part of a streamed one, for traffic.py."""
     lines = [line.removeprefix(b"data: ") for line in answer.splitlines()]
     prompt: list[int] = []
@@ -241,8 +241,8 @@ def samples_of(asked: dict[str, Any], answer: bytes) -> list[dict[str, Any]]:
             )
             sample["prompt_ids"] = choice.get("prompt_token_ids") or sample["prompt_ids"] or prompt
             sample["ids"] += choice.get("token_ids") or []
-    drawn: dict[str, Any] = {"seed": number(asked.get("seed"), 0), "temperature": number(asked.get("temperature"), 1.0)}
-    drawn |= {"accepted": [], "drafted": []}
+    drawn: dict[str, Any] = {"seed": number(fields.get("seed"), 0), "accepted": [], "drafted": []}
+    drawn["temperature"] = number(fields.get("temperature"), 1.0)
     return [sample | drawn for sample in samples.values() if sample["prompt_ids"] and sample["ids"]]
 
 

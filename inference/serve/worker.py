@@ -232,11 +232,11 @@ class Worker(threading.Thread):
         with self.lock:
             self.dead = True
         while not self.inbox.empty():
-            asked = self.inbox.get()
-            if isinstance(asked, partial) and asked.func == self.add:
-                self.jobs[asked.args[0].request] = asked.args[0]
-            elif isinstance(asked, partial) and asked.func == self.scoring.append:
-                asked()
+            call = self.inbox.get()
+            if isinstance(call, partial) and call.func == self.add:
+                self.jobs[call.args[0].request] = call.args[0]
+            elif isinstance(call, partial) and call.func == self.scoring.append:
+                call()
         for job in self.jobs.values():
             self.send(job, Failed(ENGINE_DEAD, 503))
         for future, *_ in self.scoring:
@@ -248,12 +248,12 @@ class Worker(threading.Thread):
         """Run the calls in the inbox, and wait for one if the engines are idle. Returns False at the end."""
         while True:
             try:
-                asked = self.inbox.get(block=not self.scoring and not any(engine.has_work for engine in self.engines))
+                call = self.inbox.get(block=not self.scoring and not any(engine.has_work for engine in self.engines))
             except queue.Empty:
                 return True
-            if asked is None:
+            if call is None:
                 return False
-            asked()
+            call()
 
     def add(self, job: Job) -> None:
         self.jobs[job.request] = job
