@@ -16,7 +16,7 @@ from foredraft.heads.target.messages import normalize_messages, rendered, templa
 from foredraft.inference import Request
 from foredraft.inference.batch import RequestOutput
 from foredraft.inference.grammar import Grammars
-from foredraft.inference.serve.completion import Choice
+from foredraft.inference.serve.choice import Choice
 from foredraft.inference.serve.protocol import ChatRequest, Tool
 from foredraft.inference.serve.tool_formats import (
     BARE,

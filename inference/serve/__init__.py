@@ -7,7 +7,7 @@ reasoning.py    reasoning, separated from the answer
 detokenizer.py  text that may be shown; logprobs.py: log-probabilities of its tokens
 worker.py       the thread that owns the engine
 scoring.py      log-probabilities of a prompt's own tokens, between steps
-completion.py   one answer: its text, log-probabilities and usage, in OpenAI's format
+choice.py       one text of an answer; completion.py: the whole answer and its usage, in OpenAI's format
 learning.py     learn=true: trains the head on served texts (traffic.py) in background.py; learned.py stores the heads
 accepted_log.py an optional log of accepted drafts, for training
 vllm.py         the same API with vLLM, which uses the exported head

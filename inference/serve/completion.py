@@ -1,188 +1,17 @@
-"""A growing answer, one choice per text, in the format of OpenAI's API. `usage` includes the acceptance length."""
+"""A growing answer in the format of OpenAI's API, one choice per text. `usage` includes the acceptance length."""
 
 import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from foredraft.inference.engine import RequestOutput
-from foredraft.inference.serve.detokenizer import Detokenizer, StopStrings
+from foredraft.inference.serve.choice import Choice, Echo, Piece
 from foredraft.inference.serve.limits import error_body
 from foredraft.inference.serve.logprobs import TokenLogprob, chat_logprobs, completion_logprobs
-from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, CompletionRequest
-from foredraft.inference.serve.reasoning import CLOSING, OPENING, HarmonyReader, ReasoningReader, new_reasoning_reader
-from foredraft.inference.serve.scoring import Scored
-from foredraft.inference.serve.tools import ToolReader, callable_tools, new_call, new_tool_reader
+from foredraft.inference.serve.protocol import ChatRequest, CommonRequest
 from foredraft.inference.serve.worker import Failed, Job, Worker
-from foredraft.inference.text import answer_context, token_texts_of
-from foredraft.inference.trace import Trace
-
-
-class Piece(NamedTuple):
-    """Hold what one step added to a choice."""
-
-    choice: int
-    ids: list[int]
-    reasoning: str
-    text: str
-    logprobs: list[TokenLogprob]
-    trace: dict[str, Any] | None
-    finish_reason: str | None
-    calls: list[dict[str, Any]]  # tool calls, all at once at the end
-
-
-class Echo(NamedTuple):
-    """Hold a prompt that precedes its texts, without an incomplete character at its end, which a text may complete."""
-
-    text: str
-    logprobs: list[TokenLogprob]  # empty if not requested
-
-    @classmethod
-    def of(
-        cls,
-        tokenizer: PreTrainedTokenizerBase,
-        tokens: Sequence[int],
-        scored: Sequence[Scored],
-        skip_special_tokens: bool = True,
-    ) -> "Echo":
-        detokenizer = Detokenizer(tokenizer, skip_special_tokens, prompt=())
-        if not scored:
-            text = detokenizer.decode(tokens)
-            return cls(text[: len(text) - len(Detokenizer(tokenizer, skip_special_tokens, tokens).pending())], [])
-        text, places = "", []
-        for token, score in zip(tokens, scored, strict=False):
-            places.append(TokenLogprob(token, *score, len(text), not detokenizer.tokens))
-            text += detokenizer.push(token)
-        return cls(text, places)
-
-
-class Choice:
-    """Build one text of an answer from the outputs of its steps."""
-
-    def __init__(self, index: int, job: Job, request: CommonRequest, tokenizer: PreTrainedTokenizerBase):
-        self.index, self.job, self.request, self.tokenizer = index, job, request, tokenizer
-        template = tokenizer.chat_template
-        self.reasoning_reader: ReasoningReader | None = None  # text of a grammar contains no reasoning
-        if isinstance(request, ChatRequest) and not request.has_grammar:
-            arguments = template, job.request.prompt, tokenizer.decode, callable_tools(request)
-            self.reasoning_reader = new_reasoning_reader(*arguments)
-        # Harmony's reader finds calls, too, and all special tokens are its marks.
-        harmony = isinstance(self.reasoning_reader, HarmonyReader)
-        self.tools: ToolReader | None = None if harmony else new_tool_reader(request, template)
-        marks = (OPENING + CLOSING if self.reasoning_reader else "") + (self.tools.style.text if self.tools else "")
-        unseen = frozenset[int]() if harmony else unseen_tokens(tokenizer, marks)
-        self.marked = harmony or bool(unseen)  # special tokens mark parts of the text, so they are not skipped
-        prompt: Sequence[int] = job.request.prompt
-        if isinstance(request, ChatRequest):
-            prompt = answer_context(tokenizer, prompt)
-        self.detokenizer = Detokenizer(tokenizer, request.skip_special_tokens and not self.marked, prompt)
-        if request.skip_special_tokens and unseen:
-            self.detokenizer.hidden = unseen
-        self.stops = StopStrings(request.stop_strings, request.include_stop_str_in_output)
-        self.length = 0  # length of its text in characters, including what is held back
-        self.calls: list[dict[str, Any]] = []
-        self.reasoning, self.text, self.logprobs = "", "", list[TokenLogprob]()
-        self.ids, self.accepted, self.drafted = list[int](), list[int](), list[int]()  # see accepted_log.py
-        self.emitted = self.forwards = 0  # new tokens and target forwards after the prompt's step
-        self.finish_reason: str | None = None
-
-    def push(self, output: RequestOutput) -> Piece:
-        pieces, places = self.detokenize(output)
-        if output.finish_reason is None:
-            text = self.stops.push("".join(pieces))
-        else:
-            text = self.stops.end("".join(pieces[:-1]), "".join(pieces[-1:]))
-        self.finish_reason = output.finish_reason
-        self.ids += output.tokens
-        if output.accepted is not None:
-            self.accepted.append(output.accepted)
-            self.drafted.append(min(output.depth, output.nodes - 1))
-            self.emitted += len(output.tokens)
-            self.forwards += output.forwards
-        reasoning, text = self.read_reasoning(text)
-        if self.tools is not None:
-            text = self.tools.push(text)
-            if self.finish_reason is not None:
-                rest, self.calls = self.tools.end()
-                text += rest
-        if isinstance(self.request, ChatRequest) and not self.request.parallel_tool_calls:
-            self.calls = self.calls[:1]
-        if self.calls and self.finish_reason == "stop":  # after "length", a call may be incomplete
-            self.finish_reason = "tool_calls"
-        self.reasoning += reasoning
-        self.text += text
-        logprobs = []
-        if self.request.top_tokens is not None and output.trace is not None:
-            logprobs = self.token_logprobs(output, places, output.trace, self.request.top_tokens)
-        self.logprobs += logprobs
-        trace = self.trace_entry(output, pieces) if self.request.trace else None
-        return Piece(self.index, output.tokens, reasoning, text, logprobs, trace, self.finish_reason, self.calls)
-
-    def read_reasoning(self, text: str) -> tuple[str, str]:
-        """Split a text into reasoning and content; at the end, also collect the calls within the reasoning."""
-        if self.reasoning_reader is None:
-            return "", text
-        reasoning, text = self.reasoning_reader.push(text)
-        if self.finish_reason is not None:
-            more, rest = self.reasoning_reader.end()
-            reasoning, text = reasoning + more, text + rest
-            self.calls = [new_call(*call) for call in self.reasoning_reader.calls]
-        return reasoning, text
-
-    def detokenize(self, output: RequestOutput) -> tuple[list[str], list[tuple[int, bool]]]:
-        """Return the text that each token completes, and where the token's text starts: character offset, whether first."""
-        pieces, places = [], []
-        for number, token in enumerate(output.tokens, start=1):
-            places.append((self.length, not self.detokenizer.tokens))
-            hidden = number == len(output.tokens) and self.hides_eos(output)
-            pieces.append("" if hidden else self.detokenizer.push(token))
-            self.length += len(pieces[-1])
-        if output.finish_reason is not None and pieces:
-            pieces[-1] += self.detokenizer.end()
-        return pieces, places
-
-    def hides_eos(self, output: RequestOutput) -> bool:
-        """Return whether the last token is an end token outside the text. A special end token may also mark a call's end."""
-        if output.finish_reason != "stop" or self.request.include_stop_str_in_output:
-            return False
-        special = self.detokenizer.token_texts.special if self.marked else frozenset[int]()
-        return any(token in self.job.request.eos_token_ids - special for token in output.tokens[-1:])
-
-    def token_logprobs(
-        self, output: RequestOutput, places: list[tuple[int, bool]], trace: Trace, top: int
-    ) -> list[TokenLogprob]:
-        """Return the log-probabilities of the new tokens, without an end token that is not part of the text. It is included
-        for clients that count tokens: evaluation harnesses (echo) and trainers (return_token_ids)."""
-        request, count = self.request, len(output.tokens)
-        counted = request.return_token_ids or (isinstance(request, CompletionRequest) and request.echo)
-        if not counted and output.finish_reason == "stop" and not request.include_stop_str_in_output:
-            count -= output.tokens[-1] in self.job.request.eos_token_ids
-        rows = zip(output.tokens[:count], trace.logprobs, trace.top, places, strict=False)
-        return [TokenLogprob(token, logprob, best[:top], *place) for token, logprob, best, place in rows]
-
-    def echo(self, echoed: Echo) -> Piece:
-        """Return the prompt as if it were the text of the first step."""
-        self.text, self.logprobs, self.length = echoed.text, list(echoed.logprobs), len(echoed.text)
-        return Piece(self.index, [], "", echoed.text, echoed.logprobs, None, None, [])
-
-    def trace_entry(self, output: RequestOutput, pieces: list[str]) -> dict[str, Any]:
-        """Return each token's text and whether it was drafted, and the tree of the step, if it drafted one."""
-        accepted = output.accepted or 0
-        entry: dict[str, Any] = {
-            "tokens": [{"text": text, "drafted": number < accepted} for number, text in enumerate(pieces)],
-            "forwards": output.forwards,
-        }
-        if output.trace is not None and output.accepted is not None:
-            entry["tree"] = {
-                "tokens": [self.detokenizer.token_texts.token_text(token)[0] for token in output.trace.tokens],
-                "parents": output.trace.parents,
-                "probabilities": [round(value, 4) for value in output.trace.probabilities],
-                "accepted": output.trace.path,
-            }
-        return entry
+from foredraft.inference.text import token_texts_of
 
 
 class Answer:
@@ -341,10 +170,3 @@ class Answer:
 def reasoning_fields(text: str | None) -> dict[str, Any]:
     """Return the reasoning under both names that clients read."""
     return {"reasoning": text, "reasoning_content": text}
-
-
-def unseen_tokens(tokenizer: PreTrainedTokenizerBase, marks: str) -> frozenset[int]:
-    """Return special tokens outside an answer's text if others are its marks; otherwise the empty set."""
-    special = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    unseen = frozenset(number for number, text in special.items() if text not in marks)
-    return unseen if len(unseen) < len(special) else frozenset()

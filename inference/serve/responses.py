@@ -5,7 +5,8 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from foredraft.inference.serve.completion import Answer, Piece
+from foredraft.inference.serve.choice import Piece
+from foredraft.inference.serve.completion import Answer
 from foredraft.inference.serve.responses_protocol import ResponsesRequest
 from foredraft.inference.serve.worker import Failed
 

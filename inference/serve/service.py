@@ -18,7 +18,8 @@ from foredraft import inference as decoding
 from foredraft.inference.grammar import Grammar, Grammars
 from foredraft.inference.serve import tools
 from foredraft.inference.serve.accepted_log import AcceptedLog
-from foredraft.inference.serve.completion import Answer, Echo
+from foredraft.inference.serve.choice import Echo
+from foredraft.inference.serve.completion import Answer
 from foredraft.inference.serve.learning import Learning
 from foredraft.inference.serve.limits import Refused
 from foredraft.inference.serve.metrics import Metrics
