@@ -96,21 +96,7 @@ def generate(
     prompts = unpad(input_ids, attention_mask)
     shared = read_settings(generation_config, settings, target, input_ids.shape[1])
     pad_token_id = shared.pop("pad_token_id")
-    if seed is None:
-        seed = target.broadcast(int(torch.randint(1 << 62, ()))) if shared["params"].temperature > 0 else 0
-    seeds = [seed + row for row in range(len(prompts))] if isinstance(seed, int) else list(seed)
-    if len(seeds) != len(prompts):
-        raise ValueError(f"seed has {len(seeds)} entries for {len(prompts)} sequences: give one for each")
-    requests = [Request(prompt, seed=seed, **shared) for prompt, seed in zip(prompts, seeds, strict=True)]
-    same = shared | {"params": replace(shared["params"], grammar=None)}  # a grammar cannot be compared
-    if target.is_collective and not all_equal([prompts, seeds, same, type(drafter).__name__]):
-        raise ValueError(
-            f"sharding={target.sharding}: the processes got different prompts or settings, but all take part in every "
-            "forward: give the same ones to each process"
-        )
-    longest, context = max(map(len, prompts)), target.context
-    if context is not None and longest > context:
-        raise ValueError(f"the prompt has {longest} tokens, but {target.name} supports at most {context}: shorten it")
+    requests = build_requests(target, drafter, prompts, shared, seed)
     engine = Engine(target, drafter, verifier, timings=timings)
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -140,9 +126,31 @@ def generate(
         streamer.end()
     new_tokens = [texts[request] for request in requests]
     longest = max(map(len, new_tokens))
-    rows = [new + [pad_token_id] * (longest - len(new)) for new in new_tokens]
-    sequences = torch.cat([input_ids, input_ids.new_tensor(rows).view(len(rows), longest)], dim=1)
+    padded = [new + [pad_token_id] * (longest - len(new)) for new in new_tokens]
+    sequences = torch.cat([input_ids, input_ids.new_tensor(padded).view(len(padded), longest)], dim=1)
     return Generation(sequences, new_tokens, steps, engine.clock.seconds, list(reasons.values()))
+
+
+def build_requests(
+    target: Target, drafter: Drafter | None, prompts: list[list[int]], shared: dict[str, Any], seed: Any
+) -> list[Request]:
+    """Return a request per prompt. shared: the other arguments of all requests. Raises ValueError for a number of seeds that
+    does not fit, for a long prompt, and if processes of a sharded target have different inputs."""
+    if seed is None:
+        seed = target.broadcast(int(torch.randint(1 << 62, ()))) if shared["params"].temperature > 0 else 0
+    seeds = [seed + number for number in range(len(prompts))] if isinstance(seed, int) else list(seed)
+    if len(seeds) != len(prompts):
+        raise ValueError(f"seed has {len(seeds)} entries for {len(prompts)} sequences: give one for each")
+    same = shared | {"params": replace(shared["params"], grammar=None)}  # a grammar cannot be compared
+    if target.is_collective and not all_equal([prompts, seeds, same, type(drafter).__name__]):
+        raise ValueError(
+            f"sharding={target.sharding}: the processes got different prompts or settings, but all take part in every "
+            "forward: give the same ones to each process"
+        )
+    longest, context = max(map(len, prompts)), target.context
+    if context is not None and longest > context:
+        raise ValueError(f"the prompt has {longest} tokens, but {target.name} supports at most {context}: shorten it")
+    return [Request(prompt, seed=seed, **shared) for prompt, seed in zip(prompts, seeds, strict=True)]
 
 
 def read_settings(
