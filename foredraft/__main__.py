@@ -11,7 +11,7 @@ from foredraft import __version__
 
 PROGRAMS = {
     "train": ("foredraft.train.run", "train a draft head and measure what it gained"),
-    "demo": ("foredraft.train.run", "train for the small test model of this repository (target=embedded)"),
+    "demo": ("foredraft.train.run", "train for the small test model of this repository (target=test_model)"),
     "generate": ("foredraft.scripts.generate", "continue prompts with a drafter"),
     "chat": ("foredraft.scripts.chat", "chat with a target in the terminal"),
     "serve": ("foredraft.scripts.serve", "answer OpenAI's protocol, and a page in the browser"),
@@ -43,7 +43,7 @@ KNOWN_TARGET = ("demo", "env", "export", "parity", "push")
 
 def needs_target(command: str, arguments: list[str]) -> bool:
     """Return whether a command that runs for a target is not told which; arguments such as --cfg run nothing."""
-    named = ("target=", "target.path=", "experiment=", "--cfg", "-c", "--config-name", "--hydra-help", "--info")
+    named = ("target=", "target.path=", "recipe=", "--cfg", "-c", "--config-name", "--hydra-help", "--info")
     return command not in KNOWN_TARGET and not any(argument.startswith(named) for argument in arguments)
 
 
@@ -79,10 +79,10 @@ def main() -> None:
     sys.argv = [f"{sys.argv[0]} {command}", *sys.argv[2:]]
     asks_help = bool({"-h", "--help"} & set(sys.argv[1:]))
     if command == "demo" and needs_target("train", sys.argv[1:]):
-        sys.argv.insert(1, "target=embedded")
+        sys.argv.insert(1, "target=test_model")
     if needs_target(command, sys.argv[1:]):
         if not asks_help:
-            remedy = "add target=ORG/NAME or a directory; `foredraft demo` trains for the embedded test model"
+            remedy = "add target=ORG/NAME or a directory; `foredraft demo` trains for the test model"
             print(f"error: foredraft {command} needs a target: {remedy}", file=sys.stderr)
             raise SystemExit(2)
         sys.argv.append("target=hf")  # the keys and choices that a target of the user's has

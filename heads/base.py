@@ -97,6 +97,7 @@ class DraftHead(nn.Module, ABC):
     disk_prefixes: ClassVar[dict[str, str]] = {}  # prefixes of weights' names, here -> on disk, where they differ
     layers: list[int]  # the aux hidden states that it takes, numbered as in heads/target/model.py
     depth: int  # deepest draft that it was trained for
+    depth_key: ClassVar[str] = "ttt_steps"  # the parameter of `for_target` that sets it
     config: LlamaConfig | None = None  # of its decoder layers, where it has any
     limit: int | None = None  # deepest draft that it can make; None for no limit
     forwards: int = 1  # of the target, in a step with its drafts

@@ -47,7 +47,7 @@ class BlockLayer(DecoderLayer):
 class DFlashHead(BlockHead):
     """Weights are named as z-lab, SpecForge and DeepSpec name them: fc, hidden_norm, layers.{i}.*, norm."""
 
-    kind, projector = "dflash", "dflash"
+    kind, projector, depth_key = "dflash", "dflash", "block_size"
     architecture: ClassVar[str] = "DFlashDraftModel"
     own_names: ClassVar[tuple[str, ...]] = ()  # of a kind's arguments beside DFlash's, which stand in `dflash_config`
     config: LlamaConfig
@@ -88,8 +88,8 @@ class DFlashHead(BlockHead):
         cls,
         target: Target,
         block_size: int = 8,
-        num_layers: int = 5,
-        layers: list[int] | None = None,
+        num_hidden_layers: int = 5,
+        target_layer_ids: list[int] | None = None,
         mask_token_id: int | None = None,
         sample_from_anchor: bool = False,
         causal: bool = False,
@@ -100,20 +100,22 @@ class DFlashHead(BlockHead):
     ) -> "DFlashHead":
         """A new head.
 
-        block_size: positions of a block. num_layers: its own. layers: the hidden states that it takes; None takes as many as
-        it has layers, spread as in the paper. mask_token_id: None takes a token that the text hardly holds. window: of its
-        layers but the last; None for none. draft_vocab_size, counts: as in EAGLE-3. own: of the kinds that build on this
-        one."""
-        layers = spread_layers(target.num_layers, num_layers) if layers is None else layers
+        block_size: positions of a block. num_hidden_layers: the head's own. target_layer_ids: hidden states that it takes;
+        None takes as many as it has layers, spread as in the paper. mask_token_id: None takes a token that the text hardly
+        holds. window: of its layers but the last; None for none. draft_vocab_size, counts: as in EAGLE-3. own: of the kinds
+        that build on this one."""
+        layers = target_layer_ids
+        if layers is None:
+            layers = spread_layers(target.num_layers, num_hidden_layers)
         layers = check_layers(layers, target.num_layers - 1)  # below its last norm
-        if block_size < 2 or num_layers < 1:
+        if block_size < 2 or num_hidden_layers < 1:
             raise ValueError(
-                f"head.block_size={block_size} must be at least 2, head.num_layers={num_layers} at least 1"
+                f"head.block_size={block_size} must be at least 2, head.num_hidden_layers={num_hidden_layers} at least 1"
             )
         mask = check_mask_token(target, mask_token_id)
         config = llama_config.config_like(target)
-        config.num_hidden_layers, config.attention_bias = num_layers, False
-        types = None if window is None else [SLIDING] * (num_layers - 1) + [FULL]
+        config.num_hidden_layers, config.attention_bias = num_hidden_layers, False
+        types = None if window is None else [SLIDING] * (num_hidden_layers - 1) + [FULL]
         layout = sample_from_anchor, causal, window, types, draft_vocab_size
         head = cls(config, layers, block_size, mask, *layout, **own)
         head.init_like(target)

@@ -25,7 +25,7 @@ UNPACKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class DraftModelHead(RecurrentHead):
-    kind, depth = "draft_model", 1
+    kind, depth, depth_key = "draft_model", 1, ""
     format = "a causal language model as transformers saves it"
     disk_prefixes: ClassVar[dict[str, str]] = {"model.": ""}
 
@@ -41,29 +41,31 @@ class DraftModelHead(RecurrentHead):
 
     @classmethod
     def for_target(
-        cls, target: Target, path: str | None = None, num_layers: int = 2, lora_rank: int | None = None
+        cls, target: Target, path: str | None = None, num_hidden_layers: int = 2, lora_r: int | None = None
     ) -> "DraftModelHead":
-        """A model to tune: the one at `path`, or one of the target's own first `num_layers` layers.
+        """A model to tune: the one at `path`, or one of the target's own first `num_hidden_layers` layers.
 
-        lora_rank: tune an adapter of this rank, which is merged in the end; None tunes all of it. Raises ValueError where the
+        lora_r: tune an adapter of this rank, which is merged in the end; None tunes all of it. Raises ValueError where the
         vocabularies differ.
         """
         if path is None:
-            lm = Target(first_layers(target, num_layers), target.tokenizer, f"{num_layers} layers of {target.name}")
+            lm = Target(
+                first_layers(target, num_hidden_layers),
+                target.tokenizer,
+                f"{num_hidden_layers} layers of {target.name}",
+            )
         else:
             lm = Target.from_pretrained(path, dtype="float32", device=target.device, pack=False)
             check_vocabulary(lm, target)
         lm.check_logits()
         untie(lm.model)
         head = cls(lm, target.vocab_size)
-        if lora_rank is None:
+        if lora_r is None:
             head.model.requires_grad_(True)
         else:
             from peft import LoraConfig, LoraModel
 
-            tuned = LoraConfig(
-                r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
-            )
+            tuned = LoraConfig(r=lora_r, lora_alpha=2 * lora_r, target_modules="all-linear", task_type="CAUSAL_LM")
             head.tuner = [LoraModel(head.model, tuned, "default")]  # puts its layers into the model itself
         return head.to(target.device)
 
@@ -129,7 +131,9 @@ def first_layers(target: Target, count: int) -> PreTrainedModel:
     """A model of the target's kind in float32, made of its embedding, its first `count` layers and what follows the last.
     Raises ValueError where the target keeps weights packed, which are nothing without their scales."""
     if not 0 < count < target.num_layers:
-        raise ValueError(f"head.num_layers={count} must lie between 1 and {target.num_layers - 1}, below the target's")
+        raise ValueError(
+            f"head.num_hidden_layers={count} must lie between 1 and {target.num_layers - 1}, below the target's"
+        )
     if target.ends_only:
         refuse()
     check_branches(target)

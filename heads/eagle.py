@@ -38,13 +38,13 @@ class EagleHead(HiddenStateHead):
         self.rotary = Rotary(config)
 
     @classmethod
-    def for_target(cls, target: Target, depth: int = 1, bias: bool = False, noise: float = 0.2) -> "EagleHead":
+    def for_target(cls, target: Target, ttt_steps: int = 1, bias: bool = False, noise: float = 0.2) -> "EagleHead":
         """A new head that at first hands the hidden state on as it is, so that it starts from the target's own guess.
 
-        depth: steps of training, 1 is EAGLE-1's, 3 are HASS's. noise: width of the uniform noise on the hidden
+        ttt_steps: steps of training, 1 is EAGLE-1's, 3 are HASS's. noise: width of the uniform noise on the hidden
         states in training, at the paper's 512 tokens a row. bias: of fc, which vLLM loads without one.
         """
-        head = cls(llama_config.config_like(target), depth, bias, noise)
+        head = cls(llama_config.config_like(target), ttt_steps, bias, noise)
         head.hand_on()
         if bias:
             nn.init.zeros_(head.fc.bias)

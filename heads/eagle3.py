@@ -98,24 +98,25 @@ class Eagle3Head(LayerHead):
     def for_target(
         cls,
         target: Target,
-        depth: int = 7,
-        layers: list[int] | None = None,
+        ttt_steps: int = 7,
+        target_layer_ids: list[int] | None = None,
         draft_vocab_size: int | None = None,
         counts: Tensor | None = None,
         fc_norm: bool = False,
         norm_output: bool = False,
         qk_norm: bool = False,
     ) -> "Eagle3Head":
-        """A new head. layers: None takes the paper's three, the outputs of decoder layers 1, n // 2 - 1 and n - 4 counted
-        from 0. draft_vocab_size: with `counts` (vocab,), how often each token occurs in the training text; None, or a
-        size that is not below the target's, drafts from all of it.
+        """Return a new head. target_layer_ids: None selects the paper's three, the outputs of decoder layers 1, n // 2 - 1
+        and n - 4 counted from 0. draft_vocab_size: with `counts` (vocab,), how often each token occurs in the training text;
+        None, or a size that is not below the target's, drafts from all of it.
 
         It starts from the target where it can: its lm_head rows, a last norm that gives their usual input sizes, and an fc
         whose columns undo the different sizes of the three layers' hidden states, which the published layer has no norm for.
         """
-        layers = check_layers(paper_layers(target.num_layers) if layers is None else layers, target.num_layers)
+        layers = paper_layers(target.num_layers) if target_layer_ids is None else target_layer_ids
+        layers = check_layers(layers, target.num_layers)
         config = llama_config.config_like(target)
-        head = cls(config, layers, depth, draft_vocab_size, fc_norm, norm_output, qk_norm=qk_norm)
+        head = cls(config, layers, ttt_steps, draft_vocab_size, fc_norm, norm_output, qk_norm=qk_norm)
         if not fc_norm:
             assert head.fc is not None
             with torch.no_grad():
@@ -230,5 +231,5 @@ def paper_layers(n: int) -> list[int]:
 def check_layers(layers: list[int], last: int) -> list[int]:
     """These hidden states of a target, for a new head; ValueError unless they ascend within 0 .. last."""
     if sorted(set(layers)) != list(layers) or not layers or not all(0 <= k <= last for k in layers):
-        raise ValueError(f"head.layers={layers} must ascend within 0..{last}, hidden states of this target")
+        raise ValueError(f"head.target_layer_ids={layers} must ascend within 0..{last}, hidden states of this target")
     return list(layers)

@@ -72,7 +72,7 @@ class HydraHead(RecurrentHead):
     """Weights are named as zankner/Hydra names them: hydra_mlp, hydra_lm_head, prefix_embeding_layer (spelt so). Its code
     ties the deeper MLP layers of a Hydra++ head by accident and writes them once each; here they are layers of their own."""
 
-    kind = "hydra"
+    kind, depth_key = "hydra", "num_heads"
     format = "Hydra as zankner/Hydra names its weights, in safetensors"
 
     def __init__(
@@ -113,7 +113,7 @@ class HydraHead(RecurrentHead):
     def for_target(
         cls,
         target: Target,
-        depth: int = 4,
+        num_heads: int = 4,
         mlp_layers: int = 1,
         prefix: bool = False,
         dropout: float = 0.0,
@@ -123,7 +123,7 @@ class HydraHead(RecurrentHead):
         """A new head that starts from the target's own guess: every MLP hands on the hidden state, every projection is the
         target's lm_head. prefix: Hydra++'s layer; dropout: with it only. draft_vocab_size, counts: as in EAGLE-3."""
         config = llama_config.config_like(target) if prefix else None
-        sizes = target.hidden_size, target.vocab_size, depth, mlp_layers
+        sizes = target.hidden_size, target.vocab_size, num_heads, mlp_layers
         head = cls(*sizes, config, dropout, draft_vocab_size, target.name)
         head.attach(target)
         head.init_projections(target, counts)

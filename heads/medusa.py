@@ -15,7 +15,7 @@ from foredraft.heads.target import Target
 class MedusaHead(ParallelHead):
     """Weights are named as FasterDecoding and TGI name them: {i}.{j}.linear.*, {i}.{blocks}.weight."""
 
-    kind = "medusa"
+    kind, depth_key = "medusa", "num_heads"
     format = "Medusa-1 as FasterDecoding names its weights, in safetensors"
 
     def __init__(
@@ -40,7 +40,7 @@ class MedusaHead(ParallelHead):
     def for_target(
         cls,
         target: Target,
-        depth: int = 4,
+        num_heads: int = 4,
         blocks: int = 1,
         draft_vocab_size: int | None = None,
         counts: Tensor | None = None,
@@ -48,7 +48,7 @@ class MedusaHead(ParallelHead):
         """A new head whose projections start as the target's lm_head, so that it starts from the target's own guess.
         draft_vocab_size, counts: as in EAGLE-3."""
         sizes = target.hidden_size, target.vocab_size, target.num_layers
-        head = cls(*sizes, depth, blocks, target.name, draft_vocab_size)
+        head = cls(*sizes, num_heads, blocks, target.name, draft_vocab_size)
         head.init_projections(target, counts)
         return head.to(target.device)
 

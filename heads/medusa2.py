@@ -19,15 +19,15 @@ class Medusa2Head(MedusaHead):
     def for_target(
         cls,
         target: Target,
-        depth: int = 4,
+        num_heads: int = 4,
         blocks: int = 1,
         draft_vocab_size: int | None = None,
         counts: Tensor | None = None,
-        rank: int = 32,
-        alpha: int = 16,
+        lora_r: int = 32,
+        lora_alpha: int = 16,
     ) -> "Medusa2Head":
-        """New heads as Medusa-1's, and a new adapter of this rank on the target, scaled by alpha / rank."""
-        head = super().for_target(target, depth, blocks, draft_vocab_size, counts)
+        """New heads as Medusa-1's, and a new adapter of rank `lora_r` on the target, scaled by lora_alpha / lora_r."""
+        head = super().for_target(target, num_heads, blocks, draft_vocab_size, counts)
         assert isinstance(head, Medusa2Head)
-        adapter.add(target, rank, alpha)
+        adapter.add(target, lora_r, lora_alpha)
         return head

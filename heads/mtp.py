@@ -64,19 +64,19 @@ class MTPHead(HiddenStateHead):
         self.rotary = Rotary(config)
 
     @classmethod
-    def for_target(cls, target: Target, depth: int = 3) -> "MTPHead":
-        """A new head. depth: steps of training, each on the output of the one before. It starts from the layer that the
+    def for_target(cls, target: Target, ttt_steps: int = 3) -> "MTPHead":
+        """A new head. ttt_steps: steps of training, each on the output of the one before. It starts from the layer that the
         target ships, and raises ValueError where that is none that is known here."""
         config = llama_config.config_like(target)
         shipped = shipped_layer(target)
         if not shipped:
-            head = cls(config, depth)
+            head = cls(config, ttt_steps)
             head.init_like(target)
         else:
             config.attention_bias = "layers.0.self_attn.q_proj.bias" in shipped
             rows = shipped.get("layers.0.self_attn.q_proj.weight", torch.empty(0)).shape[0]
             gated = rows == 2 * config.num_attention_heads * config.head_dim
-            head = cls(config, depth, gated, "layers.0.self_attn.q_norm.weight" in shipped)
+            head = cls(config, ttt_steps, gated, "layers.0.self_attn.q_norm.weight" in shipped)
             head.load_shipped(shipped, target)
         head.attach(target)
         return head.to(target.device)

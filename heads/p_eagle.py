@@ -34,7 +34,7 @@ class PEagleHead(BlockHead):
     """Weights are named as vLLM and speculators name them: embed_tokens, mask_hidden, fc, layers.{i}.*, norm, lm_head, d2t,
     t2d."""
 
-    kind = "p_eagle"
+    kind, depth_key = "p_eagle", "num_depths"
     format = "P-EAGLE as vLLM reads it (LlamaForCausalLMEagle3 with mask_hidden)"
     disk_prefixes: ClassVar[dict[str, str]] = {"blocks.": "layers."}
     config: LlamaConfig
@@ -72,24 +72,27 @@ class PEagleHead(BlockHead):
     def for_target(
         cls,
         target: Target,
-        depth: int = 8,
-        num_layers: int = 4,
-        layers: list[int] | None = None,
+        num_depths: int = 8,
+        num_hidden_layers: int = 4,
+        target_layer_ids: list[int] | None = None,
         mask_token_id: int | None = None,
         draft_vocab_size: int | None = None,
         counts: Tensor | None = None,
     ) -> "PEagleHead":
         """A new head, which starts from the target as EAGLE-3 does, its embedding from the target's.
 
-        depth: tokens drafted. num_layers: its own. layers, draft_vocab_size, counts: as in EAGLE-3. mask_token_id: None
-        takes a token that the text hardly holds."""
-        layers = check_layers(paper_layers(target.num_layers) if layers is None else layers, target.num_layers)
-        if depth < 2 or num_layers < 1:
-            raise ValueError(f"head.depth={depth} must be at least 2, head.num_layers={num_layers} at least 1")
+        num_depths: tokens drafted. num_hidden_layers: the head's own. target_layer_ids, draft_vocab_size, counts: as in
+        EAGLE-3. mask_token_id: None takes a token that the text hardly holds."""
+        layers = paper_layers(target.num_layers) if target_layer_ids is None else target_layer_ids
+        layers = check_layers(layers, target.num_layers)
+        if num_depths < 2 or num_hidden_layers < 1:
+            raise ValueError(
+                f"head.num_depths={num_depths} must be at least 2, head.num_hidden_layers={num_hidden_layers} at least 1"
+            )
         mask = check_mask_token(target, mask_token_id)
         config = llama_config.config_like(target)
-        config.num_hidden_layers, config.attention_bias = num_layers, False
-        head = cls(config, layers, depth, mask, draft_vocab_size)
+        config.num_hidden_layers, config.attention_bias = num_hidden_layers, False
+        head = cls(config, layers, num_depths, mask, draft_vocab_size)
         sizes = llama_config.aux_sizes(layers, target).cpu()
         llama_config.init_norm(head.norm, target)
         with torch.no_grad():

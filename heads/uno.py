@@ -45,7 +45,7 @@ class NoiseLora(nn.Module):
 
 
 class UnoHead(BlockHead):
-    kind, forwards, block_entries = "uno", 2, 0
+    kind, forwards, block_entries, depth_key = "uno", 2, 0, "depth"
     format = "a LoRA adapter as peft and SGLang read it"
     target: Target
 
@@ -57,12 +57,12 @@ class UnoHead(BlockHead):
         self.loras = nn.ModuleDict({k.replace(".", "/"): NoiseLora(*sizes, rank) for k, sizes in linears.items()})
 
     @classmethod
-    def for_target(cls, target: Target, depth: int = 8, rank: int = 32, alpha: float = 512.0) -> "UnoHead":
-        """A new LoRA, without effect before training. depth: rows of a block, the bonus token's counted. alpha: the LoRA
-        counts alpha / rank times."""
-        if depth < 2 or rank < 1:
-            raise ValueError(f"head.depth={depth} must be at least 2, head.rank={rank} at least 1")
-        head = cls(linear_layers(target), depth, rank, alpha)
+    def for_target(cls, target: Target, depth: int = 8, lora_r: int = 32, lora_alpha: float = 512.0) -> "UnoHead":
+        """A new LoRA, without effect before training. depth: rows of a block, the bonus token's counted. lora_alpha: the LoRA
+        counts lora_alpha / lora_r times."""
+        if depth < 2 or lora_r < 1:
+            raise ValueError(f"head.depth={depth} must be at least 2, head.lora_r={lora_r} at least 1")
+        head = cls(linear_layers(target), depth, lora_r, lora_alpha)
         head.attach(target)
         return head.to(target.device)
 

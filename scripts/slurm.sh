@@ -1,5 +1,5 @@
 #!/bin/bash
-# Four nodes of eight GPUs:  sbatch scripts/slurm.sh experiment=llama33_70b_eagle3 data.path=FOLDER output_dir=FOLDER
+# Four nodes of eight GPUs:  sbatch scripts/slurm.sh recipe=llama33_70b_eagle3 data.path=FOLDER output_dir=FOLDER
 #
 # Two minutes before the time is up Slurm signals this script. It has the run save and stop, and puts the job back into the
 # queue, where the same command continues. The signal is USR1 and not TERM, which scancel sends: a cancelled job stays away.

@@ -70,8 +70,8 @@ def target(tiny_path) -> Target:
 
 @pytest.fixture(scope="session")
 def embedded() -> Target:
-    """The embedded target, as a user has it."""
-    return Target.from_pretrained(ROOT / "scripts" / "embedded_target", dtype="float32", device="cpu")
+    """The test model, as a user has it."""
+    return Target.from_pretrained(ROOT / "scripts" / "test_model", dtype="float32", device="cpu")
 
 
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]

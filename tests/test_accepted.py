@@ -84,7 +84,7 @@ def test_a_run_on_a_log(here, tiny_path: Path, tmp_path: Path):
     assert said.startswith("self_generated_tokens=99 would put other text in the place of what was logged: give 0")
 
 
-def test_a_head_for_the_embedded_target_goes_on_gently():
+def test_a_head_for_the_test_model_goes_on_gently():
     log = ["data=accepted", "data.path=log.jsonl"]
     runs = [], log, [*log, "target=hf", "target.path=ORG/NAME"]
     new, goes_on, other = (composed("train", *given) for given in runs)

@@ -19,9 +19,9 @@ from tests.support.head_factory import criterion, make_head
 from tests.support.processes import ONE, SMALL_EAGLE3, TWO, end, losses, torchrun
 
 RUN = [*SMALL_EAGLE3[2:], "optimizer=adamw", "trainer.max_steps=6", "trainer.save_steps=2", "evaluate.eval_steps=0"]
-P_EAGLE = ["head=p_eagle", "head.depth=3", "head.num_layers=2", "head.draft_vocab_size=128"]
-UNO = ["head=uno", "head.depth=3", "head.rank=2", "trainer.learning_rate=1e-3"]
-DSPARK = ["head=dspark", "head.block_size=3", "head.num_layers=1", "head.draft_vocab_size=128"]
+P_EAGLE = ["head=p_eagle", "head.num_depths=3", "head.num_hidden_layers=2", "head.draft_vocab_size=128"]
+UNO = ["head=uno", "head.depth=3", "head.lora_r=2", "trainer.learning_rate=1e-3"]
+DSPARK = ["head=dspark", "head.block_size=3", "head.num_hidden_layers=1", "head.draft_vocab_size=128"]
 
 
 @pytest.fixture

@@ -40,8 +40,8 @@ def test_layers_are_the_published_ones(n, count, ids):
 def test_settings_that_make_no_block_are_named(target):
     for changes, message in (
         ({"block_size": 1}, "head.block_size=1"),
-        ({"layers": [2, 1]}, r"head.layers=\[2, 1\] must ascend"),
-        ({"layers": [6]}, r"head.layers=\[6\] must ascend within 0..5"),
+        ({"target_layer_ids": [2, 1]}, r"head.target_layer_ids=\[2, 1\] must ascend"),
+        ({"target_layer_ids": [6]}, r"head.target_layer_ids=\[6\] must ascend within 0..5"),
         ({"mask_token_id": 320}, "head.mask_token_id=320 is no row"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -95,7 +95,7 @@ def test_where_rounding_may_pick_another_key_it_is_said_before_anything_is_draft
 @pytest.mark.parametrize("kind, temperature", [("qwen3_5", 1.0), ("lfm2", 0.0)])
 def test_every_drafter_drafts_a_chain(kind: str, temperature: float) -> None:
     target = pair(kind).target
-    head, medusa = Eagle3Head.for_target(target, depth=4).eval(), MedusaHead.for_target(target, depth=3).eval()
+    head, medusa = Eagle3Head.for_target(target, ttt_steps=4).eval(), MedusaHead.for_target(target, num_heads=3).eval()
     drafters = {
         "ngram": NgramDrafter(),
         "suffix": SuffixDrafter(),
@@ -122,7 +122,7 @@ def smaller() -> Target:
 
 def test_a_tree_wider_than_a_chain_says_why_not() -> None:
     target = pair("qwen3_5").target
-    head = Eagle3Head.for_target(target, depth=2)
+    head = Eagle3Head.for_target(target, ttt_steps=2)
     with pytest.raises(ValueError, match=r"^width=3 asks for a tree, and model_type qwen3_5_text has linear_attention"):
         DynamicTree(head, target, width=3)
 
@@ -130,7 +130,7 @@ def test_a_tree_wider_than_a_chain_says_why_not() -> None:
 def test_what_a_drafter_proposed_last_does_not_say_what_is_supported() -> None:
     """A tree=auto that decoded plainly before, say, drafts trees again."""
     target = pair("qwen3_5").target
-    drafter = AutoTree(DynamicTree(Eagle3Head.for_target(target, depth=3), target), target)
+    drafter = AutoTree(DynamicTree(Eagle3Head.for_target(target, ttt_steps=3), target), target)
     drafter.use(PLAIN)
     assert drafter.depth == 0 and drafter.nodes > 1
 
@@ -271,7 +271,7 @@ def test_long_prompts_come_in_chunks(kind: str) -> None:
     torch.manual_seed(1)
     drafter: Any = NgramDrafter()
     if kind not in ("mamba2", "bloom", "openai-gpt"):  # which shape no layer of a head
-        head = Eagle3Head.for_target(target, depth=2).eval()
+        head = Eagle3Head.for_target(target, ttt_steps=2).eval()
         drafter = DynamicTree(head, target, nodes=3, depth=2, min_probability=0)
     for chunk in (None, 6):
         engine = Engine(target, drafter, prefill_chunk=chunk)
@@ -308,7 +308,7 @@ def test_texts_below_the_boundary_of_longrope_are_drafted_for_by_trees() -> None
     assert whole.rope_boundary == 30 and "unless texts stay below (target.context=30)" in str(whole.why_no_trees)
     short = Target(copy.deepcopy(whole.model), name="short", context=30)
     assert short.supports_trees and short.context == 30 and short.max_positions == whole.context
-    head = Eagle3Head.for_target(short, depth=3).eval()
+    head = Eagle3Head.for_target(short, ttt_steps=3).eval()
     settings = {"max_new_tokens": NEW, "eos_token_id": -1}
     alone = generate(whole, None, *batch([1, 2]), **settings).new_tokens
     for drafter in (DynamicTree(head, short, depth=3, width=3, nodes=8, min_probability=0), Random()):

@@ -16,6 +16,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from foredraft import __main__ as foredraft
+from foredraft.train import renamed_keys
 from foredraft.train.cli import entry, expand_home
 from foredraft.train.config_check import nearest
 from foredraft.train.config_help import comment_lines, comments, describe, header
@@ -28,7 +29,7 @@ FILES = {
 defaults:
   - head: eagle3
   - trainer: default
-  - experiment: null
+  - recipe: null
   - _self_
   - override hydra/hydra_logging: none
   - override hydra/job_logging: none
@@ -40,10 +41,10 @@ hydra:
   sweep: {dir: outputs, subdir: .}
   output_subdir: null
 """,
-    "head/eagle3.yaml": "layers: [1, 5, 9]\nname: e\n",
+    "head/eagle3.yaml": "target_layer_ids: [1, 5, 9]\nname: e\n",
     "head/medusa.yaml": "heads: 4\nname: m\n",
     "trainer/default.yaml": "max_steps: 100\nlr: 1e-4\nlimit: null\nlog: {mode: plain, every: 10}\n",
-    "experiment/grid.yaml": "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}\n",
+    "recipe/grid.yaml": "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}\n",
 }
 Run = Callable[..., tuple[int, list[DictConfig]]]
 
@@ -96,8 +97,8 @@ def test_a_plain_run_leaves_nothing_behind(run: Run, tmp_path: Path) -> None:
         ("seed=null", "seed=null: a whole number is wanted, not null (the default is 0); ++seed=null"),
         ("deterministic=1", "deterministic=1: true or false is wanted"),
         ("trainer.lr=fast", "trainer.lr=fast: a number is wanted, not text"),
-        ("head.layers=a", "head.layers=a: a whole number is wanted, not text"),
-        ("head.layers=[a]", "head.layers=['a']: a whole number is wanted, not text"),
+        ("head.target_layer_ids=a", "head.target_layer_ids=a: a whole number is wanted, not text"),
+        ("head.target_layer_ids=[a]", "head.target_layer_ids=['a']: a whole number is wanted, not text"),
         ("head.name=7", "as text it is written head.name=\"'7'\""),
         ("seed=${trainer.lr}", "seed=0.0001: a whole number is wanted"),
         ("seed=${nope}", "seed: Interpolation key 'nope' not found"),
@@ -117,7 +118,7 @@ def test_well_typed(run: Run) -> None:
     wanted = {
         "trainer.lr=1": ("trainer.lr", 1),
         "trainer.limit={a: 1}": ("trainer.limit", {"a": 1}),
-        "head.layers=[2,4]": ("head.layers", [2, 4]),
+        "head.target_layer_ids=[2,4]": ("head.target_layer_ids", [2, 4]),
         "seed=${trainer.log.every}": ("seed", 3),
         "++trainer.max_steps=null": ("trainer.max_steps", None),
         "+new.key=x": ("new.key", "x"),
@@ -131,8 +132,8 @@ def test_well_typed(run: Run) -> None:
 
 
 def test_a_list_of_one_may_go_without_brackets(run: Run) -> None:
-    code, (cfg,) = run("head.layers=2")
-    assert code == 0 and cfg.head.layers == [2]
+    code, (cfg,) = run("head.target_layer_ids=2")
+    assert code == 0 and cfg.head.target_layer_ids == [2]
 
 
 def test_the_home_directory_has_a_short_name_in_paths_and_none_in_texts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +247,7 @@ def test_jobs_of_a_sweep_do_not_share_a_folder(run: Run) -> None:
 
 
 def test_sweep_of_a_yaml(run: Run) -> None:
-    code, seen = run("experiment=grid")
+    code, seen = run("recipe=grid")
     assert code == 0 and [cfg.output_dir for cfg in seen] == ["outputs/eagle3/seed-1", "outputs/eagle3/seed-2"]
 
 
@@ -314,7 +315,7 @@ BAD_DATA = {
         "x",
         b"",
         "jsonl",
-        r"^error: data=jsonl is not known; did you mean data=conversations\?",
+        r"^error: data=jsonl is data=conversations now$",
     ),
 }
 
@@ -333,21 +334,24 @@ def test_bad_data_ends_in_one_sentence(name: str, tiny_path: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     "program, typed, message",
     [
-        ("train/run.py", "objective=block", "objective is now called criterion: criterion=..."),
-        ("train/run.py", "objective.anchors=0.5", "objective is now called criterion: criterion.anchors=..."),
-        (
-            "train/run.py",
-            "criterion.starts=0.5",
-            "criterion.starts is now called criterion.anchors: criterion.anchors=...",
-        ),
         ("train/run.py", "max_rows=4", "max_rows is not known. Known: "),  # of serving alone
-        ("scripts/serve.py", "max_rows=4", "max_rows is now called max_num_seqs: max_num_seqs=..."),
+        ("scripts/serve.py", "max_rows=4", "max_rows is max_num_seqs now"),
     ],
 )
 def test_a_key_of_earlier_versions(program: str, typed: str, message: str, tmp_path: Path) -> None:
-    given = ["head=dflash"] if typed.startswith("criterion") else []
-    ended = script(program, *given, typed, cwd=tmp_path)
+    ended = script(program, typed, cwd=tmp_path)
     assert ended.code == 2 and ended.err.startswith(f"error: {message}") and ended.err.count("\n") == 1
+
+
+def test_the_new_name_of_a_key_is_told_with_the_keys_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(renamed_keys.RENAMED, "old", "new")
+    monkeypatch.setitem(renamed_keys.RENAMED, "old.one", ("new.first", "new.second"))
+    known = {"new", "new.two", "new.second"}
+    assert renamed_keys.new_key("old", known) == "old is new now"
+    assert renamed_keys.new_key("old.two", known) == "old.two is new.two now"
+    assert renamed_keys.new_key("old.one", known) == "old.one is new.second now"
+    assert renamed_keys.new_key("old.two", {*known, "old"}) is None
+    assert renamed_keys.new_key("older", known) is None
 
 
 def test_a_dataset_of_the_hub_without_a_network(tiny_path: Path, tmp_path: Path) -> None:
@@ -392,7 +396,7 @@ def test_help_gives_every_key_a_meaning(name: str) -> None:
 ASKED = """
 import runpy, sys
 for command in sys.argv[1].split(","):
-    for more in ([], ["all"], *([["head=medusa"], ["target=embedded"]] if command == "train" else [])):
+    for more in ([], ["all"], *([["head=medusa"], ["target=test_model"]] if command == "train" else [])):
         sys.argv = ["foredraft", command, "--help", *more]
         print(f"== {' '.join(sys.argv[1:])}")
         runpy.run_module("foredraft", run_name="__main__")
@@ -407,7 +411,7 @@ def test_help_of_every_command_needs_no_torch() -> None:
     assert ended.returncode == 0, ended.stderr
     shown = dict(re.findall(r"^== (.*)\n((?:(?!== ).*\n)*)", ended.stdout, re.M))
     assert shown["env --help"].startswith("usage: foredraft env\n\nPrint what a bug report needs")
-    assert shown["demo --help"] == shown["train --help target=embedded"]
+    assert shown["demo --help"] == shown["train --help target=test_model"]
     for name in foredraft.PROGRAMS.keys() - {"env", "demo"}:
         short, whole = shown[f"{name} --help"], shown[f"{name} --help all"]
         keys, _, choices = short.partition("\nChoices, ")
@@ -419,7 +423,8 @@ def test_help_of_every_command_needs_no_torch() -> None:
     assert re.search(r"^  medusa +Medusa-1 .*MLP", shown["train --help"], re.M)
     assert "trainer.adam_beta1" not in shown["train --help"] and "adam_beta1: 0.9" in shown["train --help all"]
     assert (
-        "head=medusa\n" in shown["train --help head=medusa"] and "\n  head.depth=" in shown["train --help head=medusa"]
+        "head=medusa\n" in shown["train --help head=medusa"]
+        and "\n  head.num_heads=" in shown["train --help head=medusa"]
     )
     assert "  head." not in shown["train --help"]
 
@@ -459,18 +464,18 @@ def test_a_command_that_is_not_told_its_target_says_how(monkeypatch, capsys, com
     assert said.startswith(f"error: foredraft {command} needs a target: add target=ORG/NAME") and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("given", ["target=tiny", "target.path=tiny", "experiment=x", "--cfg"])
+@pytest.mark.parametrize("given", ["target=tiny", "target.path=tiny", "recipe=x", "--cfg"])
 def test_a_target_is_named_by_each_of_these(given: str) -> None:
     assert foredraft.needs_target("train", []) and not foredraft.needs_target("train", ["head=medusa", given])
 
 
-@pytest.mark.parametrize("given", [[], ["head=medusa", "target.device=cpu"], ["target=smollm2"], ["experiment=x"]])
+@pytest.mark.parametrize("given", [[], ["head=medusa", "target.device=cpu"], ["target=smollm2"], ["recipe=x"]])
 def test_demo_is_a_training_for_the_test_model(monkeypatch: pytest.MonkeyPatch, given: list[str]) -> None:
     typed = []
     monkeypatch.setattr("foredraft.train.run.main", lambda: typed.extend(sys.argv[1:]))
     monkeypatch.setattr(sys, "argv", ["foredraft", "demo", *given])
     foredraft.main()
-    assert typed == (given if given in (["target=smollm2"], ["experiment=x"]) else ["target=embedded", *given])
+    assert typed == (given if given in (["target=smollm2"], ["recipe=x"]) else ["target=test_model", *given])
 
 
 @pytest.mark.parametrize("file", OPTIONS, ids=lambda file: f"{file.parent.name}/{file.stem}")

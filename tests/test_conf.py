@@ -39,7 +39,7 @@ def test_a_strategy(name: str, target, tmp_path: Path):
     [
         ("head=eagle3 head.draft_vocab_size=null", False),
         ("head=p_eagle head.draft_vocab_size=null", False),
-        ("head=eagle3 head.depth=null", True),
+        ("head=eagle3 head.ttt_steps=null", True),
         ("trainer.max_steps=null", True),
     ],
 )
@@ -102,8 +102,8 @@ def test_without_a_gpu_a_real_target_is_trained_for_hours(monkeypatch):
         return made.length, made.trainer.learning_rate, made.optimizer._target_.rpartition(".")[2]
 
     assert found("target=hf") == (512, 3e-3, "muon")
-    assert found("target=hf", "data=accepted") == found("target=hf", "recipe=hf") == (2048, 1e-4, "adamw")
-    assert found("experiment=qwen3_8b_eagle3")[1:] == (1e-4, "adamw")
+    assert found("target=hf", "data=accepted") == found("target=hf", "preset=gpu") == (2048, 1e-4, "adamw")
+    assert found("recipe=qwen3_8b_eagle3")[1:] == (1e-4, "adamw")
 
 
 @pytest.mark.parametrize("name", names("target"))

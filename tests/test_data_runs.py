@@ -13,7 +13,7 @@ from tests.support.tiny import TEXT
 
 PLAIN = f"data.template={ROOT / 'train' / 'data' / 'plain_chat.jinja'}"
 SMALL = typed("""
-    target=hf recipe=embedded target.device=cpu length=64 self_generated_tokens=0
+    target=hf preset=test_model target.device=cpu length=64 self_generated_tokens=0
     trainer.max_steps=6 trainer.logging_steps=1 trainer.warmup_steps=2
     evaluate.prompts=2 evaluate.timed_prompts=1 evaluate.prompt_tokens=32 evaluate.new_tokens=8 evaluate.eval_steps=0
 """)

@@ -48,7 +48,7 @@ def small() -> Target:
 
 
 def medusa(target: Target) -> StaticTree:
-    return StaticTree(MedusaHead.for_target(target, depth=3).eval(), target, nodes=9)
+    return StaticTree(MedusaHead.for_target(target, num_heads=3).eval(), target, nodes=9)
 
 
 DRAFTERS = {

@@ -86,7 +86,7 @@ def test_logits_that_are_not_numbers_end_their_row_alone(target, alone, monkeypa
 
 def test_the_place_of_a_broken_row_is_clean(target, alone, monkeypatch):
     """All that is read in it is not a number; the last row takes it, and a late request joins at the end."""
-    head = Eagle3Head.for_target(target, depth=3).eval()
+    head = Eagle3Head.for_target(target, ttt_steps=3).eval()
     engine = Engine(target, DynamicTree(head, target, nodes=8, depth=3, width=2, min_probability=0))
     late, read, now = Request(ids(3, 9), max_new_tokens=9), type(target).forward, [0]
     expected, _ = run(Engine(target), [late])

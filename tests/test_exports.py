@@ -50,10 +50,10 @@ CHANGES = {
     "medusa": WHOLE,
     "hydra": WHOLE,
     "hydra_pp": WHOLE | {"mlp_layers": 2},
-    "eagle3 of other layers": {"kind": "eagle3", "layers": [1, 3, 5]},
-    "eagle3 of two layers": {"kind": "eagle3", "layers": [1, 5]},
-    "eagle3 of the embedding": {"kind": "eagle3", "layers": [0, 3, 5]},
-    "eagle3 from layer 1 on": {"kind": "eagle3", "layers": [1, 4, 6]},
+    "eagle3 of other layers": {"kind": "eagle3", "target_layer_ids": [1, 3, 5]},
+    "eagle3 of two layers": {"kind": "eagle3", "target_layer_ids": [1, 5]},
+    "eagle3 of the embedding": {"kind": "eagle3", "target_layer_ids": [0, 3, 5]},
+    "eagle3 from layer 1 on": {"kind": "eagle3", "target_layer_ids": [1, 4, 6]},
     "medusa pruned": {"kind": "medusa", "draft_vocab_size": 250},
 }
 ROUND = [(kind, name) for kind, formats in FORMATS.items() for name in formats.split()]
@@ -143,7 +143,7 @@ def test_what_an_engine_cannot_draft_with_is_not_written(deep, kind, name, messa
 
 
 def test_layers_that_zankners_code_would_tie_are_not_written(deep):
-    head = HydraHead.for_target(deep, depth=2, mlp_layers=4, prefix=True)
+    head = HydraHead.for_target(deep, num_heads=2, mlp_layers=4, prefix=True)
     engines.hydra(head, deep)  # still alike, all of them
     with torch.no_grad():
         head.hydra_mlp[1][5].linear.bias.add_(1)

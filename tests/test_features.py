@@ -50,7 +50,7 @@ def read(target: Target, path: Path, dtype: str) -> tuple[torch.Tensor, torch.Te
 
 def head(target: Target) -> Eagle3Head:
     torch.manual_seed(0)
-    return Eagle3Head.for_target(target, depth=2, layers=LAYERS)
+    return Eagle3Head.for_target(target, ttt_steps=2, target_layer_ids=LAYERS)
 
 
 def hidden(target: Target) -> tuple[torch.Tensor, torch.Tensor]:

@@ -164,7 +164,7 @@ def test_an_engine_that_stays_away_is_named(given: list[str], tiny_path: Path, t
 
 
 def test_an_engine_of_other_layers_is_refused(given: list[str], engine: tuple[str, Path], here):
-    said = complaint(here(*given, *served(engine[0]), "head.layers=[1,2,4]", "output_dir=out"))
+    said = complaint(here(*given, *served(engine[0]), "head.target_layer_ids=[1,2,4]", "output_dir=out"))
     assert said.startswith(f"features.url={engine[0]} gives layers [1, 3, 4, 6] and the head needs [1, 2, 4, 6]: start")
 
 

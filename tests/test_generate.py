@@ -84,7 +84,7 @@ def test_settings_beyond_the_vocabulary_have_a_defined_result(target):
     settings = {"temperature": 1.0, "max_new_tokens": 12, "eos_token_id": -1, "seed": 0}
     plain = generate(target, None, prompt(5), **settings).new_tokens
     assert generate(target, None, prompt(5), top_k=10_000, **settings).new_tokens == plain
-    head = Eagle3Head.for_target(target, depth=3, draft_vocab_size=3, counts=torch.arange(target.vocab_size))
+    head = Eagle3Head.for_target(target, ttt_steps=3, draft_vocab_size=3, counts=torch.arange(target.vocab_size))
     wide = DynamicTree(head.eval(), target, nodes=64, depth=3, width=10_000, min_probability=0)
     assert generate(target, wide, prompt(5), **settings).new_tokens == plain
 

@@ -50,7 +50,7 @@ def test_a_stopped_run_is_continued(target: Target, tiny_path: Path, tmp_path: P
 
 
 def test_a_chat_answers_line_by_line(tmp_path: Path):
-    """The embedded target, whose chat template it is; stdin is no terminal here."""
+    """The test model, whose chat template it is; stdin is no terminal here."""
     typed = "def add(a, b):\n\n/new\ndef add(a, b):\n" + "word " * 3000 + "\nmore\n/quit\nnever read\n"
     ended = program("chat", "max_new_tokens=6", "colour=true", cwd=tmp_path, typed=typed)
     assert ended.code == 0, ended.err

@@ -136,8 +136,8 @@ REFUSED = [
     ("xpress", {}, "reads no xpress"),
     ("mtp", {}, "those of Qwen3.5 alone, .* of a target of type llama, without these: train head=eagle3"),
     ("eagle3_1", {}, "llama.cpp knows no fc_norm, norm_output"),
-    ("eagle3", {"layers": [2, 5]}, r"fuses three layers, and this head reads hidden states \[2, 5\]"),
-    ("eagle3", {"layers": [2, 5, 16]}, r"the last hidden state \(16\) before its norm"),
+    ("eagle3", {"target_layer_ids": [2, 5]}, r"fuses three layers, and this head reads hidden states \[2, 5\]"),
+    ("eagle3", {"target_layer_ids": [2, 5, 16]}, r"the last hidden state \(16\) before its norm"),
     ("dflash anchor first", {}, "drafts in place, and this head anchor first"),
     ("dflash", {"window": 6}, r"sliding layers alone \(head.window=6\)"),
     (

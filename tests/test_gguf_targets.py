@@ -78,7 +78,7 @@ def test_a_changed_file_is_another_target(file, model, words):
 
 def test_a_head_says_which_file_its_target_came_from(file, tmp_path):
     target = Target.from_pretrained(file, dtype="float32")
-    head = Eagle3Head.for_target(target, depth=2)
+    head = Eagle3Head.for_target(target, ttt_steps=2)
     save_head(head, tmp_path / "head", target)
     recorded = read_config(tmp_path / "head")["foredraft"]["target"]
     assert recorded["name"] == str(file) and recorded["gguf"] == target.gguf

@@ -123,7 +123,7 @@ def test_the_begin_and_the_end_of_training_change_neither_drafts_nor_weights(fre
 def test_an_optimizers_step_counts_alike_for_hidden_states_of_all_sizes(fresh, kind: str):
     for layer in fresh.model.model.layers[2:]:  # their outputs are far larger than those of the first two
         layer.mlp.down_proj.weight.data *= 50
-    head = make_head(kind, fresh, layers=[1, 4])
+    head = make_head(kind, fresh, target_layer_ids=[1, 4])
     hidden = llama_config.probe(fresh, head.layers)
     small, large = hidden.chunk(2, dim=-1)
     assert large.std() > 30 * small.std()
@@ -220,7 +220,7 @@ def test_a_draft_model_does_not_begin_with_packed_layers(fresh):
     with pytest.raises(
         ValueError, match=r"layers\.0\.mlp\.down_proj\.weight is packed: load the target unquantised, or give"
     ):
-        DraftModelHead.for_target(fresh, num_layers=1)
+        DraftModelHead.for_target(fresh, num_hidden_layers=1)
 
 
 def test_gate_sees_rope_that_the_files_do_not_tell(target, tmp_path):

@@ -104,7 +104,7 @@ def train(tiny_path, tmp_path, here):
     for number in range(4):
         (texts / f"{number}.txt").write_text(TEXT[: 1200 + 7 * number])
     small = typed(f"""
-        target=hf recipe=embedded target.path={tiny_path} target.device=cpu target.dtype=float32
+        target=hf preset=test_model target.path={tiny_path} target.device=cpu target.dtype=float32
         data=text data.path={texts} self_generated_tokens=0 length=64 trainer.max_steps=3 trainer.bf16=false
         evaluate.prompts=2 evaluate.prompt_tokens=16 evaluate.new_tokens=16 evaluate.eval_steps=0
         evaluate.timed_prompts=1 output_dir=out
@@ -151,14 +151,14 @@ def test_medusa2_ends_with_adapter_heads_and_a_warning(train):
 
 
 def test_a_draft_model_is_trained_like_any_head(train):
-    directory = train("head=draft_model", "loss=total_variation", "head.lora_rank=4", "optimizer=adamw")
+    directory = train("head=draft_model", "loss=total_variation", "head.lora_r=4", "optimizer=adamw")
     metrics = json.loads((directory / "metrics.json").read_text())
     assert metrics["head"] == "draft_model" and metrics["identical_greedy"] == 1.0
     LlamaForCausalLM.from_pretrained(directory / "head")
 
 
 def test_uno_ends_with_an_adapter_for_drafts_alone(train):
-    directory = train("head=uno", "head.depth=3", "head.rank=2")
+    directory = train("head=uno", "head.depth=3", "head.lora_r=2")
     files = {file.name for file in (directory / "head").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json"} <= files and "model.safetensors" not in files
     assert "The target's text changes" not in (directory / "head" / "README.md").read_text()

@@ -131,7 +131,7 @@ def test_a_draft_model_with_more_tokens_than_its_target_drafts_those_of_the_targ
 def test_the_first_layers_of_a_target_of_different_ends_are_a_draft_model(end: str, fresh: Target, tmp_path) -> None:
     plain = generate(fresh, None, PROMPT, **LIMITS).new_tokens
     target = taller(fresh, end)
-    head = DraftModelHead.for_target(target, num_layers=1)
+    head = DraftModelHead.for_target(target, num_hidden_layers=1)
     assert head.logits(torch.zeros(1, 1, target.hidden_size), 0).shape[-1] == target.vocab_size
     save_head(head, tmp_path / "head", target)
     drafter = drafter_for(load_head(tmp_path / "head", target), target)

@@ -39,7 +39,9 @@ def row_each(documents: list[Document]) -> Rows:
 def learned(target: Target) -> DistillationModel:
     """A head that has learned a little."""
     torch.manual_seed(0)
-    model = DistillationModel(Eagle3Head.for_target(target, depth=DEPTH, draft_vocab_size=None), target, losses.soft)
+    model = DistillationModel(
+        Eagle3Head.for_target(target, ttt_steps=DEPTH, draft_vocab_size=None), target, losses.soft
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rows = row_each(written(target, 32, seed=1))
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

@@ -34,7 +34,7 @@ def disturb(target: Target) -> None:
 def saved_medusa2(tiny_path: Path, directory: Path) -> None:
     """A head of 2 depths with an adapter as after some training."""
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
-    head = Medusa2Head.for_target(target, depth=2)
+    head = Medusa2Head.for_target(target, num_heads=2)
     disturb(target)
     save_head(head, directory, target)
 
@@ -55,7 +55,7 @@ def test_a_new_adapter_changes_nothing_and_a_trained_one_the_text(fresh):
 
 
 def test_heads_learn_alone_first_and_then_all_of_it(fresh):
-    distillation = JointDistillation(Medusa2Head.for_target(fresh, depth=2), fresh, soft, heads_only=0.5)
+    distillation = JointDistillation(Medusa2Head.for_target(fresh, num_heads=2), fresh, soft, heads_only=0.5)
     text = batch(20, 12)
     distillation.progress = 0.4
     distillation(*text).loss.backward()
@@ -73,7 +73,7 @@ def test_heads_learn_alone_first_and_then_all_of_it(fresh):
 def test_the_adapted_target_is_held_to_what_it_said(fresh):
     """With the heads' loss left out, the joint loss is the divergence, zero before anything is learnt."""
     distillation = JointDistillation(
-        Medusa2Head.for_target(fresh, depth=2), fresh, soft, heads_only=0.0, head_weight=0.0
+        Medusa2Head.for_target(fresh, num_heads=2), fresh, soft, heads_only=0.0, head_weight=0.0
     )
     text = batch(20, 12)
     assert distillation(*text).loss.item() == pytest.approx(0.0, abs=1e-6)
@@ -106,7 +106,7 @@ def test_decoding_merges_the_adapter_and_another_head_finds_it_apart(fresh, tiny
 
 
 def test_heads_learn_faster_than_the_adapter(fresh):
-    distillation = JointDistillation(Medusa2Head.for_target(fresh, depth=2), fresh, soft)
+    distillation = JointDistillation(Medusa2Head.for_target(fresh, num_heads=2), fresh, soft)
     ids = {id(parameter) for parameter in distillation.adapter.parameters()}
     for build in (adamw, muon):
         optimizer = build(distillation, {fresh.vocab_size}, 1e-3, (0.9, 0.95), head_multiplier=4.0)
@@ -122,12 +122,12 @@ def test_stored_features_of_a_frozen_target_are_refused_at_the_start(here, kind)
 
 def test_joint_training_needs_an_adapter(fresh):
     with pytest.raises(ValueError, match="head=medusa puts none on it: head=medusa2"):
-        JointDistillation(MedusaHead.for_target(fresh, depth=2), fresh, soft)
+        JointDistillation(MedusaHead.for_target(fresh, num_heads=2), fresh, soft)
 
 
 def test_adapter_and_heads_are_saved_and_come_back(fresh, tiny_path, tmp_path):
     original = text_of(fresh)
-    head = Medusa2Head.for_target(fresh, depth=2).eval()
+    head = Medusa2Head.for_target(fresh, num_heads=2).eval()
     disturb(fresh)
     adapted, logits = text_of(fresh), fresh.forward(IDS).logits
     assert adapted != original
@@ -146,8 +146,8 @@ def test_adapter_and_heads_are_saved_and_come_back(fresh, tiny_path, tmp_path):
 
 def test_a_head_that_knows_no_adapter_is_refused_on_an_adapted_target(fresh, tiny_path, tmp_path):
     plain = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
-    save_head(MedusaHead.for_target(plain, depth=2), tmp_path, plain)
-    Medusa2Head.for_target(fresh, depth=2)
+    save_head(MedusaHead.for_target(plain, num_heads=2), tmp_path, plain)
+    Medusa2Head.for_target(fresh, num_heads=2)
     with pytest.raises(ValueError, match="has an adapter on it"):
         load_head(tmp_path, fresh)
 
@@ -157,7 +157,7 @@ def test_a_head_that_knows_no_adapter_is_refused_on_an_adapted_target(fresh, tin
 
 @pytest.mark.parametrize("lora_rank", [None, 4])
 def test_a_tuned_draft_model_is_saved_as_a_model(fresh, tmp_path, lora_rank):
-    head = DraftModelHead.for_target(fresh, num_layers=2, lora_rank=lora_rank).train()
+    head = DraftModelHead.for_target(fresh, num_hidden_layers=2, lora_r=lora_rank).train()
     learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
     assert (len(learning) < len(list(head.parameters()))) == (lora_rank is not None)
     stored = [tensor.data_ptr() for tensor in head.state_dict().values()]
@@ -204,7 +204,7 @@ def test_casts_leave_rotary_frequencies_alone(fresh):
 
 def test_a_draft_model_has_fewer_layers(fresh):
     with pytest.raises(ValueError, match=r"head\.num_layers=6 must lie between 1 and 5"):
-        DraftModelHead.for_target(fresh, num_layers=6)
+        DraftModelHead.for_target(fresh, num_hidden_layers=6)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(fresh, tiny_path, tmp_path):
@@ -222,7 +222,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(fresh, tiny_path, tmp_pa
 
 def test_an_adapter_is_loaded_with_a_medusa_2_head_that_fits_and_with_no_other(fresh, target, tiny_path, tmp_path):
     saved_medusa2(tiny_path, tmp_path / "medusa2")
-    save_head(MedusaHead.for_target(target, depth=2), tmp_path / "medusa", target)
+    save_head(MedusaHead.for_target(target, num_heads=2), tmp_path / "medusa", target)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(tmp_path / "medusa2" / name, tmp_path / "medusa")
     config = json.loads((tmp_path / "medusa2" / "config.json").read_text())

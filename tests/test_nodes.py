@@ -271,7 +271,7 @@ def test_the_pods_of_the_manifest_find_each_other_and_their_volume(manifest: dic
     mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     assert "persistentVolumeClaim" in mounted["/data"] and "emptyDir" in mounted["/dev/shm"]
     assert all(args[key].startswith("/data/") for key in ("data.path", "output_dir"))
-    assert (ROOT / f"conf/experiment/{args['experiment']}.yaml").is_file()
+    assert (ROOT / f"conf/recipe/{args['recipe']}.yaml").is_file()
     assert f"\nUSER {template['securityContext']['fsGroup']}\n" in (ROOT / "scripts/docker/Dockerfile").read_text()
 
 

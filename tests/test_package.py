@@ -15,7 +15,7 @@ from foredraft.__main__ import PROGRAMS
 from tests.support import typed
 
 ROOT = Path(__file__).resolve().parent.parent
-CPU = ["target=embedded", "target.device=cpu", "target.dtype=float32"]
+CPU = ["target=test_model", "target.device=cpu", "target.dtype=float32"]
 THREE_STEPS = typed("""
     head=medusa data.max_files=4 length=64 self_generated_tokens=0 output_dir=out
     trainer.max_steps=3 trainer.logging_steps=1 trainer.warmup_steps=1 trainer.per_device_train_batch_size=2
@@ -78,7 +78,7 @@ def foredraft(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
 
 @pytest.fixture(scope="module")
 def trained(foredraft: Program) -> subprocess.CompletedProcess[str]:
-    """Three steps on the embedded target; the head is in out/head of the folder where `foredraft` runs."""
+    """Three steps on the test model; the head is in out/head of the folder where `foredraft` runs."""
     return foredraft("train", *CPU, *THREE_STEPS)
 
 
@@ -103,16 +103,16 @@ def test_every_module_config_template_and_target_is_in_it(wheel: Path):
         *(ROOT / "scripts").glob("*.py"),
     ]
     wanted += [*(ROOT / "scripts" / "targets").glob("*.json")]
-    embedded = ROOT / "scripts" / "embedded_target"
+    embedded = ROOT / "scripts" / "test_model"
     wanted += [*embedded.rglob("*.safetensors"), *embedded.glob("*.json"), *embedded.glob("*.jinja")]
     assert {in_wheel(path) for path in wanted} | {"foredraft/__init__.py", "foredraft/py.typed"} <= there
     assert [name for name in there if name.endswith("/licenses/NOTICE")]
     assert not [name for name in there if "/bench/" in name]
 
 
-def test_the_embedded_target_has_the_plain_chat_template():
+def test_the_test_model_has_the_plain_chat_template():
     plain = ROOT / "train" / "data" / "plain_chat.jinja"
-    assert (ROOT / "scripts" / "embedded_target" / "chat_template.jinja").read_bytes() == plain.read_bytes()
+    assert (ROOT / "scripts" / "test_model" / "chat_template.jinja").read_bytes() == plain.read_bytes()
 
 
 def test_help_lists_every_command(foredraft: Program):
@@ -143,7 +143,7 @@ def test_a_training(foredraft: Program, trained: subprocess.CompletedProcess[str
 
 def test_lossless_and_export_with_the_trained_head(foredraft: Program, trained: subprocess.CompletedProcess[str]):
     few = ["prompts=1", "prompt_tokens=16", "new_tokens=8", "dtype=float32"]
-    proved = foredraft("lossless", "target=embedded", "target.device=cpu", "drafter=out/head", *few)
+    proved = foredraft("lossless", "target=test_model", "target.device=cpu", "drafter=out/head", *few)
     assert proved.returncode == 0 and proved.stdout.endswith("lossless\n"), proved
     exported = foredraft("export", "head=out/head", "format=medusa", "output_dir=exported", "target.device=cpu")
     assert exported.returncode == 0 and "parity gate passed" in exported.stdout, exported

@@ -49,7 +49,7 @@ def test_planned_bytes_are_those_of_a_real_step(
         monkeypatch.setattr("foredraft.train.module.CHUNK", 16)
         monkeypatch.setattr("foredraft.train.module.ROWS", 16)
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
-    head = Eagle3Head.for_target(target, depth=4, draft_vocab_size=128, counts=torch.ones(target.vocab_size).long())
+    head = Eagle3Head.for_target(target, ttt_steps=4, draft_vocab_size=128, counts=torch.ones(target.vocab_size).long())
     distillation = DistillationModel(head, target, soft)
     for parameter in distillation.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -169,7 +169,7 @@ def test_a_target_may_be_named_without_its_group():
     assert spelled_out("drafter=ORG/NAME+suffix") == ["drafter=union", "drafter.spec=ORG/NAME+suffix"]
     assert [spelled_out(word) for word in ("target=hf", "gpus=8")] == [["target=hf"], ["gpus=8"]]
     assert named_target(["target.path=FILE.gguf", "length=64"]) == ["target=hf"]
-    for arguments in (["target=smollm2", "target.path=FILE.gguf"], ["experiment=x", "target.path=y"], ["length=64"]):
+    for arguments in (["target=smollm2", "target.path=FILE.gguf"], ["recipe=x", "target.path=y"], ["length=64"]):
         assert named_target(arguments) == []
     assert named_target(["target.path=ORG/NAME"], CONF / "publish") == []
 

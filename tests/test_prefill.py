@@ -36,26 +36,28 @@ def drafter(name: str, target: Target) -> Drafter | None:
     torch.manual_seed(3)
 
     def eagle() -> DynamicTree:
-        head = Eagle3Head.for_target(target, depth=3).eval()
+        head = Eagle3Head.for_target(target, ttt_steps=3).eval()
         for parameter in head.layer.parameters():  # it starts as the identity, whatever it has read
             torch.nn.init.normal_(parameter, std=0.3)
         return DynamicTree(head, target, nodes=8, depth=3, width=2, min_probability=0)
 
     def chain() -> DynamicTree:
-        return DynamicTree(Eagle3Head.for_target(target, depth=2).eval(), target, nodes=3, depth=2, min_probability=0)
+        return DynamicTree(
+            Eagle3Head.for_target(target, ttt_steps=2).eval(), target, nodes=3, depth=2, min_probability=0
+        )
 
     def model() -> DraftModel:
         return DraftModel(target, target, nodes=5, depth=3, width=2, min_probability=0)
 
     def block() -> BlockTree:
-        head = DFlashHead.for_target(target, block_size=4, num_layers=2).eval()
+        head = DFlashHead.for_target(target, block_size=4, num_hidden_layers=2).eval()
         for parameter in head.blocks.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
         return BlockTree(head, target, nodes=8)
 
     return {
         "plain": lambda: None,
-        "medusa": lambda: StaticTree(MedusaHead.for_target(target, depth=3).eval(), target, nodes=6),
+        "medusa": lambda: StaticTree(MedusaHead.for_target(target, num_heads=3).eval(), target, nodes=6),
         "eagle3": eagle,
         "chain": chain,
         "dflash": block,

@@ -77,7 +77,7 @@ def test_what_it_makes_of_a_text_does_not_depend_on_what_is_read_beside_it(packe
 def test_drafting_changes_nothing(packed, temperature):
     settings = {"max_new_tokens": 24, "eos_token_id": -1, "temperature": temperature, "seed": 0}
     plain = generate(packed, None, prompt(), **settings).new_tokens
-    medusa, eagle = MedusaHead.for_target(packed, depth=3).eval(), Eagle3Head.for_target(packed, depth=3).eval()
+    medusa, eagle = MedusaHead.for_target(packed, num_heads=3).eval(), Eagle3Head.for_target(packed, ttt_steps=3).eval()
     for drafter in (
         NgramDrafter(),
         drafter_for(medusa, packed, nodes=6),
@@ -87,7 +87,7 @@ def test_drafting_changes_nothing(packed, temperature):
 
 
 def test_a_head_of_it_is_saved_and_loaded(packed, tmp_path):
-    head = Eagle3Head.for_target(packed, depth=2)
+    head = Eagle3Head.for_target(packed, ttt_steps=2)
     save_head(head, tmp_path, packed)
     again = load_head(tmp_path, packed)
     for name, tensor in head.state_dict().items():

@@ -11,7 +11,6 @@ import pytest
 
 from foredraft import __main__ as foredraft
 from foredraft.heads import Target, save_head
-from foredraft.train.config_check import RENAMED_KEYS
 from tests.support import ROOT
 from tests.support.head_factory import make_head
 
@@ -74,11 +73,7 @@ def program(words: list[str]) -> tuple[str | None, list[str]]:
         return "foredraft.train.run", words[script + 1 :]
     if first == "bash" and words[1] == "scripts/demo.sh":
         return "foredraft.train.run", words[2:]
-    if (
-        first == "python"
-        and words[1].endswith(".py")
-        and not words[1].startswith(("scripts/embedded_target", "tests/"))
-    ):
+    if first == "python" and words[1].endswith(".py") and not words[1].startswith(("scripts/test_model", "tests/")):
         return f"foredraft.{words[1].removesuffix('.py').replace('/', '.')}", words[2:]
     return None, []
 
@@ -99,12 +94,6 @@ def test_the_python_of_the_readme_runs(tiny_path: Path, target: Target, tmp_path
 def test_links_and_pictures_exist(document: Path) -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", document.read_text())
     assert not [link for link in links if not (document.parent / link).exists()]
-
-
-def test_renamed_keys_are_in_the_changelog() -> None:
-    rows = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("| ")]
-    for old, new in RENAMED_KEYS.items():
-        assert any(f"`{old}`" in row and f"`{new}`" in row for row in rows), f"{old} -> {new}"
 
 
 def test_every_extra_is_explained() -> None:

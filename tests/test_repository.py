@@ -31,7 +31,7 @@ def test_the_checkout_stays_small():
 
 def test_one_trained_head_is_tracked():
     heads = {path.rsplit("/", 1)[0] for _, path in tracked() if path.endswith("model.safetensors")}
-    assert heads == {"scripts/embedded_target", "scripts/smollm2/eagle3"}
+    assert heads == {"scripts/test_model", "scripts/smollm2/eagle3"}
 
 
 def test_the_package_consists_of_links():

@@ -30,9 +30,9 @@ from tests.support import typed
 from tests.support.processes import Ended, complaint, end, program, until
 
 SMALL = typed("""
-    head=auto heads=[eagle3,broken,medusa,hass] "+candidates.broken=['head=eagle3','head.layers=[70]']"
+    head=auto heads=[eagle3,broken,medusa,hass] "+candidates.broken=['head=eagle3','head.target_layer_ids=[70]']"
     budget=32steps judge={prompts:2,new_tokens:8,repeats:1} output_dir=out
-    data=text target=hf recipe=embedded optimizer=adamw target.device=cpu length=64 self_generated_tokens=600
+    data=text target=hf preset=test_model optimizer=adamw target.device=cpu length=64 self_generated_tokens=600
     trainer.per_device_train_batch_size=4 trainer.warmup_steps=2 trainer.logging_steps=1 trainer.learning_rate=0.001
     evaluate={prompts:2,timed_prompts:1,prompt_tokens:16,new_tokens:8,eval_prompts:1,eval_steps:0,proof:false}
 """)
@@ -190,7 +190,7 @@ def check_results(directory: Path) -> None:
     candidates = found["candidates"]
     assert candidates["hass"]["dropped"].startswith("round 1: 2.7 ± ") and candidates["medusa"]["dropped"] is None
     assert "round 2: " in candidates["eagle3"]["dropped"] and "medusa, which won" in candidates["eagle3"]["dropped"]
-    assert candidates["broken"]["dropped"].startswith("failed: head.layers=[70] must ascend within")
+    assert candidates["broken"]["dropped"].startswith("failed: head.target_layer_ids=[70] must ascend within")
     assert sum(one["steps"] for one in candidates.values()) == 32 and candidates["medusa"]["steps"] > 16
     first = found["rounds"][0]["found"]["medusa"]
     assert first["acceptance_length"] >= 1 and first["speedup"] > 3.9

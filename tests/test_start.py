@@ -27,7 +27,7 @@ SHORT = [*SMALL_EAGLE3, ONE, "trainer.max_steps=2", "evaluate.eval_steps=0"]
 @pytest.fixture(scope="module")
 def published(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(7)
-    head = Eagle3Head.for_target(target, depth=3, draft_vocab_size=96, counts=torch.arange(target.vocab_size))
+    head = Eagle3Head.for_target(target, ttt_steps=3, draft_vocab_size=96, counts=torch.arange(target.vocab_size))
     save_head(head, path := tmp_path_factory.mktemp("published"), target)
     return path
 
@@ -36,7 +36,7 @@ def test_a_run_begins_with_the_weights_and_the_vocabulary_of_another_head(
     here, tiny_path: Path, folder: Path, published: Path, tmp_path: Path
 ):
     given = [*SHORT, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", f"init_from={published}"]
-    ended = here(*given, "trainer.learning_rate=0.0", "optimizer=adamw", "head.depth=2")
+    ended = here(*given, "trainer.learning_rate=0.0", "optimizer=adamw", "head.ttt_steps=2")
     assert ended.code == 0, ended.err
     before, after = (load_file(path / "model.safetensors") for path in (published, tmp_path / "out/head"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)

@@ -135,7 +135,7 @@ def test_a_target_may_read_tokens_that_it_never_writes(tmp_path):
     assert target.vocab_size == written
     prompt = torch.arange(3, 12)[None]
     theirs = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
-    head = Eagle3Head.for_target(target, depth=3, layers=[0, 1])
+    head = Eagle3Head.for_target(target, ttt_steps=3, target_layer_ids=[0, 1])
     settings = {"max_new_tokens": 12, "eos_token_id": -1}
     assert (
         generate(target, drafter_for(head.eval(), target), prompt, **settings).new_tokens[0] == theirs[0, 9:].tolist()

@@ -63,16 +63,17 @@ def bfloat16_products() -> bool:
 
 
 def for_demo(target: str, demo: str, other: str) -> str:
-    """The choice of a group for the embedded target, or for all others."""
-    return demo if target == "embedded" else other
+    """The choice of a group for the test model, or for all others."""
+    return demo if target == "test_model" else other
 
 
-def recipe_for(target: str, data: str, experiment: str | None) -> str:
-    """The choice of conf/recipe where none is named. Without a GPU a head learns for hours, not for days as a published
-    experiment does."""
-    if target == "smollm2" or (target == "hf" and data != "accepted" and experiment is None and not has_gpu()):
-        return "hours"
-    return for_demo(target, "embedded_log", target) if data == "accepted" else target
+def preset_for(target: str, data: str, recipe: str | None) -> str:
+    """Return the choice of conf/preset if none is typed. Without a GPU a head learns for hours, not for days as in a
+    published recipe."""
+    if target == "test_model":
+        return "test_model_log" if data == "accepted" else "test_model"
+    small = target == "hf" and data != "accepted" and recipe is None and not has_gpu()
+    return "cpu" if small or target == "smollm2" else "gpu"
 
 
 def unless_typed(key: str, value: float) -> float:
@@ -86,12 +87,12 @@ def data_for(target: str) -> str:
     return "self" if target == "smollm2" else for_demo(target, "stdlib", "conversations")
 
 
-def optimizer_for(recipe: str) -> str:
+def optimizer_for(preset: str) -> str:
     """The choice of conf/optimizer where none is named: Muon where a head learns for minutes or hours."""
-    return "muon" if recipe in ("embedded", "hours") else "adamw"
+    return "muon" if preset in ("test_model", "cpu") else "adamw"
 
 
-for resolver in (shipped, bfloat16_products, for_demo, recipe_for, data_for, optimizer_for, unless_typed):
+for resolver in (shipped, bfloat16_products, for_demo, preset_for, data_for, optimizer_for, unless_typed):
     OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 # What every program wants of Hydra: no folder and no log of its own. In a sweep it writes outputs/multirun.yaml.
 BASE = hydra_conf.HydraConf(run=hydra_conf.RunDir("."), sweep=hydra_conf.SweepDir("outputs", "."), output_subdir=None)
@@ -306,10 +307,10 @@ def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> li
 
 
 def named_target(arguments: list[str], folder: Path = CONF) -> list[str]:
-    """target=hf where there is a target.path of one's own and nothing says what kind of target it is: the embedded target's
-    recipe would not suit it."""
+    """target=hf where there is a target.path of one's own and nothing says what kind of target it is: the test model's
+    preset would not suit it."""
     keys = {argument.partition("=")[0] for argument in arguments}
-    given = keys & {"target", "experiment", "--config-name", "-cn"}
+    given = keys & {"target", "recipe", "--config-name", "-cn"}
     return ["target=hf"] if "target.path" in keys and not given and (folder / "target").is_dir() else []
 
 

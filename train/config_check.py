@@ -30,6 +30,8 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from foredraft.train.renamed_keys import new_choice, new_key
+
 KINDS = {
     bool: "true or false",
     int: "a whole number",
@@ -39,8 +41,6 @@ KINDS = {
     dict: "a group of keys",
     type(None): "null",
 }
-RENAMED = {"data": dict.fromkeys(("jsonl", "parquet", "hub"), "conversations")}  # what earlier versions called a choice
-RENAMED_KEYS = {"objective": "criterion", "criterion.starts": "criterion.anchors", "max_rows": "max_num_seqs"}  # a key
 
 
 class Plan(NamedTuple):
@@ -102,8 +102,15 @@ def check(config_name: str, overrides: list[str], number: int) -> tuple[str | No
             key, _, value = line.partition("=")
             raise HydraException(f"{line} is a sweep, which needs -m; a list is written {key}=[{value}]")
     values = [override for override in parsed if is_value(override)]
+    for override in parsed:
+        options = GlobalHydra.instance().config_loader().get_group_options(override.key_or_group, None)
+        if override.value() not in options and (renamed := new_choice(override.key_or_group, override.value())):
+            raise HydraException(renamed)
     base = compose(config_name, [str(override.input_line) for override in parsed if override not in values], number)
     known = dict(flat(base))
+    for override in values:
+        if renamed := new_key(override.key_or_group, known):
+            raise HydraException(renamed)
     try:
         final = compose(config_name, overrides, number) if values else base
     except ConfigCompositionException as error:
@@ -144,7 +151,7 @@ def compose(config_name: str, overrides: list[str], number: int) -> DictConfig:
         known = GlobalHydra.instance().config_loader().get_group_options(group) if group else []
         if not known:
             raise
-        near = RENAMED.get(group, {}).get(option) or nearest(option, known)
+        near = nearest(option, known)
         hint = f"; did you mean {group}={near}?" if near else "."
         raise HydraException(f"{group}={option} is not known{hint} Known: {', '.join(sorted(known))}.") from None
     with open_dict(cfg):
@@ -189,9 +196,6 @@ def check_call(key: str, node: DictConfig) -> None:
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    for old, new in RENAMED_KEYS.items():
-        if f"{key}.".startswith(f"{old}.") and new in known:
-            return f"{old} is now called {new}: {new}{key.removeprefix(old)}=..."
     near = nearest(key, known)
     if near:
         return f"{key} is not known; did you mean {near}?"

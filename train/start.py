@@ -19,7 +19,9 @@ def init_from(path: str, head: DraftHead, target: Target) -> DraftHead:
     if isinstance(found, RecurrentHead) and found.limit is None:
         found.depth = head.depth  # its weights are the same for all depths
     elif found.depth != head.depth:
-        raise ValueError(f"init_from={path} drafts {found.depth} tokens, and head.depth={head.depth}: give the same")
+        raise ValueError(
+            f"init_from={path} drafts {found.depth} tokens, and this head {head.depth}: set head.{head.depth_key}"
+        )
     if isinstance(found, EagleHead) and isinstance(head, EagleHead):
         found.noise = head.noise
     return found.to(torch.float32).train().requires_grad_(True)

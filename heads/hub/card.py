@@ -132,7 +132,7 @@ def front_matter(head: dict) -> dict[str, Any]:
     fields: dict[str, Any] = {"library_name": "foredraft", "pipeline_tag": "text-generation"}
     try:
         validate_repo_id(head["target"])
-        if not Path(head["target"]).exists():  # scripts/embedded_target is a directory, and looks like a Hub id
+        if not Path(head["target"]).exists():  # scripts/test_model is a directory, and looks like a Hub id
             fields["base_model"] = head["target"]
     except HFValidationError:
         pass  # a path on somebody's disk: the Hub refuses a card that names it as its base model

@@ -53,7 +53,7 @@ class Sample(NamedTuple):
 
 
 class RunRecord(NamedTuple):
-    title: str  # "eagle3 for scripts/embedded_target"
+    title: str  # "eagle3 for scripts/test_model"
     metrics: dict  # the content of metrics.json
     history: list[dict]  # {"step", "loss", "acc_1", ..} of the log, {"step", "acceptance_length"} of the evaluations
     samples: list[Sample]

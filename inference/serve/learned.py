@@ -84,7 +84,7 @@ def train_overrides(head: DraftHead) -> list[str]:
     """Return arguments of `foredraft train` to continue the training of a head."""
     more = ["data.rejection_weight=1"] if isinstance(head, BlockHead) else []
     few = ["evaluate.eval_steps=0", "evaluate.prompts=16", "evaluate.new_tokens=64", "evaluate.timed_prompts=1"]
-    depth = [f"head.depth={head.depth}"]
+    depth = [f"head.{head.depth_key}={head.depth}"] if head.depth_key else []
     if isinstance(head, DFlashHead):
         depth = [
             f"head.block_size={head.block_size}",

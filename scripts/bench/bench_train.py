@@ -118,7 +118,7 @@ def train_baseline(cfg: DictConfig, target: Target, tokens: torch.Tensor, of_kin
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         counts = torch.ones(target.vocab_size, dtype=torch.int64)
-        layers = list(cfg.head.layers or instantiate(cfg.head, target=target, counts=counts).layers)
+        layers = list(cfg.head.target_layer_ids or instantiate(cfg.head, target=target, counts=counts).layers)
         write_rows(target, layers, tokens, folder)
         command = [cfg.baseline, *([cfg.baseline_driver] if cfg.baseline_driver else ["-m", "speculators"]), "train"]
         settings = {
@@ -156,14 +156,14 @@ def baseline_settings(cfg: DictConfig) -> dict[str, Any]:
     """What speculators is told of the head, of the two kinds that are compared. Raises ValueError for another."""
     kind = HydraConfig.get().runtime.choices["head"]
     if kind == "eagle3":
-        return {"speculator-type": kind, "ttt-steps": cfg.head.depth}
+        return {"speculator-type": kind, "ttt-steps": cfg.head.ttt_steps}
     if kind == "dflash":
         return {
             "speculator-type": kind,
             "block-size": cfg.head.block_size,
-            "num-layers": cfg.head.num_layers,
+            "num-layers": cfg.head.num_hidden_layers,
             "mask-token-id": cfg.head.mask_token_id or 0,
-            "full-attention-indices": list(range(cfg.head.num_layers)),
+            "full-attention-indices": list(range(cfg.head.num_hidden_layers)),
             "max-anchors": round(cfg.criterion.anchors * cfg.length),
             "per-position-loss-weight": "fixed-exp-decay",
         }

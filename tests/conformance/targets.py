@@ -30,7 +30,7 @@ def check_target(published: dict[str, Any], new_tokens: int) -> str:
     """Raises ValueError where a user is refused. published: config.json. new_tokens: decoded per prompt. Returns how it is
     drafted for."""
     target = small_target(published)
-    heads = [kind.for_target(target, depth=3) for kind in (Eagle3Head, MedusaHead)]
+    heads = [kind.for_target(target, 3) for kind in (Eagle3Head, MedusaHead)]
     for head in heads:
         train(head, target)
     for temperature in (0.0, 1.0):

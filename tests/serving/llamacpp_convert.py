@@ -2,7 +2,7 @@
 
 python llamacpp_convert.py DIRECTORY_OF_LLAMA_CPP HEAD --target-model-dir TARGET --outtype f32 --outfile head.gguf
 
-It stops at a tokenizer that it does not know, which the embedded target's is: here that splits by the default rule, and no
+It stops at a tokenizer that it does not know, which the test model's is: here that splits by the default rule, and no
 package sentencepiece is looked for.
 """
 

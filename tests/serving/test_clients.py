@@ -23,7 +23,7 @@ pytestmark = pytest.mark.serving
 
 CLIENTS = Path(__file__).resolve().parent / "clients"
 ENVIRONMENTS = Path(os.environ.get("FOREDRAFT_CLIENTS_ENV", ROOT / ".venv-clients"))
-# Tools in Hermes' format: the embedded target's own template has none.
+# Tools in Hermes' format: the test model's own template has none.
 TEMPLATE = """{%- if tools %}{{ 'Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>\n' }}
 {%- for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
 {%- for message in messages %}{{ message.role + ": " + (message.content or "") }}

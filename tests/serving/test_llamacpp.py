@@ -3,7 +3,7 @@
     bash scripts/llamacpp_env.sh && python -m pytest -m serving tests/serving/test_llamacpp.py
 
 FOREDRAFT_LLAMACPP_ENV names the environment (default .venv-llamacpp). FOREDRAFT_SERVING_HEADS names a folder with trained
-heads of the embedded target, <kind>/head each; without it some are trained here for a few minutes.
+heads of the test model, <kind>/head each; without it some are trained here for a few minutes.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Regeneration through a real server: vLLM's CPU build serves the embedded target.
+"""Regeneration through a real server: vLLM's CPU build serves the test model.
 
 bash scripts/vllm_env.sh && python -m pytest -m serving tests/serving/test_regenerate.py
 """
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.serving
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON = Path(os.environ.get("FOREDRAFT_VLLM_ENV", ROOT / ".venv-vllm")) / "bin" / "python"
-EMBEDDED, PLAIN = ROOT / "scripts" / "embedded_target", ROOT / "train" / "data" / "plain_chat.jinja"
+EMBEDDED, PLAIN = ROOT / "scripts" / "test_model", ROOT / "train" / "data" / "plain_chat.jinja"
 ROWS = 40
 
 

@@ -3,7 +3,7 @@
     bash scripts/vllm_env.sh && python -m pytest -m serving tests/serving
 
 FOREDRAFT_VLLM_ENV names the environment (default .venv-vllm). FOREDRAFT_SERVING_HEADS names a folder with trained heads of
-the embedded target, <kind>/head each; without it some are trained here for a few minutes.
+the test model, <kind>/head each; without it some are trained here for a few minutes.
 """
 
 import json

@@ -94,13 +94,15 @@ class Oracle(Drafter):
 
 
 def drafters(target) -> dict[str, Drafter]:
-    head = Eagle3Head.for_target(target, depth=4, draft_vocab_size=200, counts=torch.arange(target.vocab_size)).eval()
+    head = Eagle3Head.for_target(
+        target, ttt_steps=4, draft_vocab_size=200, counts=torch.arange(target.vocab_size)
+    ).eval()
 
     def tree() -> DynamicTree:
         return DynamicTree(head, target, nodes=10, depth=4, width=3, min_probability=0)
 
-    block = DFlashHead.for_target(target, block_size=4, num_layers=2, layers=[1]).eval()
-    medusa = MedusaHead.for_target(target, depth=3)
+    block = DFlashHead.for_target(target, block_size=4, num_hidden_layers=2, target_layer_ids=[1]).eval()
+    medusa = MedusaHead.for_target(target, num_heads=3)
     for stack in medusa.stacks:
         torch.nn.init.normal_(stack[-1].weight, std=0.5)
     return {

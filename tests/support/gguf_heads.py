@@ -1,4 +1,4 @@
-"""Heads for the embedded target with weights that are the same on every machine, and what a GGUF file of them holds.
+"""Heads for the test model with weights that are the same on every machine, and what a GGUF file of them holds.
 
     python -m tests.support.gguf_heads DIRECTORY_OF_LLAMA_CPP
 
@@ -24,9 +24,9 @@ from tests.support.head_factory import build_head
 
 GOLDEN = Path(__file__).with_name("gguf_golden.json")
 ROOT = Path(__file__).resolve().parents[2]
-EMBEDDED = ROOT / "scripts" / "embedded_target"
+EMBEDDED = ROOT / "scripts" / "test_model"
 CONVERT = ROOT / "tests" / "serving" / "llamacpp_convert.py"
-BLOCK = {"block_size": 4, "num_layers": 2}
+BLOCK = {"block_size": 4, "num_hidden_layers": 2}
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {  # name -> kind in conf/head, and what is changed in its yaml
     "eagle3": ("eagle3", {"draft_vocab_size": None}),
     "eagle3 pruned": ("eagle3", {"draft_vocab_size": 200}),
@@ -69,7 +69,7 @@ def gguf_head(name: str, target: Target) -> DraftHead:
 
 
 def write_qwen(folder: Path) -> Path:
-    """A small target of Qwen3.5's kind with the embedded target's tokenizer and an MTP layer in its file: weights that are
+    """A small target of Qwen3.5's kind with the test model's tokenizer and an MTP layer in its file: weights that are
     the same on every machine. The embedding is large beside what layers add; the MTP layer starts from it and drafts well."""
     config = Qwen3_5TextConfig(**QWEN)
     model = Qwen3_5ForCausalLM(config)

@@ -23,7 +23,7 @@ def random_model(seed: int, layers: int = 2, device: torch.device | str = "cpu",
 def eagle(target: Target) -> DynamicTree:
     torch.manual_seed(2)
     return DynamicTree(
-        Eagle3Head.for_target(target, depth=4).eval(), target, nodes=10, depth=4, width=3, min_probability=0
+        Eagle3Head.for_target(target, ttt_steps=4).eval(), target, nodes=10, depth=4, width=3, min_probability=0
     )
 
 

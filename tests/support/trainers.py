@@ -33,7 +33,7 @@ def make_trainer(
     args = arguments(OmegaConf.merge(trainer, settings), target)
     args._n_gpu = n_gpu
     packed = Packed([Document(list(range(1, 200)), [True] * 199)], 16, seed=0)
-    head = Eagle3Head.for_target(target, depth=2)
+    head = Eagle3Head.for_target(target, ttt_steps=2)
     return HeadTrainer(
         DistillationModel(head, target, soft),
         args,

@@ -57,7 +57,7 @@ class FitToTime(TrainerCallback):
     """Lowers `max_steps`, and the steps over which the learning rate falls, to what can be done in so many minutes.
 
     Steps FIRST to LAST are timed; what is measured and saved later comes on top. The learning rate should still rise then, or
-    stand at its highest, as conf/recipe/embedded.yaml has it: so the steps before belong to either schedule."""
+    stand at its highest, as conf/preset/test_model.yaml has it: so the steps before belong to either schedule."""
 
     FIRST, LAST = 2, 10  # the first step also allocates and compiles
 

@@ -1,4 +1,4 @@
-"""Every recipe in conf/experiment composes, and says how it is run, on what, and what it costs by plan.py."""
+"""Every recipe in conf/recipe composes, and says how it is run, on what, and what it costs by plan.py."""
 
 import re
 from pathlib import Path
@@ -13,12 +13,12 @@ from tests.support import nightly_but
 from tests.support.configs import composed
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-RECIPES = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
 
 
 def planned(name: str) -> tuple[float, float, DictConfig]:
     """GiB and hours that the recipe's comments promise, and the config of the plan that they name."""
-    text = (CONF / "experiment" / f"{name}.yaml").read_text()
+    text = (CONF / "recipe" / f"{name}.yaml").read_text()
     found = re.search(r"tokens: ([\d.]+) GiB.*, ([\d.]+) hours, by\n# +python scripts/plan.py (.+)", text)
     assert found is not None
     config = composed("plan", *(part for argument in found[3].split() for part in spelled_out(argument)))
@@ -27,13 +27,13 @@ def planned(name: str) -> tuple[float, float, DictConfig]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_composes(name: str):
-    text = (CONF / "experiment" / f"{name}.yaml").read_text()
-    cfg = composed("train", f"experiment={name}", "data.path=FOLDER")
+    text = (CONF / "recipe" / f"{name}.yaml").read_text()
+    cfg = composed("train", f"recipe={name}", "data.path=FOLDER")
     OmegaConf.resolve(cfg)
     assert cfg.output_dir == f"outputs/{name}" and cfg.trainer.output_dir == f"outputs/{name}/checkpoints"
     assert cfg.data._target_ == "foredraft.train.data.conversations.corpus"  # learned from answers alone
     assert cfg.target.path.count("/") == 1 and cfg.trainer.num_train_epochs >= 1 and cfg.trainer.max_steps == -1
-    assert f"experiment={name} data.path=FOLDER" in text and re.search(r"80 GB", text)
+    assert f"recipe={name} data.path=FOLDER" in text and re.search(r"80 GB", text)
     _, _, wanted = planned(name)
     assert (CONF.parent / wanted.target.path).is_file() and wanted.strategy.name == cfg.strategy.name
 
