@@ -76,7 +76,12 @@ def create_app(
         service.metrics.requests.labels(path if path in PATHS else "other", status).inc()
 
     protect(app, cors, api_key=api_key, max_body=max_body, seen=seen, local_only=local_only)
+    add_answer_routes(app, service)
+    add_status_routes(app, service)
+    return app
 
+
+def add_answer_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(request: ChatRequest, raw_request: Request) -> Response:
         return await service.answer(request, raw_request)
@@ -89,9 +94,11 @@ def create_app(
     async def responses(request: ResponsesRequest, raw_request: Request) -> Response:
         return await service.answer(request.chat(), raw_request, partial(ResponsesAnswer, request))
 
+
+def add_status_routes(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [service.model(name) for name in names]}
+        return {"object": "list", "data": [service.model(name) for name in service.names]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
@@ -100,7 +107,8 @@ def create_app(
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        return JSONResponse({"status": "ok" if worker.is_alive() else "dead"}, 200 if worker.is_alive() else 503)
+        alive = service.worker.is_alive()
+        return JSONResponse({"status": "ok" if alive else "dead"}, 200 if alive else 503)
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -109,8 +117,6 @@ def create_app(
     @app.get("/", response_class=HTMLResponse)
     async def page() -> HTMLResponse:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"content-security-policy": PAGE_POLICY})
-
-    return app
 
 
 def protect(app: FastAPI, cors: Sequence[str], **gate: Any) -> None:
