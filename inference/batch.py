@@ -286,7 +286,7 @@ class Batch:
         enough = max(len(sequence.text) for sequence in self.sequences) + 2 * self.drafter.nodes
         return kept if fits and enough <= kept else room
 
-    def fail(self, valid: Sequence[int], nodes: int) -> list[RequestOutput]:
+    def end_invalid(self, valid: Sequence[int], nodes: int) -> list[RequestOutput]:
         """End the sequences with NaN logits, and erase their cache entries, because no mask hides a NaN."""
         failed = []
         for slot, (sequence, validity) in enumerate(zip(self.sequences, valid, strict=True)):

@@ -214,7 +214,7 @@ class Engine:
         """Add the accepted path of every sequence to the cache and to its text, and return the outputs."""
         valid, counts, paths, tokens = outcome
         nodes = tree.tokens.shape[1]
-        outputs = self.batch.fail(valid, nodes)
+        outputs = self.batch.end_invalid(valid, nodes)
         sequences = self.batch.sequences
         counts = [0 if sequence.finish_reason else count for sequence, count in zip(sequences, counts, strict=True)]
         paths = [path[:count] for path, count in zip(paths, counts, strict=True)]

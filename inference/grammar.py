@@ -166,8 +166,8 @@ def allowed_tokens(
     tree: HostCopy,
     vocab: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return bits (batch, nodes, bytes) uint8 for `forbid`, all set for sequences without a state, and whether the grammar
-    of each sequence failed (batch,) bool. tree: tokens and parents, (2, batch, nodes)."""
+    """Return bits (batch, nodes, bytes) uint8 for `mask_forbidden`, all set for sequences without a state, and whether each
+    grammar failed (batch,) bool. tree: tokens and parents, (2, batch, nodes)."""
     host_tokens, host_parents = tree.wait().tolist()
     count = max([vocab, *(state.num_tokens for state in states if state is not None)])
     bits = torch.full((len(texts), len(host_tokens[0]), (count + 31) // 32), -1, dtype=torch.int32)
@@ -180,7 +180,7 @@ def allowed_tokens(
     return upload(bits.view(torch.uint8), tree.device), upload(failed, tree.device)
 
 
-def forbid(logits: Tensor, bits: Tensor) -> Tensor:
+def mask_forbidden(logits: Tensor, bits: Tensor) -> Tensor:
     """Return logits (batch, nodes, vocab) with minus infinity for tokens whose bit in `allowed_tokens` is not set."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     allowed = ((bits[..., None] >> shifts) & 1).flatten(-2)[..., : logits.shape[-1]]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foredraft.heads.target.cuda_graphs import CudaGraphs
 from foredraft.heads.target.device import HostCopy
-from foredraft.inference.grammar import GrammarState, allowed_tokens, forbid
+from foredraft.inference.grammar import GrammarState, allowed_tokens, mask_forbidden
 from foredraft.inference.request import SequenceState
 from foredraft.inference.sampling import TOP_P_CANDIDATES, Noise, Sampling
 from foredraft.inference.tree import TokenTree
@@ -138,7 +138,7 @@ def choose_and_verify(
         too_early = starts + tree.depths < first
         logits = logits.masked_fill(too_early[..., None] & ends, float("-inf"))
     logits = process_logits(sampling, logits, tree, seen, counts)
-    logits, too_few = sampling.warp(logits if allowed is None else forbid(logits, allowed), candidates)
+    logits, too_few = sampling.warp(logits if allowed is None else mask_forbidden(logits, allowed), candidates)
     if gumbel is not None:
         rows = torch.arange(len(gumbel), device=logits.device)[:, None]
         logits = logits + gumbel[rows, tree.depths]

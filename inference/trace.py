@@ -44,7 +44,7 @@ def trace_sequences(
         return {}
     parts = [trace_tensors(slot, top, tree, verification, logits) for slot, _, top in requested]
     numbers = iter(torch.cat([part.flatten() for one in parts for part in one]).tolist())  # waits for the device once
-    lists = [[take(numbers, part) for part in one] for one in parts]
+    lists = [[take_like(numbers, part) for part in one] for one in parts]
     return {request: trace(hide_rejected, *one) for (_, request, _), one in zip(requested, lists, strict=True)}
 
 
@@ -68,11 +68,11 @@ def trace_tensors(
     return tuple(part.double() for part in parts)
 
 
-def take(numbers: Iterator[float], part: Tensor) -> list[Any]:
+def take_like(numbers: Iterator[float], part: Tensor) -> list[Any]:
     """Take the next numbers in the shape of `part`."""
     if part.ndim == 1:
         return list(islice(numbers, len(part)))
-    return [take(numbers, row) for row in part]
+    return [take_like(numbers, row) for row in part]
 
 
 def trace(

@@ -50,7 +50,7 @@ class Coupled:
 
     def __call__(self, tree: TokenTree, logits: Tensor, sampled: Tensor | None, depth: int) -> Verification:
         choices = argmax(logits)
-        return follow(tree, matches(tree, choices), choices, depth)
+        return deepest_path(tree, matches(tree, choices), choices, depth)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class TypicalAcceptance:
         choices = argmax(logits)
         fits = matches(tree, choices)
         if sampled is None:
-            return follow(tree, fits, choices, depth)
+            return deepest_path(tree, fits, choices, depth)
         log_p = logits.float().log_softmax(-1)
         threshold = (self.delta * torch.exp(-torch.special.entr(log_p.exp()).sum(-1))).clamp(max=self.eps)
         rows = torch.arange(len(choices), device=choices.device)[:, None]
@@ -75,7 +75,7 @@ class TypicalAcceptance:
         own[:, 0] = 0.0
         typical = (own > threshold.gather(1, tree.parents).log()) & (tree.tokens >= 0)
         typical[:, 0] = True
-        return follow(tree, torch.where(sampled, typical, fits), choices, depth, own)
+        return deepest_path(tree, torch.where(sampled, typical, fits), choices, depth, own)
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -91,7 +91,9 @@ def matches(tree: TokenTree, choices: Tensor) -> Tensor:
     return matched
 
 
-def follow(tree: TokenTree, fits: Tensor, choices: Tensor, depth: int, log_probs: Tensor | None = None) -> Verification:
+def deepest_path(
+    tree: TokenTree, fits: Tensor, choices: Tensor, depth: int, log_probs: Tensor | None = None
+) -> Verification:
     """Return the deepest path whose nodes all fit (batch, nodes). Of equally deep paths it is the likeliest, if log_probs
     (batch, nodes) of the nodes after their parents are given."""
     nodes = tree.tokens.shape[1]

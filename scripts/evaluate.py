@@ -231,7 +231,7 @@ def collect(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float], ab
         table = figures.Table(lines.lines, benchmark.texts, temperature)
         for category in [figures.ALL, *dict.fromkeys(text.category for text in benchmark.texts), figures.LOOPS]:
             for name in names:
-                found = figures.row(table, name, category, others, chain_name(name, cfg.chain))
+                found = figures.decoder_figures(table, name, category, others, chain_name(name, cfg.chain))
                 if found is not None:
                     rows.append({"drafter": name, "temperature": temperature, "category": category, **found})
     return Results(

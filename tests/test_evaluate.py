@@ -21,7 +21,14 @@ from foredraft.inference.drafters.base import Accepted, Wrapper
 from foredraft.inference.evaluation.alignment import Alignment, RecordingDrafter, guess_in_training, head_of
 from foredraft.inference.evaluation.benchmark import Lines, Text
 from foredraft.inference.evaluation.benchmark_report import Results, tables
-from foredraft.inference.evaluation.figures import Table, by_context, conditional, decoding, row, whole
+from foredraft.inference.evaluation.figures import (
+    Table,
+    by_context,
+    conditional,
+    decoder_figures,
+    with_prefill,
+    without_prefill,
+)
 from foredraft.inference.evaluation.speed import Stopwatch, time_decoders
 from foredraft.inference.tree import TokenTree
 from foredraft.scripts import evaluate
@@ -149,17 +156,17 @@ def test_figures_of_known_lines():
     lines += [text_line("rival", number, 5.0) for number in range(3)]
     table = Table(lines, texts, 0.0)
     assert table.loops == {3} and table.chosen("talk") == {2} and table.chosen("all") == {0, 1, 2}
-    assert table.rates("head", "code", decoding) == (pytest.approx(9 / 2.5), pytest.approx(9 / 4), pytest.approx(9 / 2))
-    assert table.speedup("head", "baseline", "all", decoding).median == pytest.approx(2.0)
-    assert table.speedup("head", "rival", "all", whole) == (2.0, 2.0, 2.0)  # of the one repeat that both have
-    found = row(table, "head", "all", ["rival", "missing"], None)
+    assert table.rates("head", "code", without_prefill) == pytest.approx((9 / 2.5, 9 / 4, 9 / 2))
+    assert table.speedup("head", "baseline", "all", without_prefill).median == pytest.approx(2.0)
+    assert table.speedup("head", "rival", "all", with_prefill) == (2.0, 2.0, 2.0)  # of the one repeat that both have
+    found = decoder_figures(table, "head", "all", ["rival", "missing"], None)
     assert found["acceptance_length"] == pytest.approx(10 / 3) and found["best_rival"] == "rival"
     assert found["eta"] == pytest.approx(2.0 / (10 / 3))
     assert found["by_context"] == {"256": found["acceptance_length"]}
     long = Table(lines, [Text("code", [1] * 254, False)] * 4, 0.0)
     assert by_context(long, long.lines("head", "code")) == {"256": 4.0, "512": 3.0}
     assert conditional(lines[9:10]) == [1.0, 1.0, 1.0, 0.5]  # the step without a draft does not count
-    assert row(table, "missing", "all", [], None) is None
+    assert decoder_figures(table, "missing", "all", [], None) is None
 
 
 def test_texts_are_compared_in_the_table_of_all_of_them():
@@ -167,7 +174,7 @@ def test_texts_are_compared_in_the_table_of_all_of_them():
     table = Table([text_line("baseline", number, 5.5) for number in range(2)], texts, 0.0)
     rows = [
         {
-            **(row(table, "baseline", category, [], None) or {}),
+            **(decoder_figures(table, "baseline", category, [], None) or {}),
             "drafter": "baseline",
             "category": category,
             "temperature": 0.0,

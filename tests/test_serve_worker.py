@@ -141,16 +141,16 @@ def test_the_batch_grows_again_while_others_wait(target, what, monkeypatch):
 def test_a_batch_that_fails_again_and_again_is_tried_less_and_less_often():
     limit, steps = BatchLimit(16), list[int]()
     for _ in range(12):
-        assert limit.failed(16) == 8
+        assert limit.on_failure(16) == 8
         count = 1
-        while limit.worked() < 16:
+        while limit.on_success() < 16:
             count += 1
         steps.append(count)
     assert steps[:3] == [32, 64, 128] and steps[-1] == 1024
     for _ in range(1024):
-        limit.worked()
-    assert limit.failed(16) == 8 and limit.wanted == 2 * GOOD_STEPS
-    assert limit.failed(1) == 16  # that one was to blame
+        limit.on_success()
+    assert limit.on_failure(16) == 8 and limit.required == 2 * GOOD_STEPS
+    assert limit.on_failure(1) == 16  # that one was to blame
 
 
 def test_a_drafter_of_larger_trees_takes_over_only_where_it_fits(target):

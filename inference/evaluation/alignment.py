@@ -53,11 +53,11 @@ class Alignment(NamedTuple):
     def faults(self) -> list[str]:
         found = []
         for shift, pair in self.fits.items():
-            if self.more(*pair):
+            if self.is_significant(*pair):
                 where = f"{abs(shift)} token{'s' * (abs(shift) > 1)} {'later' if shift > 0 else 'earlier'}"
                 more = f"at {pair[0] - pair[1]} more of {self.positions} positions"
                 found.append(f"its drafts are shifted: they fit the text {more} if they are taken {where}")
-        if self.head is not None and self.more(*self.head):
+        if self.head is not None and self.is_significant(*self.head):
             own = self.right + self.head[0] - self.head[1]
             found.append(
                 f"it accepts less than its head can: at depth 1 the drafts are right at {self.right} of {self.positions} "
@@ -65,7 +65,7 @@ class Alignment(NamedTuple):
             )
         return found
 
-    def more(self, ours: int, theirs: int) -> bool:
+    def is_significant(self, ours: int, theirs: int) -> bool:
         return ours - theirs > max(ERRORS * sqrt(ours + theirs), MIN_SHARE * self.positions)
 
 

@@ -22,7 +22,7 @@ class Results(NamedTuple):
     """Hold all results. Temperatures that are keys of JSON are strings."""
 
     metadata: dict[str, Any]  # target, device, dtype, versions, date, command, prompts
-    rows: list[dict[str, Any]]  # from figures.row, with "drafter", "category", "temperature"
+    rows: list[dict[str, Any]]  # from figures.decoder_figures, with "drafter", "category", "temperature"
     rivals: list[str]  # names of the systems that are not ours
     identity: list[dict[str, Any]]  # "drafter", "temperature", "texts", "identical", "rounding", "wrong"
     stages: list[dict[str, Any]]  # "drafter", "temperature", "seconds": {stage: seconds}

@@ -26,11 +26,11 @@ class Spread(NamedTuple):
 Rate = Callable[[Line], tuple[float, float]]  # returns tokens and seconds of a text
 
 
-def whole(line: Line) -> tuple[float, float]:
+def with_prefill(line: Line) -> tuple[float, float]:
     return line["tokens"], line["seconds"]
 
 
-def decoding(line: Line) -> tuple[float, float]:
+def without_prefill(line: Line) -> tuple[float, float]:
     """Return tokens and seconds without the prompt's forward."""
     return line["tokens"] - line["first_tokens"], line["seconds"] - line["first_seconds"]
 
@@ -72,7 +72,7 @@ class Table:
         return spread(found)
 
     def best_rival(self, rivals: Iterable[str], category: str) -> str | None:
-        speeds = {name: self.rates(name, category, whole) for name in rivals}
+        speeds = {name: self.rates(name, category, with_prefill) for name in rivals}
         known = {name: found.median for name, found in speeds.items() if found is not None}
         return max(known, key=lambda name: known[name], default=None)
 
@@ -124,24 +124,26 @@ def by_context(table: Table, lines: list[Line]) -> dict[str, float]:
     return {str(end): gained / used for end, (gained, used) in sums.items()}
 
 
-def row(table: Table, decoder: str, category: str, rivals: list[str], chain: str | None) -> dict[str, Any] | None:
+def decoder_figures(
+    table: Table, decoder: str, category: str, rivals: list[str], chain: str | None
+) -> dict[str, Any] | None:
     """Return the figures of a decoder; None without texts of this category. chain: name of the decoder of its chain."""
     lines = table.lines(decoder, category)
     if not lines:
         return None
     best = table.best_rival(rivals, category)
-    tau, over_plain = acceptance(lines), table.speedup(decoder, BASELINE, category, decoding)
+    tau, over_plain = acceptance(lines), table.speedup(decoder, BASELINE, category, without_prefill)
     return {
         "texts": len({line["text"] for line in lines}),
         "acceptance_length": tau,
         "chain_acceptance_length": acceptance(table.lines(chain, category)) if chain else None,
         "accepted_per_depth": conditional(lines),
         "by_context": by_context(table, lines),
-        "tokens_per_second": table.rates(decoder, category, decoding),
-        "tokens_per_second_with_prefill": table.rates(decoder, category, whole),
+        "tokens_per_second": table.rates(decoder, category, without_prefill),
+        "tokens_per_second_with_prefill": table.rates(decoder, category, with_prefill),
         "speedup": over_plain,
-        "speedup_with_prefill": table.speedup(decoder, BASELINE, category, whole),
+        "speedup_with_prefill": table.speedup(decoder, BASELINE, category, with_prefill),
         "best_rival": best,
-        "over_best_rival": None if best is None else table.speedup(decoder, best, category, whole),
+        "over_best_rival": None if best is None else table.speedup(decoder, best, category, with_prefill),
         "eta": over_plain.median / tau if over_plain is not None and tau else None,
     }

@@ -38,7 +38,7 @@ class Background:
         self.stopped, self.lock, self.turn = threading.Event(), threading.Lock(), threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
         self.allowed = self.is_running = True  # whether the share permits the process to run; whether it runs
-        self.busy = time.monotonic()  # time of the last activity
+        self.last_busy = time.monotonic()  # time of the last activity
         self.seconds = 0.0  # total run time of processes
 
     def on_request(self) -> None:
@@ -104,8 +104,8 @@ class Background:
         with self.lock:
             process, now = self.process, time.monotonic()
             if self.is_busy():
-                self.busy = now
-            may = self.allowed and (self.on_gpu or now - self.busy > IDLE)
+                self.last_busy = now
+            may = self.allowed and (self.on_gpu or now - self.last_busy > IDLE)
             if process is not None and may != self.is_running:
                 process.send_signal(signal.SIGCONT if may else signal.SIGSTOP)
                 self.is_running = may

@@ -17,7 +17,7 @@ from foredraft.heads.uno import UnoHead
 from foredraft.inference.drafters import Drafter, tree_of
 
 
-def write(file: Path, text: str) -> None:
+def write_atomically(file: Path, text: str) -> None:
     """Write the file completely or not at all."""
     part = file.with_name(f"{file.name}.part")
     part.write_text(f"{text}\n")
@@ -62,7 +62,7 @@ def import_initial_head(directory: Path, spec: str) -> None:
         if not (part / "README.md").exists():
             (part / "README.md").write_text(f"# A copy of {spec}\n")
         found = part.rename(directory / new_name(directory))
-    write(directory / "current", found.name)
+    write_atomically(directory / "current", found.name)
 
 
 def prune(directory: Path, keep: int, needed: set[str]) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from foredraft.inference.drafters import Drafter
 from foredraft.inference.serve.background import TICK, Background, Stopped
 from foredraft.inference.serve.completion import Answer
-from foredraft.inference.serve.learned import import_initial_head, new_name, prune, write
+from foredraft.inference.serve.learned import import_initial_head, new_name, prune, write_atomically
 from foredraft.inference.serve.traffic import Traffic, acceptance, acceptance_difference
 from foredraft.inference.serve.worker import Worker
 
@@ -193,7 +193,7 @@ class Learning(threading.Thread):
         with (head / "README.md").open("a") as card:
             card.write(f"\n## Learned while serving\n\n```json\n{json.dumps(facts, indent=1)}\n```\n")
         head.rename(self.directory / facts["head"])
-        write(self.current, facts["head"])
+        write_atomically(self.current, facts["head"])
 
     def acceptance_dropped(self) -> bool:
         """Return whether acceptance is lower than with the previous head. Texts differ, so this is only an indication."""
@@ -215,7 +215,7 @@ class Learning(threading.Thread):
             figures = {"recent": [acceptance(old)[0], acceptance(new)[0]], "error": error}
             self.log_event({"parent": now, "head": before, "outcome": outcome, **figures})
             if outcome == "back":
-                write(self.current, before)
+                write_atomically(self.current, before)
         rows.unlink()
         verdict.unlink(missing_ok=True)
         self.before = None
@@ -235,7 +235,7 @@ class Learning(threading.Thread):
         """Serve with the head that the file `current` names. If it cannot be loaded, the file is corrected."""
         if not self.current.exists():
             log.warning("learning: %s was deleted, and is written again", self.current)
-            write(self.current, self.serving.head)
+            write_atomically(self.current, self.serving.head)
         name = self.current.read_text().strip()
         if name in ("", self.serving.head):  # an empty file is still being written
             return
@@ -245,7 +245,7 @@ class Learning(threading.Thread):
             raise
         except Exception as error:
             log.warning("learning: %s cannot serve: %s", name, error)
-            write(self.current, self.serving.head)
+            write_atomically(self.current, self.serving.head)
         else:
             self.live, self.since = deque(maxlen=LIVE), time.monotonic()
             self.before = None

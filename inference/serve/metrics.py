@@ -57,7 +57,7 @@ class Metrics:
         for name, (meaning, value) in gauges.items():
             Gauge(name, meaning, **registry).set_function(value)
 
-    def ended(self, answer: Answer, seconds: float) -> None:
+    def observe(self, answer: Answer, seconds: float) -> None:
         self.prompt_tokens.inc(answer.prompt_tokens)
         self.completion_tokens.inc(answer.completion_tokens)
         for job, choice in answer.choices.items():

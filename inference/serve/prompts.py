@@ -59,8 +59,8 @@ class PromptEncoder:
         messages = [self.prepare_message(message) for message in normalize_messages(given, template)]
         if tools is not None:
             given = [tool.model_dump(exclude_unset=True) for tool in tools]
-            tools = self.without_marks(normalize_tools(given, template))
-        facts = {**self.effort(request.reasoning_effort), **self.without_marks(request.chat_template_kwargs)}
+            tools = self.replace_marks(normalize_tools(given, template))
+        facts = {**self.effort(request.reasoning_effort), **self.replace_marks(request.chat_template_kwargs)}
         if reserved := [name for name in facts if name in self.reserved_names]:
             raise ValueError(f"chat_template_kwargs contains {reserved[0]!r}, which is reserved: remove it")
         try:
@@ -104,9 +104,9 @@ class PromptEncoder:
             message["role"] = "system"
         if reasoning := message.pop("reasoning", None) or message.pop("reasoning_content", None):
             message[self.reasoning_field] = reasoning
-        return self.without_marks(message, message["role"] == "assistant")
+        return self.replace_marks(message, message["role"] == "assistant")
 
-    def without_marks(self, value: Any, special_only: bool = False) -> Any:
+    def replace_marks(self, value: Any, special_only: bool = False) -> Any:
         if isinstance(value, str):
             value = value.replace("\ue000", "").replace("\ue001", "")
             for number, mark in enumerate(self.marks):
@@ -114,10 +114,10 @@ class PromptEncoder:
                     value = value.replace(mark, MARK_PLACEHOLDER.format(number))
             return value
         if isinstance(value, list):
-            return [self.without_marks(item, special_only) for item in value]
+            return [self.replace_marks(item, special_only) for item in value]
         if isinstance(value, dict):
             items = value.items()
-            return {self.without_marks(key): self.without_marks(item, special_only) for key, item in items}
+            return {self.replace_marks(key): self.replace_marks(item, special_only) for key, item in items}
         return value
 
     def completion(self, request: CompletionRequest) -> list[list[int]]:

@@ -41,10 +41,10 @@ class ResponsesAnswer(Answer):
             "previous_response_id": None,
             "truncation": "disabled",
             "metadata": {},
-            "usage": None if choice.finish_reason is None else self.details(),
+            "usage": None if choice.finish_reason is None else self.usage_details(),
         }
 
-    def details(self) -> dict[str, Any]:
+    def usage_details(self) -> dict[str, Any]:
         usage = self.usage()
         return {
             "input_tokens": usage.pop("prompt_tokens"),
@@ -75,7 +75,7 @@ class ResponsesAnswer(Answer):
         if piece.reasoning:
             self.reasoning_tokens += len(piece.ids)
             yield from self.extend_item("reasoning", piece.reasoning)
-        self.logprobs += [] if piece.reasoning else self.entries(piece)
+        self.logprobs += [] if piece.reasoning else self.logprob_entries(piece)
         if piece.text:
             yield from self.extend_item("message", piece.text, logprobs=self.logprobs)
             self.logprobs = []
@@ -87,7 +87,7 @@ class ResponsesAnswer(Answer):
         for call in piece.calls:
             yield from self.add_call(call)
 
-    def entries(self, piece: Piece) -> list[dict[str, Any]]:
+    def logprob_entries(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the log-probabilities of the tokens, if requested. `bytes` may be null in chats, but not here."""
         found = (self.logprobs_field(piece.logprobs) or {"content": []})["content"]
         for entry in found:

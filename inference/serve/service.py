@@ -38,7 +38,7 @@ class EventStream(StreamingResponse):
 
     def __init__(self, answer: Answer, ended: Any):
         super().__init__(self.events(answer), media_type="text/event-stream", headers={"cache-control": "no-store"})
-        self.ended = ended
+        self.finish = ended
 
     async def events(self, answer: Answer) -> AsyncIterator[str]:
         try:
@@ -55,7 +55,7 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.ended()
+            self.finish()
 
 
 class Service:
@@ -105,7 +105,7 @@ class Service:
         if not await unless_disconnected(raw_request, begin()):
             return Response(status_code=499)
         (answer,) = begun
-        ended = partial(self.ended, answer, raw_request.url.path, tenant)
+        ended = partial(self.finish, answer, raw_request.url.path, tenant)
         if request.stream:
             return EventStream(answer, ended)
         try:
@@ -194,10 +194,10 @@ class Service:
             raise Refused(400, message, where, "context_length_exceeded")
         return min(context - prompt, self.max_tokens or context) if most is None else most
 
-    def ended(self, answer: Answer, path: str, tenant: int) -> None:
+    def finish(self, answer: Answer, path: str, tenant: int) -> None:
         answer.close()
         seconds = time.monotonic() - answer.began
-        self.metrics.ended(answer, seconds)
+        self.metrics.observe(answer, seconds)
         if self.accepted_log is not None and answer.request.store is not False:
             try:
                 self.accepted_log.write(answer)

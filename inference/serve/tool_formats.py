@@ -137,7 +137,7 @@ def properties_of(schema: dict[str, Any]) -> dict[str, Any]:
     return properties if isinstance(properties, dict) else {}
 
 
-def listed(schema: Any, key: str) -> list[Any]:
+def as_list(schema: Any, key: str) -> list[Any]:
     value = schema.get(key) if isinstance(schema, dict) else None
     return value if isinstance(value, list) else []
 
@@ -145,7 +145,7 @@ def listed(schema: Any, key: str) -> list[Any]:
 def types_of(schema: Any) -> set[str]:
     """Return the types that a parameter's schema allows; the empty set if it does not say."""
     found = set[str]()
-    for option in (schema, *listed(schema, "anyOf"), *listed(schema, "oneOf")):
+    for option in (schema, *as_list(schema, "anyOf"), *as_list(schema, "oneOf")):
         named = option.get("type") if isinstance(option, dict) else None
         found |= {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
     return found

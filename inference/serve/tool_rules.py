@@ -7,7 +7,16 @@ from typing import Any
 
 from foredraft.inference.grammar import JSON_OPTIONS
 from foredraft.inference.serve.protocol import Tool
-from foredraft.inference.serve.tool_formats import ID, KEY, NAME, Parameters, ToolFormat, is_text, listed, properties_of
+from foredraft.inference.serve.tool_formats import (
+    ID,
+    KEY,
+    NAME,
+    Parameters,
+    ToolFormat,
+    as_list,
+    is_text,
+    properties_of,
+)
 
 Special = Mapping[str, int | None]  # special tokens; None for end tokens, which rules must not contain
 
@@ -17,16 +26,16 @@ def call_rules(
 ) -> str:
     """Return the rules for a call of one of these tools, for several calls if the format has a separator, or for JSON of a
     schema instead."""
-    before, after = (written(text, special) for text in style.section)
-    more = f"({written(style.separator, special)} call)*" if many and style.separator is not None else ""
+    before, after = (as_rule(text, special) for text in style.section)
+    more = f"({as_rule(style.separator, special)} call)*" if many and style.separator is not None else ""
     rules = ["start: calls" if schema is None else "start: calls | answer", f"calls: {before} call {more} {after}"]
     rules += [] if schema is None else [f"answer: {json_rule(schema)}"]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
     for number, tool in enumerate(tools):
         opening = " id ".join(
-            written(text.replace(NAME, tool.function.name), special) for text in style.opening.split(ID)
+            as_rule(text.replace(NAME, tool.function.name), special) for text in style.opening.split(ID)
         )
-        closing = written(style.closing, special)
+        closing = as_rule(style.closing, special)
         rules.append(f"call_{number}: {opening} arguments_{number} {closing}")
         parameters = tool.function.parameters or {}
         if style.parameters is None:
@@ -38,29 +47,29 @@ def call_rules(
 
 def parameter_rules(name: str, schema: dict[str, Any], style: Parameters, special: Special) -> list[str]:
     """Return the rules for arguments that are written one by one, in the order of the schema."""
-    properties, required = properties_of(schema), listed(schema, "required")
+    properties, required = properties_of(schema), as_list(schema, "required")
     rules, parts = list[str](), list[str]()
     shared = {named: schema[named] for named in ("$defs", "definitions") if named in schema}
     for number, (key, definition) in enumerate(properties.items()):
         one = f"{name}_{number}"
         parts.append(one if key in required else f"{one}?")
-        rules.append(f"{one}: {written(style.opening.replace(KEY, key), special)} {one}_value")
-        choices = listed(definition, "enum")
-        closing = written(style.closing, special)
+        rules.append(f"{one}: {as_rule(style.opening.replace(KEY, key), special)} {one}_value")
+        choices = as_list(definition, "enum")
+        closing = as_rule(style.closing, special)
         if choices and all(isinstance(choice, str) for choice in choices):
-            rules.append(f"{one}_value: ({' | '.join(written(choice, {}) for choice in choices)}) {closing}")
+            rules.append(f"{one}_value: ({' | '.join(as_rule(choice, {}) for choice in choices)}) {closing}")
         elif is_text(definition):
             rules.append(f"{one}_value[suffix={json.dumps(style.closing)}]: /(.|\\n)*/")
         else:
             rules.append(f"{one}_value: {json_rule(shared | definition)} {closing}")
-    return [f"{name}: {' '.join(parts) or written('', special)}", *rules]
+    return [f"{name}: {' '.join(parts) or as_rule('', special)}", *rules]
 
 
 def json_rule(schema: dict[str, Any]) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
 
 
-def written(text: str, special: Special) -> str:
+def as_rule(text: str, special: Special) -> str:
     """Return a text as a sequence of strings and special tokens, which strings cannot express."""
     marks = [mark for mark in special if mark in text]
     pieces = re.split("(" + "|".join(map(re.escape, marks)) + ")", text) if marks else [text]

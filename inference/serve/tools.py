@@ -18,9 +18,9 @@ from foredraft.inference.serve.tool_formats import (
     LLAMA,
     NAME,
     ToolFormat,
+    as_list,
     format_of,
     is_text,
-    listed,
     properties_of,
     types_of,
 )
@@ -139,11 +139,11 @@ class ToolReader:
 
     def calls_at(self, at: int) -> tuple[list[dict[str, Any]], int]:
         """Return the consecutive calls at this position, and where they end."""
-        at, found = matched(self.before, self.held, at), list[dict[str, Any]]()
-        while one := self.call_at(matched(SEPARATOR, self.held, at) if found else at):
+        at, found = match_end(self.before, self.held, at), list[dict[str, Any]]()
+        while one := self.call_at(match_end(SEPARATOR, self.held, at) if found else at):
             found += one[0]
             at = one[1]
-        return found, matched(self.after, self.held, at)
+        return found, match_end(self.after, self.held, at)
 
     def call_at(self, at: int) -> tuple[list[dict[str, Any]], int] | None:
         """Return the call at this position (or all calls between one pair of marks), and where it ends."""
@@ -165,7 +165,7 @@ class ToolReader:
             except (ValueError, RecursionError):
                 return None
             call = self.call(name, arguments)
-        return None if call is None else ([call], matched(self.closing, self.held, at))
+        return None if call is None else ([call], match_end(self.closing, self.held, at))
 
     def objects_at(self, at: int, on_its_line: bool) -> tuple[list[dict[str, Any]], int] | None:
         """Parse calls as JSON: one, a list, or several between a pair of marks."""
@@ -179,8 +179,8 @@ class ToolReader:
             if not calls or None in calls:
                 break
             found += [call for call in calls if call is not None]
-            end, at = at, matched(SEPARATOR, self.held, at)
-        return (found, matched(self.closing, self.held, end)) if found else None
+            end, at = at, match_end(SEPARATOR, self.held, at)
+        return (found, match_end(self.closing, self.held, end)) if found else None
 
     def object_call(self, value: Any, on_its_line: bool) -> dict[str, Any] | None:
         """Parse a call in the format's form or OpenAI's. In the middle of a line, an object with only a name is content."""
@@ -202,7 +202,7 @@ class ToolReader:
     def parameters_at(self, at: int, schema: dict[str, Any]) -> tuple[dict[str, Any], int]:
         found, properties = dict[str, Any](), properties_of(schema)
         while one := self.parameter.match(self.held, at):
-            found[one["key"]] = typed(one["value"], properties.get(one["key"]))
+            found[one["key"]] = parse_argument(one["value"], properties.get(one["key"]))
             at = one.end()
         return found, at
 
@@ -213,16 +213,16 @@ def pattern(text: str, id: str = "") -> str:
     return found.replace(NAME, r"(?P<name>[\w.-]+)").replace(KEY, r"(?P<key>[^\n<>\"]+)")
 
 
-def matched(pattern: re.Pattern[str], text: str, at: int) -> int:
+def match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
     """Return where the match at this position ends."""
     found = pattern.match(text, at)
     return at if found is None else found.end()
 
 
-def typed(text: str, definition: Any) -> Any:
+def parse_argument(text: str, definition: Any) -> Any:
     """Convert an argument that is written as text, by the schema of its parameter."""
     nothing = text == "null" and "null" in types_of(definition)
-    if not nothing and (is_text(definition) or text in listed(definition, "enum")):
+    if not nothing and (is_text(definition) or text in as_list(definition, "enum")):
         return text
     try:
         return json.loads(text, parse_constant=str)

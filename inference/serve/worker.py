@@ -67,22 +67,22 @@ class BatchLimit:
     it again. After repeated failures, more successful steps are required."""
 
     def __init__(self, most: int):
-        self.most = self.now = most
-        self.good, self.wanted = 0, GOOD_STEPS
+        self.max_size = self.size = most
+        self.successes, self.required = 0, GOOD_STEPS
 
-    def failed(self, tried: int) -> int:
+    def on_failure(self, tried: int) -> int:
         """Return the limit after a failed step of `tried` requests. A single request was the cause, and is removed."""
-        self.now = max(1, tried // 2) if tried > 1 else self.most
-        self.good, self.wanted = 0, min(2 * self.wanted, MAX_GOOD_STEPS)
-        return self.now
+        self.size = max(1, tried // 2) if tried > 1 else self.max_size
+        self.successes, self.required = 0, min(2 * self.required, MAX_GOOD_STEPS)
+        return self.size
 
-    def worked(self) -> int:
-        self.good += 1
-        if self.good >= self.wanted:
-            if self.now == self.most:
-                self.wanted = GOOD_STEPS
-            self.now, self.good = min(2 * self.now, self.most), 0
-        return self.now
+    def on_success(self) -> int:
+        self.successes += 1
+        if self.successes >= self.required:
+            if self.size == self.max_size:
+                self.required = GOOD_STEPS
+            self.size, self.successes = min(2 * self.size, self.max_size), 0
+        return self.size
 
 
 class Worker(threading.Thread):
@@ -292,7 +292,7 @@ class Worker(threading.Thread):
             return
         for output in outputs:
             self.deliver(self.jobs[output.request], output)
-        engine.max_num_seqs = self.limits[engine].worked()
+        engine.max_num_seqs = self.limits[engine].on_success()
 
     def deliver(self, job: Job, output: RequestOutput) -> None:
         job.delivered += len(output.tokens)
@@ -335,6 +335,6 @@ class Worker(threading.Thread):
                 self.deliver(job, RequestOutput(job.request, lost, None, 1, sequence.finish_reason))
         if len(tried) == 1 and tried[0].request in self.jobs:
             self.end(self.jobs[tried[0].request], Failed("decoding this request failed; see the server's log"))
-        engine.max_num_seqs = self.limits[engine].failed(len(tried))
+        engine.max_num_seqs = self.limits[engine].on_failure(len(tried))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -133,7 +133,7 @@ def check_enough(
 def judged(table: Table, name: str, texts: Collection[int]) -> Judged:
     """`name` on these texts: whole texts, prompt included, as a user waits for them."""
     lines = [line for (_, text), line in table.by_decoder[name].items() if text in texts]
-    by_text = {text: [figures.whole(line) for line in lines if line["text"] == text] for text in sorted(texts)}
+    by_text = {text: [figures.with_prefill(line) for line in lines if line["text"] == text] for text in sorted(texts)}
     return Judged(
         [pairs[0][0] for pairs in by_text.values()],
         [median(seconds for _, seconds in pairs) for pairs in by_text.values()],
