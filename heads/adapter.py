@@ -14,7 +14,6 @@ from torch import nn
 
 from foredraft.heads import packing
 from foredraft.heads.target import Target
-from foredraft.heads.target.compiled import as_they_are
 
 CONFIG = "adapter_config.json"
 
@@ -29,7 +28,6 @@ def add(target: Target, rank: int, alpha: int) -> None:
         raise ValueError(
             f"an adapter needs whole layers, and sharding={target.sharding} splits them: choose sharding=layers"
         )
-    as_they_are(target.model)
     packing.unpack(target.model)
     target.model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"))
     for layer in lora_layers(target):
@@ -80,7 +78,6 @@ def load(target: Target, directory: Path) -> None:
     for layer in tuned_layers(target):
         if layer.merged:  # the new one must not be added on top of it
             layer.unmerge()
-    as_they_are(target.model)
     packing.unpack(target.model)
     with torch.no_grad():
         target.model.load_adapter(str(directory), adapter_name="default", hotswap=len(lora_layers(target)) > 0)

@@ -100,7 +100,6 @@ class DraftHead(nn.Module, ABC):
     depth_key: ClassVar[str] = "ttt_steps"  # the parameter of `for_target` that sets it
     config: LlamaConfig | None = None  # of its decoder layers, where it has any
     limit: int | None = None  # deepest draft that it can make; None for no limit
-    forwards: int = 1  # of the target, in a step with its drafts
     pruned: bool = False  # does it draft from a part of the vocabulary?
     imported: bool = False  # was it trained elsewhere?
     d2t: Tensor

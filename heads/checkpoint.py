@@ -20,7 +20,6 @@ from foredraft.heads.hub.client import find, weights_sha256
 from foredraft.heads.medusa2 import Medusa2Head
 from foredraft.heads.target import Target
 from foredraft.heads.target.files import weight_map
-from foredraft.heads.uno import UnoHead
 
 WEIGHTS = SAFE[0]
 SMALL_HEAD = 1 << 22  # parameters; 16 MB in float32
@@ -158,7 +157,7 @@ def read_head(path: str | Path, target: Target, revision: str | None = None, str
     layout = formats.detect(files)
     head = formats.build(layout, files, target)
     head.imported = not files.trained_here
-    has_adapter = (files.directory / adapter.CONFIG).is_file() and not isinstance(head, UnoHead)
+    has_adapter = (files.directory / adapter.CONFIG).is_file()
     if has_adapter and not isinstance(head, Medusa2Head):
         raise files.error(
             f"{adapter.CONFIG} lies beside a head of kind {head.kind}, which needs no adapter, and would change the target's "

@@ -35,7 +35,6 @@ class RequestOutput(NamedTuple):
     finish_reason: str | None  # see SequenceState
     trace: Trace | None = None  # only if the request asks for a trace
     depth: int = 0  # maximum depth of the step's tree
-    forwards: int = 1  # number of target forwards of the step
 
 
 class Batch:

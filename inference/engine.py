@@ -6,7 +6,7 @@
         for output in engine.step(): ...
 
 A step is one forward of the target: either over the prompts of new requests (inference/prefill.py), or over a tree of drafts
-after the text of every sequence (UNO's drafter adds a second forward). If both are due, they alternate. On a GPU the stages
+after the text of every sequence. If both are due, they alternate. On a GPU the stages
 of a decoding step are captured as CUDA graphs (heads/target/cuda_graphs.py), which is transparent to this module.
 """
 
@@ -182,7 +182,6 @@ class Engine:
             self.padded_depth = power_of_two(self.depth + 1) - 1
         gumbel = self.batch.sampler.gumbel(cache.seq_lens + 1, self.padded_depth + 1) if self.depth else None
         tree = self.drafter.propose(self.batch.accepted._replace(cache=cache), gumbel)
-        self.forwards = self.drafter.forwards
         if cache.graphs.active:
             tree = pad_nodes(tree, power_of_two(tree.tokens.shape[1]))
             cache.set_bucket(tree.tokens.shape[1])
@@ -236,7 +235,7 @@ class Engine:
             if count:
                 added = sequence.extend(new[:count])
                 output = RequestOutput(sequence.request, added, count - 1, nodes, sequence.finish_reason)
-                outputs.append(output._replace(depth=self.depth, forwards=self.forwards))
+                outputs.append(output._replace(depth=self.depth))
         if self.prefixes is not None:
             self.batch.store_prefixes(self.prefixes, self.namespace, [count > 0 for count in counts])
         texts = [sequence.text for sequence in sequences]

@@ -37,7 +37,6 @@ class Step(NamedTuple):
     accepted: list[int]  # accepted drafts of each unfinished sequence, without the bonus token
     emitted: list[int]  # tokens added to each of these texts, with the bonus token, up to the end of the text
     nodes: int  # number of nodes of the tree, including the bonus token
-    forwards: int = 1  # number of target forwards
 
 
 @dataclass
@@ -59,7 +58,7 @@ class Generation:
 def tokens_per_forward(generations: "Sequence[Generation]") -> float:
     """Return the acceptance length over several generations."""
     steps = [step for generation in generations for step in generation.steps]
-    forwards = sum(step.forwards * len(step.emitted) for step in steps)
+    forwards = sum(len(step.emitted) for step in steps)
     return sum(sum(step.emitted) for step in steps) / max(1, forwards)
 
 
@@ -111,7 +110,7 @@ def generate(
         if outputs[0].accepted is not None:
             accepted = [output.accepted for output in outputs if output.accepted is not None]
             emitted = [len(output.tokens) for output in outputs]
-            steps.append(Step(accepted, emitted, outputs[0].nodes, outputs[0].forwards))
+            steps.append(Step(accepted, emitted, outputs[0].nodes))
         for output in outputs:
             if output.finish_reason == "error":
                 raise ValueError(f"{output.request.failure}: {target.name} may need dtype bfloat16 or float32")

@@ -123,7 +123,7 @@ class Writing:
         if accepted is None:
             self.began = time.perf_counter()  # the prefill is done
         else:
-            self.forwards, self.gained = self.forwards + output.forwards, self.gained + len(tokens)
+            self.forwards, self.gained = self.forwards + 1, self.gained + len(tokens)
         self.tokens += len(tokens)
         for index, token in enumerate(tokens):
             self.show(self.detokenizer.push(token), self.drafted if index < (accepted or 0) else "")

@@ -28,7 +28,7 @@ def machine() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     yield "system", platform.platform()
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    yield "C++ compiler", compiler or "disabled: none found, which target.compile and torch.compile on a CPU need"
+    yield "C++ compiler", compiler or "disabled: none found, which torch.compile on a CPU needs"
     yield "variables", ", ".join(sorted(name for name in os.environ if name.startswith("FOREDRAFT_"))) or "none"
 
 

@@ -127,7 +127,7 @@ class Writer:
         answer = generate(self.target, self.drafter, ids.to(self.target.device), mask, **more)
         self.tokens += sum(map(len, answer.new_tokens))
         self.gained += sum(sum(step.emitted) for step in answer.steps)
-        self.forwards += sum(step.forwards * len(step.emitted) for step in answer.steps)
+        self.forwards += sum(len(step.emitted) for step in answer.steps)
         before = [answer_context(self.tokenizer, prompt) if self.cfg.chat else prompt for prompt in prompts]
         pairs = zip(before, answer.new_tokens, strict=True)
         return [continuation(self.tokenizer, *pair) for pair in pairs]

@@ -32,14 +32,12 @@ def main(cfg: DictConfig) -> None:
         raise ValueError("log_text=true adds texts to a log that there is not: give log_accepted=FILE")
     api_key = os.environ.get("FOREDRAFT_API_KEY")  # not a setting: those show in ps, and in --help
     check_exposed(cfg.host, api_key, cfg.insecure)
-    if cfg.learn.enabled and (cfg.engine == "llamacpp" or "spec" not in cfg.drafter):
-        raise ValueError("learn=true trains the head that drafts: give drafter=DIRECTORY and engine=foredraft or vllm")
+    if cfg.learn.enabled and (cfg.engine != "foredraft" or "spec" not in cfg.drafter):
+        raise ValueError("learn=true trains the head that drafts: set drafter=DIRECTORY and engine=foredraft")
     check_tenants(cfg)
-    if cfg.engine != "foredraft" and not cfg.learn.enabled:
+    if cfg.engine != "foredraft":
         return hand_over(cfg, api_key)
     check_address(cfg.host, cfg.port)
-    if cfg.engine == "vllm":
-        return stand_before_vllm(cfg, api_key)
     try:
         from foredraft.inference.serve.accepted_log import AcceptedLog
         from foredraft.inference.serve.app import create_app, run
@@ -88,38 +86,6 @@ def leave_a_core() -> None:
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-
-
-def stand_before_vllm(cfg: DictConfig, api_key: str | None) -> None:
-    """Keep what vLLM serves, and give it every better head."""
-    import torch
-
-    from foredraft.heads.checkpoint import read_head
-    from foredraft.inference.serve import vllm
-    from foredraft.inference.serve.app import run
-    from foredraft.inference.serve.learned import newest_head, train_overrides
-    from foredraft.inference.serve.learning import Learning
-    from foredraft.inference.serve.vllm_learning import InVllm, create_proxy
-
-    if cfg.learn.tenants or cfg.log_accepted is not None:
-        raise ValueError(
-            "engine=vllm has one head for all, and tells nobody which drafts it rejected: leave out "
-            f"learn.tenants={list(cfg.learn.tenants)} and log_accepted={cfg.log_accepted}"
-        )
-    program = vllm.find_vllm()
-    target = instantiate(cfg.target, ends_only=True, device="cpu")  # vLLM has the layers
-    folder = Path(cfg.learn.directory)
-    lock = alone(folder)
-    spec = newest_head(folder, cfg.drafter.spec)
-    where = model_name(cfg, target.name), cfg.host, cfg.port, cfg.max_num_seqs
-    serving = InVllm(program, partial(vllm.serve_command, target, spec, *where), partial(vllm.export, target))
-    background = background_for(cfg, serving, cfg.target.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    learning = Learning(
-        serving, background, spec, *trainer(cfg, train_overrides(read_head(spec, target))), folder, **kept(cfg)
-    )
-    limits = cfg.max_body, api_key, api_key is None and not cfg.insecure, list(cfg.cors)
-    run(create_proxy(serving, learning, *limits), cfg.host, cfg.port, cfg.drain)
-    lock.close()
 
 
 def background_for(cfg: DictConfig, serving: Any, device: str) -> "Background":

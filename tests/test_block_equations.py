@@ -1,14 +1,12 @@
 """Heads that draft in blocks against the papers' equations, written out in loops. Known ways to get them wrong are broken on
 purpose and seen."""
 
-import copy
 import json
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import DynamicCache
 
 from foredraft.heads import Target, block_attention, save_head
 from foredraft.heads.base import BlockHead, PackedBatch
@@ -225,24 +223,10 @@ def refined(head, w: dict[str, Tensor], block: Tensor, path: list[int]) -> list[
     return added if head.sample_from_anchor else added[1:]
 
 
-def noise_pass(head, w: dict[str, Tensor], target: Target, text: list[int]) -> Tensor:
-    """UNO: logits of the text's last token, and behind it those of a copy of the target whose weights have the LoRA."""
-    noisy, cache = copy.deepcopy(target.model), DynamicCache()
-    for name, layer in noisy.named_modules():
-        key = f"loras.{name.replace('.', '/')}.lora_"
-        if f"{key}A.weight" in w:
-            layer.weight.data += head.alpha / head.rank * w[f"{key}B.weight"] @ w[f"{key}A.weight"]
-    first = target.model(torch.tensor([text]), past_key_values=cache).logits[0, -1:]
-    noise = head.noise(torch.tensor(text[-1:]), torch.tensor([len(text) - 1]), head.depth - 1)
-    return torch.cat([first, noisy(noise, past_key_values=cache).logits[0]])
-
-
 @torch.no_grad()
 def by_the_paper(head, target: Target, text: list[int], a: int) -> tuple[Tensor, list[Tensor]]:
     """Logits (depth, vocab), and ratings, of the drafts after the root at position `a` of `text`."""
     w, embed = head.state_dict(), target.embeddings
-    if head.kind == "uno":
-        return noise_pass(head, w, target, text[: a + 1]), []
     states = target.model(torch.tensor([text[:a]]), output_hidden_states=True).hidden_states
     fused = torch.cat([states[layer][0] for layer in head.layers], -1) @ w["fc.weight"].T
     if head.kind == "p_eagle":

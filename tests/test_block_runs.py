@@ -20,7 +20,6 @@ from tests.support.processes import ONE, SMALL_EAGLE3, TWO, end, losses, torchru
 
 RUN = [*SMALL_EAGLE3[2:], "optimizer=adamw", "trainer.max_steps=6", "trainer.save_steps=2", "evaluate.eval_steps=0"]
 P_EAGLE = ["head=p_eagle", "head.num_depths=3", "head.num_hidden_layers=2", "head.draft_vocab_size=128"]
-UNO = ["head=uno", "head.depth=3", "head.lora_r=2", "trainer.learning_rate=1e-3"]
 DSPARK = ["head=dspark", "head.block_size=3", "head.num_hidden_layers=1", "head.draft_vocab_size=128"]
 
 
@@ -42,7 +41,7 @@ def test_from_disk_the_losses_are_those_of_training_online(kind, target, tmp_pat
     assert torch.equal(stored.hits, online.hits) and torch.equal(stored.counts, online.counts) and online.counts.all()
 
 
-@pytest.mark.parametrize(("head", "lora"), [(DSPARK, 2), (UNO, None)])
+@pytest.mark.parametrize(("head", "lora"), [(DSPARK, 2), (P_EAGLE, None)])
 def test_a_run_that_is_stopped_is_the_run_that_was_not(given, here, monkeypatch, target, head, lora):
     given = [*given, *head]
     if lora is not None:

@@ -59,7 +59,7 @@ CONFIGS = {
     ),
 }
 KINDS = [name for name in names("head") if name != "auto"]
-OF_TREES = ("draft_model", "uno")  # what drafts with layers of the target's own kind, under masks and positions of ours
+OF_TREES = ("draft_model",)  # what drafts with layers of the target's own kind, under masks and positions of ours
 BY_DAY = [("gpt2", kind) for kind in KINDS] + [("mpt", kind) for kind in KINDS]
 BY_DAY += [(family, "eagle3") for family in CONFIGS if family not in ("gpt2", "mpt")]
 REST = [(family, kind) for family in CONFIGS for kind in KINDS if (family, kind) not in BY_DAY]

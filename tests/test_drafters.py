@@ -31,7 +31,6 @@ from foredraft.inference.drafters import (
     SuffixDrafter,
     Switch,
     Union,
-    UnoTree,
     drafter_for,
 )
 from foredraft.inference.drafters.base import Accepted, PendingAccepted, bonus_only, chains, trees
@@ -60,8 +59,6 @@ DRAFTERS = {
         [DraftModel(random_model(seed), target, min_probability=0) for seed in (3, 1)]
     ),
     "ngram and heads": lambda target: Union([NgramDrafter(), eagle(target), medusa(target)]),
-    "uno": lambda target: UnoTree(make_head("uno", target), target, nodes=6),
-    "uno, auto": lambda target: AutoTree(UnoTree(make_head("uno", target), target, nodes=6), target),
     "lookahead and suffix": lambda target: Union([Lookahead(), SuffixDrafter()]),
     "a suffix or a head": lambda target: Switch(SuffixDrafter(), AutoTree(eagle(target), target)),
     "auto beside ngram": lambda target: Union([AutoTree(medusa(target), target), NgramDrafter()]),

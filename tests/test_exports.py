@@ -127,8 +127,6 @@ REFUSED = [
     ("xpress pruned, anchor first", "vllm", "vLLM's xPress knows no pruned vocabulary"),
     ("xpress uneven", "speculators", "head.xpress_mlp_hidden=10 to be a multiple of head.xpress_rank=6"),
     ("p_eagle", "sglang", "SGLang reads no p_eagle"),
-    ("uno", "vllm", "vLLM reads no uno"),
-    ("uno", "llamacpp", "llama.cpp reads no uno"),
     ("eagle3 of other layers", "eagle", r"takes hidden states \[2, 4, 5\] .* this head takes \[1, 3, 5\]"),
     ("eagle3 of two layers", "sglang", "fuses three layers"),
     ("eagle3 of the embedding", "sglang", "hidden state 0"),
@@ -176,7 +174,6 @@ def test_sglang_gets_the_bias_it_insists_on(deep, tmp_path):
         ("sglang", "lilicorr", "--speculative-algorithm DFLASH --speculative-draft-model-path H"),
         ("vllm", "lilicorr", '"method": "dflash", "model": "H", "num_speculative_tokens": 7'),
         ("sglang", "domino", "--speculative-algorithm DOMINO --speculative-draft-model-path H"),
-        ("sglang", "uno", "--speculative-algorithm UNO --uno-lora-path H --speculative-num-draft-tokens 8"),
     ],
 )
 def test_an_engine_is_started_in_its_own_words(deep, engine, kind, words):
@@ -184,7 +181,7 @@ def test_an_engine_is_started_in_its_own_words(deep, engine, kind, words):
     head = build_head(kind, deep)
     command = getattr(engines, engine)(head, deep).command(head, "T", "H")
     assert words in command and ("--speculative-num-draft-tokens" in command) == (
-        engine == "sglang" and kind in ("eagle3", "uno")
+        engine == "sglang" and kind == "eagle3"
     )
 
 

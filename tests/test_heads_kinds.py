@@ -155,13 +155,3 @@ def test_a_draft_model_is_trained_like_any_head(train):
     metrics = json.loads((directory / "metrics.json").read_text())
     assert metrics["head"] == "draft_model" and metrics["identical_greedy"] == 1.0
     LlamaForCausalLM.from_pretrained(directory / "head")
-
-
-def test_uno_ends_with_an_adapter_for_drafts_alone(train):
-    directory = train("head=uno", "head.depth=3", "head.lora_r=2")
-    files = {file.name for file in (directory / "head").iterdir()}
-    assert {"adapter_model.safetensors", "adapter_config.json"} <= files and "model.safetensors" not in files
-    assert "The target's text changes" not in (directory / "head" / "README.md").read_text()
-    metrics = json.loads((directory / "metrics.json").read_text())
-    assert metrics["identical_greedy"] == metrics["identical_sampled"] == 1.0
-    assert metrics["accepted_per_depth"][0] == 1 and 1 <= metrics["acceptance_length"] < 2  # two tokens of two forwards

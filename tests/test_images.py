@@ -211,8 +211,6 @@ def test_what_images_cannot_be_trained_with(qwen: Path, rows: Path, here: Callab
     server = ["features=server", "features.url=http://localhost:9", "features.whole_target=true"]
     assert "asks an engine with tokens alone, and the data have images" in complaint(here(*given(qwen, rows, *server)))
     assert "writes after text alone" in complaint(here(*given(qwen, rows, "self_generated_tokens=100")))
-    uno = ["head=uno" if one == "head=eagle3" else one for one in given(qwen, rows) if not one.startswith("head.")]
-    assert "runs the target over text alone, and the data have images" in complaint(here(*uno))
     (qwen / "preprocessor_config.json").rename(qwen / "gone.json")
     assert "the data have images, and the processor of" in complaint(here(*given(qwen, rows)))
     (qwen / "gone.json").rename(qwen / "preprocessor_config.json")

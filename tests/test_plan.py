@@ -174,7 +174,7 @@ def test_a_target_may_be_named_without_its_group():
     assert named_target(["target.path=ORG/NAME"], CONF / "publish") == []
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark", "domino", "lilicorr", "p_eagle", "uno", "xpress"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "domino", "lilicorr", "p_eagle", "xpress"])
 def test_a_head_that_drafts_in_blocks_is_planned(tiny_path: Path, kind: str):
     """By the blocks that begin in a step, not by all that could."""
     given = [f"head={kind}", f"target.path={tiny_path}", "target.dtype=float32", "bf16=false", f"rows={ROWS}"]

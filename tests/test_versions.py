@@ -15,7 +15,6 @@ from transformers.utils import ModelOutput
 from foredraft.heads import Target
 from foredraft.heads.target.state_cache import can_crop
 from foredraft.heads.target.support import cache_name
-from foredraft.heads.target.tracing import TracedCache
 from foredraft.inference import generate
 from tests.support import hybrids
 from tests.support.drafters import Oracle
@@ -94,12 +93,6 @@ def test_a_cache_is_cropped_only_if_that_leaves_no_trace(kind: str, monkeypatch:
     _, state = hybrids.pair(kind).target.forward_from(PROMPT, 0, None)
     monkeypatch.delattr(MiniMaxCache, "is_croppable", raising=False)  # as before 5.23
     assert can_crop(state) == CROPS[kind]
-
-
-def test_a_layer_is_traced_with_what_it_tells_its_cache_besides() -> None:
-    """Since 5.24, layers hand on their own keywords."""
-    cache, states = TracedCache(3), (torch.zeros(1), torch.ones(1))
-    assert cache.update(*states, 3, kwargs={"cu_seq_lens_q": None}) == states
 
 
 def test_a_model_that_runs_its_layers_in_loops_drafts_no_trees() -> None:

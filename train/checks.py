@@ -91,9 +91,7 @@ def check_features(cfg: DictConfig) -> None:
             f"features.top_k={cfg.features.top_k} stores the largest logits only, and loss={loss} {NOT_OF_TOP_K[loss]}: set "
             "features.top_k=null, or another loss"
         )
-    if cfg.criterion._target_.rpartition(".")[2] in ("JointDistillation", "UnoDistillation") and (
-        cfg.features._target_ != ONLINE
-    ):
+    if cfg.criterion._target_.rpartition(".")[2] == "JointDistillation" and (cfg.features._target_ != ONLINE):
         raise ValueError(
             "features=disk and server store what a target gave, and this head trains in its layers: take features=online"
         )

@@ -103,7 +103,7 @@ def agreement(distillation: DistillationModel, rows: Sequence[dict[str, Tensor]]
         gained += steps(grid.cpu(), mask.cpu())
         ticker.add()
     shares = (hits / distillation.num_items.cpu().clamp(min=1)).tolist()
-    return Agreement(loss, shares, sum(gained) / max(1, head.forwards * len(gained)))
+    return Agreement(loss, shares, sum(gained) / max(1, len(gained)))
 
 
 def steps(hits: Tensor, counted: Tensor) -> list[int]:
@@ -129,6 +129,6 @@ def steps(hits: Tensor, counted: Tensor) -> list[int]:
 def standard_error(generations: list[Generation]) -> float:
     """Of their acceptance length, over the steps."""
     gained = torch.tensor(
-        [count / step.forwards for g in generations for step in g.steps for count in step.emitted], dtype=torch.float64
+        [count for g in generations for step in g.steps for count in step.emitted], dtype=torch.float64
     )
     return round(gained.std().item() / len(gained) ** 0.5, 4) if len(gained) > 1 else 0.0

@@ -11,7 +11,6 @@ from torch.nn.utils import parametrize
 from foredraft.heads.base import DraftHead
 from foredraft.heads.draft_model import DraftModelHead
 from foredraft.heads.medusa2 import Medusa2Head
-from foredraft.heads.uno import UnoHead
 
 SCALE = 2.0
 
@@ -31,7 +30,7 @@ def add(head: DraftHead, rank: int) -> None:
     """From now on only these additions to the head's linear layers learn, which are zero at first."""
     if rank < 1:
         raise ValueError(f"lora={rank} is the rank of what is learned, at least 1; null trains all weights")
-    if isinstance(head, DraftModelHead | Medusa2Head | UnoHead):
+    if isinstance(head, DraftModelHead | Medusa2Head):
         raise ValueError(f"head={head.kind} has an adapter of its own: leave lora={rank} out, or choose another head")
     head.requires_grad_(False)
     for layer in [part for part in head.modules() if isinstance(part, nn.Linear)]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from foredraft.heads.target.loading import has_bfloat16_products
 
-ADAPTERS = ("adapter.", "head.loras.")  # Medusa-2's and UNO's
+ADAPTER = "adapter."  # Medusa-2's
 
 
 class Float32Muon(torch.optim.Muon):
@@ -89,7 +89,7 @@ def muon(
     named, adapter = split(module)
     by_token = {id(parameter) for parameter in vocabulary}
     matrices = [p for p in named if p.ndim == 2 and id(p) not in by_token]
-    if not matrices:  # of a head that is an adapter (UNO) no matrix is for Muon
+    if not matrices:  # of a head without matrices
         return adamw(module, vocabulary, learning_rate, betas, weight_decay, epsilon, head_multiplier)
     others = [p for p in named if p.ndim != 2 or id(p) in by_token]
     parts = groups(others, adapter, learning_rate / head_multiplier, weight_decay)
@@ -124,10 +124,10 @@ def fused(parameters: list[nn.Parameter]) -> bool | None:
 
 
 def split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trained parameters: the head's, and those of an adapter of the target (train/joint.py, heads/uno.py)."""
+    """The trained parameters: the head's, and those of an adapter of the target (train/joint.py)."""
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    parts = [parameter for name, parameter in named if not name.startswith(ADAPTERS)]
-    return parts, [parameter for name, parameter in named if name.startswith(ADAPTERS)]
+    parts = [parameter for name, parameter in named if not name.startswith(ADAPTER)]
+    return parts, [parameter for name, parameter in named if name.startswith(ADAPTER)]
 
 
 def groups(

@@ -23,7 +23,6 @@ from foredraft.heads.checkpoint import load_head
 from foredraft.heads.packing import PackedLinear
 from foredraft.heads.target import Target
 from foredraft.heads.target.sharding import full_tensor
-from foredraft.heads.uno import UnoHead
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.sampling import Sampling, SamplingParams
@@ -57,10 +56,8 @@ def float32_lm_head(target: Target) -> Iterator[bool]:
 
 
 def tolerance(head: DraftHead, target: Target, exact: bool, logits: Tensor) -> float:
-    """Return the difference that rounding may make. exact: are the target's logits in float32? Then UNO alone, which drafts
-    with the target's layers, computes anything in the target's precision."""
-    own = bool(head.projections) or (exact and not isinstance(head, UnoHead))
-    if own or target.dtype == torch.float32 or not target.dtype.is_floating_point:
+    """Return the difference that rounding may make. exact: are the target's logits in float32?"""
+    if head.projections or exact or target.dtype == torch.float32 or not target.dtype.is_floating_point:
         return TOLERANCE
     return max(TOLERANCE, ROUNDINGS * torch.finfo(target.dtype).eps * logits.abs().max().item())
 
@@ -91,12 +88,8 @@ def drafted_logits(head: DraftHead, target: Target, prompt: list[int], bonus: in
 
     tokens = torch.tensor([prompt], device=target.device)
     text = [*prompt, bonus]
-    states, cache = read(target, tokens, drafter.layers), None
-    if isinstance(head, UnoHead):
-        cache = target.new_cache(1, len(text) + head.depth, head.depth)
-        target.prefill(tokens, [len(prompt)], cache)
-        cache.set_lengths([len(prompt)])
-    accepted = Accepted(torch.tensor([text[1:]], device=target.device), states, [len(prompt)], [text], cache=cache)
+    states = read(target, tokens, drafter.layers)
+    accepted = Accepted(torch.tensor([text[1:]], device=target.device), states, [len(prompt)], [text])
     drafter.begin(1, len(prompt) + 2 * head.depth + 2, Sampling.of([SamplingParams()], target.vocab_size))
     setattr(head, name, record)
     try:

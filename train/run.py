@@ -147,8 +147,6 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
         raise ValueError(
             f"self_generated_tokens={cfg.self_generated_tokens}: the target writes after text alone: give 0"
         )
-    if data.train.reader is not None and head.kind == "uno":
-        raise ValueError("head=uno runs the target over text alone, and the data have images: take another head")
     if cfg.fresh_text:
         check_fresh_text(cfg, target)
     args = arguments(cfg.trainer, target, **instantiate(cfg.strategy.arguments, _convert_="all"))

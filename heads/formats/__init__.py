@@ -20,11 +20,9 @@ from foredraft.heads.formats.native import NativeFormat
 from foredraft.heads.formats.p_eagle import PEagleFormat, SpeculatorsPEagle
 from foredraft.heads.formats.speculators import SpeculatorsFormat
 from foredraft.heads.formats.speculators_blocks import SpeculatorsDFlash, SpeculatorsDSpark, SpeculatorsXPress
-from foredraft.heads.formats.uno import UnoFormat
 
 # The first that matches is taken, so the more specific ones come first.
 FORMATS: tuple[type[Format], ...] = (
-    UnoFormat,
     NativeFormat,
     MTPFormat,
     SpeculatorsDFlash,

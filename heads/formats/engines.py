@@ -38,7 +38,6 @@ from foredraft.heads.mtp import PREFIX, MTPHead
 from foredraft.heads.p_eagle import PEagleHead
 from foredraft.heads.target import Target
 from foredraft.heads.target.files import weight_map
-from foredraft.heads.uno import UnoHead
 from foredraft.heads.xpress import XPressHead
 
 VLLM = """vllm serve {target} --speculative-config '{{"method": "{method}", "model": "{head}", \
@@ -54,8 +53,6 @@ SGLANG_BLOCK = """python -m sglang.launch_server --model-path {target} --specula
 --speculative-draft-model-path {head}"""
 SGLANG = f"""{SGLANG_BLOCK} --speculative-num-steps {{depth}} --speculative-eagle-topk 4 \
 --speculative-num-draft-tokens 16"""
-SGLANG_UNO = """python -m sglang.launch_server --model-path {target} --speculative-algorithm UNO --uno-lora-path {head} \
---speculative-num-draft-tokens {depth} --attention-backend fa3"""
 
 XPRESS = "vLLM 0.32 has no xPress; its pull request 54448 and the authors' branch have. It drafts a chain, no tree."
 
@@ -122,10 +119,6 @@ def sglang(head: DraftHead, target: Target) -> Export:
         )
     if type(head) is DFlashHead:
         return Export(formats.DFlashFormat(), SGLANG_BLOCK, "SGLang drafts a chain, no tree.")
-    if isinstance(head, UnoHead):
-        return Export(
-            formats.UnoFormat(), SGLANG_UNO, "SGLang has UNO since 0.5.23, on one Hopper GPU (FlashAttention 3)."
-        )
     if not isinstance(head, Eagle3Head):
         raise unsupported("SGLang", head)
     if len(head.layers) != 3:

@@ -49,8 +49,6 @@ def read(directory: Path) -> HeadFiles:
 def read_config(directory: Path, name: str = "") -> dict:
     """config.json, refused where it is of a drafter that is not known here, or names code. name: for errors."""
     path = directory / CONFIG
-    if not path.is_file() and (directory / ADAPTER_CONFIG).is_file():
-        path = directory / ADAPTER_CONFIG  # UNO's authors publish nothing else
     if not path.is_file():
         raise ValueError(f"{directory} holds no {CONFIG}: give the directory that training wrote (<output_dir>/head)")
     config = read_json(path)

@@ -15,7 +15,6 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from foredraft.heads import packing
 from foredraft.heads.target import attention, rules
 from foredraft.heads.target.cache import KVCache, key_block, to_device
-from foredraft.heads.target.compiled import compile_layers
 from foredraft.heads.target.cuda_graphs import captures, power_of_two
 from foredraft.heads.target.ends import load_ends, refuse
 from foredraft.heads.target.gguf import record_of
@@ -117,7 +116,6 @@ class Target:
         context: int | None = None,
         pack: bool = True,
         gguf_file: str | None = None,
-        compile: str = "none",
         ends_only: bool = False,
         **kwargs: Any,
     ) -> "Target":
@@ -130,7 +128,6 @@ class Target:
         context: as in `Target`;
         pack: on a CPU, pack linear weights where that makes decoding faster (heads/packing.py);
         gguf_file: which GGUF file of a Hub repository;
-        compile: "none", "layers" or "auto" (heads/target/compiled.py);
         ends_only: without its layers (heads/target/ends.py): it writes nothing.
         Further keywords are those of transformers' from_pretrained.
         Raises ValueError that names the path when there is no model, or its tokenizer does not fit its vocabulary.
@@ -141,7 +138,7 @@ class Target:
         trusted = kwargs.setdefault("trust_remote_code", False)  # where nothing is said, transformers would ask
         if ends_only:
             model = load_ends(path, dtype, device, revision, trusted)
-            pack, sharding, quantization, compile = False, None, None, "none"  # of layers
+            pack, sharding, quantization = False, None, None  # of layers
         else:
             if sharding is not None:
                 kwargs |= arguments(path, sharding, quantization)
@@ -157,8 +154,6 @@ class Target:
         if pack and sharding not in COLLECTIVE:  # whose weights are pieces
             packing.pack(model)  # frozen by now
             packing.join(model, lambda: target._forward(torch.zeros(1, 2, dtype=torch.int64), None, (), 0, {}))
-        if sharding is None:
-            compile_layers(model, compile)
         target.checkpoint, target.gguf, target.revision = path, record_of(path), revision
         target.quantization, target.sharding, target.no_tokenizer = quantization, sharding, reason
         target.ends_only, target.trust_remote_code = ends_only, trusted

@@ -11,7 +11,6 @@ from foredraft.heads.checkpoint import find, load_head, read_config
 from foredraft.heads.draft_model import DraftModelHead
 from foredraft.heads.packing import pack
 from foredraft.heads.target import Target
-from foredraft.heads.uno import UnoHead
 from foredraft.inference.drafters.adaptive import AdaptiveLength
 from foredraft.inference.drafters.auto import AutoTree, HeadTree
 from foredraft.inference.drafters.base import Drafter, NoDrafter
@@ -25,7 +24,6 @@ from foredraft.inference.drafters.static import StaticTree
 from foredraft.inference.drafters.suffix import SuffixDrafter
 from foredraft.inference.drafters.switch import Switch
 from foredraft.inference.drafters.union import Union
-from foredraft.inference.drafters.uno import UnoTree
 
 DRAFTER_NAMES = "none, ngram, suffix, lookahead, draft:<path or id of a smaller model>, a head's directory or Hub id"
 
@@ -96,8 +94,6 @@ def drafter_for(
         return drafter_for_model(head, *policy, **options)
     if isinstance(head, RecurrentHead):
         return with_tree_policy(DynamicTree(head, target, **options), *policy)
-    if isinstance(head, UnoHead):
-        return with_tree_policy(UnoTree(head, target, **options), *policy)
     if isinstance(head, BlockHead):
         return with_tree_policy(BlockTree(head, target, **options), *policy)
     assert isinstance(head, ParallelHead)
@@ -167,7 +163,6 @@ __all__ = [
     "SuffixDrafter",
     "Switch",
     "Union",
-    "UnoTree",
     "chain_of",
     "drafter_for",
     "load_drafter",

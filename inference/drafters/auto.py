@@ -120,10 +120,6 @@ class AutoTree(Drafter):
         self.plan_for(Case.of(len(slots), sampling))
 
     @property
-    def forwards(self) -> int:  # type: ignore[override]
-        return 1 if self.plan == PLAIN else self.inner.forwards
-
-    @property
     def cached_drafters(self) -> Sequence[CachedTree]:
         return self.inner.cached_drafters
 

@@ -42,7 +42,6 @@ class Drafter(ABC):
     depth: int  # maximum number of levels of its next tree
     nodes: int  # maximum number of nodes of all its trees, including the bonus token
     branches: bool = True  # whether its trees may be more than chains
-    forwards: int = 1  # target forwards of the last step: the verification, and those that drafting needed
     remembers_others: bool = False  # whether its drafts may contain text of other requests, which must not be shown
 
     @abstractmethod
@@ -87,10 +86,6 @@ class Wrapper(Drafter):
 
     def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
         self.inner.select_sequences(slots, capacity, sampling)
-
-    @property
-    def forwards(self) -> int:  # type: ignore[override]
-        return self.inner.forwards
 
     @property
     def remembers_others(self) -> bool:  # type: ignore[override]

@@ -50,10 +50,6 @@ class Switch(Drafter):
         self.promised = self.auto.promised_speed()
 
     @property
-    def forwards(self) -> int:  # type: ignore[override]
-        return 1 if self.by_suffix else self.auto.forwards
-
-    @property
     def remembers_others(self) -> bool:  # type: ignore[override]
         return self.by_suffix and self.suffix.remembers_others
 

@@ -39,10 +39,6 @@ class Union(Drafter):
             drafter.select_sequences(slots, capacity, sampling)
 
     @property
-    def forwards(self) -> int:  # type: ignore[override]
-        return 1 + sum(drafter.forwards - 1 for drafter in self.drafters)
-
-    @property
     def cached_drafters(self) -> list[CachedTree]:
         return [cached for drafter in self.drafters for cached in drafter.cached_drafters]
 

@@ -165,7 +165,6 @@ class Benchmark:
             line["accepted"] = [step.accepted[0] for step in out.steps]
             line["emitted"] = [step.emitted[0] for step in out.steps]
             line["nodes"] = [step.nodes for step in out.steps]
-            line["forwards"] = [step.forwards for step in out.steps]
             if repeat == 0:
                 line["ids"] = out.new_tokens[0]
         return line

@@ -96,12 +96,7 @@ def spread(values: list[float]) -> Spread | None:
 def acceptance(lines: list[Line]) -> float | None:
     """Return the acceptance length: tokens per target forward."""
     emitted = [count for line in lines for count in line.get("emitted", [])]
-    return sum(emitted) / sum(sum(forwards(line)) for line in lines) if emitted else None
-
-
-def forwards(line: Line) -> list[int]:
-    """Return the number of target forwards of each step."""
-    return line.get("forwards") or [1] * len(line.get("emitted", []))
+    return sum(emitted) / len(emitted) if emitted else None
 
 
 def conditional(lines: list[Line]) -> list[float]:
@@ -114,14 +109,13 @@ def conditional(lines: list[Line]) -> list[float]:
 
 def by_context(table: Table, lines: list[Line]) -> dict[str, float]:
     """Return the acceptance length by the length of the text at the step, in ranges up to 256, 512, 1024, ... tokens."""
-    counts: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    counts: dict[int, list[int]] = defaultdict(list)
     for line in lines:
         length = len(table.texts[line["text"]].tokens) + line.get("first_tokens", 1)
-        for pair in zip(line.get("emitted", []), forwards(line), strict=True):
-            counts[max(256, 1 << (length - 1).bit_length())].append(pair)
-            length += pair[0]
-    sums = {end: [sum(part) for part in zip(*counts[end], strict=True)] for end in sorted(counts)}
-    return {str(end): gained / used for end, (gained, used) in sums.items()}
+        for emitted in line.get("emitted", []):
+            counts[max(256, 1 << (length - 1).bit_length())].append(emitted)
+            length += emitted
+    return {str(end): sum(counts[end]) / len(counts[end]) for end in sorted(counts)}
 
 
 def decoder_figures(

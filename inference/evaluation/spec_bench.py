@@ -35,7 +35,7 @@ def as_forward_func(target: Target, drafter: Drafter | None, temperature: float 
             temperature=temperature,
             seed=seed,
         )
-        emitted = [count for step in out.steps for count in (step.emitted[0], *[0] * (step.forwards - 1))]
+        emitted = [step.emitted[0] for step in out.steps]
         return out.sequences, len(out.new_tokens[0]), len(emitted), emitted
 
     return forward

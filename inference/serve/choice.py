@@ -97,7 +97,7 @@ class Choice:
             self.accepted.append(output.accepted)
             self.drafted.append(min(output.depth, output.nodes - 1))
             self.emitted += len(output.tokens)
-            self.forwards += output.forwards
+            self.forwards += 1
         reasoning, text = self.read_reasoning(text)
         if self.tools is not None:
             text = self.tools.push(text)
@@ -169,7 +169,6 @@ class Choice:
         accepted = output.accepted or 0
         entry: dict[str, Any] = {
             "tokens": [{"text": text, "drafted": number < accepted} for number, text in enumerate(pieces)],
-            "forwards": output.forwards,
         }
         if output.trace is not None and output.accepted is not None:
             entry["tree"] = {

@@ -10,10 +10,8 @@ from pathlib import Path
 
 from foredraft.heads import adapter
 from foredraft.heads.base import BlockHead, DraftHead
-from foredraft.heads.checkpoint import read_config
 from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.hub import find
-from foredraft.heads.uno import UnoHead
 from foredraft.inference.drafters import Drafter, tree_of
 
 
@@ -52,7 +50,7 @@ def is_in(directory: Path, head: str) -> bool:
 def import_initial_head(directory: Path, spec: str) -> None:
     """Copy the first head into `directory`, unless it is there. Raises ValueError for a head that cannot learn."""
     found = find(spec, None)
-    if (found / adapter.CONFIG).exists() and read_config(found).get("foredraft", {}).get("kind") != UnoHead.kind:
+    if (found / adapter.CONFIG).exists():
         raise ValueError(f"learn=true: {spec} changes the target's text while it serves: use another head")
     directory.mkdir(0o700, parents=True, exist_ok=True)  # texts are private
     if not is_in(directory, spec):

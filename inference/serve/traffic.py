@@ -196,7 +196,7 @@ def decode(target: Target, drafter: Drafter, samples: Sequence[dict[str, Any]]) 
         for output in engine.step():
             if output.accepted is not None:
                 found[output.request][0] += len(output.tokens)
-                found[output.request][1] += output.forwards
+                found[output.request][1] += 1
     return [counts for counts in found.values() if counts[1]]
 
 

@@ -55,7 +55,7 @@ def decode(
             texts[number] += output.tokens
             if output.accepted is not None:
                 steps, added = gains[number]
-                gains[number] = steps + output.forwards, added + len(output.tokens)
+                gains[number] = steps + 1, added + len(output.tokens)
     engine.close()
     return [gains[number] for number in range(len(prompts))], [texts[number] for number in range(len(prompts))]
 

@@ -89,7 +89,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 3, "blocks": 2, "draft_vocab_size": 250},
     "medusa2": {"num_heads": 3, "lora_r": 4},
     "p_eagle": {"num_depths": 4, "num_hidden_layers": 2, "draft_vocab_size": 200},
-    "uno": {"depth": 4, "lora_r": 4, "lora_alpha": 8},
     "xpress": {"block_size": 4, "num_hidden_layers": 2, "xpress_rank": 6, "xpress_mlp_hidden": 12},
     "xpress pruned, anchor first": {
         "kind": "xpress",
@@ -107,7 +106,7 @@ KINDS = sorted({*names("head"), *OVERRIDES})
 BLOCK_KINDS = [
     name
     for name in KINDS
-    if name.split()[0] in ("dflash", "dflash2", "jetspec", "dspark", "domino", "lilicorr", "p_eagle", "uno", "xpress")
+    if name.split()[0] in ("dflash", "dflash2", "jetspec", "dspark", "domino", "lilicorr", "p_eagle", "xpress")
 ]
 
 

@@ -84,8 +84,6 @@ class ConfigOnlyTarget(Target):
         key_positions: Tensor | None = None,
         images: dict[str, Tensor] | None = None,
     ) -> TargetOutput:
-        if cache is not None:  # UNO's head, which learns in these layers: what they keep for gradients is counted
-            return super().forward(tokens, positions, mask, cache, layers, keep_logits, key_positions, images)
         rows, length = tokens.shape
         kept = keep_logits or length
         made: dict[str, Any] = {"dtype": self.dtype, "device": tokens.device}

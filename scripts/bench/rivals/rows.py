@@ -83,7 +83,6 @@ class InVllm:
 @entry("rows")
 def main(cfg: DictConfig) -> None:
     target: Target = instantiate(cfg.target)
-    compiled: Target = instantiate(cfg.target, compile="layers")
     prompts = [one.tokens for one in first_turns(target, cfg.prompts, max(cfg.rows), cfg.new_tokens)]
     if len(prompts) < max(cfg.rows):
         raise ValueError(
@@ -94,9 +93,7 @@ def main(cfg: DictConfig) -> None:
     assert tree is not None
     engines: dict[str, Writer] = {
         "plain": ours(target, None, cfg.new_tokens),
-        "plain, compiled": ours(compiled, None, cfg.new_tokens),
         "tree, auto": ours(target, drafter, cfg.new_tokens),
-        "tree, auto, compiled": ours(compiled, load_drafter(cfg.head_path, compiled), cfg.new_tokens),
         f"chain of {cfg.chain}": ours(target, chain_of(tree, target, cfg.chain), cfg.new_tokens),
         "transformers": transformers(target, cfg.new_tokens),
     }
