@@ -85,7 +85,7 @@ class Engine:
         or if the text would not fit into the cache."""
         context = self.target.context
         if not request.prompt:
-            raise ValueError("the prompt is empty: give at least one token (the bos token, say)")
+            raise ValueError("the prompt is empty: give at least one token (such as bos)")
         if context is not None and len(request.prompt) + min(1, request.max_new_tokens) > context:
             raise ValueError(
                 f"the prompt has {len(request.prompt)} tokens, but the target {self.target.name} supports {context}, "

@@ -1,1 +1,1 @@
-"""What a drafter gains and whether it is lossless: measurements, audits, reports."""
+"""Measurements of drafters, checks that they are lossless, and reports."""

@@ -45,8 +45,8 @@ class Table:
         for line in lines:
             if line["kind"] == "text" and line["temperature"] == temperature:
                 self.by_decoder[line["decoder"]][line["repeat"], line["text"]] = line
-        plain = self.by_decoder[BASELINE]
-        self.loops = {text for (_, text), line in plain.items() if distinct(line.get("ids", [])) < REPETITIVE}
+        baseline = self.by_decoder[BASELINE]
+        self.loops = {text for (_, text), line in baseline.items() if distinct(line.get("ids", [])) < REPETITIVE}
 
     def chosen(self, category: str) -> set[int]:
         if category == LOOPS:
@@ -126,7 +126,7 @@ def decoder_figures(
     if not lines:
         return None
     best = table.best_rival(rivals, category)
-    tau, over_plain = acceptance(lines), table.speedup(decoder, BASELINE, category, without_prefill)
+    tau, over_baseline = acceptance(lines), table.speedup(decoder, BASELINE, category, without_prefill)
     return {
         "texts": len({line["text"] for line in lines}),
         "acceptance_length": tau,
@@ -135,9 +135,9 @@ def decoder_figures(
         "by_context": by_context(table, lines),
         "tokens_per_second": table.rates(decoder, category, without_prefill),
         "tokens_per_second_with_prefill": table.rates(decoder, category, with_prefill),
-        "speedup": over_plain,
+        "speedup": over_baseline,
         "speedup_with_prefill": table.speedup(decoder, BASELINE, category, with_prefill),
         "best_rival": best,
         "over_best_rival": None if best is None else table.speedup(decoder, best, category, with_prefill),
-        "eta": over_plain.median / tau if over_plain is not None and tau else None,
+        "eta": over_baseline.median / tau if over_baseline is not None and tau else None,
     }

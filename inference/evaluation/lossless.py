@@ -84,10 +84,10 @@ def divergences(
     for seed, prompt in enumerate(prompts):
         ids = torch.tensor([prompt], device=target.device)
         settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1, "temperature": temperature}
-        plain = generate(target, None, ids, seed=seed, **settings).new_tokens[0]
+        baseline = generate(target, None, ids, seed=seed, **settings).new_tokens[0]
         drafted = generate(target, drafter, ids, seed=seed, **settings)
         nodes = nodes_by_token([step.emitted[0] for step in drafted.steps], [step.nodes for step in drafted.steps])
-        found.append(audit(target, prompt, plain, drafted.new_tokens[0], nodes, temperature, seed))
+        found.append(audit(target, prompt, baseline, drafted.new_tokens[0], nodes, temperature, seed))
     return [divergence for divergence in found if divergence is not None]
 
 
@@ -100,7 +100,7 @@ def nodes_by_token(emitted: Sequence[int], nodes: Sequence[int]) -> list[int]:
 def audit(
     target: Target,
     prompt: list[int],
-    plain: list[int],
+    baseline: list[int],
     drafted: list[int],
     nodes: Sequence[int],
     temperature: float = 0.0,
@@ -108,19 +108,19 @@ def audit(
 ) -> Divergence | None:
     """Return the first divergence of two continuations of a prompt; None if they are identical. nodes: of `drafted`, see
     `nodes_by_token`. seed: of both; it becomes the divergence's prompt number."""
-    index = next((i for i, (a, b) in enumerate(zip(plain, drafted)) if a != b), None)
+    index = next((i for i, (a, b) in enumerate(zip(baseline, drafted)) if a != b), None)
     if index is None:
-        assert len(plain) == len(drafted), "one text ends early, after the same tokens"
+        assert len(baseline) == len(drafted), "one text ends early, after the same tokens"
         return None
-    text = prompt + plain[:index]
+    text = prompt + baseline[:index]
     one, many = (recompute_logits(target, text, len(prompt), size) for size in (1, nodes[index]))
     scores = one
     if temperature > 0:
         scores = scores / temperature
         position = torch.tensor([[len(text)]], device=target.device)
         scores = scores + Noise([seed], target.vocab_size, target.device).at(position)[0, 0]
-    gap = (scores[plain[index]] - scores[drafted[index]]).abs().item()
-    pair = [plain[index], drafted[index]]
+    gap = (scores[baseline[index]] - scores[drafted[index]]).abs().item()
+    pair = [baseline[index], drafted[index]]
     unit = torch.finfo(target.dtype).eps * one[pair].abs().max()
     difference = max((one - many)[pair].abs().sum(), unit).item() / (temperature or 1.0)
     return Divergence(seed, index, gap, difference)

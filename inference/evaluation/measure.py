@@ -65,9 +65,9 @@ def texts(generations: list[Generation]) -> list[list[int]]:
 
 def identical(target: Target, drafter: Drafter, prompts: list[list[int]], **settings: Any) -> float:
     """Return the share of prompts whose text with drafts equals the baseline, token by token."""
-    plain = texts(run(target, None, prompts, what="checking losslessness, baseline", **settings))
+    baseline = texts(run(target, None, prompts, what="checking losslessness, baseline", **settings))
     drafted = texts(run(target, drafter, prompts, what="checking losslessness, with drafts", **settings))
-    return sum(a == b for a, b in zip(plain, drafted, strict=True)) / len(prompts)
+    return sum(a == b for a, b in zip(baseline, drafted, strict=True)) / len(prompts)
 
 
 def check_identical(

@@ -97,8 +97,8 @@ def headline(metrics: dict) -> Iterator[Tile]:
         slower = ["slower, not faster"] if speedup < 1 else []
         yield Tile("Speedup", f"{speedup:.2f}\u00d7", ["over the baseline (autoregressive)", *slower])
     if (speed := known.get("tokens_per_second")) is not None:
-        plain = known.get("baseline_tokens_per_second")
-        yield Tile("Tokens per second", number(speed), [] if plain is None else [f"baseline: {number(plain)}"])
+        baseline = known.get("baseline_tokens_per_second")
+        yield Tile("Tokens per second", number(speed), [] if baseline is None else [f"baseline: {number(baseline)}"])
     same = {how: known[f"identical_{how}"] for how in ("greedy", "sampled") if f"identical_{how}" in known}
     if same:
         worst = min(same.values())  # one "yes" must not hide a "no"

@@ -4,17 +4,17 @@ import torch
 
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import BLOCKS, KVCache
-from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, select_layers
+from foredraft.inference.drafter_bytes.base import Accepted, Drafter, NoDrafter, select_layers
 
 
 def cache_budget(target: Target, drafter: Drafter | None, size: int, tenants: int = 1) -> tuple[int, float]:
     """Return the capacity in tokens of each engine's cache, and the share of the drafter in a token's bytes. There is an
     engine per tenant and one without drafts; together they may use `size` bytes. Raises ValueError for an unknown cache."""
     # A growing cache exists twice: one block at a time for the target, all of the drafter's, and those of its prompts.
-    plain = cache_bytes_per_token(target, None)
-    drafters = 3 * (cache_bytes_per_token(target, drafter) - plain)
-    growing = plain * (1 + 1 / BLOCKS)
-    return int(size / ((tenants + 1) * growing + tenants * drafters)), drafters / (growing + drafters)
+    target_bytes = cache_bytes_per_token(target, None)
+    drafter_bytes = 3 * (cache_bytes_per_token(target, drafter) - target_bytes)
+    growing = target_bytes * (1 + 1 / BLOCKS)
+    return int(size / ((tenants + 1) * growing + tenants * drafter_bytes)), drafter_bytes / (growing + drafter_bytes)
 
 
 @torch.inference_mode()
