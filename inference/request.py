@@ -67,7 +67,7 @@ class StoppingCriteria:
             return False
         before = self.text
         self.text += self.detokenizer.push(token)
-        text = self.text + self.detokenizer.held
+        text = self.text + self.detokenizer.pending_text
         starts = ((stop, max(0, len(before) + 1 - len(stop))) for stop in self.request.stop_strings)
         self.text = self.text[-self.longest :]
         return any(text.find(stop, start) >= 0 for stop, start in starts)

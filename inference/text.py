@@ -97,10 +97,10 @@ class Detokenizer:
             for end in range(len(self.tokens), max(-1, len(self.tokens) - 4), -1)
             if self.token_texts.is_whole(self.tokens[:end], self.decode(self.tokens[:end]))
         )
-        # tokens[first:given] were returned, and are decoded again as context of the following ones.
-        self.first, self.given = 0, next(whole, len(self.tokens))
+        # tokens[first:returned] were returned, and are decoded again as context of the following ones.
+        self.first, self.returned = 0, next(whole, len(self.tokens))
         self.ends: deque[int] = deque()  # ends of whole characters after `first`, where context may start
-        self.held = ""  # text of tokens[given:]
+        self.pending_text = ""  # text of tokens[returned:]
 
     def context(self, prompt: Sequence[int]) -> list[int]:
         """Return the last visible tokens of a prompt, which do not start within a character if its text is long."""
@@ -119,24 +119,24 @@ class Detokenizer:
 
     def push(self, *tokens: int) -> str:
         self.tokens += [token for token in tokens if token not in self.hidden]
-        new = self.held = self.pending()
-        waits = not new or not self.token_texts.is_whole(self.tokens[self.given :], new)
-        if waits and len(self.tokens) - self.given < MAX_HELD_TOKENS:
+        new = self.pending_text = self.pending()
+        waits = not new or not self.token_texts.is_whole(self.tokens[self.returned :], new)
+        if waits and len(self.tokens) - self.returned < MAX_HELD_TOKENS:
             return ""
-        self.given, self.held = len(self.tokens), ""
-        self.ends.append(self.given)
-        while self.ends[0] <= self.given - CONTEXT:
+        self.returned, self.pending_text = len(self.tokens), ""
+        self.ends.append(self.returned)
+        while self.ends[0] <= self.returned - CONTEXT:
             self.first = self.ends.popleft()
         return new
 
     def pending(self) -> str:
-        before = self.decode(self.tokens[self.first : self.given])
+        before = self.decode(self.tokens[self.first : self.returned])
         return self.decode(self.tokens[self.first :])[len(before) :]
 
     def end(self) -> str:
         """Return the rest of the text."""
-        new, rest = self.pending(), self.tokens[self.given :]
-        self.given, self.held = len(self.tokens), ""
+        new, rest = self.pending(), self.tokens[self.returned :]
+        self.returned, self.pending_text = len(self.tokens), ""
         return new if self.token_texts.is_whole(rest, new) else new.rstrip(REPLACEMENT)
 
 
@@ -145,7 +145,7 @@ def continuation(
 ) -> str:
     """Return the text of the tokens that follow a prompt."""
     detokenizer = Detokenizer(tokenizer, skip_special_tokens, prompt)
-    return detokenizer.push(*tokens) + detokenizer.held
+    return detokenizer.push(*tokens) + detokenizer.pending_text
 
 
 def answer_context(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> Sequence[int]:

@@ -63,7 +63,7 @@ def runs(tokenizer: PreTrainedTokenizerBase, document: Document) -> Iterator[tup
     pairs = zip(document.loss_mask, document.tokens, strict=True)
     found = [(flag, [token for _, token in run]) for flag, run in groupby(pairs, key=lambda pair: pair[0])]
     for number, (flag, tokens) in enumerate(found, start=1):
-        yield flag, detokenizer.push(*tokens) + (detokenizer.held if number == len(found) else "")
+        yield flag, detokenizer.push(*tokens) + (detokenizer.pending_text if number == len(found) else "")
 
 
 def terminal(tokenizer: PreTrainedTokenizerBase, document: Document) -> str:

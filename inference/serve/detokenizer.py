@@ -13,20 +13,20 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str], include: bool = False):
         """Initialize the buffer. include: show the stop string."""
-        self.stops, self.include, self.held = tuple(stops), include, ""
+        self.stops, self.include, self.buffer = tuple(stops), include, ""
 
     def push(self, text: str) -> str:
         """Return the text that may be shown now."""
-        text = self.held + text
+        text = self.buffer + text
         longest = max(map(len, self.stops), default=1) - 1
         starts = range(max(0, len(text) - longest), len(text))
         cut = next((at for at in starts if any(stop.startswith(text[at:]) for stop in self.stops)), len(text))
-        self.held = text[cut:]
+        self.buffer = text[cut:]
         return text[:cut]
 
     def end(self, text: str = "", last: str = "") -> str:
         """Return the remaining text, after adding `text` and the text of the last token."""
-        text, self.held = self.held + text + last, ""
+        text, self.buffer = self.buffer + text + last, ""
         starts = ((stop, max(0, len(text) - len(last) + 1 - len(stop))) for stop in self.stops)
         found = [(at, stop) for stop, start in starts if (at := text.find(stop, start)) >= 0]
         if not found:

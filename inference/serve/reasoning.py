@@ -51,40 +51,40 @@ class ThinkReader:
     def __init__(self, thinking: bool):
         """Initialize the reader. thinking: the prompt ends with the opening mark, which some models repeat."""
         self.calls: list[tuple[str, str]] = []
-        self.held, self.state, self.unmarked = "", "begin", "reasoning" if thinking else "content"
+        self.buffer, self.state, self.unmarked = "", "begin", "reasoning" if thinking else "content"
         self.shown = False  # whether some reasoning was returned
 
     def push(self, text: str) -> tuple[str, str]:
-        self.held += text
+        self.buffer += text
         reasoning = content = ""
         if self.state == "begin":
-            start = self.held.lstrip()
+            start = self.buffer.lstrip()
             if start.startswith(OPENING):
-                self.held, self.state = start[len(OPENING) :], "reasoning"
+                self.buffer, self.state = start[len(OPENING) :], "reasoning"
             elif not OPENING.startswith(start):
                 self.state = self.unmarked
         if self.state == "reasoning":
             reasoning = self.take_reasoning()
         if self.state == "after":  # blank lines between reasoning and content belong to neither
-            self.held = self.held.lstrip()
-            self.state = "content" if self.held else "after"
+            self.buffer = self.buffer.lstrip()
+            self.state = "content" if self.buffer else "after"
         if self.state == "content":
-            content, self.held = self.held, ""
+            content, self.buffer = self.buffer, ""
         return reasoning, content
 
     def take_reasoning(self) -> str:
-        self.held = self.held if self.shown else self.held.lstrip()
-        at = self.held.find(CLOSING)
-        found = self.held[: at if at >= 0 else find_partial_mark(self.held, [CLOSING])].rstrip()
+        self.buffer = self.buffer if self.shown else self.buffer.lstrip()
+        at = self.buffer.find(CLOSING)
+        found = self.buffer[: at if at >= 0 else find_partial_mark(self.buffer, [CLOSING])].rstrip()
         if at >= 0:
-            self.held, self.state = self.held[at + len(CLOSING) :], "after"
+            self.buffer, self.state = self.buffer[at + len(CLOSING) :], "after"
         else:
-            self.held = self.held[len(found) :]
+            self.buffer = self.buffer[len(found) :]
         self.shown = self.shown or bool(found)
         return found
 
     def end(self) -> tuple[str, str]:
-        rest, self.held = self.held, ""
+        rest, self.buffer = self.buffer, ""
         self.state = self.unmarked if self.state == "begin" else self.state
         if self.state == "reasoning":
             return (rest if self.shown else rest.lstrip()).rstrip(), ""
@@ -96,22 +96,22 @@ class HarmonyReader:
         """Initialize the reader. tools: names of tools that may be called; None is any. Other calls are content."""
         self.calls: list[tuple[str, str]] = []
         self.tools = tools
-        self.held, self.header = "", True  # it starts in the header of the assistant's message
+        self.buffer, self.header = "", True  # it starts in the header of the assistant's message
         self.channel, self.recipient, self.arguments = "final", "", ""
 
     def push(self, text: str) -> tuple[str, str]:
-        self.held += text
+        self.buffer += text
         reasoning = content = ""
         while True:
             if self.header:
-                at = self.held.find(MESSAGE)
+                at = self.buffer.find(MESSAGE)
                 if at < 0:
                     return reasoning, content
-                self.open(self.held[:at])
-                self.held = self.held[at + len(MESSAGE) :]
-            found = [at for mark in ENDS if (at := self.held.find(mark)) >= 0]
-            at = min(found) if found else find_partial_mark(self.held, ENDS)
-            part, self.held = self.held[:at], self.held[at:]
+                self.open(self.buffer[:at])
+                self.buffer = self.buffer[at + len(MESSAGE) :]
+            found = [at for mark in ENDS if (at := self.buffer.find(mark)) >= 0]
+            at = min(found) if found else find_partial_mark(self.buffer, ENDS)
+            part, self.buffer = self.buffer[:at], self.buffer[at:]
             if self.recipient:
                 self.arguments += part
             elif self.channel == "analysis":
@@ -137,7 +137,7 @@ class HarmonyReader:
 
     def end(self) -> tuple[str, str]:
         """Return the rest. A text without marks is content, and so is a call without an end, which was cut off."""
-        rest, self.held = self.held, ""
+        rest, self.buffer = self.buffer, ""
         if not self.header:
             thinks = self.channel == "analysis" and not self.recipient
             return (rest, "") if thinks else ("", self.arguments + rest)

@@ -91,7 +91,7 @@ class ToolReader:
         """Initialize the reader. schemas: of the parameters of each tool."""
         self.style, self.known, self.schemas, self.marks = style, known, schemas or {}, style.marks
         self.mark = re.compile("|".join([*map(re.escape, self.marks), *([OBJECT] if style.is_bare else [])]))
-        self.held, self.holding, self.shown = "", False, False
+        self.buffer, self.holding, self.shown = "", False, False
         also = rf"(?:{re.escape(style.also)}\s*)?" if style.also else ""
         head = pattern(style.head.removesuffix(style.name_line), style.id)
         head = rf"(?:{head}\s*)?{pattern(style.name_line)}" if style.name_line else head
@@ -110,77 +110,77 @@ class ToolReader:
 
     def push(self, text: str) -> str:
         """Return the text that is certainly content."""
-        self.held += text
+        self.buffer += text
         if self.holding:
             return ""
-        found = self.mark.search(self.held)
+        found = self.mark.search(self.buffer)
         self.holding = found is not None
-        at = find_partial_mark(self.held, self.marks) if found is None else found.start()
-        if found is None and self.style.is_bare and (begun := PARTIAL_OBJECT.search(self.held)):
+        at = find_partial_mark(self.buffer, self.marks) if found is None else found.start()
+        if found is None and self.style.is_bare and (begun := PARTIAL_OBJECT.search(self.buffer)):
             at = min(at, begun.start())
-        content, self.held = self.held[:at], self.held[at:]
+        content, self.buffer = self.buffer[:at], self.buffer[at:]
         self.shown = self.shown or bool(content)
         return content
 
     def end(self) -> tuple[str, list[dict[str, Any]]]:
         """Return the remaining content and the calls. Malformed calls and calls of unknown tools are content."""
         content, calls, at, failed = "", list[dict[str, Any]](), 0, 0
-        while at < len(self.held):
+        while at < len(self.buffer):
             found, end = self.calls_at(at) if failed < ATTEMPTS else ([], at)
             calls += found
             if not found:
                 failed += 1
-                later = self.mark.search(self.held, at + 1) if failed < ATTEMPTS else None
-                end = later.start() if later else len(self.held)
-                content += self.held[at:end]
+                later = self.mark.search(self.buffer, at + 1) if failed < ATTEMPTS else None
+                end = later.start() if later else len(self.buffer)
+                content += self.buffer[at:end]
             at = end
         content = content.rstrip() if calls else content
         return content if self.shown or not calls else content.lstrip(), calls
 
     def calls_at(self, at: int) -> tuple[list[dict[str, Any]], int]:
         """Return the consecutive calls at this position, and where they end."""
-        at, found = match_end(self.before, self.held, at), list[dict[str, Any]]()
-        while one := self.call_at(match_end(SEPARATOR, self.held, at) if found else at):
+        at, found = match_end(self.before, self.buffer, at), list[dict[str, Any]]()
+        while one := self.call_at(match_end(SEPARATOR, self.buffer, at) if found else at):
             found += one[0]
             at = one[1]
-        return found, match_end(self.after, self.held, at)
+        return found, match_end(self.after, self.buffer, at)
 
     def call_at(self, at: int) -> tuple[list[dict[str, Any]], int] | None:
         """Return the call at this position (or all calls between one pair of marks), and where it ends."""
-        head = self.head.match(self.held, at)
+        head = self.head.match(self.buffer, at)
         if head is None:
             return None
         if self.style.is_object:
             return self.objects_at(head.end(), "\n" in head[0] or not (at or self.shown))
         name, at = head["name"], head.end()
-        closed = self.closing.match(self.held, at)
+        closed = self.closing.match(self.buffer, at)
         if self.style.parameters is not None:
             arguments, at = self.parameters_at(at, self.schemas.get(name, {}))
-            call = self.call(name, arguments) if self.closing.match(self.held, at) else None
+            call = self.call(name, arguments) if self.closing.match(self.buffer, at) else None
         elif closed is not None and closed.end() > at:
             call = self.call(name, None)
         else:
             try:
-                arguments, at = DECODER.raw_decode(self.held, at)
+                arguments, at = DECODER.raw_decode(self.buffer, at)
             except (ValueError, RecursionError):
                 return None
             call = self.call(name, arguments)
-        return None if call is None else ([call], match_end(self.closing, self.held, at))
+        return None if call is None else ([call], match_end(self.closing, self.buffer, at))
 
     def objects_at(self, at: int, on_its_line: bool) -> tuple[list[dict[str, Any]], int] | None:
         """Parse calls as JSON: one, a list, or several between a pair of marks."""
         found, end = list[dict[str, Any]](), at
         while not found or self.style.head:
             try:
-                value, at = DECODER.raw_decode(self.held, at)
+                value, at = DECODER.raw_decode(self.buffer, at)
             except (ValueError, RecursionError):
                 break
             calls = [self.object_call(one, on_its_line) for one in (value if isinstance(value, list) else [value])]
             if not calls or None in calls:
                 break
             found += [call for call in calls if call is not None]
-            end, at = at, match_end(SEPARATOR, self.held, at)
-        return (found, match_end(self.closing, self.held, end)) if found else None
+            end, at = at, match_end(SEPARATOR, self.buffer, at)
+        return (found, match_end(self.closing, self.buffer, end)) if found else None
 
     def object_call(self, value: Any, on_its_line: bool) -> dict[str, Any] | None:
         """Parse a call in the format's form or OpenAI's. In the middle of a line, an object with only a name is content."""
@@ -201,7 +201,7 @@ class ToolReader:
 
     def parameters_at(self, at: int, schema: dict[str, Any]) -> tuple[dict[str, Any], int]:
         found, properties = dict[str, Any](), properties_of(schema)
-        while one := self.parameter.match(self.held, at):
+        while one := self.parameter.match(self.buffer, at):
             found[one["key"]] = parse_argument(one["value"], properties.get(one["key"]))
             at = one.end()
         return found, at
