@@ -51,13 +51,13 @@ class ThinkReader:
     def __init__(self, thinking: bool):
         """Initialize the reader. thinking: the prompt ends with the opening mark, which some models repeat."""
         self.calls: list[tuple[str, str]] = []
-        self.buffer, self.state, self.unmarked = "", "begin", "reasoning" if thinking else "content"
+        self.buffer, self.state, self.unmarked = "", "start", "reasoning" if thinking else "content"
         self.shown = False  # whether some reasoning was returned
 
     def push(self, text: str) -> tuple[str, str]:
         self.buffer += text
         reasoning = content = ""
-        if self.state == "begin":
+        if self.state == "start":
             start = self.buffer.lstrip()
             if start.startswith(OPENING):
                 self.buffer, self.state = start[len(OPENING) :], "reasoning"
@@ -85,7 +85,7 @@ class ThinkReader:
 
     def end(self) -> tuple[str, str]:
         rest, self.buffer = self.buffer, ""
-        self.state = self.unmarked if self.state == "begin" else self.state
+        self.state = self.unmarked if self.state == "start" else self.state
         if self.state == "reasoning":
             return (rest if self.shown else rest.lstrip()).rstrip(), ""
         return "", rest if self.state == "content" else ""
