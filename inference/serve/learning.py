@@ -125,9 +125,9 @@ class Learning(threading.Thread):
             self.live += [(choice.emitted, choice.forwards) for choice in answer.choices.values() if choice.accepted]
         self.traffic.write(answer)
 
-    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+    def add(self, texts: Sequence[dict[str, Any]]) -> None:
         """Record texts of another engine, which does not report what it accepted."""
-        self.traffic.add(rows)
+        self.traffic.add(texts)
 
     def stop(self) -> None:
         self.background.stopped.set()
@@ -136,7 +136,7 @@ class Learning(threading.Thread):
     # -- called in the thread ----------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        said = ""
+        last_error = ""
         while not self.background.stopped.wait(TICK):
             try:
                 self.sync_current_head()
@@ -144,20 +144,20 @@ class Learning(threading.Thread):
                     self.recheck_previous_head()
                 elif self.traffic.round.is_dir() or self.traffic.count >= self.rows:
                     self.learn()
-                said = ""
+                last_error = ""
             except Stopped:
                 return
             except Exception as error:  # a full disk, for example
-                if said != (said := f"{type(error).__name__}: {error}"):
-                    log.warning("learning: %s", said)
+                if last_error != (last_error := f"{type(error).__name__}: {error}"):
+                    log.warning("learning: %s", last_error)
                 self.background.stopped.wait(10)
 
     def learn(self) -> None:
         """Run a round."""
         parent = self.serving.head
         folder, seconds = self.traffic.begin(seed=int(time.time())), self.seconds
-        run, verdict = folder / f"from-{parent}", folder / f"from-{parent}.json"
-        given = [
+        run, comparison = folder / f"from-{parent}", folder / f"from-{parent}.json"
+        overrides = [
             f"data.path={folder / 'train'}",
             f"+data.cache_dir={folder / 'cache'}",
             f"init_from={self.directory / parent}",
@@ -165,12 +165,13 @@ class Learning(threading.Thread):
         sets = [folder / "recent.jsonl", folder / "replay.jsonl"]
         heads = [self.directory / parent, run / "head"]
         facts: dict[str, Any] = {"parent": parent, "outcome": "failed"}
-        if self.run_process([*self.train, *given, f"output_dir={run}"]) and self.evaluate_heads(heads, sets, verdict):
-            (old, new), known = json.loads(verdict.read_text())
+        trained = self.run_process([*self.train, *overrides, f"output_dir={run}"])
+        if trained and self.evaluate_heads(heads, sets, comparison):
+            (old, new), replay = json.loads(comparison.read_text())
             difference, error = acceptance_difference(old, new)
             facts |= {"recent": [acceptance(old)[0], acceptance(new)[0]], "error": error, "outcome": "no better"}
-            if known[0]:
-                facts["replay"] = [acceptance(known[0])[0], acceptance(known[1])[0]]
+            if replay[0]:
+                facts["replay"] = [acceptance(replay[0])[0], acceptance(replay[1])[0]]
             if difference > ERRORS * error:
                 forgot = "replay" in facts and facts["replay"][1] < (1 - MAX_REGRESSION) * facts["replay"][0]
                 late = parent != self.serving.head  # another head was chosen manually in the meantime
@@ -206,22 +207,23 @@ class Learning(threading.Thread):
         """Compare with the previous head on texts that neither was trained on, and serve with the better one."""
         assert self.before is not None
         now, before = self.serving.head, self.before[0]
-        rows, verdict = self.directory / "doubted.jsonl", self.directory / "doubted.json"
-        rows.write_bytes(self.traffic.newest())
-        if self.evaluate_heads([self.directory / now, self.directory / before], [rows], verdict):
-            ((old, new),) = json.loads(verdict.read_text())
+        texts, comparison = self.directory / "recheck.jsonl", self.directory / "recheck.json"
+        texts.write_bytes(self.traffic.newest())
+        if self.evaluate_heads([self.directory / now, self.directory / before], [texts], comparison):
+            ((old, new),) = json.loads(comparison.read_text())
             difference, error = acceptance_difference(old, new)
             outcome = "back" if difference > ERRORS * error and now == self.serving.head else "stays"
             figures = {"recent": [acceptance(old)[0], acceptance(new)[0]], "error": error}
             self.log_event({"parent": now, "head": before, "outcome": outcome, **figures})
             if outcome == "back":
                 write_atomically(self.current, before)
-        rows.unlink()
-        verdict.unlink(missing_ok=True)
+        texts.unlink()
+        comparison.unlink(missing_ok=True)
         self.before = None
 
-    def evaluate_heads(self, heads: list[Path], rows: list[Path], verdict: Path) -> bool:
-        facts = {"target": self.target, "heads": [*map(str, heads)], "files": [*map(str, rows)], "output": str(verdict)}
+    def evaluate_heads(self, heads: list[Path], texts: list[Path], comparison: Path) -> bool:
+        facts = {"target": self.target, "heads": [*map(str, heads)], "files": [*map(str, texts)]}
+        facts["output"] = str(comparison)
         return self.run_process(["-m", "foredraft.inference.serve.traffic", json.dumps(facts)])
 
     def log_event(self, facts: dict[str, Any]) -> None:
