@@ -4,7 +4,7 @@ import torch
 
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import BLOCKS, KVCache
-from foredraft.inference.drafter_bytes.base import Accepted, Drafter, NoDrafter, select_layers
+from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, select_layers
 
 
 def cache_budget(target: Target, drafter: Drafter | None, size: int, tenants: int = 1) -> tuple[int, float]:
