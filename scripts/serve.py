@@ -42,7 +42,7 @@ def main(cfg: DictConfig) -> None:
         from foredraft.inference.serve.accepted_log import AcceptedLog
         from foredraft.inference.serve.app import create_app, run
         from foredraft.inference.serve.learned import head_of, newest_head, train_overrides
-        from foredraft.inference.serve.learning import InWorker, Learning
+        from foredraft.inference.serve.learning import Learning, ServingHead
         from foredraft.inference.serve.worker import Worker
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'foredraft[serve]'") from None
@@ -62,7 +62,7 @@ def main(cfg: DictConfig) -> None:
         background = background_for(cfg, worker, str(target.device))
         train = trainer(cfg, train_overrides(head_of(drafter)))
         for number, (folder, spec) in enumerate(zip(folders, specs, strict=True)):
-            serving = InWorker(worker, number, names[number] if others else "", load)
+            serving = ServingHead(worker, number, names[number] if others else "", load)
             learning.append(Learning(serving, background, str(spec), *train, folder, **kept(cfg)))
         worker.on_reserve = background.on_request
     local_only = api_key is None and not cfg.insecure

@@ -19,7 +19,7 @@ from foredraft.inference.drafters import load_drafter
 from foredraft.inference.serve import background as background_module
 from foredraft.inference.serve.background import Background
 from foredraft.inference.serve.learned import newest_head, train_overrides
-from foredraft.inference.serve.learning import InWorker, Learning
+from foredraft.inference.serve.learning import Learning, ServingHead
 from foredraft.inference.serve.traffic import Traffic, acceptance, acceptance_difference, decode, lines
 from foredraft.inference.serve.worker import Worker
 from tests.support.configs import composed
@@ -136,7 +136,7 @@ def start(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         load = partial(load_drafter, target=target)
         worker = Worker(target, load(spec))
         background = Background(lambda: worker.open > 0, on_gpu=False)
-        serving = InWorker(worker, 0, "", load)
+        serving = ServingHead(worker, 0, "", load)
         one = Learning(serving, background, spec, ["-c", TRAIN], {}, learned, rows=8, **given)
         worker.on_reserve = background.on_request
         worker.start()

@@ -16,10 +16,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from foredraft.inference.drafters import Drafter
 from foredraft.inference.serve.background import TICK, Background, Stopped
@@ -34,17 +34,8 @@ MAX_REGRESSION = 0.02  # maximum relative loss of acceptance length on texts of 
 LIVE, MIN_LIVE = 128, 32  # number of newest texts that measure the head in use, and the minimum for a measurement
 
 
-class Serving(Protocol):
-    """Serve with a head that can be replaced."""
-
-    head: str  # name of the head in use
-
-    def swap(self, head: Path) -> None:
-        """Replace the head, invisibly for requests. Raises Stopped, and what loading the head raises."""
-
-
-class InWorker:
-    """Serve in the worker's thread, with a tenant's engine."""
+class ServingHead:
+    """Replace the head of a tenant's engine, which runs in the worker's thread."""
 
     def __init__(self, worker: Worker, tenant: int, name: str, load: Callable[..., Drafter]):
         """Initialize with the tenant's number and name ("" for a single one). load: loads the drafter `spec`, a directory."""
@@ -59,6 +50,7 @@ class InWorker:
         self.worker.heads[self.engine] = f"{self.name}/{name}" if self.name else name
 
     def swap(self, head: Path) -> None:
+        """Draft with another head, invisibly for requests. Raises Stopped, and what loading the head raises."""
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.worker.inbox.put(partial(self.swap_between_steps, head, done))
         while not concurrent.futures.wait([done], TICK).done:
@@ -80,7 +72,7 @@ class InWorker:
 class Learning(threading.Thread):
     def __init__(
         self,
-        serving: Serving,
+        serving: ServingHead,
         background: Background,
         head: str,
         train: list[str],
@@ -124,10 +116,6 @@ class Learning(threading.Thread):
         if answer.began > self.since:
             self.live += [(choice.emitted, choice.forwards) for choice in answer.choices.values() if choice.accepted]
         self.traffic.write(answer)
-
-    def add(self, texts: Sequence[dict[str, Any]]) -> None:
-        """Record texts of another engine, which does not report what it accepted."""
-        self.traffic.add(texts)
 
     def stop(self) -> None:
         self.background.stopped.set()
