@@ -181,7 +181,7 @@ class Engine:
         if cache.graphs.active:  # few different sizes require few graphs
             self.padded_depth = power_of_two(self.depth + 1) - 1
         gumbel = self.batch.sampler.gumbel(cache.seq_lens + 1, self.padded_depth + 1) if self.depth else None
-        tree = self.drafter.propose(self.batch.accepted._replace(cache=cache), gumbel)
+        tree = self.drafter.propose(self.batch.accepted, gumbel)
         if cache.graphs.active:
             tree = pad_nodes(tree, power_of_two(tree.tokens.shape[1]))
             cache.set_bucket(tree.tokens.shape[1])

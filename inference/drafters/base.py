@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foredraft.heads.target import TargetCache
 from foredraft.heads.target.cache import to_device
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree, chain, from_parents
@@ -27,8 +26,6 @@ class Accepted(NamedTuple):
     counts: list[int]  # number of real tokens of each sequence; 0 if it has finished
     text: list[list[int]]  # whole text of each sequence on the host, including the bonus token
     counts_on_device: Tensor | None = None  # (batch, 1) int64, if the device already has them
-    # The target's cache, without the bonus tokens. The next forward overwrites what a drafter writes after the text.
-    cache: TargetCache | None = None
 
     @property
     def device_counts(self) -> Tensor:
@@ -200,7 +197,7 @@ class PendingAccepted:
         index = to_device([column + [0] * (max(counts) - len(column)) for column in columns], last.tokens.device)
         tokens = torch.cat([step.tokens.flatten() for step in steps])[index]
         hidden = torch.cat([step.aux_hidden_states.flatten(0, 1) for step in steps])[index]
-        return Accepted(tokens, hidden, counts, last.text, cache=last.cache)
+        return Accepted(tokens, hidden, counts, last.text)
 
 
 def bonus_only(accepted: Accepted) -> TokenTree:

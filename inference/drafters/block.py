@@ -72,11 +72,8 @@ class BlockTree(CachedTree):
     def expand(
         self, cache: KVCache, hidden: Tensor, bonus: Tensor, gumbel: Tensor | None, temperature: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        block = self.draft_block(hidden, cache)[:, : self.levels]
+        block = self.head.draft_block(hidden, cache)[:, : self.levels]
         return self.best_paths(BlockScorer(self, block, gumbel, temperature), bonus)
-
-    def draft_block(self, hidden: Tensor, cache: KVCache) -> Tensor:
-        return self.head.draft_block(hidden, cache)
 
     def best_paths(self, scorer: "BlockScorer", bonus: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         most, candidates, parents = self.nodes - 1, [bonus], [torch.zeros_like(bonus)]
