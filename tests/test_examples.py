@@ -1,0 +1,84 @@
+"""The examples run: loop.py, and the head of the developer pages."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from foredraft.heads import Target, load_head, save_head
+from foredraft.inference import drafter_for, generate
+from foredraft.scripts.examples import loop
+from foredraft.train import parity_gate
+from foredraft.train.losses import Prediction
+from foredraft.train.module import DistillationModel
+from tests.support import ROOT
+from tests.support.batches import batch
+
+EXAMPLES = ROOT / "scripts" / "examples"
+PYTHON = re.compile(r"^```python\n(.*?)^```$", re.S | re.M)
+
+
+def test_the_loop_trains_and_decodes(tiny_path: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("def add(self, other):\n    return self.value + other.value\n" * 60)
+    arguments = ["--target", str(tiny_path), "--text", str(text), "--rows", "2", "--length", "48", "--tokens", "24"]
+    untrained = loop.main([*arguments, "--steps", "1"])
+    trained = loop.main([*arguments, "--steps", "60", "--save", str(tmp_path / "head")])
+    assert trained.identical and untrained.identical
+    assert len(trained.accuracy) == 3 and trained.accuracy[0] > untrained.accuracy[0] + 0.1
+    target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+    assert load_head(tmp_path / "head", target).depth == 3
+
+
+def cross_entropy(draft: Prediction, teacher: Prediction) -> torch.Tensor:
+    return F.cross_entropy(draft.logits, teacher.probabilities, reduction="none")
+
+
+@pytest.fixture(scope="module")
+def documented() -> type:
+    """The head of docs/developer/add-a-head.md."""
+    scope: dict = {"__name__": "documented"}
+    (source,) = PYTHON.findall((ROOT / "docs" / "developer" / "add-a-head.md").read_text())
+    exec(compile(source, "add-a-head.md", "exec"), scope)
+    return scope["SharedHead"]
+
+
+def test_the_documented_head_learns(documented: type, target: Target) -> None:
+    head = documented.for_target(target, num_heads=2)
+    model, text = DistillationModel(head, target, cross_entropy), batch(40, 24)
+    optimizer, found = torch.optim.Adam(head.parameters(), lr=3e-3), []
+    for _ in range(20):
+        outcome = model(*text[:4])
+        found.append(outcome.loss.item())
+        outcome.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found[-1] < found[0] - 0.05
+
+
+def test_the_documented_head_is_aligned_lossless_and_loads_again(
+    documented: type, target: Target, tmp_path: Path
+) -> None:
+    head = documented.for_target(target).eval()
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    save_head(head, tmp_path / "head", target)
+    prompt = torch.randint(target.vocab_size, (1, 12))
+    assert parity_gate.check(head, target, prompt[0].tolist(), saved=tmp_path / "head") < parity_gate.TOLERANCE
+    loaded = load_head(tmp_path / "head", target)
+    for settings in ({}, {"temperature": 1.0, "seed": 3}):
+        drafted = generate(target, drafter_for(loaded, target), prompt, max_new_tokens=24, eos_token_id=-1, **settings)
+        alone = generate(target, None, prompt, max_new_tokens=24, eos_token_id=-1, **settings)
+        assert drafted.new_tokens == alone.new_tokens
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.sh")), ids=lambda file: file.stem)
+def test_an_example_says_what_it_takes(file: Path) -> None:
+    header = file.read_text().partition("set -euo pipefail")[0]
+    told = dict(re.findall(r"^# (\w+): +(.+)$", header, re.M))
+    assert {"Hardware", "Time", "Acceptance", "Needs"} <= told.keys()
+    assert "planned" in told["Time"] or "measured" in told["Hardware"]
+    assert f"[{file.name}]({file.name})" in (EXAMPLES / "README.md").read_text()
