@@ -6,8 +6,8 @@
         for output in engine.step(): ...
 
 A step is one forward of the target: either over the prompts of new requests (inference/prefill.py), or over a tree of drafts
-after the text of every sequence. If both are due, they alternate. On a GPU the stages
-of a decoding step are captured as CUDA graphs (heads/target/cuda_graphs.py), which is transparent to this module.
+after the text of every sequence. If both are due, they alternate. On a GPU the stages of a decoding step are captured as CUDA
+graphs (heads/target/cuda_graphs.py), which is transparent to this module.
 """
 
 import time
@@ -34,7 +34,7 @@ from foredraft.inference.verify import Coupled, Outcome, Validity, Verification,
 
 # Prompts are prefilled together if padding multiplies their tokens by at most this ratio, or if they are short. If the target
 # packs prompts, only the cache and the drafter's inputs are padded, so the ratio is larger.
-MAX_PADDING_RATIO, MAX_PACKED_RATIO, MIN_PREFILL_TOKENS = 1.25, 2.0, 256
+MAX_PADDING_RATIO, MAX_PACKED_RATIO, SMALL_PREFILL_TOKENS = 1.25, 2.0, 256
 
 
 class Engine:
@@ -258,7 +258,7 @@ class Engine:
         prefilling = chain.from_iterable(prompts.sequences for prompts in self.prefilling)
         busy = [sequence for sequence in prefilling if sequence.finish_reason is None]
         longest = tokens = 0
-        padded = MAX_PACKED_RATIO if self.target.packs_prompts else MAX_PADDING_RATIO
+        max_ratio = MAX_PACKED_RATIO if self.target.packs_prompts else MAX_PADDING_RATIO
         for sequence in islice(self.waiting, self.num_admissible()):
             alike = self.batch.same_cohort(self.waiting[0], sequence)
             if not alike or self.will_be_cached(sequence, [*busy, *sequences]):
@@ -266,7 +266,7 @@ class Engine:
             size = (len(sequences) + 1) * max(longest, len(sequence.text))
             if sequences and self.prefill_chunk is not None and size > self.prefill_chunk:
                 break
-            if size > max(MIN_PREFILL_TOKENS, padded * (tokens + len(sequence.text))):
+            if size > max(SMALL_PREFILL_TOKENS, max_ratio * (tokens + len(sequence.text))):
                 continue
             longest, tokens = max(longest, len(sequence.text)), tokens + len(sequence.text)
             sequences.append(sequence)

@@ -178,7 +178,7 @@ def test_what_happens_while_a_prompt_is_read(target, what, monkeypatch):
 
 def test_prompts_of_unlike_lengths_are_padded_little(target, monkeypatch):
     """Those like the first come together, and the others after them, the longest at last."""
-    monkeypatch.setattr("foredraft.inference.engine.MIN_PREFILL_TOKENS", 0)
+    monkeypatch.setattr("foredraft.inference.engine.SMALL_PREFILL_TOKENS", 0)
     monkeypatch.setattr("foredraft.inference.engine.MAX_PACKED_RATIO", MAX_PADDING_RATIO)
     asked = [request(ids(length, length), 6) for length in (11, 61, 12, 13, 14, 20, 60, 21)]
     expected = [alone("plain", target, one, monkeypatch)[0] for one in asked]
@@ -287,7 +287,7 @@ def test_a_conversation_goes_on_from_its_answer(target, name, monkeypatch):
 
 def test_a_prompt_and_a_miss_are_read_together(target, monkeypatch):
     """The miss is longer than what is left of the hit, and stands behind it."""
-    monkeypatch.setattr("foredraft.inference.engine.MIN_PREFILL_TOKENS", 300)
+    monkeypatch.setattr("foredraft.inference.engine.SMALL_PREFILL_TOKENS", 300)
     asked = [request(shared(1)), request(ids(70, 5)), request(shared(1)[:48]), request(ids(1, 1))]
     expected = [alone("draft model", target, one, monkeypatch) for one in asked]
     engine = Engine(target, drafter("draft model", target), prefixes=PrefixCache(2**22, block=8))
