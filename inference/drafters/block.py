@@ -49,10 +49,10 @@ class BlockTree(CachedTree):
         self.cached_pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        self.make_pairs()
+        self.precompute_pairs()
         return super().propose(accepted, gumbel)
 
-    def make_pairs(self) -> None:
+    def precompute_pairs(self) -> None:
         """Compute all pairs before a graph is captured, because they are copied from the host."""
         parents = 1
         for _ in range(self.levels):

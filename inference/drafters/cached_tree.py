@@ -140,19 +140,19 @@ class CachedTree(Drafter):
         room = max(cache.lengths) + new + self.entries  # the padding of a short text may follow a long one
         if room > cache.capacity:
             cache.reorder(list(range(cache.batch)), room)
-        grow, seq_lens = partial(self.grow, lengths), cache.seq_lens + counts
+        draft, seq_lens = partial(self.draft, lengths), cache.seq_lens + counts
         inputs = accepted.tokens, accepted.aux_hidden_states, counts, gumbel, self.sampling.temperature
         if self.should_stop is None and new <= 1 + self.depth:  # neither reads scores nor catches up after other steps
             cache.set_bucket(new + self.entries)
-            key = "grow", cache.kv_bucket, self.nodes, self.levels
-            tree, self.ranks = cache.graphs(key, grow, *inputs)
+            key = "draft", cache.kv_bucket, self.nodes, self.levels
+            tree, self.ranks = cache.graphs(key, draft, *inputs)
         else:
             cache.kv_bucket = None
-            tree, self.ranks = grow(*inputs)
+            tree, self.ranks = draft(*inputs)
         cache.set_lengths(lengths, seq_lens)
         return tree
 
-    def grow(
+    def draft(
         self,
         lengths: list[int],
         tokens: Tensor,

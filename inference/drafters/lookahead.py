@@ -38,27 +38,27 @@ class Lookahead(Drafter):
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         # Per sequence: first token -> remaining tokens of the n-grams, the latest last (a dict keeps its order).
         self.pool: list[dict[int, dict[tuple[int, ...], None]]] = [{} for _ in range(batch)]
-        self.lines: Tensor | None = None  # (batch, rounds, window): tokens of the rounds, the oldest first
+        self.window_tokens: Tensor | None = None  # (batch, rounds, window): tokens of the rounds, the oldest first
         self.fresh = [True] * batch  # whether each sequence still needs a window
 
     def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
         self.pool = [{} if slot is None else self.pool[slot] for slot in slots]
         self.fresh = [slot is None or self.fresh[slot] for slot in slots]
-        if self.lines is not None:
-            self.lines = self.lines[[slot or 0 for slot in slots]]
+        if self.window_tokens is not None:
+            self.window_tokens = self.window_tokens[[slot or 0 for slot in slots]]
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         bonus = bonus_tokens(accepted)
         if any(self.fresh):
             lines, fresh = self.init_window(accepted), torch.tensor(self.fresh, device=bonus.device)[:, None, None]
-            self.lines = lines if self.lines is None else torch.where(fresh, lines, self.lines)
+            self.window_tokens = lines if self.window_tokens is None else torch.where(fresh, lines, self.window_tokens)
             self.fresh = [False] * len(self.fresh)
-        assert self.lines is not None
+        assert self.window_tokens is not None
         found = [list(pool.get(text[-1], ())) for pool, text in zip(self.pool, accepted.text, strict=True)]
         most = max(map(len, found))
         blank = (-1,) * self.rounds
         guessed = bonus.new_tensor([grams + [blank] * (most - len(grams)) for grams in found])
-        tokens = torch.cat([bonus, self.lines.flatten(1), guessed.view(len(bonus), -1)], dim=1)
+        tokens = torch.cat([bonus, self.window_tokens.flatten(1), guessed.view(len(bonus), -1)], dim=1)
         return from_parents(tokens, self.parents(most, tokens.device).expand(len(bonus), -1), self.depth)
 
     def init_window(self, accepted: Accepted) -> Tensor:
@@ -77,10 +77,10 @@ class Lookahead(Drafter):
         return torch.cat([window.new_zeros(1), window, guesses.flatten()])[None]
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
-        assert self.lines is not None
+        assert self.window_tokens is not None
         last = 1 + (self.rounds - 1) * self.window
         written = choices[:, last : last + self.window]
-        columns = torch.cat([self.lines, written[:, None]], dim=1)  # (batch, ngram, window)
+        columns = torch.cat([self.window_tokens, written[:, None]], dim=1)  # (batch, ngram, window)
         for pool, row in zip(self.pool, columns.transpose(1, 2).tolist(), strict=True):
             for first, *rest in row:
                 grams = pool.setdefault(first, {})
@@ -91,4 +91,4 @@ class Lookahead(Drafter):
         # The bonus token and the window advance by the number of accepted tokens. Tokens that wrap around are harmless.
         steps = choices.new_tensor([max(0, len(path) - 1) for path in paths])[:, None, None]
         shifted = (torch.arange(self.window, device=choices.device) + steps) % self.window
-        self.lines = columns[:, 1:].gather(2, shifted.expand(-1, self.rounds, -1))
+        self.window_tokens = columns[:, 1:].gather(2, shifted.expand(-1, self.rounds, -1))

@@ -23,7 +23,7 @@ from foredraft.inference.tree import TokenTree, from_parents
 TYPICAL = [[0.6 * 0.8**d * share for share in (1.0, 0.2, 0.1, 0.06, 0.04, 0.03)] for d in range(8)]
 
 
-def grow(accuracies: list[list[float]], nodes: int) -> list[tuple[int, ...]]:
+def select_paths(accuracies: list[list[float]], nodes: int) -> list[tuple[int, ...]]:
     """Return the `nodes` - 1 rank paths with the highest probability of acceptance, in this order, so parents come first.
 
     accuracies[d][r]: probability that the guess of rank r is right at depth d + 1. A path's probability is the product.
@@ -61,7 +61,7 @@ class StaticTree(Drafter):
         ranks = min(vocab, check_width(width, vocab, target))
         self.branches = ranks > 1
         accuracies = [row[:ranks] for row in (accuracies or TYPICAL)[: head.depth]]
-        self.paths = grow(accuracies, nodes)
+        self.paths = select_paths(accuracies, nodes)
         self.depth, self.nodes = max(map(len, self.paths)), len(self.paths) + 1
         self.shapes: dict[tuple[int, int], Shape] = {}
         self.graphs = CudaGraphs(target.device, target.supports_cuda_graphs)
@@ -77,16 +77,16 @@ class StaticTree(Drafter):
         best = [path for path in self.paths if len(path) <= levels][: nodes - 1]
         order = sorted(range(len(best)), key=lambda number: (len(best[number]), best[number]))
         paths = [best[number] for number in order]
-        guessed = 1 + max(max(path) for path in paths)
+        num_ranks = 1 + max(max(path) for path in paths)
         index = {(): 0} | {path: number for number, path in enumerate(paths, start=1)}
         parents = torch.tensor([[0] + [index[path[:-1]] for path in paths]])
         tree = from_parents(torch.zeros_like(parents), parents, self.depth)
-        flat = [(len(path) - 1) * guessed + path[-1] for path in paths]
+        flat = [(len(path) - 1) * num_ranks + path[-1] for path in paths]
         device = self.target.device
         return Shape(
             max(map(len, best)),
             torch.tensor([order]),
-            guessed,
+            num_ranks,
             torch.tensor(flat, device=device),
             TokenTree(*(tensor.to(device) for tensor in tree)),
         )
@@ -100,10 +100,10 @@ class StaticTree(Drafter):
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         tokens, aux_hidden_states = newest(accepted)
         self.ranks = self.shapes[self.size].order.expand(len(tokens), -1)
-        grow = partial(self.grow, self.shapes[self.size])
-        return self.graphs(self.size, grow, tokens, aux_hidden_states, gumbel, self.sampling.temperature)
+        draft = partial(self.draft, self.shapes[self.size])
+        return self.graphs(self.size, draft, tokens, aux_hidden_states, gumbel, self.sampling.temperature)
 
-    def grow(
+    def draft(
         self,
         shape: "Shape",
         bonus: Tensor,
@@ -116,7 +116,7 @@ class StaticTree(Drafter):
         if gumbel is not None and temperature is not None:
             noise = gumbel if self.head.draft_ids is None else gumbel[..., self.head.draft_ids]
             logits = temper(logits, temperature) + noise[:, : shape.levels]
-        guesses = self.head.to_target_ids(logits.topk(shape.guessed).indices).flatten(1)
+        guesses = self.head.to_target_ids(logits.topk(shape.num_ranks).indices).flatten(1)
         tokens = torch.cat([bonus, guesses[:, shape.guesses]], dim=1)
         return TokenTree(tokens, *(part.expand(len(tokens), *part.shape[1:]) for part in shape.tree[1:]))
 
@@ -126,6 +126,6 @@ class Shape(NamedTuple):
 
     levels: int
     order: Tensor  # (1, nodes - 1): index of each node among all paths, on the host
-    guessed: int  # number of guesses that it uses of each depth
+    num_ranks: int  # number of guesses that it uses of each depth
     guesses: Tensor  # (nodes - 1,): index of each node in the flattened (depth, rank) guesses
     tree: TokenTree
