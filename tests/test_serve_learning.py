@@ -125,7 +125,9 @@ def start(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     """A server's two threads with TRAIN and JUDGE in the place of the processes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(background_module, "IDLE", 0.0)
-    monkeypatch.setattr(Learning, "judged", lambda self, *facts: self.succeeds(["-c", JUDGE, judge_facts(*facts)]))
+    monkeypatch.setattr(
+        Learning, "evaluate_heads", lambda self, *facts: self.run_process(["-c", JUDGE, judge_facts(*facts)])
+    )
     save_head(make_head("eagle3", target), tmp_path / "given", target)
     started: list[Learning] = []
 
@@ -301,7 +303,7 @@ def text(server: Served, seed: int, **more: Any) -> str:
 def test_the_command_swaps_continues_and_keeps_out_what_is_not_to_be_stored(tiny_path: Path, folder: Path):
     learned = folder / "learned"
     with served(folder, *facts(tiny_path), "log_accepted=log", "log_text=true") as server:
-        assert "token ids of prompts and answers are kept in learned" in server.log.read_text()
+        assert "token ids of prompts and answers are stored in learned" in server.log.read_text()
         expected = [text(server, seed, speculative=False) for seed in range(4)]
         text(server, 9, store=False)
         shutil.copytree(learned / "head-0001", learned / "head-0002")
@@ -344,9 +346,9 @@ def test_each_tenant_has_texts_and_a_head_of_its_own(tiny_path: Path, folder: Pa
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["drafter=ngram"], "learn=true trains the head that drafts: give drafter=DIRECTORY"),
-        (["drafter=given/", "engine=llamacpp"], "give drafter=DIRECTORY and engine=foredraft or vllm"),
-        (["drafter=given/", "learn.share=2"], "learn.share=2"),
+        (["drafter=ngram"], "learn=true trains the head that drafts: set drafter=DIRECTORY"),
+        (["drafter=given/", "engine=llamacpp"], "set drafter=DIRECTORY and engine=foredraft"),
+        (["drafter=given/", "learn.share=2"], "learn.device_share=2"),
         (["drafter=given/", "learn.keep=1"], "learn.keep=1"),
         (["drafter=given/", "learn.tenants=[a,a]"], "models of different names"),
         (["drafter=given/", "learn.tenants=[../a]"], "a name is a folder too"),
@@ -374,5 +376,6 @@ def test_a_round_by_the_real_trainer_and_judge(tiny_path: Path, folder: Path):
 def test_a_round_trains_a_head_of_the_same_depth(target, kind: str):
     head = make_head(kind, target)
     settings = composed("train", "data=accepted", *train_overrides(head)).head
-    depth = settings.get("depth") or settings.block_size - (not settings.sample_from_anchor)
+    block = "block_size" in settings
+    depth = settings.block_size - (not settings.sample_from_anchor) if block else settings[head.depth_key]
     assert depth == head.depth
