@@ -240,7 +240,7 @@ def test_settings_of_the_worker_are_checked(target, settings):
 def test_half_a_line_on_a_full_disk_is_taken_back(tmp_path):
     log, path = AcceptedLog(tmp_path / "log"), tmp_path / "log"
     choice = SimpleNamespace(index=0, accepted=[1], drafted=[2])
-    answer: Any = SimpleNamespace(asked=SimpleNamespace(speculative=True), choices={0: choice}, id="a", created=1)
+    answer: Any = SimpleNamespace(request=SimpleNamespace(speculative=True), choices={0: choice}, id="a", created=1)
     log.write(answer)
     whole = path.read_text()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
