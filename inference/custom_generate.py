@@ -58,7 +58,7 @@ def as_custom_generate(target: Target, drafter: Drafter | None) -> Callable[...,
 
 
 class WithoutPrompt:
-    """Forward new tokens to a streamer, which has already received the prompt from transformers."""
+    """Pass new tokens to a streamer, which has already received the prompt from transformers."""
 
     def __init__(self, streamer: Any):
         self.streamer, self.first = streamer, True

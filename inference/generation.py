@@ -77,7 +77,7 @@ def generate(
     progress: Callable[[int], None] | None = None,
     **settings: Any,
 ) -> Generation:
-    """Continue each sequence of `input_ids` (batch, length) exactly as the target alone would.
+    """Extend each sequence of `input_ids` (batch, length) exactly as the target alone would.
 
     drafter: None is autoregressive decoding (the baseline) in the same loop. attention_mask: (batch, length), 0 for padding
     on either side. generation_config and settings follow transformers: max_new_tokens (128), max_length, do_sample,

@@ -121,7 +121,7 @@ class Grammars:
 
 
 class GrammarState:
-    """Track the position of one text in its grammar."""
+    """Follow the position of one text in its grammar."""
 
     def __init__(self, grammar: Grammar):
         self.matcher, self.eos_token_ids = grammar.matcher.deep_copy(), grammar.eos_token_ids

@@ -23,7 +23,7 @@ class Verification(NamedTuple):
 
 
 class Validity(IntEnum):
-    """Classify the logits of a sequence in a step."""
+    """Describe the logits of a sequence in a step."""
 
     VALID = 0
     REJECTED_NAN = 1  # NaN logits at a padding or rejected node: erase its cache entries, because no mask hides a NaN

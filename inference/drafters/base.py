@@ -61,11 +61,11 @@ class Drafter(ABC):
         choice (inference/sampling.py)."""
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:  # noqa: B027  (most have nothing to learn)
-        """Observe the result of the last proposal. paths: accepted nodes of each sequence, node 0 first; [] for finished
+        """Receive the result of the last proposal. paths: accepted nodes of each sequence, node 0 first; [] for finished
         ones. choices: (batch, nodes) int64, the target's choice after each node, accepted or not."""
 
     def observe_seconds(self, seconds: float | None) -> None:  # noqa: B027  (only tree=auto uses it)
-        """Observe the duration of the whole last step, after `observe`; None if a graph was captured in it."""
+        """Receive the duration of the whole last step, after `observe`; None if a graph was captured in it."""
 
 
 class Wrapper(Drafter):

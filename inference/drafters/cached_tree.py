@@ -76,7 +76,7 @@ class CachedTree(Drafter):
         self.cache: KVCache | None = None
 
     def resize(self, nodes: int, levels: int) -> None:
-        """Propose trees of this size from now on. `depth` stays the maximum of `levels`."""
+        """Draft trees of this size from now on. `depth` stays the maximum of `levels`."""
         assert nodes >= 2 and 1 <= levels <= self.depth
         self.nodes, self.levels = nodes, levels
 

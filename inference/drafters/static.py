@@ -68,7 +68,7 @@ class StaticTree(Drafter):
         self.resize(self.nodes, self.depth)
 
     def resize(self, nodes: int, levels: int) -> None:
-        """Propose the best `nodes` nodes, at most `levels` deep, from now on."""
+        """Draft the best `nodes` nodes, at most `levels` deep, from now on."""
         if (nodes, levels) not in self.shapes:
             self.shapes[nodes, levels] = self.shape(nodes, levels)
         self.size, self.levels = (nodes, levels), self.shapes[nodes, levels].levels

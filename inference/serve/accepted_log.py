@@ -16,7 +16,7 @@ from foredraft.inference.serve.completion import Answer
 
 class AcceptedLog:
     def __init__(self, path: str | Path, text: bool = False):
-        """Open the file to append, readable only by this user if new. text: log the token ids of prompts and answers."""
+        """Append to this file, readable only by this user if new. text: log the token ids of prompts and answers."""
         self.text = text
         try:
             self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)

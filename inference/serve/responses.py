@@ -118,7 +118,7 @@ class ResponsesAnswer(Answer):
         yield self.item_event("content_part.added", content_index=0, part=part)
 
     def close_item(self, status: str) -> Iterator[dict[str, Any]]:
-        """Close the open item, if any."""
+        """End the open item, if any."""
         if not self.output or self.output[-1]["status"] != "in_progress":
             return
         item = self.output[-1]

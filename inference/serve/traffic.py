@@ -41,7 +41,7 @@ TokenCounts = list[list[int]]  # new tokens and target forwards of each text, wi
 
 class Traffic:
     def __init__(self, directory: Path, limit: int):
-        """Open the storage. limit: bytes of all files of samples together."""
+        """Store samples in this directory. limit: bytes of all files of samples together."""
         self.directory, self.limit, self.lock, self.full = directory, limit, threading.Lock(), False
         self.new, self.older, self.replay = (directory / f"{name}.jsonl" for name in ("new", "older", "replay"))
         self.round = directory / "round"
