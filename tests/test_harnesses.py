@@ -5,12 +5,8 @@ import json
 import pytest
 import torch
 
-from foredraft.heads import save_head
 from foredraft.inference.drafters import NgramDrafter
 from foredraft.inference.evaluation.spec_bench import as_forward_func
-from foredraft.scripts.bench.rivals import table
-from tests.support import typed
-from tests.support.head_factory import make_head
 
 
 def test_spec_bench_calls_our_loop(target, tmp_path):
@@ -45,16 +41,3 @@ def test_lm_eval_writes_the_answers_of_its_own_model(tiny_path):
     ours = Foredraft(drafter="ngram", dtype="float32", **facts).generate_until(requests, disable_tqdm=True)
     assert ours == HFLM(dtype="float32", **facts).generate_until(requests, disable_tqdm=True)
     assert any(ours)
-
-
-def test_rivals_of_the_same_process_make_a_table(target, tiny_path, folder, tmp_path, call):
-    save_head(make_head("eagle3", target), tmp_path / "head", target)
-    given = typed(f"""
-        head_path={tmp_path / "head"} target=hf target.path={tiny_path} target.device=cpu data=text data.path={folder}
-        prompts=2 prompt_tokens=24 new_tokens=12 output_dir=out
-    """)
-    said = call(table.main, *given).out
-    rows = json.loads((tmp_path / "out" / "rivals.json").read_text())["rows"]
-    assert {"plain", "tree, auto", "tree, fixed", "chain of 3", "transformers, prompt lookup"} < set(rows)
-    assert len(rows["chain of 3"]["accepted_per_depth"]) == 3 and rows["tree, fixed"]["text"] == "2 of 2 identical"
-    assert "| chain of 3 |" in said

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The environment of eagle_run.py: EAGLE's own package, and the transformers of its time.
+# The environment of eagle_worker.py: EAGLE's own package, and the transformers of its time.
 #
 #   bash scripts/bench/rivals/eagle_env.sh [directory]        default .venv-eagle in the repository
 #
