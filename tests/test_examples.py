@@ -82,3 +82,11 @@ def test_an_example_says_what_it_takes(file: Path) -> None:
     assert {"Hardware", "Time", "Acceptance", "Needs"} <= told.keys()
     assert "planned" in told["Time"] or "measured" in told["Hardware"]
     assert f"[{file.name}]({file.name})" in (EXAMPLES / "README.md").read_text()
+
+
+def test_the_server_page_names_every_metric() -> None:
+    page = (ROOT / "docs" / "reference" / "server.md").read_text()
+    source = (ROOT / "inference" / "serve" / "metrics.py").read_text()
+    found = re.findall(r'(?:Counter|Histogram)\(\s*"(\w+)"|gauges\["(\w+)"\]|^ {12}"(\w+)": \(', source, re.M)
+    names = {next(filter(None, name)) for name in found}
+    assert len(names) >= 13 and not [name for name in names if f"`foredraft_{name}" not in page]
